@@ -1,0 +1,75 @@
+"""Surefoot: policy-gradient learning, from REINFORCE to PPO, for agents and language models.
+
+    agent = surefoot.train("CartPole-v1", surefoot.PPO_CLIP, steps=100_000, seed=1)
+
+The public names are listed in ``__all__``; ``surefoot.functional`` holds the formulas.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from surefoot.algorithms import (
+    A2C,
+    ACTOR_CRITIC,
+    ALGORITHMS,
+    LADDER,
+    PPO_CLIP,
+    PPO_UNCLIPPED,
+    REINFORCE,
+    REINFORCE_BASELINE,
+    Clip,
+    Objective,
+    Reuse,
+)
+from surefoot.errors import Interrupted, NotFiniteError, SurefootError
+
+if TYPE_CHECKING:
+    from surefoot import functional
+    from surefoot.api import evaluate, load, resume, train
+    from surefoot.control.agent import Agent
+    from surefoot.control.evaluate import EvaluationResult
+
+__version__ = "0.1.0"
+
+# Imported when first asked for: they need torch, which takes seconds, and `surefoot --help` should not.
+_LATER = {
+    "train": "surefoot.api",
+    "resume": "surefoot.api",
+    "load": "surefoot.api",
+    "evaluate": "surefoot.api",
+    "Agent": "surefoot.control.agent",
+    "EvaluationResult": "surefoot.control.evaluate",
+    "functional": "surefoot.functional",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'surefoot' has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name])
+    return module if name == "functional" else getattr(module, name)
+
+
+__all__ = [
+    "A2C",
+    "ACTOR_CRITIC",
+    "ALGORITHMS",
+    "LADDER",
+    "PPO_CLIP",
+    "PPO_UNCLIPPED",
+    "REINFORCE",
+    "REINFORCE_BASELINE",
+    "Agent",
+    "Clip",
+    "EvaluationResult",
+    "Interrupted",
+    "NotFiniteError",
+    "Objective",
+    "Reuse",
+    "SurefootError",
+    "evaluate",
+    "functional",
+    "load",
+    "resume",
+    "train",
+]

@@ -1,0 +1,157 @@
+"""The switches of an objective, and the algorithms as values of them.
+
+PPO is REINFORCE plus five fixes. Each line of ``LADDER`` below turns one switch; nothing else tells two algorithms apart.
+This file imports no torch, so that a recipe can be read, and ``--help`` printed, at once. What the switches do to a loss is
+in ``objective.py``, what they do to advantages in ``credit.py``, what they do to a batch in ``learner.py``.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
+
+from surefoot.errors import SurefootError
+
+
+def _require(condition: bool, field: str, value: object, need: str) -> None:
+    if not condition:
+        raise SurefootError(f"{field}={value!r}: {need}")
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Use each batch for several passes, in minibatches; every sample is weighted by the importance ratio ρ."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    epochs: int = 10
+    """passes over each batch"""
+    minibatches: int = 32
+    """parts of each pass; one optimizer step each"""
+
+    def __post_init__(self) -> None:
+        _require(self.epochs >= 1, "objective.reuse.epochs", self.epochs, "must be at least 1")
+        _require(self.minibatches >= 1, "objective.reuse.minibatches", self.minibatches, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Trust region by the pessimistic minimum with the clipped ratio (PPO-Clip, arXiv 1707.06347)."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    clip: float = 0.2
+    """how far below 1 (and above, unless clip_high is given) a ratio earns anything"""
+    clip_high: float | None = None
+    """a different bound above 1 (clip-higher)"""
+    dual_clip: float | None = None
+    """c > 1: bound the penalty of a bad action at c times its advantage"""
+    schedule: Literal["constant", "linear"] = "constant"
+    """linear lets both bounds fall to zero over the run"""
+
+    def __post_init__(self) -> None:
+        field = "objective.trust_region"
+        _require(0 < self.clip < 1, f"{field}.clip", self.clip, "must lie between 0 and 1; 0.2 is usual")
+        if self.clip_high is not None:
+            _require(self.clip_high > 0, f"{field}.clip_high", self.clip_high, "must be positive")
+        if self.dual_clip is not None:
+            _require(self.dual_clip > 1, f"{field}.dual_clip", self.dual_clip, "must be above 1; 3 is usual")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Every switch of a policy-gradient objective. The defaults are REINFORCE, with nothing on."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    baseline: Literal["mean", "critic"] | None = None
+    """what is subtracted from the return: nothing, the batch's mean return, or a learned V(s)"""
+    gae_lambda: float = 1.0
+    """λ of the advantages: 1 is Monte-Carlo return minus value, 0 the TD residual; needs a critic"""
+    reuse: Reuse | None = None
+    """none: one update per batch, log π weighted by Â. Else epochs and minibatches, weighted by ρ"""
+    trust_region: Clip | None = None
+    """what keeps θ near θ_old while a batch is reused"""
+
+    gamma: float = 0.99
+    """discount γ per step"""
+    value_lambda: float | None = None
+    """λ of the critic's targets where it is not gae_lambda"""
+    normalise_advantages: Literal["minibatch", "batch"] | None = None
+    """shift and scale advantages to mean 0 and variance 1"""
+    value_coefficient: float = 0.5
+    """c_v, the weight of mean (V − R̂)²"""
+    value_clip: float | None = None
+    """clip the change of V since the rollout at ±this"""
+    entropy_coefficient: float = 0.0
+    """c_e, the weight of the entropy bonus"""
+    target_kl: float | None = None
+    """stop the epochs on a batch when KL(π_old‖π_θ) passes 1.5 times this"""
+    kl_estimator: Literal["k3", "exact"] = "k3"
+    """how that KL is measured: from samples, or from the distributions' parameters (control only)"""
+    reference_coefficient: float = 0.0
+    """β_ref, the weight of KL(π_θ‖π_ref) in the loss; needs a reference policy"""
+    reference_estimator: Literal["k1", "k2", "k3", "ratio_k3"] = "k2"
+    """how that KL is estimated; see docs/math.md for the gradient of each"""
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = "token-mean"
+    """how elementwise losses become one number"""
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "gae_lambda", "value_lambda"):
+            value = getattr(self, name)
+            if value is not None:
+                _require(0 <= value <= 1, f"objective.{name}", value, "must lie in [0, 1]")
+        for name in ("value_coefficient", "entropy_coefficient", "reference_coefficient"):
+            value = getattr(self, name)
+            _require(value >= 0, f"objective.{name}", value, "must not be negative")
+        for name in ("value_clip", "target_kl"):
+            value = getattr(self, name)
+            if value is not None:
+                _require(value > 0, f"objective.{name}", value, 'must be positive; "none" switches it off')
+        if self.baseline != "critic":
+            why = f"needs a critic; set objective.baseline = 'critic' (it is {self.baseline or 'none'!r})"
+            _require(self.gae_lambda == 1, "objective.gae_lambda", self.gae_lambda, why)
+            for name in ("value_lambda", "value_clip"):
+                _require(getattr(self, name) is None, f"objective.{name}", getattr(self, name), why)
+        if self.trust_region is not None:
+            why = "a trust region acts on the ratio of a reused batch; set objective.reuse too"
+            _require(self.reuse is not None, "objective.trust_region", "clip", why)
+        if self.target_kl is not None:
+            _require(self.reuse is not None, "objective.target_kl", self.target_kl, "needs objective.reuse")
+
+    @property
+    def needs_whole_episodes(self) -> bool:
+        """Without a critic nothing stands for what a cut episode would still have earned."""
+        return self.baseline != "critic"
+
+    @property
+    def clip(self) -> Clip | None:
+        """The clip, where the trust region is one."""
+        return self.trust_region if isinstance(self.trust_region, Clip) else None
+
+
+REINFORCE = Objective()
+REINFORCE_BASELINE = replace(REINFORCE, baseline="mean")
+ACTOR_CRITIC = replace(REINFORCE_BASELINE, baseline="critic")
+A2C = replace(ACTOR_CRITIC, gae_lambda=0.95)
+PPO_UNCLIPPED = replace(A2C, reuse=Reuse(epochs=10, minibatches=32))
+PPO_CLIP = replace(PPO_UNCLIPPED, trust_region=Clip(0.2))
+
+LADDER = (REINFORCE, REINFORCE_BASELINE, ACTOR_CRITIC, A2C, PPO_UNCLIPPED, PPO_CLIP)
+
+ALGORITHMS: dict[str, Objective] = {
+    "REINFORCE": REINFORCE,
+    "REINFORCE_BASELINE": REINFORCE_BASELINE,
+    "ACTOR_CRITIC": ACTOR_CRITIC,
+    "A2C": A2C,
+    "PPO_UNCLIPPED": PPO_UNCLIPPED,
+    "PPO_CLIP": PPO_CLIP,
+}
+
+
+def algorithm_name(objective: Objective) -> str | None:
+    """The name under which a value stands in ``ALGORITHMS``, or None for one of the user's own."""
+    return next((name for name, value in ALGORITHMS.items() if value == objective), None)
+
+
+def switches_between(a: Objective, b: Objective) -> dict[str, tuple[Any, Any]]:
+    """The switches in which two objectives differ: name -> (value in a, value in b)."""
+    return {f.name: (getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}

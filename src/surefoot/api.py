@@ -1,0 +1,141 @@
+"""The public verbs: train, resume, load, evaluate."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from surefoot.algorithms import Objective
+from surefoot.config import Recipe, Section
+from surefoot.control.agent import Agent
+from surefoot.control.environments import MakeEnvironment
+from surefoot.control.evaluate import EvaluationResult, evaluate_agent
+from surefoot.control.world import ControlWorld
+from surefoot.recipes import recipe_for
+from surefoot.rollout import Metrics
+from surefoot.run.checkpoint import load_checkpoint
+from surefoot.run.dashboard import Display, Silent
+from surefoot.run.folder import RunFolder, checkpoint_to_load
+from surefoot.session import Session
+
+Task = str | MakeEnvironment
+
+
+def train(
+    task: Task,
+    algorithm: Objective | str | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    callback: Callable[[Metrics], bool | None] | None = None,
+    display: Display | None = None,
+    **fields: Any,
+) -> Agent:
+    """Train an agent and return it.
+
+    task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env
+    algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm comes with
+                the settings tuned for the task, a value of your own is taken as it stands
+    run_dir     the run's folder; None writes nothing
+    callback    called with each iteration's metrics; returning True stops the run
+    fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``
+
+    Raises SurefootError for anything the user can mend, before training where that can be known.
+    """
+    name = task if isinstance(task, str) else f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
+    recipe = recipe_for(name, algorithm, _tables(fields))
+    folder = None if run_dir is None else Path(run_dir)
+    return start(recipe, folder, None if isinstance(task, str) else task, callback, display or Silent())
+
+
+def start(
+    recipe: Recipe,
+    run_dir: Path | None,
+    task: MakeEnvironment | None = None,
+    callback: Callable[[Metrics], bool | None] | None = None,
+    display: Display | None = None,
+) -> Agent:
+    """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported."""
+    world = ControlWorld(recipe, task)
+    try:
+        folder = None if run_dir is None else RunFolder.create(run_dir, recipe)
+        return _finish(Session(recipe, world, folder, display or Silent(), callback), world)
+    finally:
+        world.close()
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    steps: int | None = None,
+    allow_changes: bool = False,
+    task: MakeEnvironment | None = None,
+    callback: Callable[[Metrics], bool | None] | None = None,
+    display: Display | None = None,
+) -> Agent:
+    """Continue an interrupted run exactly as if it had not been, or extend a finished one to ``steps``.
+
+    A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
+    changes the schedule from here on.
+    Raises SurefootError when the folder is no run, is in use, is finished, is damaged, or when its config.toml was changed
+    since the checkpoint and ``allow_changes`` is False.
+    """
+    folder = RunFolder.open(Path(run_dir))
+    world = None
+    try:
+        recipe = folder.recipe()
+        if steps is not None:
+            recipe = recipe.model_copy(update={"steps": steps})
+        checkpoint = folder.latest()
+        world = ControlWorld(recipe, task)
+        session = Session(recipe, world, folder, display or Silent(), callback)
+        if checkpoint is not None:
+            session.restore(checkpoint, allow_changes)
+        folder.write_recipe(recipe)
+        return _finish(session, world)
+    finally:
+        folder.close()
+        if world is not None:
+            world.close()
+
+
+def _finish(session: Session, world: ControlWorld) -> Agent:
+    try:
+        session.run()
+    finally:
+        session.display.close()
+        if session.folder is not None:
+            session.folder.close()
+    return world.agent
+
+
+def load(folder: str | Path) -> Agent:
+    """The agent in a folder: one saved by ``agent.save``, a checkpoint, or a run (its best, else its latest).
+
+    Raises SurefootError when there is none, or when a file is damaged; pickles are never read.
+    """
+    checkpoint = checkpoint_to_load(Path(folder))
+    return Agent.from_trees(load_checkpoint(checkpoint), checkpoint)
+
+
+def evaluate(
+    agent: Agent, task: Task | None = None, *, episodes: int = 20, seed: int = 0, deterministic: bool = True
+) -> EvaluationResult:
+    """Whole episodes of an agent, greedy unless ``deterministic`` is False; the same seed gives the same result.
+
+    ``task`` defaults to the one the agent was trained on.
+    """
+    same = task is None or task == agent.recipe.task
+    arguments = agent.recipe.environment if same else {}
+    return evaluate_agent(agent, task or agent.recipe.task, arguments, episodes, seed, deterministic)
+
+
+def _tables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as recipe tables; a section or an objective may be given as a value too."""
+    from dataclasses import asdict
+
+    plain = dict(fields)
+    for key, value in fields.items():
+        if isinstance(value, Section):
+            plain[key] = value.model_dump(exclude_unset=True)
+        elif isinstance(value, Objective):
+            plain[key] = asdict(value)
+    return plain

@@ -1,0 +1,255 @@
+"""The command line: parse, pick a recipe, call. Errors are one line on stderr and exit code 2."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from surefoot import __version__
+from surefoot.config import Recipe, parse_value, recipe_fields, to_toml
+from surefoot.errors import Interrupted, SurefootError
+from surefoot.recipes import find_recipe, presets
+
+if TYPE_CHECKING:
+    from surefoot.run.dashboard import Display
+
+SHORT = {"algorithm", "steps", "seed", "device"}
+"""recipe fields that have a flag without a table before it, listed with the command's own"""
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0, 2 for anything the user can mend, 130 after Ctrl-C or SIGTERM."""
+    try:
+        sys.exit(cli.main(standalone_mode=False) or 0)
+    except Interrupted as stop:
+        fail(str(stop), 130)
+    except SurefootError as error:
+        fail(str(error), 2)
+    except click.exceptions.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "surefoot"
+        fail(f"{error.format_message()} (see: {command} --help)", 2)
+    except (click.Abort, KeyboardInterrupt):
+        fail("stopped", 130)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """One line on stderr, and out."""
+    print(f"surefoot: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A flag for every field of the recipe: --objective.gae-lambda 0.9."""
+    for name, described in reversed(list(recipe_fields())):
+        if name in ("kind", "task", "environment"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.kind}]"
+        command = click.option(flag, name.replace(".", "__"), metavar="VALUE", help=help_text)(command)
+    return command
+
+
+def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags that were given, as nested tables; values are read as TOML would read them."""
+    tables: dict[str, Any] = {}
+    for name, text in flags.items():
+        if text is None:
+            continue
+        *path, leaf = name.split("__")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise SurefootError(f"{'.'.join(path)}: was set both as a whole and in part; choose one")
+        table[leaf] = parse_value(text)
+    return tables
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="surefoot")
+def cli() -> None:
+    """Policy-gradient learning, from REINFORCE to PPO."""
+
+
+@cli.command()
+@click.argument("what")
+@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Train this many seeds in turn: seed, seed + 1, …")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run; with --name, the folder above it.")
+@click.option("--name", help="Name of the run; its folder is runs/NAME unless --run-dir says otherwise.")
+@click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS", help="Steps between checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its arithmetic, and stop.")
+@click.option("--quiet", is_flag=True, help="Show nothing while training.")
+@recipe_flags
+def train(
+    what: str,
+    seeds: int,
+    run_dir: Path | None,
+    name: str | None,
+    checkpoint_every: int | None,
+    dry_run: bool,
+    quiet: bool,
+    **flags: Any,
+) -> None:
+    """Train WHAT: a recipe's name (surefoot list), a .toml file, or an environment id."""
+    changes = changes_from(flags)
+    if checkpoint_every is not None:
+        changes.setdefault("checkpoint", {})["every"] = checkpoint_every
+    recipe = find_recipe(what, changes)
+    if dry_run:
+        click.echo(describe(recipe))
+        return
+    from surefoot.api import start
+
+    results = []
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        one = recipe.model_copy(update={"seed": seed})
+        folder = run_folder(one, run_dir, name, several=seeds > 1)
+        start(one, folder, display=display_for(one, folder, quiet))
+        results.append(final_line(one, folder))
+        click.echo(results[-1][0])
+    if seeds > 1:
+        click.echo(spread([score for _, score in results]))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(min=1), help="Extend the run to this many steps.")
+@click.option("--allow-changes", is_flag=True, help="Accept a config.toml that was changed since the checkpoint.")
+@click.option("--quiet", is_flag=True, help="Show nothing while training.")
+def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> None:
+    """Continue the interrupted RUN exactly, or extend a finished one."""
+    from surefoot import api
+    from surefoot.run.folder import check_is_run
+
+    check_is_run(run)
+    api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))
+    recipe = find_recipe(str(run / "config.toml"))
+    click.echo(final_line(recipe, run)[0])
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--episodes", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--task", help="Evaluate on another task than the one trained on.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(run: Path, episodes: int, seed: int, task: str | None, as_json: bool) -> None:
+    """Run whole greedy episodes of the agent in RUN (its best checkpoint, else its latest)."""
+    from surefoot import api
+    from surefoot.run.folder import checkpoint_to_load
+
+    checkpoint = checkpoint_to_load(run)
+    result = api.evaluate(api.load(checkpoint), task, episodes=episodes, seed=seed)
+    if as_json:
+        click.echo(json.dumps({**result.to_json(), "checkpoint": str(checkpoint)}))
+        return
+    click.echo(f"return {result.mean_return:.2f} ± {result.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
+    click.echo(f"lengths {min(result.lengths)} to {max(result.lengths)}; checkpoint {checkpoint}")
+
+
+@cli.command(name="list")
+def list_() -> None:
+    """List the tuned recipes, and what else can be trained."""
+    from surefoot.algorithms import ALGORITHMS
+
+    click.echo("recipes (surefoot train NAME, or any of its ids):")
+    for name, table in presets().items():
+        ids = ", ".join(table.get("tuned_for", ())) or "any other id with vector observations"
+        click.echo(f"  {name:<10} {table.get('algorithm', 'PPO_CLIP')}, {table['steps']:,} steps: {ids}")
+    click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
+    import gymnasium
+
+    ids = sorted(name for name in gymnasium.registry if "/" not in name)
+    click.echo(f"environment ids that Gymnasium knows here: {', '.join(ids)}")
+
+
+@cli.command()
+@click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True)
+def demo(run_dir: Path, seed: int) -> None:
+    """Train PPO on CartPole-v1, watch it learn, and judge it: under a minute on two cores."""
+    from surefoot.demo import control_demo
+
+    control_demo(run_dir, seed, display_for)
+
+
+def describe(recipe: Recipe) -> str:
+    """What --dry-run prints: the resolved recipe, parameter counts, and the batch arithmetic."""
+    from surefoot.control.world import ControlWorld
+
+    world = ControlWorld(recipe)
+    world.close()
+    count = sum(p.numel() for p in world.policy.parameters())
+    critic = sum(p.numel() for p in world.policy.critic_parameters())
+    lines = [to_toml(recipe), f"# parameters: {count:,} in all, {critic:,} of them in a separate critic"]
+    if recipe.objective.needs_whole_episodes:
+        episodes = recipe.rollout.environments * recipe.rollout.episodes
+        lines.append(
+            f"# batch: {recipe.rollout.environments} environments x {recipe.rollout.episodes} whole episodes each "
+            f"= {episodes} episodes"
+        )
+        return "\n".join(lines)
+    reuse = recipe.objective.reuse
+    epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
+    iterations = -(-recipe.steps // recipe.batch_size)
+    lines += [
+        f"# batch: {recipe.rollout.environments} environments x {recipe.rollout.steps} steps = {recipe.batch_size:,} steps",
+        f"# minibatch: {recipe.batch_size:,} / {minibatches} = {recipe.batch_size // minibatches:,} steps",
+        f"# updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
+        f"# iterations: {recipe.steps:,} / {recipe.batch_size:,} = {iterations:,}",
+        f"# updates in all: {iterations * epochs * minibatches:,}",
+    ]
+    return "\n".join(lines)
+
+
+def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: bool) -> Path:
+    """Where a run goes. Names made up here never collide; names that were given are taken as they are."""
+    suffix = f"-seed{recipe.seed}" if several else ""
+    if name is not None:
+        return (run_dir or Path("runs")) / f"{name}{suffix}"
+    if run_dir is not None:
+        return run_dir / f"seed{recipe.seed}" if several else run_dir
+    task = recipe.task.rpartition("/")[2].replace(":", "-").lower()
+    base = Path("runs") / f"{task}-{recipe.algorithm.lower()}-{recipe.seed}"
+    folder, number = base, 2
+    while folder.exists():
+        folder, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return folder
+
+
+def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False) -> "Display":
+    """A live table on a terminal, plain lines elsewhere."""
+    from surefoot.run.dashboard import Dashboard, Lines, Quiet
+
+    if quiet:
+        return Quiet()
+    title = f"{recipe.algorithm} on {recipe.task}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
+    return Dashboard(title) if sys.stdout.isatty() else Lines(title)
+
+
+def final_line(recipe: Recipe, folder: Path) -> tuple[str, float | None]:
+    """How a run ended, from its own metrics."""
+    from surefoot.run.tracking import read_metrics
+
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    score = last.get("evaluation_return", last["episode_return"])
+    kind = "greedy return" if "evaluation_return" in last else "training return"
+    shown = "not known yet" if score is None else f"{score:,.1f}"
+    return f"{recipe.task}, seed {recipe.seed}: {kind} {shown} after {last['steps']:,} steps -> {folder}", score
+
+
+def spread(scores: list[float | None]) -> str:
+    """Mean and spread over seeds."""
+    import numpy as np
+
+    known = [score for score in scores if score is not None]
+    if not known:
+        return "no seed finished an episode"
+    return f"{len(known)} seeds: mean {np.mean(known):,.1f}, standard deviation {np.std(known):,.1f}, worst {min(known):,.1f}"

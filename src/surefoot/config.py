@@ -1,0 +1,314 @@
+"""Recipes: what a run is asked to do. TOML in, resolved TOML out; unknown keys are refused with a suggestion.
+
+A recipe is a frozen value. What follows from its fields (batch size, number of iterations) is a property, never filled in
+later. No torch is imported here, so that ``--help`` is quick.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import tomli_w
+from pydantic import ConfigDict, Field
+
+from surefoot.algorithms import ALGORITHMS, Objective
+from surefoot.errors import SurefootError, did_you_mean
+
+Steps = Annotated[int, Field(ge=1)]
+
+
+class Section(pydantic.BaseModel):
+    """A frozen table of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Network(Section):
+    """The policy network of control."""
+
+    hidden: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
+    """widths of the hidden layers"""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """between the layers"""
+    shared_trunk: bool = False
+    """let actor and critic share all layers but the last"""
+    log_std: float = 0.0
+    """initial log standard deviation of Box actions"""
+
+
+class OptimizerSettings(Section):
+    """How θ moves."""
+
+    learning_rate: float = Field(3e-4, gt=0)
+    """Adam's learning rate"""
+    schedule: Literal["constant", "linear"] = "constant"
+    """linear falls to zero over the budget"""
+    epsilon: float = Field(1e-5, gt=0)
+    """Adam's epsilon"""
+    max_grad_norm: float | None = Field(0.5, gt=0)
+    """scale larger gradients down to this norm"""
+    critic_learning_rate: float | None = Field(None, gt=0)
+    """give the critic its own optimizer, with this learning rate"""
+    critic_max_grad_norm: float | None = Field(0.5, gt=0)
+    """gradient clip of the critic's own optimizer"""
+    micro_batch: int | None = Field(None, ge=1)
+    """rows per backward pass; bounds memory, changes no gradient"""
+
+
+class RolloutSettings(Section):
+    """How much experience is collected before each update."""
+
+    environments: int = Field(8, ge=1)
+    """environments stepped together in one process"""
+    steps: int = Field(128, ge=1)
+    """steps of each environment per iteration"""
+    episodes: int = Field(1, ge=1)
+    """whole episodes of each environment per iteration, instead of steps, where the objective has no critic"""
+
+
+class NormaliseSettings(Section):
+    """Running normalisation of what the network sees."""
+
+    observations: bool = False
+    """shift and scale observations by their running mean and standard deviation"""
+    rewards: bool = False
+    """divide rewards by the running standard deviation of the discounted return"""
+    clip: float = Field(10.0, gt=0)
+    """clip what was normalised at ±this"""
+
+
+class EvaluationSettings(Section):
+    """Periodic greedy evaluation; the best agent is kept in best/."""
+
+    every: int | None = Field(None, ge=1)
+    """steps between evaluations; none means a tenth of the budget"""
+    episodes: int = Field(10, ge=0)
+    """episodes of each; 0 switches evaluation off"""
+    seed: int = Field(1_000_000, ge=0)
+    """seed of the evaluation episodes"""
+
+
+class CheckpointSettings(Section):
+    """What is saved, and when."""
+
+    every: int | None = Field(None, ge=1)
+    """steps between checkpoints; none means a tenth of the budget"""
+    keep: int = Field(2, ge=1)
+    """how many of the last are kept, besides best/"""
+
+
+class Recipe(Section):
+    """Everything that decides a run of control, the machine aside."""
+
+    kind: Literal["control"] = "control"
+    """which world"""
+    task: str
+    """Gymnasium id, or module:function that makes an environment"""
+    environment: dict[str, Any] = {}
+    """keyword arguments for the environment's maker"""
+    algorithm: str = "PPO_CLIP"
+    """name of the algorithm that [objective] starts from; \"custom\" starts from nothing"""
+    steps: Steps = 100_000
+    """environment steps in all"""
+    seed: int = Field(1, ge=0)
+    """decides everything random"""
+    device: str = "cpu"
+    """where the network lives: cpu, cuda, cuda:1 …"""
+    threads: int = Field(1, ge=1)
+    """torch threads; one is fastest for small networks, and results are exact for a given number"""
+    objective: Objective
+    rollout: RolloutSettings = RolloutSettings()
+    network: Network = Network()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    normalise: NormaliseSettings = NormaliseSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @property
+    def batch_size(self) -> int:
+        """Steps per iteration, where they are counted in steps."""
+        return self.rollout.environments * self.rollout.steps
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations."""
+        return self.evaluation.every or max(1, self.steps // 10)
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints."""
+        return self.checkpoint.every or max(1, self.steps // 10)
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> "Recipe":
+        reuse, objective = self.objective.reuse, self.objective
+        if reuse and not objective.needs_whole_episodes and self.batch_size % reuse.minibatches:
+            raise SurefootError(
+                f"objective.reuse.minibatches={reuse.minibatches}: does not divide the batch of {self.batch_size} steps "
+                f"(rollout.environments={self.rollout.environments} x rollout.steps={self.rollout.steps}); "
+                f"choose a divisor, such as {_nearest_divisor(self.batch_size, reuse.minibatches)}"
+            )
+        if objective.aggregation != "token-mean":
+            raise SurefootError(
+                f"objective.aggregation={objective.aggregation!r}: is for sequences; control learns from single steps, "
+                "set token-mean"
+            )
+        if objective.reference_coefficient:
+            raise SurefootError(
+                f"objective.reference_coefficient={objective.reference_coefficient}: control has no reference policy; set 0"
+            )
+        if self.network.shared_trunk and self.optimizer.critic_learning_rate is not None:
+            raise SurefootError(
+                f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: a critic on a shared trunk cannot "
+                "have its own optimizer; unset it, or set network.shared_trunk = false"
+            )
+        return self
+
+
+def _nearest_divisor(total: int, wanted: int) -> int:
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+# ---- from tables to a recipe ------------------------------------------------------------------------------------------
+
+
+def make_recipe(table: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested tables. ``algorithm`` names the objective that the ``objective`` table changes.
+
+    Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
+    """
+    table = none_from_text(dict(table))
+    name = table.get("algorithm", "PPO_CLIP")
+    if name != "custom" and name not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        raise SurefootError(f"algorithm={name!r}: unknown{did_you_mean(str(name), ALGORITHMS)} (known: {known})")
+    changes = table.get("objective", {})
+    if not isinstance(changes, Mapping):
+        raise SurefootError(f"objective={changes!r}: must be a table of switches, such as gae_lambda = 0.95")
+    base = Objective() if name == "custom" else ALGORITHMS[name]
+    table["objective"] = merged(asdict(base), changes)
+    try:
+        return Recipe.model_validate(table)
+    except pydantic.ValidationError as error:
+        raise SurefootError(explain(error)) from None
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` laid over it, table by table."""
+    result = dict(base)
+    for key, value in changes.items():
+        below = result.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(below, value) if both else value
+    return result
+
+
+def explain(error: pydantic.ValidationError) -> str:
+    """The first complaint of a validation as one line: field, value, remedy."""
+    first = error.errors(include_url=False)[0]
+    place = [str(part) for part in first["loc"] if not str(part)[:1].isupper()]
+    field = ".".join(place)
+    if isinstance(cause := first.get("ctx", {}).get("error"), SurefootError):
+        return str(cause)
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        paths = [name.split(".") for name, _ in recipe_fields()]
+        depth = len(place) - 1
+        siblings = {path[depth] for path in paths if len(path) > depth and path[:depth] == place[:-1]}
+        hint = did_you_mean(place[-1], siblings)
+        return f"{field}={first['input']!r}: unknown key{hint or '; known here: ' + ', '.join(sorted(siblings))}"
+    if first["type"] == "missing":
+        return f"{field}: is missing; set it, for example task = 'CartPole-v1'" if field == "task" else f"{field}: is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{field}={first['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def none_from_text(value: Any) -> Any:
+    """TOML has no null: the word "none" stands for it, in every table."""
+    if isinstance(value, Mapping):
+        return {key: none_from_text(inner) for key, inner in value.items()}
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+def none_to_text(value: Any) -> Any:
+    """The reverse of ``none_from_text``."""
+    if isinstance(value, Mapping):
+        return {key: none_to_text(inner) for key, inner in value.items()}
+    return "none" if value is None else value
+
+
+def to_table(recipe: Recipe) -> dict[str, Any]:
+    """Plain tables of every field; ``make_recipe`` gives the same recipe back."""
+    table: dict[str, Any] = none_to_text(recipe.model_dump(mode="json", exclude={"objective"}))
+    table["objective"] = none_to_text(asdict(recipe.objective))
+    return table
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The resolved recipe as TOML."""
+    return tomli_w.dumps(to_table(recipe))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises SurefootError when it is missing, a folder, or not TOML (with the line).
+    """
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SurefootError(f"{path}: not TOML ({error})") from None
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be read ({error.strerror})") from None
+
+
+def parse_value(text: str) -> Any:
+    """A flag's text as TOML would read it (0.9, true, [64, 64]); a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+@dataclass(frozen=True)
+class RecipeField:
+    """One leaf of the recipe, for help texts and reference pages."""
+
+    name: str
+    kind: str
+    default: Any
+    meaning: str
+
+
+def recipe_fields() -> Iterator[tuple[str, RecipeField]]:
+    """Every leaf as (dotted name, its description), in order."""
+    schema = Recipe.model_json_schema()
+    yield from _leaves(schema, schema["$defs"], "")
+
+
+def _leaves(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, RecipeField]]:
+    for name, described in node["properties"].items():
+        dotted = f"{prefix}{name}"
+        options = described.get("anyOf", [described])
+        below = next((o["$ref"].rpartition("/")[2] for o in options if "$ref" in o), None)
+        if below is None:
+            kinds = [_kind(option) for option in options]
+            yield (
+                dotted,
+                RecipeField(dotted, " | ".join(kinds), described.get("default"), described.get("description", "")),
+            )
+            continue
+        if len(options) > 1:  # a switch that is off by default and is turned on by its own table
+            yield dotted, RecipeField(dotted, "table | none", "none", described.get("description", ""))
+        yield from _leaves(definitions[below], definitions, f"{dotted}.")
+
+
+def _kind(option: Mapping[str, Any]) -> str:
+    if "enum" in option:
+        return " | ".join(str(value) for value in option["enum"])
+    if "const" in option:
+        return str(option["const"])
+    names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": "true | false"}
+    return names.get(option.get("type", ""), option.get("type", "any"))

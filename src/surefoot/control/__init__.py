@@ -1,0 +1,1 @@
+"""Control: agents in Gymnasium environments. What is particular here is where actions go and rewards come from."""

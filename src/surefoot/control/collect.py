@@ -1,0 +1,173 @@
+"""Experience from environments: act T steps in B environments, then score what was done in one pass.
+
+During the steps only actions are computed. Log-probabilities, values and distributions come from one batched pass over the
+whole rollout afterwards, by the very function that training uses; so the ratio at the start of the update is 1.
+"""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.control.agent import Agent
+from surefoot.control.environments import Array, Environments, Step
+from surefoot.errors import NotFiniteError
+from surefoot.functional import successor_values
+from surefoot.rollout import LearnerState, Metrics, Rollout
+
+EPISODES_REMEMBERED = 100
+
+
+class ControlCollector:
+    """Rollouts of an agent in environments.
+
+    environments    B of them
+    agent           its policy acts; its normalisers are applied, frozen, and updated after each rollout
+    steps           T, or None to run ``episodes`` whole episodes in each environment
+    """
+
+    def __init__(self, environments: Environments, agent: Agent, steps: int | None, episodes: int = 1) -> None:
+        self.environments, self.agent, self.steps, self.episodes = environments, agent, steps, episodes
+        self.observations: Array = environments.reset()
+        count = environments.count
+        self.discounted = torch.zeros(count, dtype=torch.float64)  # the running return of the reward normaliser
+        self.running_return = np.zeros(count)
+        self.running_length = np.zeros(count, np.int64)
+        self.finished: deque[tuple[float, int]] = deque(maxlen=EPISODES_REMEMBERED)
+        self.finished_count = 0
+        self.lost: list[int] = []
+
+    def collect(self, state: LearnerState) -> Rollout:
+        """One rollout under the current policy.
+
+        Raises NotFiniteError, naming environment and step, when an observation or reward is not finite; that environment
+        then begins a new episode.
+        """
+        agent, count = self.agent, self.environments.count
+        act = agent.actor(state.generators["sample"])
+        observed, taken, kept, outcomes = [], [], [], []
+        remaining = np.full(count, self.episodes)
+        active = None
+        while len(outcomes) < self.steps if self.steps is not None else remaining.any():
+            if self.steps is None:
+                active = remaining > 0
+            actions, sent = act(self.observations)
+            observed.append(self.observations)
+            step = self.environments.step(sent, active)
+            self._check(step)
+            taken.append(actions)
+            kept.append(~step.ignored)
+            outcomes.append(step)
+            self.observations = step.observations
+            self._count(step)
+            remaining -= (step.terminated | step.truncated).astype(int)
+        return self._rollout(np.stack(observed, 1), torch.stack(taken, 1), np.stack(kept, 1), outcomes)
+
+    def _rollout(self, observed: Array, actions: Tensor, kept: Array, outcomes: list[Step]) -> Rollout:
+        agent = self.agent
+        mask = torch.from_numpy(kept)
+        rewards = torch.from_numpy(np.stack([step.rewards for step in outcomes], 1))
+        terminated = torch.from_numpy(np.stack([step.terminated for step in outcomes], 1))
+        truncated = torch.from_numpy(np.stack([step.truncated for step in outcomes], 1))
+        raw = torch.from_numpy(observed)
+        with torch.no_grad():
+            inputs = agent.normaliser()(raw.to(agent.device))
+            evaluation = agent.policy(inputs, actions.to(agent.device))
+            values, next_values = self._values(evaluation.values, truncated, outcomes)
+            shaped = rewards if agent.reward_normaliser is None else agent.reward_normaliser(rewards)
+        if agent.observation_normaliser is not None:
+            agent.observation_normaliser.update(raw, mask)
+        if agent.reward_normaliser is not None:
+            ended = terminated | truncated
+            self.discounted = agent.reward_normaliser.observe(rewards, ended, mask, self.discounted)
+        device = agent.device
+        return Rollout(
+            inputs=inputs,
+            actions=actions.to(device),
+            mask=mask.to(device),
+            old_log_probs=evaluation.log_probs,
+            old_distribution=evaluation.distribution,
+            values=values,
+            next_values=next_values,
+            rewards=shaped.to(device),
+            terminated=terminated.to(device),
+            truncated=truncated.to(device),
+            reward_parts={"environment": rewards},
+            steps=int(kept.sum()),
+            metrics=self._metrics(),
+        )
+
+    def _values(self, values: Tensor | None, truncated: Tensor, outcomes: list[Step]) -> tuple[Tensor, Tensor]:
+        """V of every observation, and of every true successor: the final observation where an episode was truncated."""
+        if values is None:
+            zeros = torch.zeros(truncated.shape, device=self.agent.device)
+            return zeros, zeros
+        last = self.agent.values(self.observations)
+        places = [(b, t) for t, step in enumerate(outcomes) for b in step.final_observations]
+        following = successor_values(values, last, truncated=truncated.to(values.device))
+        if places:
+            finals = np.stack([outcomes[t].final_observations[b] for b, t in places])
+            rows, columns = zip(*places, strict=True)
+            following[list(rows), list(columns)] = self.agent.values(finals)
+        return values, following
+
+    def _check(self, step: Step) -> None:
+        # A sum is finite only if every entry is: the cheapest test there is. What it suspects is looked at below.
+        if np.isfinite(step.observations.sum() + step.rewards.sum()) and not step.final_observations:
+            return
+        for index in range(self.environments.count):
+            seen = [step.observations[index], *(final for b, final in step.final_observations.items() if b == index)]
+            bad_observation = not all(np.isfinite(part).all() for part in seen)
+            if not bad_observation and np.isfinite(step.rewards[index]):
+                continue
+            at = int(self.running_length[index]) + 1
+            self.observations, restarted = self.environments.restart(index)
+            self._forget(restarted)
+            raise NotFiniteError(
+                f"{self.environments.name}: the {'observation' if bad_observation else 'reward'} of environment {index} "
+                f"at step {at} of its episode is not finite; the rollout was discarded and no update taken"
+            )
+
+    def _forget(self, restarted: list[int]) -> None:
+        for index in restarted:
+            self.running_return[index], self.running_length[index], self.discounted[index] = 0.0, 0, 0.0
+
+    def _count(self, step: Step) -> None:
+        self.running_return += step.rewards
+        self.running_length += ~step.ignored
+        for index in np.flatnonzero(step.terminated | step.truncated):
+            self.finished.append((float(self.running_return[index]), int(self.running_length[index])))
+            self.finished_count += 1
+            self.running_return[index], self.running_length[index] = 0.0, 0
+
+    def _metrics(self) -> Metrics:
+        returns = [row[0] for row in self.finished]
+        lengths = [row[1] for row in self.finished]
+        return {
+            "episode_return": float(np.mean(returns)) if returns else None,
+            "episode_length": float(np.mean(lengths)) if lengths else None,
+            "episodes": float(self.finished_count),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Environments (as actions to replay), running returns, and the last episodes."""
+        return {
+            "environments": self.environments.state_dict(),
+            "discounted": self.discounted,
+            "running_return": self.running_return,
+            "running_length": self.running_length,
+            "finished": [list(row) for row in self.finished],
+            "finished_count": self.finished_count,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there. ``lost`` then lists environments that did not replay and began a new episode instead."""
+        self.observations, self.lost = self.environments.load_state_dict(state["environments"])
+        self.discounted = state["discounted"].clone()
+        self.running_return = np.array(state["running_return"])
+        self.running_length = np.array(state["running_length"])
+        self.finished = deque(((float(r), int(n)) for r, n in state["finished"]), maxlen=EPISODES_REMEMBERED)
+        self.finished_count = state["finished_count"]
+        self._forget(self.lost)

@@ -1,0 +1,280 @@
+"""Environments stepped together, behind one small interface: a lean loop of our own, or any Gymnasium vector environment.
+
+Whatever the autoreset mode underneath, ``step`` says which observation comes next, which one an episode ended on, and
+whether a row's action was ignored; so all modes yield the same kept transitions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+
+from surefoot.errors import SurefootError
+
+Array = NDArray[Any]
+MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
+
+
+@dataclass
+class Step:
+    """What one step of B environments gave.   All [B] unless said."""
+
+    observations: Array
+    """[B, ...] what the next action is chosen from"""
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    ignored: Array
+    """True where this row's action was not taken (the row in which a NEXT_STEP environment resets)"""
+    final_observations: dict[int, Array] = field(default_factory=dict)
+    """environment -> the observation its episode was truncated on, where it is not the next row's"""
+
+
+class Environments(Protocol):
+    """B environments of one kind."""
+
+    name: str
+    count: int
+    observation_space: gymnasium.Space[Any]
+    """of one environment"""
+    action_space: gymnasium.Space[Any]
+    """of one environment"""
+
+    def reset(self) -> Array:
+        """Begin; the first observations [B, ...]."""
+        ...
+
+    def step(self, actions: Array, active: Array | None = None) -> Step:
+        """Act in every environment, or in the active ones only; an ended one is ready for its next episode after."""
+        ...
+
+    def restart(self, index: int) -> tuple[Array, list[int]]:
+        """Abandon one environment's episode and begin its next: the current observations, and who began anew."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
+        """Continue from there: the current observations, and the environments that could not be brought back exactly."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def episode_seed(seed: int, environment: int, episode: int) -> int:
+    """The seed of one episode: a function of run, environment and episode number, so that any episode can be replayed."""
+    return int(np.random.SeedSequence([seed, environment, episode]).generate_state(1)[0])
+
+
+class LoopedEnvironments:
+    """B environments stepped one after the other in this process, each reset as soon as it ends.
+
+    Every episode is reset with ``episode_seed``, and the actions since that reset are kept, so that a checkpoint can bring
+    an environment back by replaying them.
+    """
+
+    def __init__(self, make: MakeEnvironment, count: int, seed: int, name: str) -> None:
+        self.count, self.seed, self.name = count, seed, name
+        self.environments = [make() for _ in range(count)]
+        self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
+        self.action_space: gymnasium.Space[Any] = self.environments[0].action_space
+        shape = self.observation_space.shape or ()
+        self.observations: Array = np.zeros((count, *shape), dtype=np.float32)
+        self.episodes = [-1] * count
+        self.actions: list[list[Any]] = [[] for _ in range(count)]
+        self._discrete = isinstance(self.action_space, spaces.Discrete)
+
+    def reset(self) -> Array:
+        for index in range(self.count):
+            self._begin(index, self.episodes[index] + 1)
+        return self.observations.copy()
+
+    def restart(self, index: int) -> tuple[Array, list[int]]:
+        self._begin(index, self.episodes[index] + 1)
+        return self.observations.copy(), [index]
+
+    def _begin(self, index: int, episode: int) -> None:
+        self.episodes[index] = episode
+        self.actions[index] = []
+        try:
+            observation, _ = self.environments[index].reset(seed=episode_seed(self.seed, index, episode))
+        except Exception as error:
+            raise self._failure(index, "reset()", error) from error
+        self._store(index, observation, "reset()")
+
+    def step(self, actions: Array, active: Array | None = None) -> Step:
+        count = self.count
+        rewards, finals = np.zeros(count, np.float32), {}
+        terminated, truncated = np.zeros(count, bool), np.zeros(count, bool)
+        for index in range(count) if active is None else np.flatnonzero(active):
+            action = int(actions[index]) if self._discrete else actions[index]
+            try:
+                observation, reward, term, trunc, _ = self.environments[index].step(action)
+                rewards[index], terminated[index], truncated[index] = reward, term, trunc
+            except Exception as error:
+                raise self._failure(index, "step()", error) from error
+            self.actions[index].append(action)
+            self._store(index, observation, "step()")
+            if term or trunc:
+                if trunc and not term:
+                    finals[int(index)] = self.observations[index].copy()
+                self._begin(int(index), self.episodes[index] + 1)
+        ignored = np.zeros(count, bool) if active is None else ~active
+        return Step(self.observations.copy(), rewards, terminated, truncated, ignored, finals)
+
+    def _store(self, index: int, observation: Any, call: str) -> None:
+        shape = self.observations.shape[1:]
+        if getattr(observation, "shape", None) != shape:
+            got = f"shape {observation.shape}" if hasattr(observation, "shape") else f"type {type(observation).__name__}"
+            raise self._failure(index, call, f"an observation of {got} where its space says shape {shape}")
+        try:
+            self.observations[index] = observation
+        except (TypeError, ValueError) as error:
+            raise self._failure(index, call, error) from error
+
+    def _failure(self, index: int, call: str, error: Exception | str) -> SurefootError:
+        what = f"gave {error}" if isinstance(error, str) else f"raised {type(error).__name__}: {error}"
+        return SurefootError(
+            f"{self.name}: environment {index} {what} in {call}, episode {self.episodes[index]}, "
+            f"step {len(self.actions[index])}; mend the environment, then resume from the last checkpoint"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        logs = {str(i): np.array(log, self.action_space.dtype) for i, log in enumerate(self.actions) if log}
+        return {"episodes": list(self.episodes), "actions": logs, "observations": self.observations.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
+        lost = []
+        for index, episode in enumerate(state["episodes"]):
+            self._begin(index, episode)
+            ended = False
+            for action in state["actions"].get(str(index), ()):
+                action = int(action) if self._discrete else np.asarray(action)
+                observation, _, terminated, truncated, _ = self.environments[index].step(action)
+                self.actions[index].append(action)
+                self._store(index, observation, "step()")
+                ended = ended or bool(terminated or truncated)
+            if ended or not np.array_equal(self.observations[index], state["observations"][index], equal_nan=True):
+                lost.append(index)
+                self._begin(index, episode + 1)
+        return self.observations.copy(), lost
+
+    def close(self) -> None:
+        for environment in self.environments:
+            environment.close()
+
+
+class VectorEnvironments:
+    """Any Gymnasium vector environment, in its own autoreset mode (SAME_STEP, NEXT_STEP or DISABLED).
+
+    It can't be replayed episode by episode, so a resumed run begins new episodes: resuming is not exact.
+    """
+
+    def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str) -> None:
+        self.environments, self.seed, self.name = environments, seed, name
+        self.count = environments.num_envs
+        self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
+        self.action_space: gymnasium.Space[Any] = environments.single_action_space
+        self.mode = AutoresetMode(environments.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self.over = np.zeros(self.count, bool)
+
+    def reset(self) -> Array:
+        observations, _ = self.environments.reset(seed=[episode_seed(self.seed, i, 0) for i in range(self.count)])
+        self.over[:] = False
+        return np.asarray(observations, np.float32)
+
+    def restart(self, index: int) -> tuple[Array, list[int]]:
+        return self.reset(), list(range(self.count))  # a vector environment can't be restarted in part
+
+    def step(self, actions: Array, active: Array | None = None) -> Step:
+        if active is not None and not active.all():
+            raise SurefootError(
+                f"{self.name}: a vector environment can't run whole episodes side by side; use an objective with a critic, "
+                "or a task that makes single environments"
+            )
+        try:
+            observations, rewards, terminated, truncated, infos = self.environments.step(actions)
+        except Exception as error:
+            raise SurefootError(f"{self.name}: raised {type(error).__name__}: {error} in step()") from error
+        ended, ignored, finals = terminated | truncated, np.zeros(self.count, bool), {}
+        cut = np.flatnonzero(truncated & ~terminated)
+        if self.mode is AutoresetMode.SAME_STEP:
+            finals = {int(i): np.asarray(infos["final_obs"][i], np.float32) for i in cut}
+        elif self.mode is AutoresetMode.DISABLED:
+            finals = {int(i): np.array(observations[i], np.float32) for i in cut}
+            if ended.any():
+                observations, _ = self.environments.reset(options={"reset_mask": ended})
+        else:  # NEXT_STEP: a row after an end resets, whatever its action; its observation before was the final one
+            ignored = self.over
+            terminated, truncated = terminated & ~ignored, truncated & ~ignored
+            self.over = terminated | truncated
+        observations = np.array(observations, np.float32)
+        return Step(observations, np.where(ignored, 0, rewards).astype(np.float32), terminated, truncated, ignored, finals)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
+        return self.reset(), list(range(self.count))
+
+    def close(self) -> None:
+        self.environments.close()
+
+
+def make_environments(task: str | MakeEnvironment, arguments: dict[str, Any], count: int, seed: int) -> Environments:
+    """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env or a VectorEnv.
+
+    Raises SurefootError when the task can't be made, naming the extra to install where that is the reason.
+    """
+    name = task_name(task)
+    make = maker(task, arguments)
+    try:
+        first = make()
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise making_failed(name, error) from error
+    if isinstance(first, VectorEnv):
+        return VectorEnvironments(first, seed, name)
+    if not isinstance(first, gymnasium.Env):
+        raise SurefootError(f"task={name!r}: made a {type(first).__name__}, not a gymnasium.Env")
+    rest: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(count - 1)]
+    ready = iter([first, *rest])
+    return LoopedEnvironments(lambda: next(ready), count, seed, name)
+
+
+def maker(task: str | MakeEnvironment, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """The function of no arguments that makes one environment of a task."""
+    if callable(task):
+        return lambda: task(**arguments)
+    module, _, function = task.partition(":")
+    if function and not function.rpartition("-v")[2].isdigit():
+        import importlib
+
+        try:
+            found = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise SurefootError(f"task={task!r}: can't be imported ({error}); it must name module:function") from None
+        return lambda: found(**arguments)
+    return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)
+
+
+def task_name(task: str | MakeEnvironment) -> str:
+    """How a task is called in messages and folders."""
+    return task if isinstance(task, str) else str(getattr(task, "__name__", type(task).__name__))
+
+
+def making_failed(name: str, error: Exception) -> SurefootError:
+    """One line for an environment that could not be made; names the extra where a package is missing."""
+    extras = {"mujoco": "mujoco", "box2d": "box2d", "Box2D": "box2d", "ale": "atari", "swig": "box2d"}
+    text = str(error).replace("\n", " ")
+    if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
+        extra = next((value for key, value in extras.items() if key.lower() in text.lower()), None)
+        if extra:
+            return SurefootError(f"task={name!r}: needs an extra that is not installed; run: pip install 'surefoot[{extra}]'")
+    return SurefootError(f"task={name!r}: could not be made ({type(error).__name__}: {text})")

@@ -1,0 +1,95 @@
+"""How good an agent is: whole episodes, each from its own seed, with the normalisers frozen."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from surefoot.control.agent import Agent
+from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, make_environments, task_name
+from surefoot.errors import SurefootError
+
+SIDE_BY_SIDE = 10
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Undiscounted, unnormalised returns, in the order of the episodes."""
+
+    mean_return: float
+    std_return: float
+    returns: list[float]
+    lengths: list[int]
+    episodes: int
+    seed: int
+    checkpoint: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return asdict(self)
+
+
+@torch.inference_mode()
+def evaluate_agent(
+    agent: Agent,
+    task: str | MakeEnvironment,
+    arguments: dict[str, Any],
+    episodes: int,
+    seed: int,
+    deterministic: bool = True,
+) -> EvaluationResult:
+    """Run ``episodes`` whole episodes, the likeliest action at every step unless ``deterministic`` is False.
+
+    Episode i is reset from (seed, i mod width, i div width), so the same call always gives the same result.
+    Raises SurefootError when the task's spaces are not the agent's.
+    """
+    if episodes < 1:
+        raise SurefootError(f"episodes={episodes}: must be at least 1")
+    width = min(episodes, SIDE_BY_SIDE)
+    environments = make_environments(task, arguments, width, seed)
+    try:
+        if not isinstance(environments, LoopedEnvironments):
+            raise SurefootError(f"task={task_name(task)!r}: evaluation needs single environments, not a vector environment")
+        spaces = (environments.observation_space, environments.action_space)
+        if spaces != (agent.observation_space, agent.action_space):
+            raise SurefootError(
+                f"task={task_name(task)!r}: has spaces {spaces}, the agent was trained on "
+                f"({agent.observation_space}, {agent.action_space})"
+            )
+        return _run(agent, environments, episodes, seed, deterministic)
+    finally:
+        environments.close()
+
+
+def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: int, deterministic: bool) -> EvaluationResult:
+    width = environments.count
+    quota = np.array([len(range(b, episodes, width)) for b in range(width)])
+    returns: list[list[float]] = [[] for _ in range(width)]
+    lengths: list[list[int]] = [[] for _ in range(width)]
+    running, length = np.zeros(width), np.zeros(width, np.int64)
+    normalise, send, policy = agent.normaliser(), agent.sender(), agent.policy
+    generator = torch.Generator().manual_seed(seed)
+    observations = environments.reset()
+    while (active := quota > 0).any():
+        distribution = policy.distribution(normalise(torch.from_numpy(observations).to(agent.device)))
+        actions = distribution.mode() if deterministic else distribution.sample(generator)
+        step = environments.step(send(actions.cpu()), active)
+        running += step.rewards
+        length += active
+        for index in np.flatnonzero(step.terminated | step.truncated):
+            returns[index].append(float(running[index]))
+            lengths[index].append(int(length[index]))
+            running[index], length[index] = 0.0, 0
+            quota[index] -= 1
+        observations = step.observations
+    ordered = [(returns[i % width][i // width], lengths[i % width][i // width]) for i in range(episodes)]
+    values = [row[0] for row in ordered]
+    return EvaluationResult(
+        mean_return=float(np.mean(values)),
+        std_return=float(np.std(values)),
+        returns=values,
+        lengths=[row[1] for row in ordered],
+        episodes=episodes,
+        seed=seed,
+    )

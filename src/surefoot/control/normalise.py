@@ -1,0 +1,89 @@
+"""Running normalisers. They belong to the agent: saved with it, frozen within a rollout and in evaluation."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from surefoot.functional import Moments, masked_moments, merge_moments
+from surefoot.run.distributed import merge_across_ranks
+
+
+class RunningMoments(nn.Module):
+    """Mean and variance of all that was seen, in float64. Buffers, so that they are saved and moved with the agent."""
+
+    def __init__(self, shape: tuple[int, ...], clip: float) -> None:
+        super().__init__()
+        self.clip = clip
+        self.count: Tensor
+        self.mean: Tensor
+        self.var: Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+
+    def update(self, x: Tensor, mask: Tensor) -> None:
+        """Add the kept entries of a batch, of all ranks.   [B, T, *shape], [B, T]"""
+        new = merge_across_ranks(masked_moments(x.double(), mask))
+        seen = Moments(self.count, self.mean, self.var)
+        merged = merge_moments(seen, Moments(new.count.max(), new.mean, new.var))
+        for buffer, value in zip(seen, merged, strict=True):
+            buffer.copy_(value)
+
+    @property
+    def scale(self) -> Tensor:
+        """1/√(var + 1e-8), float32."""
+        return (self.var + 1e-8).rsqrt().float()
+
+
+class ObservationNormaliser(RunningMoments):
+    """(o − μ)/σ, clipped to ±clip.   [..., n]"""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Normalise with the statistics as they stand."""
+        return self.frozen()(observations)
+
+    def frozen(self) -> Callable[[Tensor], Tensor]:
+        """The same as a function that later updates don't change, prepared once for a loop over single observations."""
+        mean, scale, clip = self.mean.float(), self.scale, self.clip
+
+        def normalise(observations: Tensor) -> Tensor:
+            return ((observations - mean.to(observations.device)) * scale.to(observations.device)).clamp(-clip, clip)
+
+        return normalise
+
+
+class RewardNormaliser(RunningMoments):
+    """r divided by the running standard deviation of the discounted return, clipped to ±clip.
+
+    The discounted return runs forward in time within an episode and is 0 again after any end, truncations included.
+    """
+
+    def __init__(self, gamma: float, clip: float) -> None:
+        super().__init__((), clip)
+        self.gamma = gamma
+
+    def forward(self, rewards: Tensor) -> Tensor:
+        """Scale with the statistics as they stand."""
+        return (rewards * self.scale).clamp(-self.clip, self.clip)
+
+    def observe(self, rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tensor) -> Tensor:
+        """Add a rollout's rewards; give the discounted return to carry into the next.   [B, T] … [B] float64 -> [B]"""
+        running, carried = running_returns(rewards, ended, mask, carried, self.gamma)
+        self.update(running, mask)
+        return carried
+
+
+def running_returns(rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """g_t = r_t + γ g_{t−1} over kept steps, begun anew after every end, and g to carry on.   [B, T], [B] -> [B, T], [B]
+
+    ``carried`` is g before the first step. float64; what is not kept changes nothing.
+    """
+    r, end, keep, g = rewards.double().numpy(), ended.numpy(), mask.numpy(), carried.double().numpy()
+    running = np.zeros_like(r)
+    for t in range(r.shape[1]):
+        g = np.where(keep[:, t], r[:, t] + gamma * g, g)
+        running[:, t] = g
+        g = np.where(end[:, t] & keep[:, t], 0.0, g)
+    return torch.from_numpy(running), torch.from_numpy(g)

@@ -1,0 +1,50 @@
+"""Control's side of a run: environments, agent, collector, and how the agent is judged."""
+
+from pathlib import Path
+from typing import Any
+
+from surefoot.config import Recipe
+from surefoot.control.agent import Agent, load_weights
+from surefoot.control.collect import ControlCollector
+from surefoot.control.environments import MakeEnvironment, make_environments, task_name
+from surefoot.control.evaluate import evaluate_agent
+
+
+class ControlWorld:
+    """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable."""
+
+    def __init__(self, recipe: Recipe, task: MakeEnvironment | None = None) -> None:
+        self.recipe = recipe
+        self.task: str | MakeEnvironment = task or recipe.task
+        rollout = recipe.rollout
+        self.environments = make_environments(self.task, recipe.environment, rollout.environments, recipe.seed)
+        spaces = (self.environments.observation_space, self.environments.action_space)
+        self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))
+        self.policy = self.agent.policy
+        steps = None if recipe.objective.needs_whole_episodes else rollout.steps
+        self.collector = ControlCollector(self.environments, self.agent, steps, rollout.episodes)
+
+    def trees(self) -> dict[str, Any]:
+        """What a checkpoint holds of the trained thing itself."""
+        return self.agent.trees()
+
+    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
+        """Take the agent's weights and the environments' places from a checkpoint; what could not be restored exactly."""
+        load_weights(self.agent, trees["agent"], where)
+        self.collector.load_state_dict(trees["collector"])
+        lost = self.collector.lost
+        if not lost:
+            return []
+        return [
+            f"environments {lost} of {task_name(self.task)} did not replay to the same observation: their episodes begin "
+            "anew, so this resume is not exact"
+        ]
+
+    def evaluate(self) -> float:
+        """Mean greedy return."""
+        settings = self.recipe.evaluation
+        return evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed).mean_return
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.environments.close()

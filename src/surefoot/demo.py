@@ -1,0 +1,34 @@
+"""``surefoot demo``: a real agent learns CartPole-v1 while one watches."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from surefoot.config import Recipe
+from surefoot.recipes import find_recipe
+from surefoot.run.dashboard import Display
+
+SOLVED = 475.0
+"""the return at which CartPole-v1 counts as solved (Gymnasium's reward threshold)"""
+
+
+def control_demo(run_dir: Path, seed: int, display_for: Callable[[Recipe, Path], Display]) -> None:
+    """Train, judge over 20 greedy episodes, and say what to try next."""
+    from surefoot import api
+
+    recipe = find_recipe("cartpole", {"seed": seed})
+    folder, number = run_dir / "demo", 2
+    while folder.exists():
+        folder, number = run_dir / f"demo-{number}", number + 1
+    begun = time.monotonic()
+    api.start(recipe, folder, display=display_for(recipe, folder))
+    seconds = time.monotonic() - begun
+    result = api.evaluate(api.load(folder), episodes=20, seed=seed)
+    verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"
+    print()
+    print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
+    print(f"{SOLVED:.0f} was {verdict}, with {recipe.steps:,} steps in {seconds:.0f} s. The run is in {folder}/")
+    print("Try next:")
+    print(f"  surefoot evaluate {folder} --episodes 100 --json")
+    print("  surefoot train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
+    print("  surefoot train HalfCheetah-v5 --steps 200000         # a harder one; then kill it and: surefoot resume RUN")

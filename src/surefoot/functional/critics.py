@@ -1,0 +1,33 @@
+"""Critics: how a value function is fitted, and how well it fits."""
+
+import torch
+from torch import Tensor
+
+from surefoot.functional.masking import keep_only, masked_var
+
+
+def value_loss(values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip: float | None = None) -> Tensor:
+    """(V − R̂)², or with ``clip`` the larger of it and (V_old + clip(V − V_old, ±ε) − R̂)².   [...]
+
+    No factor ½: the coefficient of the value loss is where it goes. Value clipping as in OpenAI Baselines' ppo2.
+
+    Raises ValueError when ``clip`` is given without ``old_values``.
+    """
+    error = (values - returns).square()
+    if clip is None:
+        return error
+    if old_values is None:
+        raise ValueError(f"clip={clip}: value clipping needs old_values; pass them or leave clip=None")
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(error, (clipped - returns).square())
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
+    """1 − Var(R̂ − V) / Var(R̂) over the kept entries; NaN where the returns are constant.   [...] -> []
+
+    1 is a perfect critic, 0 is no better than a constant, negative is worse. Blind to a constant error.
+    """
+    residual = keep_only(returns, mask) - keep_only(values, mask)
+    spread = masked_var(returns, mask)
+    explained = 1 - masked_var(residual, mask) / spread
+    return torch.where(spread > 0, explained, torch.full_like(explained, torch.nan))

@@ -1,0 +1,26 @@
+"""Losses on pairs of a chosen and a rejected answer. Per pair; the caller reduces."""
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """−log σ(r_chosen − r_rejected), for a reward model.   [...]   Bradley and Terry (1952)."""
+    return -logsigmoid(chosen - rejected)
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """−log σ(β((log π_c − log π_r) − (log ref_c − log ref_r))) on summed log-probabilities of whole answers.   [...]
+
+    ``label_smoothing`` is the assumed rate of swapped labels (conservative DPO).
+    Rafailov et al. 2023 (arXiv 2305.18290), equation 7.
+    """
+    logits = beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
+    return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)

@@ -1,0 +1,142 @@
+"""The staircase below the objective: TD residual, n-step advantage, GAE, and the successor values that they need.
+
+Time is the last axis. Termination ends value; truncation ends only the trace: after a terminated step there is nothing to
+come, after a truncated one the value of the true final observation is. ``next_values`` may hold anything where terminated.
+"""
+
+import torch
+from torch import Tensor
+
+from surefoot.functional.masking import keep_only
+
+
+def _next_kept(values: Tensor, mask: Tensor, beyond: Tensor) -> Tensor:
+    """For every t the value at the first kept step after t, or ``beyond`` [...] where none is left.   [..., T]"""
+    time = values.shape[-1]
+    positions = torch.arange(time, device=values.device).expand(mask.shape)
+    positions = torch.where(mask.bool(), positions, torch.full_like(positions, time))
+    end = torch.full_like(positions[..., :1], time)
+    following = torch.cat([positions[..., 1:], end], -1).flip(-1).cummin(-1).values.flip(-1)
+    shape = torch.broadcast_shapes(values.shape, following.shape)
+    padded = torch.cat([values.expand(shape), beyond.unsqueeze(-1).expand(*shape[:-1], 1)], -1)
+    return padded.gather(-1, following.expand(shape))
+
+
+def successor_values(
+    values: Tensor,
+    last_values: Tensor,
+    *,
+    truncated: Tensor | None = None,
+    final_values: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """V of the true successor of every step: the ``next_values`` that everything else here takes.   [..., T]
+
+    values [..., T]       V of the state before each action
+    last_values [...]     V of the observation to come after the batch
+    truncated [..., T]    True where the trace was cut while the episode could have gone on
+    final_values [..., T] V of the final observation, read where truncated; without them the row after the cut is taken to
+                          hold it, as in Gymnasium's NEXT_STEP autoreset, where that row is masked
+    mask [..., T]         True where the policy decided. Elsewhere (tool tokens between a model's own) the successor is the
+                          next *kept* step's value
+    """
+    following = torch.cat([values[..., 1:], last_values.unsqueeze(-1)], -1)
+    result = following if mask is None else _next_kept(values, mask, last_values)
+    if truncated is not None:
+        result = torch.where(truncated.bool(), following if final_values is None else final_values, result)
+    return result
+
+
+def td_residual(rewards: Tensor, values: Tensor, next_values: Tensor, *, terminated: Tensor, gamma: float) -> Tensor:
+    """δ_t = r_t + γ V(s_{t+1}) − V(s_t), with V(s_{t+1}) = 0 where terminated.   All [..., T].
+
+    Sutton and Barto (2018), equation 6.5.
+    """
+    return rewards + gamma * next_values.masked_fill(terminated.bool(), 0) - values
+
+
+def n_step_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    n: int,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Â^{(n)}_t = Σ_{k<n} γ^k δ_{t+k}, shortened where the episode, the trace or the batch ends first.   All [..., T].
+
+    Counts kept steps only and is 0 at the others. Schulman et al. 2016 (arXiv 1506.02438), equation 14.
+
+    Raises ValueError for n < 1.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: an n-step advantage needs at least one step; set n >= 1")
+    keep = torch.ones_like(terminated, dtype=torch.bool) if mask is None else mask.bool()
+    delta = keep_only(td_residual(rewards, values, next_values, terminated=terminated, gamma=gamma), mask)
+    ended = terminated.bool() | truncated.bool()
+    advantages = delta
+    nothing = torch.zeros_like(delta[..., 0])
+    for _ in range(n - 1):
+        rest = _next_kept(advantages, keep, nothing).masked_fill(ended, 0)
+        advantages = keep_only(delta + gamma * rest, mask)
+    return advantages
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    lam: float,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Generalised advantage estimation: Â_t = δ_t + γλ Â_{t+1}, begun anew before every end.   All [..., T].
+
+    The λ-weighted mean of the n-step advantages, written as the recursion it collapses to. Jumps from kept step to kept
+    step (γλ once per kept step) and is 0 at the others. Schulman et al. 2016 (arXiv 1506.02438), equation 16.
+    """
+    delta = td_residual(rewards, values, next_values, terminated=terminated, gamma=gamma)
+    ended = (terminated.bool() | truncated.bool()).expand_as(delta)
+    advantage = torch.zeros_like(delta[..., 0])
+    result = []
+    # Selected, not multiplied by zero: what lies beyond an end may be NaN and must not come through.
+    steps = zip(delta.unbind(-1), ended.unbind(-1), strict=True)
+    if mask is None:
+        for delta_t, ended_t in reversed(list(steps)):
+            advantage = torch.where(ended_t, delta_t, torch.add(delta_t, advantage, alpha=gamma * lam))
+            result.append(advantage)
+        return torch.stack(result[::-1], -1)
+    keep = mask.bool().expand_as(delta)
+    for (delta_t, ended_t), keep_t in zip(reversed(list(steps)), reversed(keep.unbind(-1)), strict=True):
+        here = torch.where(ended_t, delta_t, torch.add(delta_t, advantage, alpha=gamma * lam))
+        advantage = torch.where(keep_t, here, advantage)
+        result.append(advantage)
+    return keep_only(torch.stack(result[::-1], -1), mask)
+
+
+def discounted_returns(
+    rewards: Tensor,
+    next_values: Tensor,
+    *,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """G_t = r_t + γ G_{t+1}: rewards to go. Where the trace or the batch is cut, γ V(successor) stands for the rest.   [..., T]
+
+    Pass ``next_values = 0`` for plain Monte-Carlo returns. Counts kept steps only and is 0 at the others.
+    Sutton and Barto (2018), equation 3.9.
+    """
+    keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool().expand_as(rewards)
+    last_kept = keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)
+    # GAE at λ = 1 of a critic that is zero everywhere, with a value to come only where the trace stops.
+    to_come = torch.where(truncated.bool() | last_kept, next_values, torch.zeros_like(rewards))
+    zero = torch.zeros_like(rewards)
+    return gae(rewards, zero, to_come, terminated=terminated, truncated=truncated, gamma=gamma, lam=1.0, mask=mask)

@@ -1,0 +1,26 @@
+"""Turning a score and a reference into per-token rewards."""
+
+import torch
+from torch import Tensor
+
+from surefoot.functional.kl import kl_k1
+from surefoot.functional.masking import keep_only
+
+
+def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
+    """A score per response, put on its last kept token; 0 elsewhere.   [B], [B, T] -> [B, T]
+
+    A response with no kept token gets no score.
+    """
+    keep = mask.bool()
+    last = keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)
+    return torch.where(last, scores.unsqueeze(-1), torch.zeros((), dtype=scores.dtype, device=scores.device))
+
+
+def kl_shaped_rewards(rewards: Tensor, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, beta: float | Tensor) -> Tensor:
+    """r − β (log π − log π_ref), detached, on every kept token; 0 elsewhere.   [B, T]
+
+    Ziegler et al. 2019 (arXiv 1909.08593), equation 2.
+    """
+    penalty = kl_k1(keep_only(log_probs, mask), keep_only(ref_log_probs, mask)).detach()
+    return keep_only(rewards, mask) - beta * penalty

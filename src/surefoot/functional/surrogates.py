@@ -1,0 +1,54 @@
+"""What a policy gradient maximises, elementwise: ρÂ and its clipped, pessimistic form."""
+
+import torch
+from torch import Tensor
+
+
+def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """ρ = π_θ(a|s) / π_old(a|s), formed as exp(log π_θ − log π_old).   [...]"""
+    return (log_probs - old_log_probs).exp()
+
+
+def unclipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
+    """ρÂ: the advantage under the new policy, estimated from the old one's samples.   [...]
+
+    Schulman et al. 2015 (arXiv 1502.05477), equation 14.
+    """
+    return ratio * advantages
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None, dual_clip: float | None = None
+) -> Tensor:
+    """min(ρÂ, clip(ρ, 1−ε, 1+ε_high) Â).   [...]
+
+    clip       ε below 1, and above it too unless ``clip_high`` is given (clip-higher, arXiv 2503.14476)
+    dual_clip  c > 1: where Â < 0 the result is at least cÂ (arXiv 1912.09729), which stops the push of a ratio that ran away
+
+    Schulman et al. 2017 (arXiv 1707.06347), equation 7.
+    """
+    high = clip if clip_high is None else clip_high
+    result = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + high) * advantages)
+    if dual_clip is not None:
+        result = torch.where(advantages < 0, torch.maximum(result, dual_clip * advantages), result)
+    return result
+
+
+def clip_active(
+    ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None, dual_clip: float | None = None
+) -> Tensor:
+    """True where a clipped branch won, so that no gradient flows: pushed far enough the right way already.   [...] bool
+
+    Not the same as :func:`ratio_outside`: a ratio outside the band on the *wrong* side keeps its gradient.
+    """
+    high = clip if clip_high is None else clip_high
+    active = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - clip))
+    if dual_clip is not None:
+        active = active | ((advantages < 0) & (ratio > dual_clip))
+    return active
+
+
+def ratio_outside(ratio: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
+    """True where ρ has left [1−ε, 1+ε_high], whichever way the gradient goes.   [...] bool"""
+    high = clip if clip_high is None else clip_high
+    return (ratio < 1 - clip) | (ratio > 1 + high)

@@ -1,0 +1,117 @@
+"""The loss that the switches add up to: L = −J + c_v·L_V − c_e·H + β_ref·KL(π_θ‖π_ref).
+
+A pure function of an evaluation and a batch: no state, no randomness, no data-dependent shape. Every term is elementwise
+until ``aggregate`` reduces it with the global count, so that the parts of a split batch add up to the whole.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.algorithms import Objective
+from surefoot.functional import (
+    aggregate,
+    clip_active,
+    clipped_surrogate,
+    importance_ratio,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    ratio_outside,
+    unclipped_surrogate,
+    value_loss,
+)
+from surefoot.functional.masking import keep_only
+from surefoot.rollout import Evaluation
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one loss reads: rows of a rollout with their credit. Single steps are [N], whole rows are [N, T]."""
+
+    inputs: Any
+    actions: Tensor
+    mask: Tensor | None
+    """None where every entry is kept"""
+    old_log_probs: Tensor
+    advantages: Tensor
+    """normalised as the objective says"""
+    returns: Tensor
+    old_values: Tensor
+    old_distribution: Any = None
+    ref_log_probs: Tensor | None = None
+
+
+def surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, objective: Objective, clip_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """What is maximised, elementwise, and the ratio ρ.   [...], [...]
+
+    Without reuse ρ is 1 throughout and log π·Â has the same gradient; that is how REINFORCE is written.
+    ``clip_scale`` shrinks the clip's bounds, for schedules.
+    """
+    ratio = importance_ratio(log_probs, old_log_probs)
+    if objective.reuse is None:
+        return log_probs * advantages, ratio
+    if objective.clip is None:
+        return unclipped_surrogate(ratio, advantages), ratio
+    return clipped_surrogate(ratio, advantages, *clip_bounds(objective, clip_scale)), ratio
+
+
+def clip_bounds(objective: Objective, scale: float = 1.0) -> tuple[float, float, float | None]:
+    """(ε below, ε above, dual clip); 0.2 both ways where nothing clips, so that ``ratio_outside`` still means something."""
+    if objective.clip is None:
+        return 0.2, 0.2, None
+    high = objective.clip.clip if objective.clip.clip_high is None else objective.clip.clip_high
+    return objective.clip.clip * scale, high * scale, objective.clip.dual_clip
+
+
+def reference_kl(log_probs: Tensor, ratio: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+    """KL(π_θ‖π_ref) as a loss, elementwise, by the named estimator.   [...]"""
+    if estimator == "ratio_k3":  # ρ differentiable: the gradient is that of KL(π_θ‖π_ref), also off-policy
+        return ratio * kl_k3(log_probs, ref_log_probs)
+    return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator](log_probs, ref_log_probs)
+
+
+def loss(
+    evaluation: Evaluation, batch: Batch, objective: Objective, *, denominator: Tensor | float, clip_scale: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The scalar to minimise, its parts and companions as metrics (detached), and ρ (detached; 1 where not kept).
+
+    ``denominator`` is the global count that ``aggregate`` divides by. Loss and metrics alike are sums over it, so those of
+    micro-batches and ranks add up to the whole batch's.
+    """
+
+    def kept(x: Tensor) -> Tensor:  # before any arithmetic: what is not kept may be NaN, in the gradient too
+        return keep_only(x, batch.mask)
+
+    def mean(x: Tensor) -> Tensor:
+        return aggregate(x, batch.mask, objective.aggregation, denominator)
+
+    log_probs, old_log_probs = kept(evaluation.log_probs), kept(batch.old_log_probs)
+    gain, ratio = surrogate(log_probs, old_log_probs, kept(batch.advantages), objective, clip_scale)
+    terms = {"policy_loss": -mean(gain), "entropy": mean(kept(evaluation.entropy))}
+    total = terms["policy_loss"]
+    if objective.entropy_coefficient:
+        total = total - objective.entropy_coefficient * terms["entropy"]
+    if objective.baseline == "critic":
+        assert evaluation.values is not None, "a critic's objective needs a policy with values"
+        error = value_loss(kept(evaluation.values), kept(batch.returns), kept(batch.old_values), objective.value_clip)
+        terms["value_loss"] = mean(error)
+        total = total + objective.value_coefficient * terms["value_loss"]
+    if objective.reference_coefficient:
+        assert batch.ref_log_probs is not None, "reference_coefficient needs a rollout with ref_log_probs"
+        kl = reference_kl(log_probs, ratio, kept(batch.ref_log_probs), objective.reference_estimator)
+        terms["reference_loss"] = mean(kl)
+        total = total + objective.reference_coefficient * terms["reference_loss"]
+    with torch.no_grad():
+        low, high, dual_clip = clip_bounds(objective, clip_scale)
+        terms["kl"] = mean(kl_k3(old_log_probs, log_probs))
+        terms["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
+        if objective.clip is not None:
+            terms["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
+        if objective.kl_estimator == "exact" and evaluation.distribution is not None:
+            terms["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
+    return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()

@@ -1,0 +1,76 @@
+"""Adam on parameters that live in one flat buffer.
+
+A network of a dozen small tensors spends most of an update walking over them. Here parameters and gradients are views of
+two flat tensors, so zeroing, summing over ranks, the norm, clipping and Adam are one call each, whatever the network.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.run.distributed import all_sum
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """How one group of parameters moves."""
+
+    learning_rate: float
+    epsilon: float = 1e-5
+    max_grad_norm: float | None = 0.5
+    """the gradient of the whole group is scaled down to this norm"""
+
+
+class FlatAdam:
+    """One group of parameters, its gradients and its optimizer.
+
+    The parameters handed in keep working as before: only their storage moves. They must share dtype and device.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
+        self.parameters: Sequence[nn.Parameter] = list(parameters)
+        self.settings = settings
+        self.values = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
+        self.gradients = torch.zeros_like(self.values)
+        self.values.grad = self.gradients
+        start = 0
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            parameter.data = self.values.data[start:end].view_as(parameter)
+            parameter.grad = self.gradients[start:end].view_as(parameter)
+            start = end
+        self.adam = torch.optim.Adam([self.values], lr=settings.learning_rate, eps=settings.epsilon, fused=True)
+
+    def zero(self) -> None:
+        """Forget the gradients; backward then adds into the flat buffer."""
+        self.gradients.zero_()
+
+    def gradient_norm(self) -> float:
+        """The norm of the gradient summed over all ranks; may be NaN or infinite, and then no step must be taken."""
+        return float(torch.linalg.vector_norm(all_sum(self.gradients)))
+
+    def step(self, norm: float, scale: float = 1.0) -> None:
+        """One step of Adam, with the gradient clipped to ``max_grad_norm`` and the learning rate times ``scale``."""
+        limit = self.settings.max_grad_norm
+        if limit is not None and norm > limit:
+            self.gradients.mul_(limit / (norm + 1e-6))
+        self.adam.param_groups[0]["lr"] = self.settings.learning_rate * scale
+        self.adam.step()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Adam's moments and step count; empty before the first step."""
+        return dict(self.adam.state.get(self.values, {}))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        if state:
+            self.adam.state[self.values] = {name: tensor.clone() for name, tensor in state.items()}
+
+
+def finite(norms: Iterable[float]) -> bool:
+    """Whether every norm is a number a step may be taken with."""
+    return all(math.isfinite(norm) for norm in norms)

@@ -1,0 +1,108 @@
+"""Tuned presets, one TOML file each, and how a name, a file or an environment id becomes a recipe.
+
+A preset may say ``tuned_for = [ids]``: the tasks that it serves. Everything else in it is a field of the recipe.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from surefoot.algorithms import PPO_CLIP, Objective, algorithm_name
+from surefoot.config import Recipe, make_recipe, merged, none_from_text, read_toml
+from surefoot.errors import SurefootError, did_you_mean
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Every shipped preset: name -> its tables."""
+    folder = resources.files(__package__)
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return {f.name.removesuffix(".toml"): read_toml(Path(str(f))) for f in files}
+
+
+def preset_for(task: str) -> dict[str, Any]:
+    """The preset tuned for an environment id, or the default one, with the task filled in."""
+    tables = presets()
+    found = next((t for t in tables.values() if task in t.get("tuned_for", ())), tables["default"])
+    return {**{key: value for key, value in found.items() if key != "tuned_for"}, "task": task}
+
+
+def find_recipe(what: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe that a word names: a preset, a ``.toml`` file, an environment id, or ``module:function``.
+
+    ``changes`` are laid over it; one of another algorithm takes that algorithm's own switches (see ``with_changes``).
+    Raises SurefootError when nothing answers to the name.
+    """
+    tables = presets()
+    if what.endswith(".toml"):
+        table = read_toml(Path(what))
+        if "task" in table and "algorithm" not in table and "objective" not in table:
+            table = merged(preset_for(str(table["task"])), table)
+    elif what in tables:
+        table = tables[what]
+        if "task" not in table:
+            raise SurefootError(f"{what!r}: this preset is a starting point for any task; name an environment id instead")
+    elif ":" in what:
+        table = preset_for(what)
+    else:
+        check_id(what, extra=tables)
+        table = preset_for(what)
+    return make_recipe(with_changes(table, changes or {}))
+
+
+def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's tables with changes laid over.
+
+    What a preset sets under ``objective`` was tuned for its own algorithm. Asked for another, only the discount stays.
+    """
+    table = {key: value for key, value in table.items() if key != "tuned_for"}
+    wanted = changes.get("algorithm")
+    if wanted is not None and wanted != table.get("algorithm", "PPO_CLIP"):
+        tuned = table.get("objective", {})
+        table["objective"] = {"gamma": tuned["gamma"]} if "gamma" in tuned else {}
+    return merged(table, none_from_text(dict(changes)))
+
+
+def recipe_for(task: str, algorithm: Objective | str | None, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe of a call from Python: a task, an algorithm as a value or a name, and fields to change.
+
+    A named algorithm brings the settings tuned for the task with it; a value of the user's own is taken as it stands.
+    """
+    changes = dict(changes)
+    if isinstance(algorithm, Objective):
+        name = algorithm_name(algorithm)
+        if name is None:
+            table = preset_for(task)
+            table["algorithm"], table["objective"] = "custom", {}
+            table["objective"] = _plain(vars(algorithm))
+            return make_recipe(merged(table, none_from_text(changes)))
+        algorithm = name
+    if algorithm is not None:
+        changes["algorithm"] = algorithm
+    return find_recipe(task, changes)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
+    """Raise SurefootError, with a suggestion, for an id that Gymnasium doesn't know."""
+    import gymnasium
+
+    known = set(gymnasium.registry) | set(extra or ())
+    if task.rpartition("/")[2] and task in known:
+        return
+    if "/" in task or "-" not in task:
+        module = task.partition(":")[0]
+        if "/" in task and importlib.util.find_spec(module) is not None:
+            return
+    raise SurefootError(
+        f"{task!r}: no recipe, .toml file or environment id of that name{did_you_mean(task, known)} (see: surefoot list)"
+    )
+
+
+__all__ = ["PPO_CLIP", "check_id", "find_recipe", "preset_for", "presets", "recipe_for", "with_changes"]

@@ -1,0 +1,166 @@
+"""The contract between the two worlds: what collecting hands to learning.
+
+Control and language fill these types differently; credit, objective and learner read them and know nothing else.
+B is environments or responses, T steps or response tokens. Time is the last axis and masks are True where kept.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Metrics = dict[str, float | None]
+T = TypeVar("T")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
+    """The same structure (dataclass, dict, tuple, list) with ``function`` applied to every tensor in it."""
+    if isinstance(tree, Tensor):
+        return function(tree)  # type: ignore[return-value]  # T is Tensor here
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return replace(tree, **{f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree)})
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, value) for key, value in tree.items()}  # type: ignore[return-value]
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(function, value) for value in tree)  # type: ignore[return-value]
+    return tree
+
+
+class Distribution(Protocol):
+    """The policy's distribution over actions at a batch of states, as a frozen dataclass of its parameters."""
+
+    def kl(self, other: Any) -> Tensor:
+        """Exact KL(self‖other), one number per state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy returns for a batch, with gradient.   All [...] alike."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None
+    """None where the policy has no critic"""
+    distribution: Any = None
+    """a Distribution, for exact KL; None on text"""
+
+
+class Policy(nn.Module, ABC):
+    """A trained policy: ``forward`` scores given actions, so that the hooks of DDP and FSDP fire on the training pass."""
+
+    @abstractmethod
+    def forward(self, inputs: Any, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        """Log-probabilities, entropy and values of the actions at the inputs."""
+
+    def critic_parameters(self) -> Iterable[nn.Parameter]:
+        """Parameters that only the value loss reaches; none where the critic shares everything with the policy."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Experience under one θ_old. Tensors are [B, T] unless said otherwise."""
+
+    inputs: Any
+    """what the policy reads: observations [B, T, ...], or tokens of prompt and response [B, ...]"""
+    actions: Tensor
+    """[B, T] or [B, T, action]"""
+    mask: Tensor
+    """True at a real decision of the policy"""
+    old_log_probs: Tensor
+    """under θ_old, the policy being improved"""
+    values: Tensor
+    """V of the state before the action; zeros without a critic"""
+    next_values: Tensor
+    """V of the true successor; anything where terminated"""
+    rewards: Tensor
+    """what is optimised, after shaping"""
+    terminated: Tensor
+    truncated: Tensor
+    unit: Literal["step", "row"] = "step"
+    """what is shuffled: single steps, or whole rows (text, recurrent policies)"""
+    behaviour_log_probs: Tensor | None = None
+    """under whatever sampled, where that was not θ_old (an outside sampler, stale data)"""
+    old_distribution: Any = None
+    """the Distribution under θ_old, in control; None on text"""
+    ref_log_probs: Tensor | None = None
+    """under the frozen reference"""
+    group: Tensor | None = None
+    """[B] which prompt a row answers; None in control"""
+    reward_parts: dict[str, Tensor] = field(default_factory=dict)
+    """what the rewards were made of, for metrics and traces"""
+    steps: int = 0
+    """how far this rollout moved the budget: kept environment steps, or responses"""
+    metrics: Metrics = field(default_factory=dict)
+    """what the collector has to tell about it"""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What each action is worth.   [B, T]"""
+
+    advantages: Tensor
+    """before any normalisation"""
+    returns: Tensor
+    """the critic's targets R̂"""
+
+
+class Collector(Protocol):
+    """Where experience comes from: the only part that knows environments, or prompts and rewards."""
+
+    def collect(self, state: "LearnerState") -> Rollout:
+        """Sample with the current policy. Statistics are frozen meanwhile and updated before returning."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All it needs to continue exactly."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        ...
+
+
+@dataclass
+class LearnerState:
+    """What moves besides θ and the optimizer's moments; saved with every checkpoint."""
+
+    total_steps: int
+    """the budget, in the recipe's steps; schedules end there"""
+    steps: int = 0
+    iteration: int = 0
+    updates: int = 0
+    """optimizer steps taken"""
+    faults: int = 0
+    """iterations in a row whose update was not taken because something was not finite"""
+    generators: dict[str, torch.Generator] = field(default_factory=dict)
+    """named streams of randomness; the global generator is never used"""
+
+    @classmethod
+    def seeded(cls, seed: int, total_steps: int, names: Iterable[str] = ("sample", "shuffle")) -> "LearnerState":
+        """A fresh state with one independent CPU stream per name."""
+        state = cls(total_steps=total_steps)
+        for index, name in enumerate(names):
+            state.generators[name] = torch.Generator().manual_seed(seed * 1000 + index)
+        return state
+
+    @property
+    def remaining(self) -> float:
+        """The share of the budget still to come, 1 at the start; what linear schedules multiply by."""
+        return max(0.0, 1 - self.steps / self.total_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and the state of every stream."""
+        counts = {name: getattr(self, name) for name in ("total_steps", "steps", "iteration", "updates", "faults")}
+        return {**counts, "generators": {name: g.get_state() for name, g in self.generators.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there; the budget stays this state's own, so that a run can be extended."""
+        for name in ("steps", "iteration", "updates", "faults"):
+            setattr(self, name, state[name])
+        for name, stream in state["generators"].items():
+            self.generators[name].set_state(stream)

@@ -1,0 +1,191 @@
+"""Checkpoints: safetensors and JSON under a manifest. Never a pickle, never half-written.
+
+A checkpoint is a folder of named trees (nested dicts and lists of tensors, arrays, numbers, strings). Each tree becomes
+``<name>.json`` with its tensors in ``<name>.safetensors``; ``manifest.json`` holds size and SHA-256 of every file. All is
+written under a temporary name, flushed to the disk, and renamed; a folder whose manifest is missing or does not match is
+not a checkpoint, so a kill at any moment leaves either the old ones or the old ones and the new.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surefoot.errors import SurefootError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+Trees = Mapping[str, Any]
+
+
+def save_checkpoint(folder: Path, trees: Trees) -> None:
+    """Write trees to ``folder``, replacing an older checkpoint there.
+
+    Raises SurefootError when the disk refuses; whatever was there before is then still there.
+    """
+    folder = folder.absolute()
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    if folder.exists() and not (folder / MANIFEST).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SurefootError(f"{folder}: holds something that is not a checkpoint; choose an empty folder")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, tree in trees.items():
+            tensors: dict[str, Tensor] = {}
+            skeleton = _pack(tree, "", tensors)
+            _write(temporary / f"{name}.json", json.dumps(skeleton, indent=1).encode())
+            if tensors:
+                save_file(tensors, temporary / f"{name}.safetensors")
+                _flush(temporary / f"{name}.safetensors")
+        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        _write(temporary / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1).encode())
+        _flush(temporary)
+        _replace(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise SurefootError(
+            f"{folder}: checkpoint not saved ({reason}); earlier ones are intact; free space and resume"
+        ) from None
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The trees of a checkpoint, every file checked against the manifest.
+
+    Raises SurefootError when a file is missing, truncated, changed, or is not what the manifest says.
+    """
+    problem = fault_of(folder)
+    if problem:
+        raise SurefootError(f"{folder}: {problem}")
+    names = json.loads((folder / MANIFEST).read_text())["files"]
+    trees = {}
+    for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
+        tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
+        trees[name] = _unpack(json.loads((folder / f"{name}.json").read_text()), tensors)
+    return trees
+
+
+def fault_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None for a sound one."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = manifest["files"]
+        if manifest["format"] != FORMAT:
+            return f"format {manifest['format']} is not {FORMAT}, the one this version reads; use the version that wrote it"
+        for path in sorted(folder.iterdir()):
+            if path.name != MANIFEST and path.name not in files:
+                kind = "a pickle" if _is_pickle(path) else "a file"
+                return f"holds {kind} that its manifest does not list ({path.name}), which is never read; remove it"
+        for name, expected in files.items():
+            if not (folder / name).is_file():
+                return f"{name} is missing; use another checkpoint"
+            if _is_pickle(folder / name):
+                return f"{name} is a pickle, which is never read; use another checkpoint"
+            found = _fingerprint(folder / name)
+            if found["size"] != expected["size"]:
+                return f"{name} has {found['size']} bytes instead of {expected['size']} (truncated?); use another checkpoint"
+            if found != expected:
+                return f"{name} does not match its SHA-256 (changed or damaged); use another checkpoint"
+    except FileNotFoundError:
+        return f"no {MANIFEST}: not a checkpoint, or one that was never finished"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} can't be read ({error}); use another checkpoint"
+    return None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoint folders named by their step, oldest first, sound or not."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if p.name.isdigit() and (p / MANIFEST).exists()), key=lambda p: int(p.name))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest sound checkpoint in a folder of them; None where there is none at all.
+
+    Raises SurefootError when there are checkpoints but not one is sound.
+    """
+    candidates = checkpoints_in(folder)
+    for path in reversed(candidates):
+        if fault_of(path) is None:
+            return path
+    if candidates:
+        raise SurefootError(f"{candidates[-1]}: {fault_of(candidates[-1])}")
+    return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the last ``keep`` sound checkpoints, and what a kill left half-written."""
+    for path in checkpoints_in(folder)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, np.ndarray):
+        tree = torch.from_numpy(np.ascontiguousarray(tree))
+    if isinstance(tree, Tensor):
+        tensors[path or "value"] = tree.detach().cpu().contiguous().clone()
+        return {"$tensor": path or "value"}
+    if isinstance(tree, Mapping):
+        return {str(key): _pack(value, f"{path}.{key}" if path else str(key), tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_pack(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)]
+    if isinstance(tree, np.generic):
+        return tree.item()
+    assert tree is None or isinstance(tree, (bool, int, float, str)), f"{path}: {type(tree)} can't be saved"
+    return tree
+
+
+def _unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if "$tensor" in tree:
+            return tensors[tree["$tensor"]]
+        return {key: _unpack(value, tensors) for key, value in tree.items()}
+    return [_unpack(value, tensors) for value in tree] if isinstance(tree, list) else tree
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(temporary, folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle or a zip of one, by its first bytes."""
+    with path.open("rb") as file:
+        head = file.read(2)
+    return (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or head == b"PK"

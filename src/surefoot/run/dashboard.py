@@ -1,0 +1,152 @@
+"""What training looks like on a terminal: a live table with unhealthy values explained; plain lines when piped."""
+
+import time
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from surefoot.rollout import LearnerState, Metrics
+from surefoot.run.metrics import complaints
+
+SHOWN = {
+    "episode_return": ("return, last 100", "{:,.1f}"),
+    "evaluation_return": ("return, greedy", "{:,.1f}"),
+    "episode_length": ("episode length", "{:,.0f}"),
+    "steps_per_second": ("steps/s", "{:,.0f}"),
+    "policy_loss": ("policy loss", "{:+.4f}"),
+    "value_loss": ("value loss", "{:.4f}"),
+    "kl": ("KL to π_old (k3)", "{:.4f}"),
+    "ratio_outside": ("ratio outside clip", "{:.1%}"),
+    "clip_active": ("clip active", "{:.1%}"),
+    "explained_variance": ("explained variance", "{:+.2f}"),
+    "entropy": ("entropy, nats", "{:.3f}"),
+}
+
+
+class Display(Protocol):
+    """Something that shows a run."""
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        """One more iteration."""
+        ...
+
+    def say(self, line: str) -> None:
+        """A message that stays."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Quiet:
+    """Shows nothing but messages."""
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Silent(Quiet):
+    """Shows nothing at all, for calls from Python."""
+
+    def say(self, line: str) -> None:
+        pass
+
+
+class Lines:
+    """A plain line every few seconds, and at the end."""
+
+    def __init__(self, title: str, every: float = 5.0) -> None:
+        self.every, self.last = every, -float("inf")
+        self.clock = _Clock()
+        print(title, flush=True)
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        self.clock.tick(state)
+        now = time.monotonic()
+        if now - self.last < self.every and state.steps < state.total_steps:
+            return
+        self.last = now
+        parts = [f"step {state.steps:,}/{state.total_steps:,}"]
+        parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
+        print("  ".join(parts), f" left {self.clock.left(state)}", flush=True)
+        for name, why in complaints(metrics).items():
+            print(f"  ! {name}: {why}", flush=True)
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Dashboard:
+    """A table redrawn in place. What is unhealthy turns yellow and says why."""
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self.title = title
+        self.clock = _Clock()
+        self.greedy: float | None = None
+        self.live = Live(Text(title), console=console or Console(), refresh_per_second=8, transient=False)
+        self.live.start()
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        self.clock.tick(state)
+        if _has(metrics, "evaluation_return"):
+            self.greedy = metrics["evaluation_return"]
+        self.live.update(self._draw(state, {**metrics, "evaluation_return": self.greedy}))
+
+    def _draw(self, state: LearnerState, metrics: Metrics) -> Group:
+        unhealthy = complaints(metrics)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(justify="right", style="dim")
+        table.add_column(justify="right", min_width=10)
+        table.add_column(style="yellow", max_width=70)
+        for name, (label, form) in SHOWN.items():
+            value = metrics.get(name)
+            text = "–" if value is None else form.format(value)
+            table.add_row(label, Text(text, style="bold yellow" if name in unhealthy else "bold"), unhealthy.get(name, ""))
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(
+            f"step {state.steps:,} of {state.total_steps:,}",
+            ProgressBar(total=state.total_steps, completed=min(state.steps, state.total_steps), width=32),
+            f"{self.clock.left(state)} left",
+        )
+        return Group(Text(self.title, style="bold"), progress, table)
+
+    def say(self, line: str) -> None:
+        self.live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.live.stop()
+
+
+class _Clock:
+    """Time left, from the speed since this process began."""
+
+    def __init__(self) -> None:
+        self.begun: tuple[float, int] | None = None
+        self.per_step = 0.0
+
+    def tick(self, state: LearnerState) -> None:
+        now = time.monotonic()
+        if self.begun is None:
+            self.begun = (now, state.steps)
+        elif state.steps > self.begun[1]:
+            self.per_step = (now - self.begun[0]) / (state.steps - self.begun[1])
+
+    def left(self, state: LearnerState) -> str:
+        seconds = round(self.per_step * max(0, state.total_steps - state.steps))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _has(metrics: Metrics, name: str) -> bool:
+    return metrics.get(name) is not None

@@ -1,0 +1,168 @@
+"""A run folder: who may write to it, and what it holds.
+
+config.toml        the resolved recipe, re-runnable
+environment.json   versions, seed, threads: what the numbers depend on besides the recipe
+metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
+events.*           the same for TensorBoard
+checkpoints/<step> the last few; best/<step> the best evaluated
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from surefoot.config import Recipe, make_recipe, read_toml, to_table, to_toml
+from surefoot.errors import SurefootError
+from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
+
+PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
+
+
+class RunFolder:
+    """One run's folder, opened for writing by this process alone until ``close``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.best = path / "checkpoints", path / "best"
+        self._lock = filelock.FileLock(path / ".lock")
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe) -> "RunFolder":
+        """A new run; SurefootError when the folder already holds something, or can't be made."""
+        if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
+            raise SurefootError(
+                f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            run = cls(path)
+            run._acquire()
+            write_text(path / "config.toml", to_toml(recipe))
+            write_text(path / "environment.json", json.dumps(environment(recipe), indent=1))
+        except OSError as error:
+            raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --run-dir") from None
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run, for continuing; SurefootError when it is missing, empty, or in use."""
+        check_is_run(path)
+        run = cls(path)
+        run._acquire()
+        return run
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise SurefootError(f"{self.path}: in use by another process; wait for it, or stop it") from None
+
+    def recipe(self) -> Recipe:
+        """The recipe as config.toml has it now."""
+        return make_recipe(read_toml(self.path / "config.toml"))
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Replace config.toml (a run that was extended, or changed on purpose)."""
+        write_text(self.path / "config.toml", to_toml(recipe))
+
+    def latest(self) -> Path | None:
+        """The newest sound checkpoint."""
+        return latest_checkpoint(self.checkpoints)
+
+    def close(self) -> None:
+        """Let others write."""
+        self._lock.release()
+
+
+def check_is_run(path: Path) -> None:
+    """Raise SurefootError unless ``path`` is a run folder."""
+    if not path.exists():
+        raise SurefootError(f"{path}: no such run folder; see what there is with: ls {path.parent}")
+    if not path.is_dir():
+        raise SurefootError(f"{path}: is a file; a run is a folder, such as runs/cartpole-v1-ppo_clip-1")
+    if not any(p.name != ".lock" for p in path.iterdir()):
+        raise SurefootError(f"{path}: is empty; begin a run with: surefoot train TASK --run-dir {path}")
+    if not (path / "config.toml").is_file():
+        raise SurefootError(f"{path}: is not a run folder (no config.toml)")
+
+
+def checkpoint_to_load(path: Path) -> Path:
+    """The checkpoint that a path means: itself, a saved agent, or a run's best, else its latest.
+
+    Raises SurefootError when there is none, or none that is sound.
+    """
+    if (path / MANIFEST).is_file() or not path.exists():
+        return path
+    if (path / "agent.safetensors").is_file():  # a saved agent whose manifest is gone: say so, not "not a run"
+        return path
+    check_is_run(path)
+    if checkpoints_in(path / "best"):
+        try:
+            found = latest_checkpoint(path / "best")
+        except SurefootError:
+            found = None
+        if found is not None:
+            return found
+    found = latest_checkpoint(path / "checkpoints")
+    if found is None:
+        raise SurefootError(f"{path}: has no checkpoint yet; continue the run with: surefoot resume {path}")
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Fields in which two recipe tables differ, each as ``field: old -> new``."""
+    lines: list[str] = []
+    for key in sorted(set(before) | set(after)):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {old} -> {new}")
+    return lines
+
+
+def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
+    """How a recipe differs from the table a checkpoint holds, the budget aside."""
+    return [line for line in differences(before, to_table(recipe)) if not line.startswith("steps: ")]
+
+
+def environment(recipe: Recipe) -> dict[str, Any]:
+    """What a number depends on besides the recipe."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "seed": recipe.seed,
+        "threads": recipe.threads,
+        "engine": "eager",
+        "git": _git_commit(),
+        "command": sys.argv,
+    }
+
+
+def _git_commit() -> str | None:
+    try:
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)

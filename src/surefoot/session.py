@@ -1,0 +1,157 @@
+"""A run from its recipe to its end: what hangs on the loop (evaluation, tracking, checkpoints, display, signals)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from surefoot.config import Recipe, to_table
+from surefoot.errors import Interrupted, SurefootError
+from surefoot.learner import Learner
+from surefoot.loop import run_loop
+from surefoot.optimizer import AdamSettings
+from surefoot.rollout import Collector, LearnerState, Metrics, Policy
+from surefoot.run.checkpoint import load_checkpoint, prune, save_checkpoint
+from surefoot.run.dashboard import Display
+from surefoot.run.folder import RunFolder, recipe_differences
+from surefoot.run.stopping import StopOnSignal
+from surefoot.run.tracking import Tracker
+
+Callback = Callable[[Metrics], bool | None]
+
+
+class World(Protocol):
+    """One kind of task, as a run sees it."""
+
+    policy: Policy
+    collector: Collector
+
+    def trees(self) -> dict[str, Any]: ...
+
+    def load(self, trees: dict[str, Any], where: Path) -> list[str]: ...
+
+    def evaluate(self) -> float: ...
+
+    def close(self) -> None: ...
+
+
+def make_learner(recipe: Recipe, policy: Policy) -> Learner:
+    """The learner that a recipe asks for."""
+    settings = recipe.optimizer
+    critic = None
+    if settings.critic_learning_rate is not None:
+        critic = AdamSettings(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm)
+    return Learner(
+        policy,
+        recipe.objective,
+        AdamSettings(settings.learning_rate, settings.epsilon, settings.max_grad_norm),
+        critic,
+        settings.schedule,
+        settings.micro_batch,
+    )
+
+
+class Session:
+    """One run in progress.
+
+    recipe     what to do
+    world      made from it
+    folder     where to write; None writes nothing
+    display    who shows it
+    callback   called with each iteration's metrics; True stops the run
+    """
+
+    def __init__(
+        self, recipe: Recipe, world: World, folder: RunFolder | None, display: Display, callback: Callback | None = None
+    ) -> None:
+        torch.set_num_threads(recipe.threads)
+        self.recipe, self.world, self.folder, self.display, self.callback = recipe, world, folder, display, callback
+        self.learner = make_learner(recipe, world.policy)
+        self.state = LearnerState.seeded(recipe.seed, recipe.steps)
+        self.best: float | None = None
+        self.tracker: Tracker | None = None
+        self.signals = StopOnSignal()
+
+    def restore(self, checkpoint: Path, allow_changes: bool) -> None:
+        """Continue from a checkpoint of this run.
+
+        Raises SurefootError when the recipe has changed since (unless allowed), or the run has nothing left to do.
+        """
+        trees = load_checkpoint(checkpoint)
+        changed = recipe_differences(trees["recipe"], self.recipe)
+        if changed and not allow_changes:
+            raise SurefootError(
+                f"{checkpoint.parent.parent / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); "
+                "undo it, or pass --allow-changes"
+            )
+        if trees["state"]["steps"] >= self.recipe.steps:
+            raise SurefootError(
+                f"{checkpoint.parent.parent}: finished, {trees['state']['steps']} of {self.recipe.steps} steps are done; "
+                "extend it with --steps N"
+            )
+        for line in self.world.load(trees, checkpoint):
+            self.display.say(line)
+        self.learner.load_state_dict(trees["learner"])
+        self.state.load_state_dict(trees["state"])
+        self.best = trees["progress"]["best"]
+
+    def run(self) -> None:
+        """Train until the budget is spent, the callback stops it, or a signal does.
+
+        Raises Interrupted after a signal, once everything is saved.
+        """
+        if self.folder is not None:
+            self.tracker = Tracker(self.folder.path, self.state.iteration, self.state.steps)
+        self.previous = self.state.steps
+        try:
+            with self.signals:
+                run_loop(self.world.collector, self.learner, self.state, self._on_iteration, self.display.say)
+        finally:
+            if self.tracker is not None:
+                self.tracker.close()
+        if self.signals.requested and self.state.steps < self.state.total_steps:
+            where = f"; continue with: surefoot resume {self.folder.path}" if self.folder else ""
+            raise Interrupted(f"stopped at step {self.state.steps}{where}")
+
+    def _on_iteration(self, state: LearnerState, metrics: Metrics) -> bool:
+        finished = state.steps >= state.total_steps
+        counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
+        metrics = counts | metrics
+        if self.recipe.evaluation.episodes and (finished or self._passed(self.recipe.evaluate_every)):
+            metrics["evaluation_return"] = self._evaluate()
+        if self.tracker is not None:
+            self.tracker.write(metrics, state.steps)
+        self.display.show(state, metrics)
+        stop = bool(self.callback and self.callback(metrics)) or self.signals.requested
+        if finished or stop or self._passed(self.recipe.checkpoint_every):
+            self._save()
+        self.previous = state.steps
+        return stop
+
+    def _passed(self, every: int) -> bool:
+        """Whether this iteration crossed a multiple of ``every`` steps; the same in a resumed run."""
+        return self.state.steps // every > self.previous // every
+
+    def _evaluate(self) -> float:
+        score = self.world.evaluate()
+        if self.best is None or score > self.best:
+            self.best = score
+            if self.folder is not None:
+                save_checkpoint(self.folder.best / str(self.state.steps), self.world.trees())
+                prune(self.folder.best, keep=1)
+        return score
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        trees = {
+            **self.world.trees(),
+            "recipe": to_table(self.recipe),
+            "learner": self.learner.state_dict(),
+            "collector": self.world.collector.state_dict(),
+            "state": self.state.state_dict(),
+            "progress": {"best": self.best},
+        }
+        save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees)
+        prune(self.folder.checkpoints, self.recipe.checkpoint.keep)

@@ -1,0 +1,117 @@
+"""Laws of baselines taken from a group of answers to one prompt."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surefoot import functional as F
+
+from .strategies import DOUBLE, masks, random, seeds
+
+
+def kept(rewards: Tensor, mask: Tensor) -> list[list[float]]:
+    return [row[keep].tolist() for row, keep in zip(rewards, mask, strict=True)]
+
+
+@given(seeds, masks(2, 5), st.booleans(), st.integers(0, 1), st.sampled_from([1e-4, 1e-6]))
+def test_group_advantage_is_the_centred_reward_over_the_groups_deviation(
+    seed: int, mask: Tensor, scale: bool, ddof: int, eps: float
+) -> None:
+    rewards = random(3 * seed, 2, 5)
+    ours = F.group_advantages(rewards, mask, scale=scale, ddof=ddof, eps=eps)
+    assert (ours[~mask] == 0).all()
+    for row, (group, advantages) in enumerate(zip(kept(rewards, mask), kept(ours, mask), strict=True)):
+        if len(group) < 2:
+            assert (ours[row] == 0).all()
+            continue
+        mean = statistics.fmean(group)
+        deviation = (statistics.stdev if ddof else statistics.pstdev)(group)
+        over = deviation + eps if scale else 1
+        assert advantages == pytest.approx([(r - mean) / over for r in group], rel=1e-9, abs=1e-10)
+
+
+@given(seeds, masks(2, 5))
+def test_leave_one_out_advantage_is_the_reward_minus_the_mean_of_the_others(seed: int, mask: Tensor) -> None:
+    rewards = random(seed, 2, 5)
+    ours = F.leave_one_out_advantages(rewards, mask)
+    assert (ours[~mask] == 0).all()
+    for group, advantages in zip(kept(rewards, mask), kept(ours, mask), strict=True):
+        for i, advantage in enumerate(advantages):
+            others = group[:i] + group[i + 1 :]
+            expected = group[i] - statistics.fmean(others) if others else 0.0
+            assert advantage == pytest.approx(expected, abs=1e-11)
+
+
+@given(seeds, st.integers(2, 6))
+def test_leaving_one_out_is_centring_stretched_by_g_over_g_minus_one(seed: int, samples: int) -> None:
+    rewards = random(seed, 3, samples)
+    stretched = F.leave_one_out_advantages(rewards) * (samples - 1) / samples
+    centred = rewards - torch.tensor([[statistics.fmean(row)] for row in rewards.tolist()], dtype=DOUBLE)
+    torch.testing.assert_close(stretched, centred, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(F.group_advantages(rewards, scale=False), centred, rtol=1e-10, atol=1e-10)
+
+
+BOTH = [F.group_advantages, F.leave_one_out_advantages]
+
+
+@pytest.mark.parametrize("advantages", BOTH)
+@given(seeds, masks(2, 5), st.floats(-10, 10))
+def test_advantages_of_a_group_sum_to_zero_and_forget_a_common_shift(
+    advantages: object, seed: int, mask: Tensor, shift: float
+) -> None:
+    rewards = random(3 * seed, 2, 5)
+    ours = advantages(rewards, mask)  # type: ignore[operator]
+    assert ours.sum(-1).tolist() == pytest.approx([0, 0], abs=1e-9)
+    torch.testing.assert_close(advantages(rewards + shift, mask), ours, rtol=1e-7, atol=1e-8)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("advantages", BOTH)
+@given(seeds, masks(2, 5))
+def test_masked_samples_are_as_if_they_had_not_been_drawn(advantages: object, seed: int, mask: Tensor) -> None:
+    rewards = random(3 * seed, 2, 5)
+    ours = advantages(rewards, mask)  # type: ignore[operator]
+    for row, keep, whole in zip(rewards, mask, ours, strict=True):
+        if keep.any():
+            alone = advantages(row[keep][None])[0]  # type: ignore[operator]
+            torch.testing.assert_close(whole[keep], alone, rtol=1e-10, atol=1e-10)
+
+
+@given(seeds, st.floats(0.1, 50))
+def test_scaled_advantages_forget_the_scale_of_rewards_and_unscaled_ones_keep_it(seed: int, scale: float) -> None:
+    rewards = random(3 * seed, 2, 5)
+    scaled = F.group_advantages(scale * rewards, eps=0.0)
+    torch.testing.assert_close(scaled, F.group_advantages(rewards, eps=0.0), rtol=1e-9, atol=1e-10)
+    deviations = [statistics.stdev(row) for row in scaled.tolist()]
+    assert deviations == pytest.approx([1, 1], rel=1e-9)
+    stretched, plain = (F.group_advantages(k * rewards, scale=False) for k in (scale, 1.0))
+    torch.testing.assert_close(stretched, scale * plain, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("constant", [0.0, 1.0, 0.1, 7.3, -123.456, 1e6 / 3])
+@pytest.mark.parametrize("samples", [1, 3, 7, 16])
+def test_equal_rewards_teach_nothing(constant: float, samples: int, dtype: torch.dtype) -> None:
+    """Exactly: rounding error over eps would be a small lesson."""
+    rewards = torch.full((2, samples), constant, dtype=dtype)
+    assert (F.group_advantages(rewards) == 0).all()
+    assert (F.group_advantages(rewards, ddof=0, eps=1e-8) == 0).all()
+
+
+@given(seeds)
+def test_the_leave_one_out_baseline_does_not_depend_on_its_own_sample(seed: int) -> None:
+    rewards = random(seed, 1, 4)
+    changed = rewards.clone()
+    changed[0, 1] += 7
+    difference = F.leave_one_out_advantages(changed) - F.leave_one_out_advantages(rewards)
+    assert difference[0].tolist() == pytest.approx([-7 / 3, 7, -7 / 3, -7 / 3])
+
+
+def test_groups_do_not_see_each_other() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [math.nan, 5.0]])
+    assert F.group_advantages(rewards, scale=False)[0].tolist() == [0.5, -0.5]
+    assert F.leave_one_out_advantages(rewards)[0].tolist() == [1.0, -1.0]

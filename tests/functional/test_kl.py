@@ -1,0 +1,250 @@
+"""Laws of KL divergence: what its estimators estimate, as metrics and as losses, and the rules that steer its weight.
+
+Distributions are small enough to sum over every outcome, so expectations here are exact.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surefoot import functional as F
+
+from .strategies import DOUBLE, random, seeds
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    weights = [math.exp(x - top) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def divergence(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def pair(seed: int, n: int = 4) -> tuple[Tensor, Tensor, list[float], list[float]]:
+    """Logits of p (with gradient) and q, and their probabilities as lists."""
+    p, q = random(3 * seed, 2, n) / 2
+    return p.clone().requires_grad_(), q, softmax(p.tolist()), softmax(q.tolist())
+
+
+def reverse_gradient(p: list[float], q: list[float]) -> Tensor:
+    """d KL(p‖q) / d logits of p: p_i (log p_i/q_i − KL)."""
+    kl = divergence(p, q)
+    return torch.tensor([a * (math.log(a / b) - kl) for a, b in zip(p, q, strict=True)], dtype=DOUBLE)
+
+
+def forward_gradient(p: list[float], q: list[float]) -> Tensor:
+    """d KL(q‖p) / d logits of p: p_i − q_i."""
+    return torch.tensor([a - b for a, b in zip(p, q, strict=True)], dtype=DOUBLE)
+
+
+# Estimators as metrics.
+
+
+@given(seeds)
+def test_k1_and_k3_are_unbiased_metrics_of_kl(seed: int) -> None:
+    logits_p, logits_q, p, q = pair(seed)
+    log_p, log_q = logits_p.detach().log_softmax(-1), logits_q.log_softmax(-1)
+    for estimator in (F.kl_k1, F.kl_k3):
+        expected = sum(a * k for a, k in zip(p, estimator(log_p, log_q).tolist(), strict=True))
+        assert expected == pytest.approx(divergence(p, q), abs=1e-10)
+
+
+@given(seeds)
+def test_each_estimator_is_its_formula(seed: int) -> None:
+    log_p, log_q = random(seed, 2, 5)
+    for i, (a, b) in enumerate(zip(log_p.tolist(), log_q.tolist(), strict=True)):
+        x = b - a
+        assert F.kl_k1(log_p, log_q)[i].item() == pytest.approx(-x, abs=1e-12)
+        assert F.kl_k2(log_p, log_q)[i].item() == pytest.approx(x * x / 2, abs=1e-12)
+        assert F.kl_k3(log_p, log_q)[i].item() == pytest.approx(math.exp(x) - 1 - x, rel=1e-9, abs=1e-12)
+
+
+def test_k2_is_a_biased_metric() -> None:
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
+    expected = (p * F.kl_k2(p.log(), q.log())).sum().item()
+    assert abs(expected - divergence(p.tolist(), q.tolist())) > 0.004
+
+
+@given(seeds)
+def test_k2_and_k3_are_never_negative_and_zero_only_when_nothing_moved(seed: int) -> None:
+    log_p, log_q = random(3 * seed, 2, 6)
+    for estimator in (F.kl_k2, F.kl_k3):
+        assert (estimator(log_p, log_q) > 0).all()
+        assert (estimator(log_p, log_p) == 0).all()
+
+
+def test_k1_may_be_negative_where_k3_is_not() -> None:
+    log_p, log_q = torch.tensor([-2.0]), torch.tensor([-1.0])
+    assert F.kl_k1(log_p, log_q).item() == -1
+    assert F.kl_k3(log_p, log_q).item() == pytest.approx(math.e - 2)
+
+
+@pytest.mark.parametrize("shift", [1e-4, -1e-4, 1e-3])
+def test_k3_of_a_small_step_keeps_its_digits_in_float32(shift: float) -> None:
+    """exp(x) − 1 − x would be rounding noise: x²/2 is 5e-9."""
+    log_p = torch.zeros(1)
+    expected = shift**2 / 2 + shift**3 / 6
+    assert F.kl_k3(log_p, log_p + shift).item() == pytest.approx(expected, rel=2e-3)
+
+
+# Estimators as losses, on p's own samples.
+
+
+@given(seeds)
+def test_in_the_loss_k1_has_no_expected_gradient_k2_has_kls_and_k3_the_other_directions(seed: int) -> None:
+    logits_p, logits_q, p, q = pair(seed)
+    log_p, log_q = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
+    probability = torch.tensor(p, dtype=DOUBLE)
+    expected = {
+        F.kl_k1: torch.zeros(4, dtype=DOUBLE),
+        F.kl_k2: reverse_gradient(p, q),
+        F.kl_k3: forward_gradient(p, q),
+    }
+    for estimator, gradient in expected.items():
+        loss = (probability * estimator(log_p, log_q)).sum()
+        torch.testing.assert_close(torch.autograd.grad(loss, logits_p, retain_graph=True)[0], gradient, **CLOSE)
+
+
+@given(seeds)
+def test_with_a_differentiable_ratio_every_unbiased_metric_has_the_right_gradient(seed: int) -> None:
+    logits_p, logits_q, p, q = pair(seed)
+    log_p, log_q = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
+    ratio = F.importance_ratio(log_p, log_p.detach())
+    for estimator in (F.kl_k1, F.kl_k3):
+        loss = (torch.tensor(p, dtype=DOUBLE) * ratio * estimator(log_p, log_q)).sum()
+        gradient = torch.autograd.grad(loss, logits_p, retain_graph=True)[0]
+        torch.testing.assert_close(gradient, reverse_gradient(p, q), **CLOSE)
+
+
+@given(seeds)
+def test_in_the_reward_k1_has_the_gradient_of_kl(seed: int) -> None:
+    logits_p, logits_q, p, q = pair(seed)
+    log_p, log_q = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
+    loss = (torch.tensor(p, dtype=DOUBLE) * F.kl_k1(log_p, log_q).detach() * log_p).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, logits_p)[0], reverse_gradient(p, q), **CLOSE)
+
+
+# Exact values.
+
+
+@given(seeds, st.integers(1, 6))
+def test_categorical_kl_is_its_sum_in_the_order_of_its_arguments(seed: int, n: int) -> None:
+    logits_p, logits_q, p, q = pair(seed, n)
+    assert F.categorical_kl(logits_p, logits_q).item() == pytest.approx(divergence(p, q), abs=1e-12)
+    assert F.categorical_kl(logits_q, logits_p).item() == pytest.approx(divergence(q, p), abs=1e-12)
+
+
+@given(seeds)
+def test_categorical_kl_has_the_gradient_of_its_definition_in_both_arguments(seed: int) -> None:
+    logits_p, logits_q, p, q = pair(seed)
+    (first,) = torch.autograd.grad(F.categorical_kl(logits_p, logits_q), logits_p)
+    (second,) = torch.autograd.grad(F.categorical_kl(logits_q, logits_p), logits_p)
+    torch.testing.assert_close(first, reverse_gradient(p, q), **CLOSE)
+    torch.testing.assert_close(second, forward_gradient(p, q), **CLOSE)
+
+
+@given(seeds, st.floats(-100, 100))
+def test_kl_does_not_see_a_shift_of_the_logits_and_is_zero_of_a_distribution_to_itself(seed: int, c: float) -> None:
+    logits_p, logits_q, p, q = pair(seed)
+    assert F.categorical_kl(logits_p + c, logits_q - c).item() == pytest.approx(divergence(p, q), abs=1e-11)
+    assert F.categorical_kl(logits_p, logits_p + c).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_categorical_kl_keeps_leading_shape_and_rows_apart() -> None:
+    p, q = random(3, 2, 2, 3, 4)
+    kl = F.categorical_kl(p, q)
+    assert kl.shape == (2, 3)
+    for i in range(2):
+        for j in range(3):
+            assert kl[i, j].item() == pytest.approx(divergence(softmax(p[i, j].tolist()), softmax(q[i, j].tolist())))
+
+
+def test_impossible_outcomes_add_nothing_to_kl_and_no_nan_to_its_gradient() -> None:
+    p = torch.tensor([0.3, -torch.inf, 0.1], dtype=DOUBLE, requires_grad=True)
+    q = torch.tensor([0.2, -torch.inf, 0.9], dtype=DOUBLE, requires_grad=True)
+    kl = F.categorical_kl(p, q)
+    assert kl.item() == pytest.approx(divergence(softmax([0.3, 0.1]), softmax([0.2, 0.9])))
+    for gradient in torch.autograd.grad(kl, (p, q)):
+        assert torch.isfinite(gradient).all()
+        assert gradient[1] == 0 and gradient[0] != 0
+
+
+def test_kl_from_an_impossible_to_a_possible_outcome_is_finite_and_the_other_way_infinite() -> None:
+    some, all_ = torch.tensor([0.0, -torch.inf]), torch.tensor([0.0, 0.0])
+    assert F.categorical_kl(some, all_).item() == pytest.approx(math.log(2))
+    assert F.categorical_kl(all_, some).item() == math.inf
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gaussian_kl_is_the_integral_of_its_definition(seed: int) -> None:
+    """∫ p (log p − log q), by the trapezoid rule, dimension by dimension."""
+    mean_p, log_std_p, mean_q, log_std_q = (random(seed, 4, 2, 3) / 4).unbind(0)
+    grid = torch.linspace(-40, 40, 200_001, dtype=DOUBLE)
+
+    def log_density(mean: float, log_std: float) -> Tensor:
+        return -((grid - mean) ** 2) / (2 * math.exp(2 * log_std)) - log_std - math.log(2 * math.pi) / 2
+
+    kl = F.gaussian_kl(mean_p, log_std_p, mean_q, log_std_q)
+    assert kl.shape == (2,)
+    for row in range(2):
+        total = 0.0
+        for d in range(3):
+            log_p = log_density(mean_p[row, d].item(), log_std_p[row, d].item())
+            log_q = log_density(mean_q[row, d].item(), log_std_q[row, d].item())
+            total += torch.trapezoid(log_p.exp() * (log_p - log_q), grid).item()
+        assert kl[row].item() == pytest.approx(total, rel=1e-8)
+
+
+@given(seeds)
+def test_gaussian_kl_is_zero_to_itself_positive_to_others_and_uneven(seed: int) -> None:
+    p, q = (random(3 * seed, 2, 2, 3) / 3).unbind(0)
+    assert F.gaussian_kl(*p, *p).item() == pytest.approx(0, abs=1e-12)
+    there, back = F.gaussian_kl(*p, *q).item(), F.gaussian_kl(*q, *p).item()
+    assert there > 0 and back > 0 and there != pytest.approx(back, rel=1e-6)
+
+
+# The rules.
+
+betas = st.floats(1e-4, 100)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@given(betas, st.floats(0, 0.1), st.sampled_from([0.003, 0.01, 0.03]))
+def test_penalty_halves_below_doubles_above_and_rests_between(
+    as_tensor: bool, beta: float, kl: float, target: float
+) -> None:
+    expected = beta / 2 if kl < target / 1.5 else beta * 2 if kl > 1.5 * target else beta
+    if as_tensor:
+        for b in (beta, torch.tensor(beta, dtype=DOUBLE)):
+            assert float(F.adapt_kl_penalty(b, torch.tensor(kl, dtype=DOUBLE), target)) == expected
+    else:
+        assert F.adapt_kl_penalty(beta, kl, target) == expected
+
+
+def test_penalty_rests_on_the_very_edges() -> None:
+    for kl in (2.0, 4.5):
+        assert F.adapt_kl_penalty(1.0, kl, 3.0) == 1.0
+        assert F.adapt_kl_penalty(torch.tensor(1.0), torch.tensor(kl), 3.0).item() == 1.0
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@given(betas, st.floats(-20, 40), st.floats(0.5, 10), st.integers(1, 512))
+def test_proportional_control_moves_beta_by_the_clipped_relative_error(
+    as_tensor: bool, beta: float, kl: float, target: float, n: int
+) -> None:
+    error = max(-0.2, min(0.2, kl / target - 1))
+    expected = beta * (1 + error * n / 10_000)
+    measured = torch.tensor(kl, dtype=DOUBLE) if as_tensor else kl
+    assert float(F.proportional_kl_control(beta, measured, target, n, 10_000)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_proportional_control_has_its_fixed_point_at_the_target() -> None:
+    assert F.proportional_kl_control(0.3, 6.0, 6.0, 256, 10_000) == 0.3

@@ -1,0 +1,284 @@
+"""Laws of masked statistics and of the one reducer."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surefoot import functional as F
+
+from .strategies import DOUBLE, masks, random, seeds
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+MODES: list[F.Aggregation] = ["token-mean", "sequence-mean", "sequence-sum", "constant"]
+
+
+def kept(x: Tensor, mask: Tensor) -> list[float]:
+    return [v for v, keep in zip(x.flatten().tolist(), mask.flatten().tolist(), strict=True) if keep]
+
+
+# Statistics.
+
+
+@given(seeds, masks(3, 4))
+def test_masked_statistics_are_those_of_the_kept_entries(seed: int, mask: Tensor) -> None:
+    x = random(seed, 3, 4)
+    entries = kept(x, mask)
+    mean, var = (statistics.fmean(entries), statistics.pvariance(entries)) if entries else (0.0, 0.0)
+    assert F.masked_mean(x, mask).item() == pytest.approx(mean, abs=1e-12)
+    assert F.masked_var(x, mask).item() == pytest.approx(var, abs=1e-11)
+    assert [m.item() for m in F.masked_moments(x, mask)] == pytest.approx([len(entries), mean, var], abs=1e-11)
+
+
+def test_statistics_without_a_mask_are_those_of_everything() -> None:
+    x = random(3, 3, 4)
+    entries = x.flatten().tolist()
+    assert F.masked_mean(x, None).item() == pytest.approx(statistics.fmean(entries))
+    assert F.masked_var(x, None).item() == pytest.approx(statistics.pvariance(entries))
+    expected = [12, statistics.fmean(entries), statistics.pvariance(entries)]
+    assert [m.item() for m in F.masked_moments(x, None)] == pytest.approx(expected)
+
+
+def test_statistics_of_nothing_are_zero() -> None:
+    x, nothing = torch.full((2, 3), math.nan), torch.zeros(2, 3)
+    assert F.masked_mean(x, nothing).item() == 0
+    assert F.masked_var(x, nothing).item() == 0
+    assert [m.item() for m in F.masked_moments(x, nothing)] == [0, 0, 0]
+    assert F.whiten(x, nothing).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@given(seeds, masks(3, 4))
+def test_features_have_their_own_moments_under_a_mask_without_their_axis(seed: int, mask: Tensor) -> None:
+    x = random(seed, 3, 4, 2)
+    count, mean, var = F.masked_moments(x, mask)
+    assert count.item() == int(mask.sum())
+    assert mean.shape == var.shape == (2,)
+    for feature in range(2):
+        entries = kept(x[..., feature], mask) or [0.0]
+        assert mean[feature].item() == pytest.approx(statistics.fmean(entries), abs=1e-12)
+        assert var[feature].item() == pytest.approx(statistics.pvariance(entries), abs=1e-11)
+
+
+def test_a_mask_of_one_row_counts_every_row_that_it_serves() -> None:
+    x = random(3, 3, 4)
+    mask = torch.tensor([[1, 1, 0, 1]])
+    wide = mask.expand(3, 4)
+    assert F.masked_mean(x, mask).item() == pytest.approx(statistics.fmean(kept(x, wide)))
+    assert F.masked_var(x, mask).item() == pytest.approx(statistics.pvariance(kept(x, wide)))
+    assert F.masked_moments(x, mask).count.item() == 9
+
+
+def test_variance_survives_a_mean_that_is_large() -> None:
+    """Two passes: E[x²] − E[x]² would leave nothing of it in float32."""
+    x = 10_000 + torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert F.masked_var(x, None).item() == 1.25
+    parts = [F.masked_moments(part, None) for part in x.split(2)]
+    assert F.merge_moments(*parts).var.item() == 1.25
+
+
+# Moments of a union.
+
+
+@given(seeds, masks(12), st.integers(0, 12), st.integers(0, 12))
+def test_merged_moments_are_those_of_the_union_whatever_the_split(seed: int, mask: Tensor, i: int, j: int) -> None:
+    x = random(seed, 12)
+    cuts = sorted((i, j))
+    a, b, c = (
+        F.masked_moments(part, keep) for part, keep in zip(x.tensor_split(cuts), mask.tensor_split(cuts), strict=True)
+    )
+    entries = kept(x, mask)
+    mean, var = (statistics.fmean(entries), statistics.pvariance(entries)) if entries else (0.0, 0.0)
+    expected = [float(len(entries)), mean, var]
+    for merged in (
+        F.merge_moments(F.merge_moments(a, b), c),
+        F.merge_moments(a, F.merge_moments(b, c)),
+        F.merge_moments(F.merge_moments(c, a), b),
+    ):
+        assert [m.item() for m in merged] == pytest.approx(expected, abs=1e-10)
+
+
+@given(seeds)
+def test_merging_with_nothing_changes_nothing(seed: int) -> None:
+    some = F.masked_moments(random(seed, 5), None)
+    nothing = F.masked_moments(random(seed, 5), torch.zeros(5))
+    for merged in (F.merge_moments(some, nothing), F.merge_moments(nothing, some)):
+        assert [m.item() for m in merged] == pytest.approx([m.item() for m in some], rel=1e-14)
+    assert [m.item() for m in F.merge_moments(nothing, nothing)] == [0, 0, 0]
+
+
+@given(seeds, masks(2, 3), masks(2, 3))
+def test_moments_of_features_merge_feature_by_feature(seed: int, left: Tensor, right: Tensor) -> None:
+    x, y = random(seed, 2, 2, 3, 2)
+    merged = F.merge_moments(F.masked_moments(x, left), F.masked_moments(y, right))
+    for f in range(2):
+        entries = kept(x[..., f], left) + kept(y[..., f], right) or [0.0]
+        assert merged.mean[f].item() == pytest.approx(statistics.fmean(entries), abs=1e-11)
+        assert merged.var[f].item() == pytest.approx(statistics.pvariance(entries), abs=1e-11)
+
+
+# Whitening.
+
+
+@given(seeds, masks(3, 4), st.booleans(), st.sampled_from([1e-8, 1e-2]))
+def test_whiten_subtracts_the_mean_and_divides_by_the_root_of_the_biased_variance_plus_eps(
+    seed: int, mask: Tensor, shift: bool, eps: float
+) -> None:
+    x = random(seed, 3, 4)
+    entries = kept(x, mask) or [0.0]
+    mean, scale = statistics.fmean(entries), math.sqrt(statistics.pvariance(entries) + eps)
+    expected = torch.where(mask, (x - mean) / scale + (0.0 if shift else mean), 0)
+    torch.testing.assert_close(F.whiten(x, mask, shift_mean=shift, eps=eps), expected, rtol=1e-9, atol=1e-7)
+
+
+@given(seeds, masks(3, 4))
+def test_whitened_entries_have_mean_zero_and_variance_one(seed: int, mask: Tensor) -> None:
+    mask[0, :2] = True
+    white = F.whiten(random(3 * seed, 3, 4), mask, eps=1e-12)  # 3·seed: no ties
+    entries = kept(white, mask)
+    assert statistics.fmean(entries) == pytest.approx(0, abs=1e-9)
+    assert statistics.pvariance(entries) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("constant", [0.0, 0.1, 7.3, -123.456, 1e6 / 3])
+@pytest.mark.parametrize("count", [1, 3, 7, 300])
+def test_a_constant_batch_whitens_to_exactly_zero(constant: float, count: int, dtype: torch.dtype) -> None:
+    """Rounding of the mean, divided by √eps, would otherwise pass for a signal."""
+    x = torch.full((count,), constant, dtype=dtype)
+    assert (F.whiten(x, None) == 0).all()
+    assert torch.equal(F.whiten(x, None, shift_mean=False), x)
+    assert F.masked_var(x, None).item() == 0
+
+
+@given(seeds, st.floats(0.5, 20), st.floats(-50, 50))
+def test_whitening_forgets_scale_and_shift(seed: int, scale: float, shift: float) -> None:
+    x = random(3 * seed, 6)
+    torch.testing.assert_close(
+        F.whiten(scale * x + shift, None, eps=0.0), F.whiten(x, None, eps=0.0), rtol=1e-7, atol=1e-9
+    )
+
+
+@given(seeds, masks(4, 3))
+def test_parts_whitened_by_the_merged_moments_are_parts_of_the_whole(seed: int, mask: Tensor) -> None:
+    """What ranks do."""
+    x = random(seed, 4, 3)
+    merged = F.merge_moments(F.masked_moments(x[:1], mask[:1]), F.masked_moments(x[1:], mask[1:]))
+    parts = [F.whiten(x[s], mask[s], moments=merged) for s in (slice(0, 1), slice(1, 4))]
+    torch.testing.assert_close(torch.cat(parts), F.whiten(x, mask), rtol=1e-9, atol=1e-7)
+
+
+# The reducer.
+
+
+def reduced(loss: Tensor, mask: Tensor, mode: str, max_length: int | None = None) -> float:
+    """By its definition, in loops."""
+    rows = [
+        [v for v, keep in zip(row, keeps, strict=True) if keep]
+        for row, keeps in zip(loss.tolist(), mask.tolist(), strict=True)
+    ]
+    rows = [row for row in rows if row]
+    if not rows:
+        return 0.0
+    if mode == "token-mean":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    if mode == "sequence-mean":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    if mode == "sequence-sum":
+        return sum(map(sum, rows)) / len(rows)
+    return sum(map(sum, rows)) / (len(rows) * (max_length or loss.shape[-1]))
+
+
+def global_count(mask: Tensor, mode: str) -> Tensor:
+    return mask.sum() if mode == "token-mean" else mask.any(-1).sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(seeds, masks(3, 4))
+def test_each_mode_is_its_definition(mode: F.Aggregation, seed: int, mask: Tensor) -> None:
+    loss = random(seed, 3, 4)
+    assert F.aggregate(loss, mask, mode).item() == pytest.approx(reduced(loss, mask, mode), abs=1e-11)
+    long = F.aggregate(loss, mask, mode, max_length=9).item()
+    assert long == pytest.approx(reduced(loss, mask, mode, 9), abs=1e-11)
+    everything = torch.ones(3, 4, dtype=torch.bool)
+    assert F.aggregate(loss, None, mode).item() == pytest.approx(reduced(loss, everything, mode), abs=1e-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(seeds, masks(4, 3), st.sampled_from([[1, 1, 1, 1], [1, 3], [2, 2], [4], [3, 1]]), st.booleans())
+def test_micro_batches_with_the_global_count_add_up_to_the_whole(
+    mode: F.Aggregation, seed: int, mask: Tensor, sizes: list[int], as_float: bool
+) -> None:
+    """In value and in gradient, however the batch is split."""
+    loss = random(seed, 4, 3).requires_grad_()
+    count: Tensor | float = global_count(mask, mode).clamp(min=1)
+    if as_float:
+        count = float(count)
+    parts = [
+        F.aggregate(part, keep, mode, denominator=count, max_length=5)
+        for part, keep in zip(loss.split(sizes), mask.split(sizes), strict=True)
+    ]
+    whole = F.aggregate(loss, mask, mode, max_length=5)
+    assert sum(p.item() for p in parts) == pytest.approx(reduced(loss, mask, mode, 5), abs=1e-11)
+    (by_parts,) = torch.autograd.grad(torch.stack(parts).sum(), loss)
+    (at_once,) = torch.autograd.grad(whole, loss)
+    torch.testing.assert_close(by_parts, at_once, **CLOSE)
+
+
+def test_a_mean_of_means_would_not_add_up() -> None:
+    loss, mask = torch.tensor([[1.0, 3.0], [2.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
+    means = [F.aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean").item() for i in range(2)]
+    assert sum(means) / 2 == 2.0
+    assert F.aggregate(loss, mask, "token-mean").item() == pytest.approx(2.0)
+    loss[1, 0] = 5.0
+    assert F.aggregate(loss, mask, "token-mean").item() == pytest.approx(3.0)
+    means = [F.aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean").item() for i in range(2)]
+    assert sum(means) / 2 == 3.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(seeds, masks(3, 4), st.integers(0, 5), st.integers(0, 2))
+def test_the_amount_of_padding_does_not_matter(
+    mode: F.Aggregation, seed: int, mask: Tensor, columns: int, rows: int
+) -> None:
+    loss = random(seed, 3, 4).requires_grad_()
+    wide = torch.nn.functional.pad(loss, (0, columns, 0, rows), value=math.nan)
+    wide_mask = torch.nn.functional.pad(mask, (0, columns, 0, rows), value=False)
+    narrow, padded = (F.aggregate(x, m, mode, max_length=4) for x, m in ((loss, mask), (wide, wide_mask)))
+    assert padded.item() == pytest.approx(reduced(loss, mask, mode, 4), abs=1e-11)
+    (a,), (b,) = torch.autograd.grad(narrow, loss), torch.autograd.grad(padded, loss)
+    torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(seeds, masks(4, 3), st.permutations(range(4)))
+def test_batch_order_does_not_matter(mode: F.Aggregation, seed: int, mask: Tensor, order: list[int]) -> None:
+    loss = random(seed, 4, 3)
+    shuffled = F.aggregate(loss[order], mask[order], mode).item()
+    assert shuffled == pytest.approx(reduced(loss, mask, mode), abs=1e-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_agree_on_full_rows_of_equal_loss_and_differ_on_ragged_ones(mode: F.Aggregation) -> None:
+    loss, ragged = torch.tensor([[4.0, 4.0], [1.0, 1.0]]), torch.tensor([[1, 1], [1, 0]])
+    full = {"token-mean": 2.5, "sequence-mean": 2.5, "sequence-sum": 5.0, "constant": 2.5}
+    partly = {"token-mean": 3.0, "sequence-mean": 2.5, "sequence-sum": 4.5, "constant": 2.25}
+    assert F.aggregate(loss, torch.ones(2, 2), mode).item() == full[mode]
+    assert F.aggregate(loss, ragged, mode).item() == partly[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_kept_reduces_to_zero_with_zero_gradient(mode: F.Aggregation) -> None:
+    loss = torch.full((2, 3), math.nan, requires_grad=True)
+    total = F.aggregate(loss, torch.zeros(2, 3), mode)
+    total.backward()
+    assert total.item() == 0
+    assert loss.grad is not None and (loss.grad == 0).all()
+
+
+def test_an_unknown_mode_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'mean'.*token-mean, sequence-mean, sequence-sum, constant"):
+        F.aggregate(torch.zeros(1, 1), None, "mean")  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""Laws of losses on pairs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surefoot import functional as F
+
+from .strategies import DOUBLE, random, seeds
+
+scores = st.floats(-15, 15)
+
+
+def tensor(x: float) -> Tensor:
+    return torch.tensor(x, dtype=DOUBLE, requires_grad=True)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@given(scores, scores)
+def test_bradley_terry_loss_is_minus_the_log_chance_that_the_chosen_wins(chosen: float, rejected: float) -> None:
+    c, r = tensor(chosen), tensor(rejected)
+    loss = F.bradley_terry_loss(c, r)
+    assert loss.item() == pytest.approx(-math.log(sigmoid(chosen - rejected)), rel=1e-9, abs=1e-12)
+    by_chosen, by_rejected = torch.autograd.grad(loss, (c, r))
+    assert by_chosen.item() == pytest.approx(-sigmoid(rejected - chosen), rel=1e-9, abs=1e-12)
+    assert by_rejected.item() == -by_chosen.item()
+
+
+@given(scores, scores)
+def test_the_chances_of_the_two_orders_add_up_to_one(a: float, b: float) -> None:
+    chances = [math.exp(-F.bradley_terry_loss(tensor(x), tensor(y)).item()) for x, y in ((a, b), (b, a))]
+    assert sum(chances) == pytest.approx(1)
+
+
+def test_a_hopeless_pair_has_a_finite_loss_and_a_full_gradient() -> None:
+    chosen = torch.tensor([-1000.0], requires_grad=True)
+    loss = F.bradley_terry_loss(chosen, torch.zeros(1))
+    loss.sum().backward()
+    assert loss.item() == 1000
+    assert chosen.grad is not None and chosen.grad.item() == -1
+    assert F.bradley_terry_loss(torch.tensor([1000.0]), torch.zeros(1)).item() == 0
+
+
+@given(seeds, st.sampled_from([0.05, 0.1, 0.5]))
+def test_dpo_is_bradley_terry_on_beta_times_the_log_ratio_to_the_reference(seed: int, beta: float) -> None:
+    chosen, rejected, ref_chosen, ref_rejected = random(seed, 4, 3)
+    ours = F.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta).tolist()
+    rows = zip(*(x.tolist() for x in (chosen, rejected, ref_chosen, ref_rejected)), strict=True)
+    expected = [-math.log(sigmoid(beta * (c - rc) - beta * (r - rr))) for c, r, rc, rr in rows]
+    assert ours == pytest.approx(expected, rel=1e-10)
+
+
+@given(seeds, st.sampled_from([0.05, 0.1, 0.5]))
+def test_dpo_at_the_reference_is_log_two_and_pulls_the_pair_apart(seed: int, beta: float) -> None:
+    chosen, rejected = (x.clone().requires_grad_() for x in random(seed, 2, 3))
+    loss = F.dpo_loss(chosen, rejected, chosen.detach(), rejected.detach(), beta)
+    assert loss.tolist() == pytest.approx([math.log(2)] * 3)
+    by_chosen, by_rejected = torch.autograd.grad(loss.sum(), (chosen, rejected))
+    assert by_chosen.tolist() == pytest.approx([-beta / 2] * 3)
+    assert by_rejected.tolist() == pytest.approx([beta / 2] * 3)
+
+
+@given(seeds, st.floats(0, 0.5))
+def test_label_smoothing_is_the_expected_loss_when_labels_are_swapped_that_often(seed: int, rate: float) -> None:
+    chosen, rejected, ref_chosen, ref_rejected = random(seed, 4, 3)
+    ours = F.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.3, label_smoothing=rate).tolist()
+    for i, x in enumerate((0.3 * ((chosen - rejected) - (ref_chosen - ref_rejected))).tolist()):
+        assert ours[i] == pytest.approx(-(1 - rate) * math.log(sigmoid(x)) - rate * math.log(sigmoid(-x)), rel=1e-9)
+
+
+@given(seeds, st.sampled_from([0.2, 0.5, 1.0]))
+def test_dpo_is_stationary_at_the_kl_regularised_optimum(seed: int, beta: float) -> None:
+    """π_ref · exp(r/β) / Z, when pairs are labelled by Bradley-Terry on r. Every pair is summed over, in both orders."""
+    reference, rewards = random(3 * seed, 2, 4) / 2
+    optimum = (reference + rewards / beta).requires_grad_()
+
+    def expected_loss(logits: Tensor) -> Tensor:
+        log_pi, log_ref = logits.log_softmax(-1), reference.log_softmax(-1)
+        total = torch.zeros((), dtype=DOUBLE)
+        for i in range(4):
+            for j in range(4):
+                if i != j:
+                    wins = sigmoid((rewards[i] - rewards[j]).item())
+                    total = total + wins * F.dpo_loss(log_pi[i], log_pi[j], log_ref[i], log_ref[j], beta)
+        return total
+
+    (gradient,) = torch.autograd.grad(expected_loss(optimum), optimum)
+    torch.testing.assert_close(gradient, torch.zeros(4, dtype=DOUBLE), rtol=0, atol=1e-10)
+    best = expected_loss(optimum).item()
+    for away in random(seed + 1, 3, 4):
+        assert expected_loss(optimum + 0.1 * away).item() >= best - 1e-12

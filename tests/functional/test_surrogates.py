@@ -1,0 +1,283 @@
+"""Laws of the objective: the four quadrants, pessimism, clip bounds, and what the gradient is an estimate of."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surefoot import functional as F
+
+from .strategies import DOUBLE, random, seeds
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+ratios = st.floats(0.01, 5)
+advantage = st.floats(0.01, 10) | st.floats(-10, -0.01)
+
+
+def one(x: float) -> Tensor:
+    return torch.tensor(x, dtype=DOUBLE, requires_grad=True)
+
+
+def slope(output: Tensor, source: Tensor) -> float:
+    return torch.autograd.grad(output, source)[0].item()
+
+
+def clipped(ratio: float, a: float, low: float, high: float, dual: float | None = None) -> float:
+    """min(ρÂ, clip(ρ)Â), and cÂ at least where Â < 0, in plain Python."""
+    value = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+    return max(value, dual * a) if dual is not None and a < 0 else value
+
+
+# Values.
+
+
+@given(
+    ratios, advantage | st.just(0.0), st.floats(0.05, 0.5), st.none() | st.floats(0.05, 0.5), st.none() | st.just(3.0)
+)
+def test_clipped_surrogate_is_the_smaller_of_the_two_branches(
+    ratio: float, a: float, clip: float, clip_high: float | None, dual: float | None
+) -> None:
+    ours = F.clipped_surrogate(one(ratio), one(a), clip, clip_high, dual).item()
+    assert ours == pytest.approx(clipped(ratio, a, clip, clip if clip_high is None else clip_high, dual), rel=1e-12)
+
+
+@given(ratios, advantage)
+def test_unclipped_surrogate_is_ratio_times_advantage(ratio: float, a: float) -> None:
+    assert F.unclipped_surrogate(one(ratio), one(a)).item() == ratio * a
+
+
+@given(ratios, advantage, st.floats(0.05, 0.5), st.floats(0.05, 0.5))
+def test_clipping_is_pessimistic(ratio: float, a: float, low: float, high: float) -> None:
+    assert F.clipped_surrogate(one(ratio), one(a), low, high).item() <= ratio * a
+
+
+@given(advantage, st.floats(0.05, 0.5))
+def test_inside_the_band_clipping_changes_nothing(a: float, clip: float) -> None:
+    for ratio in (1.0, 1 - 0.9 * clip, 1 + 0.9 * clip):
+        rho = one(ratio)
+        value = F.clipped_surrogate(rho, one(a), clip)
+        assert value.item() == ratio * a
+        assert slope(value, rho) == a
+
+
+@given(st.floats(-20, 2), st.floats(-20, 2))
+def test_importance_ratio_is_formed_from_the_difference_of_logs(new: float, old: float) -> None:
+    assert F.importance_ratio(one(new), one(old)).item() == pytest.approx(math.exp(new - old), rel=1e-14)
+
+
+def test_importance_ratio_of_improbable_actions_is_a_number() -> None:
+    """exp(log π_θ) / exp(log π_old) would be 0/0 in float32."""
+    far = torch.tensor([-200.0])
+    assert F.importance_ratio(far, far).item() == 1
+    assert F.importance_ratio(far + 1, far).item() == pytest.approx(math.e, rel=1e-4)
+
+
+# The four quadrants.
+
+
+@pytest.mark.parametrize(
+    ("a", "ratio", "value", "gradient", "active"),
+    [
+        (1.5, 1.5, 1.8, 0.0, True),  # already pushed the right way
+        (1.5, 0.5, 0.75, 1.5, False),  # moved the wrong way, let it come back
+        (-0.8, 1.5, -1.2, -0.8, False),  # moved the wrong way
+        (-0.8, 0.5, -0.64, 0.0, True),  # already pushed the right way
+    ],
+)
+def test_four_quadrants(a: float, ratio: float, value: float, gradient: float, active: bool) -> None:
+    rho = one(ratio)
+    surrogate = F.clipped_surrogate(rho, one(a), 0.2)
+    assert surrogate.item() == pytest.approx(value)
+    assert slope(surrogate, rho) == gradient
+    assert F.clip_active(rho, one(a), 0.2).item() is active
+    assert F.ratio_outside(rho, 0.2).item() is True
+
+
+@pytest.mark.parametrize(
+    ("a", "old", "new", "value", "fires"),
+    [(1.5, 0.30, 0.45, 1.80, True), (1.5, 0.30, 0.33, 1.65, False), (-0.8, 0.2, 0.3, -1.20, False)],
+)
+def test_worked_examples_of_the_specification(a: float, old: float, new: float, value: float, fires: bool) -> None:
+    log_new = torch.tensor(math.log(new), dtype=DOUBLE, requires_grad=True)
+    ratio = F.importance_ratio(log_new, torch.tensor(math.log(old), dtype=DOUBLE))
+    surrogate = F.clipped_surrogate(ratio, one(a), 0.2)
+    assert surrogate.item() == pytest.approx(value)
+    assert F.clip_active(ratio, one(a), 0.2).item() is fires
+    assert slope(surrogate, log_new) == pytest.approx(0.0 if fires else new / old * a)
+
+
+bounds = st.floats(0.05, 0.6)
+dual_bounds = st.none() | st.floats(1.7, 4)  # above every 1 + ε_high, as it must be
+
+
+@given(ratios, advantage, bounds, st.none() | bounds, dual_bounds)
+def test_clip_is_active_exactly_where_the_gradient_is_zero(
+    ratio: float, a: float, clip: float, clip_high: float | None, dual: float | None
+) -> None:
+    rho = one(ratio)
+    gradient = slope(F.clipped_surrogate(rho, one(a), clip, clip_high, dual), rho)
+    active = F.clip_active(rho, one(a), clip, clip_high, dual)
+    assert active.dtype == torch.bool
+    assert gradient == (0.0 if active.item() else a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+@pytest.mark.parametrize("dual", [None, 3.0])
+def test_clip_is_active_exactly_where_the_gradient_is_zero_on_a_fine_grid(
+    dtype: torch.dtype, dual: float | None
+) -> None:
+    ratio = torch.linspace(0.02, 4, 997, dtype=dtype).expand(4, -1).clone().requires_grad_()
+    a = torch.tensor([[-2.0], [-0.5], [0.5], [2.0]], dtype=dtype).expand_as(ratio)
+    (gradient,) = torch.autograd.grad(F.clipped_surrogate(ratio, a, 0.2, 0.28, dual).sum(), ratio)
+    active = F.clip_active(ratio, a, 0.2, 0.28, dual)
+    assert torch.equal(gradient == 0, active)
+    assert torch.equal(gradient[~active], a[~active])
+    assert 0 < active.sum() < active.numel()
+
+
+def test_at_advantage_zero_there_is_no_gradient_and_no_clip_to_report() -> None:
+    ratio = torch.tensor([0.5, 1.0, 1.5], requires_grad=True)
+    surrogate = F.clipped_surrogate(ratio, torch.zeros(3), 0.2, dual_clip=3.0)
+    (gradient,) = torch.autograd.grad(surrogate.sum(), ratio)
+    assert gradient.tolist() == [0, 0, 0]
+    assert F.clip_active(ratio, torch.zeros(3), 0.2, dual_clip=3.0).tolist() == [False, False, False]
+
+
+@given(ratios, bounds, st.none() | bounds)
+def test_ratio_outside_looks_at_the_band_alone(ratio: float, clip: float, clip_high: float | None) -> None:
+    outside = F.ratio_outside(one(ratio), clip, clip_high)
+    assert outside.dtype == torch.bool
+    assert outside.item() is (ratio < 1 - clip or ratio > 1 + (clip if clip_high is None else clip_high))
+
+
+@given(ratios, advantage, bounds, bounds)
+def test_an_active_clip_is_outside_the_band_but_not_the_other_way_round(
+    ratio: float, a: float, clip: float, high: float
+) -> None:
+    active = F.clip_active(one(ratio), one(a), clip, high).item()
+    opposite = F.clip_active(one(ratio), one(-a), clip, high).item()
+    outside = F.ratio_outside(one(ratio), clip, high).item()
+    assert (active or opposite) is outside
+    assert not (active and opposite)
+
+
+# Clip-higher and dual clip.
+
+
+@given(ratios, advantage)
+def test_clip_higher_moves_the_upper_bound_alone(ratio: float, a: float) -> None:
+    higher = F.clipped_surrogate(one(ratio), one(a), 0.2, clip_high=0.28).item()
+    same = F.clipped_surrogate(one(ratio), one(a), 0.2).item()
+    if a > 0 and ratio > 1.2:
+        assert higher == pytest.approx(min(ratio, 1.28) * a)
+        assert higher > same
+    else:
+        assert higher == same
+
+
+@given(ratios, advantage, st.floats(1.5, 4))
+def test_dual_clip_bounds_the_loss_from_below_and_only_for_negative_advantages(
+    ratio: float, a: float, c: float
+) -> None:
+    plain = F.clipped_surrogate(one(ratio), one(a), 0.2).item()
+    rho = one(ratio)
+    dual = F.clipped_surrogate(rho, one(a), 0.2, dual_clip=c)
+    if a < 0 and ratio > c:
+        assert dual.item() == c * a
+        assert slope(dual, rho) == 0
+        assert F.clip_active(rho, one(a), 0.2, dual_clip=c).item() is True
+        assert F.clip_active(rho, one(a), 0.2).item() is False
+    else:
+        assert dual.item() == plain
+
+
+# What the gradient is. A softmax small enough to sum over every action: no sampling, no tolerance for noise.
+
+
+def policy(seed: int, actions: int = 4) -> tuple[Tensor, Tensor]:
+    """(logits, log π of every action)."""
+    logits = random(3 * seed, actions).requires_grad_()
+    return logits, F.token_log_probs(logits.expand(actions, -1), torch.arange(actions))
+
+
+def expected_gradient(seed: int, weights: Tensor) -> Tensor:
+    """Σ π(a) w(a) ∇ log π(a) with ∇_i log π(a) = 1[a=i] − π_i, in loops."""
+    logits = random(3 * seed, len(weights)).tolist()
+    total = sum(map(math.exp, logits))
+    pi = [math.exp(x) / total for x in logits]
+    return torch.tensor(
+        [sum(pi[a] * weights[a].item() * ((a == i) - pi[i]) for a in range(len(pi))) for i in range(len(pi))],
+        dtype=DOUBLE,
+    )
+
+
+@given(seeds, seeds)
+def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient(seed: int, other: int) -> None:
+    a = random(other, 4)
+    expected = expected_gradient(seed, a)
+    for surrogate in (
+        F.unclipped_surrogate,
+        lambda ratio, a: F.clipped_surrogate(ratio, a, 0.2),
+        lambda ratio, a: F.clipped_surrogate(ratio, a, 0.2, 0.3, dual_clip=3.0),
+    ):
+        logits, log_probs = policy(seed)
+        ratio = F.importance_ratio(log_probs, log_probs.detach())
+        (gradient,) = torch.autograd.grad((log_probs.detach().exp() * surrogate(ratio, a)).sum(), logits)
+        torch.testing.assert_close(gradient, expected, **CLOSE)
+
+
+@given(seeds, seeds, seeds)
+def test_reweighted_old_samples_have_the_new_policys_expected_advantage(new: int, old: int, other: int) -> None:
+    """E_old[ρÂ] = E_θ[Â], in value and in gradient."""
+    a = random(other, 4)
+    logits, log_probs = policy(new)
+    _, old_log_probs = policy(old)
+    old_probs = old_log_probs.detach().exp()
+    ratio = F.importance_ratio(log_probs, old_log_probs.detach())
+    reweighted = (old_probs * F.unclipped_surrogate(ratio, a)).sum()
+    weights = [math.exp(x) for x in logits.tolist()]
+    direct = sum(w * x for w, x in zip(weights, a.tolist(), strict=True)) / sum(weights)
+    assert reweighted.item() == pytest.approx(direct, abs=1e-10)
+    (gradient,) = torch.autograd.grad(reweighted, logits)
+    torch.testing.assert_close(gradient, expected_gradient(new, a), **CLOSE)
+
+
+@given(seeds, st.floats(-10, 10))
+def test_a_baseline_adds_no_bias(seed: int, baseline: float) -> None:
+    """E[b ∇ log π] = 0, so that Â and Â − b have the same expected gradient."""
+    logits, log_probs = policy(seed)
+    probs = log_probs.detach().exp()
+    ratio = F.importance_ratio(log_probs, log_probs.detach())
+    b = torch.full((4,), baseline, dtype=DOUBLE)
+    (alone,) = torch.autograd.grad((probs * F.unclipped_surrogate(ratio, b)).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(alone, torch.zeros(4, dtype=DOUBLE), **CLOSE)
+    a = random(seed + 1, 4)
+    (shifted,) = torch.autograd.grad((probs * F.unclipped_surrogate(ratio, a - b)).sum(), logits)
+    torch.testing.assert_close(shifted, expected_gradient(seed, a), **CLOSE)
+
+
+@given(seeds)
+def test_a_clipped_ratio_biases_the_gradient_and_that_is_the_point(seed: int) -> None:
+    """Old samples whose ratio was pushed far: every pushed action stops pulling."""
+    _, log_probs = policy(seed)
+    old = log_probs.detach() - torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=DOUBLE)
+    a = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=DOUBLE)
+    ratio = F.importance_ratio(log_probs, old)
+    (gradient,) = torch.autograd.grad(F.clipped_surrogate(ratio, a, 0.2).sum(), log_probs)
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, 1.0, -1.0])
+
+
+@given(seeds, seeds)
+def test_reinforce_with_weight_one_is_the_cross_entropy_gradient(seed: int, other: int) -> None:
+    """Imitation is policy gradient with the advantage 1."""
+    logits = random(seed, 5, 4).requires_grad_()
+    tokens = torch.randint(4, (5,), generator=torch.Generator().manual_seed(other))
+    log_probs = F.token_log_probs(logits, tokens)
+    ratio = F.importance_ratio(log_probs, log_probs.detach())
+    ours = -F.unclipped_surrogate(ratio, torch.ones(5, dtype=DOUBLE)).mean()
+    theirs = torch.nn.functional.cross_entropy(logits, tokens)
+    (a,), (b,) = torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)
+    torch.testing.assert_close(a, b, **CLOSE)
