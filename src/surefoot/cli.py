@@ -166,8 +166,8 @@ def list_() -> None:
     click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
     import gymnasium
 
-    ids = sorted(name for name in gymnasium.registry if "/" not in name)
-    click.echo(f"environment ids that Gymnasium knows here: {', '.join(ids)}")
+    known = sorted(name for name in gymnasium.registry if "/" not in name)
+    click.echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
 
 
 @cli.command()

@@ -180,7 +180,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
 
     Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
     """
-    table = none_from_text(dict(table))
+    table = dict(none_from_text(table))
     name = table.get("algorithm", "PPO_CLIP")
     if name != "custom" and name not in ALGORITHMS:
         known = ", ".join(ALGORITHMS)
@@ -202,7 +202,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     for key, value in changes.items():
         below = result.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(below, value) if both else value
+        result[key] = merged(dict(below or {}), value) if both else value
     return result
 
 
@@ -311,4 +311,4 @@ def _kind(option: Mapping[str, Any]) -> str:
     if "const" in option:
         return str(option["const"])
     names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": "true | false"}
-    return names.get(option.get("type", ""), option.get("type", "any"))
+    return names.get(option.get("type", ""), str(option.get("type", "any")))

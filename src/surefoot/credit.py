@@ -1,9 +1,11 @@
 """Rewards to advantages and returns: which baseline, which λ."""
 
 import torch
+from torch import Tensor
 
 from surefoot.algorithms import Objective
 from surefoot.functional import discounted_returns, gae, masked_moments
+from surefoot.functional.masking import keep_only
 from surefoot.rollout import Credit, Rollout
 from surefoot.run.distributed import merge_across_ranks
 
@@ -14,18 +16,27 @@ def assign_credit(rollout: Rollout, objective: Objective) -> Credit:
     ``baseline``: None -> the return; "mean" -> the return minus the batch's mean return (over all ranks); "critic" -> GAE.
     The critic's target is Â + V with Â before any normalisation, at ``value_lambda`` where that is set.
     """
-    ends = {"terminated": rollout.terminated, "truncated": rollout.truncated, "gamma": objective.gamma}
+    gamma, mask = objective.gamma, rollout.mask
+    terminated, truncated = rollout.terminated, rollout.truncated
     if objective.baseline == "critic":
-        steps = (rollout.rewards, rollout.values, rollout.next_values)
-        advantages = gae(*steps, **ends, lam=objective.gae_lambda, mask=rollout.mask)
-        targets = advantages
-        if objective.value_lambda not in (None, objective.gae_lambda):
-            targets = gae(*steps, **ends, lam=objective.value_lambda, mask=rollout.mask)
-        returns = torch.where(rollout.mask, targets + rollout.values, torch.zeros_like(targets))
-        return Credit(advantages, returns)
-    nothing_to_come = torch.zeros_like(rollout.rewards)
-    returns = discounted_returns(rollout.rewards, nothing_to_come, **ends, mask=rollout.mask)
+
+        def advantages_at(lam: float) -> Tensor:
+            steps = (rollout.rewards, rollout.values, rollout.next_values)
+            return gae(*steps, terminated=terminated, truncated=truncated, gamma=gamma, lam=lam, mask=mask)
+
+        advantages = advantages_at(objective.gae_lambda)
+        value_lambda = objective.gae_lambda if objective.value_lambda is None else objective.value_lambda
+        targets = advantages if value_lambda == objective.gae_lambda else advantages_at(value_lambda)
+        return Credit(advantages, keep_only(targets + rollout.values, mask))
+    returns = discounted_returns(
+        rollout.rewards,
+        torch.zeros_like(rollout.rewards),
+        terminated=terminated,
+        truncated=truncated,
+        gamma=gamma,
+        mask=mask,
+    )
     if objective.baseline is None:
         return Credit(returns, returns)
-    expected = merge_across_ranks(masked_moments(returns, rollout.mask)).mean
-    return Credit(torch.where(rollout.mask, returns - expected, torch.zeros_like(returns)), returns)
+    expected = merge_across_ranks(masked_moments(returns, mask)).mean
+    return Credit(keep_only(returns - expected, mask), returns)

@@ -214,7 +214,8 @@ def slices(batch: Batch, size: int | None) -> Iterator[Batch]:
 
 def rows(batch: Batch, start: int, end: int) -> Batch:
     """Rows start … end − 1, as views."""
-    return map_tensors(lambda x: x[start:end], batch)
+    part: Batch = map_tensors(lambda x: x[start:end], batch)
+    return part
 
 
 def normalised(batch: Batch) -> Batch:

@@ -7,25 +7,24 @@ B is environments or responses, T steps or response tokens. Time is the last axi
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 Metrics = dict[str, float | None]
-T = TypeVar("T")
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The same structure (dataclass, dict, tuple, list) with ``function`` applied to every tensor in it."""
     if isinstance(tree, Tensor):
-        return function(tree)  # type: ignore[return-value]  # T is Tensor here
+        return function(tree)
     if is_dataclass(tree) and not isinstance(tree, type):
         return replace(tree, **{f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree)})
     if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}  # type: ignore[return-value]
+        return {key: map_tensors(function, value) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)  # type: ignore[return-value]
+        return type(tree)(map_tensors(function, value) for value in tree)
     return tree
 
 

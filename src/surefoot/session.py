@@ -24,8 +24,11 @@ Callback = Callable[[Metrics], bool | None]
 class World(Protocol):
     """One kind of task, as a run sees it."""
 
-    policy: Policy
-    collector: Collector
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def collector(self) -> Collector: ...
 
     def trees(self) -> dict[str, Any]: ...
 

@@ -69,7 +69,7 @@ def test_a_mask_of_one_row_counts_every_row_that_it_serves() -> None:
     wide = mask.expand(3, 4)
     assert F.masked_mean(x, mask).item() == pytest.approx(statistics.fmean(kept(x, wide)))
     assert F.masked_var(x, mask).item() == pytest.approx(statistics.pvariance(kept(x, wide)))
-    assert F.masked_moments(x, mask).count.item() == 9
+    assert F.masked_moments(x, mask).n.item() == 9
 
 
 def test_variance_survives_a_mean_that_is_large() -> None:

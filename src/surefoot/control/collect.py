@@ -47,7 +47,9 @@ class ControlCollector:
         """
         agent, count = self.agent, self.environments.count
         act = agent.actor(state.generators["sample"])
-        observed, taken, kept, outcomes = [], [], [], []
+        observed: list[Array] = []
+        taken: list[Tensor] = []
+        outcomes: list[Step] = []
         remaining = np.full(count, self.episodes)
         active = None
         while len(outcomes) < self.steps if self.steps is not None else remaining.any():
@@ -58,16 +60,15 @@ class ControlCollector:
             step = self.environments.step(sent, active)
             self._check(step)
             taken.append(actions)
-            kept.append(~step.ignored)
             outcomes.append(step)
             self.observations = step.observations
             self._count(step)
             remaining -= (step.terminated | step.truncated).astype(int)
-        return self._rollout(np.stack(observed, 1), torch.stack(taken, 1), np.stack(kept, 1), outcomes)
+        return self._rollout(np.stack(observed, 1), torch.stack(taken, 1), outcomes)
 
-    def _rollout(self, observed: Array, actions: Tensor, kept: Array, outcomes: list[Step]) -> Rollout:
+    def _rollout(self, observed: Array, actions: Tensor, outcomes: list[Step]) -> Rollout:
         agent = self.agent
-        mask = torch.from_numpy(kept)
+        mask = ~torch.from_numpy(np.stack([step.ignored for step in outcomes], 1))
         rewards = torch.from_numpy(np.stack([step.rewards for step in outcomes], 1))
         terminated = torch.from_numpy(np.stack([step.terminated for step in outcomes], 1))
         truncated = torch.from_numpy(np.stack([step.truncated for step in outcomes], 1))
@@ -95,7 +96,7 @@ class ControlCollector:
             terminated=terminated.to(device),
             truncated=truncated.to(device),
             reward_parts={"environment": rewards},
-            steps=int(kept.sum()),
+            steps=int(mask.sum()),
             metrics=self._metrics(),
         )
 

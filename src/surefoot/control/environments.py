@@ -111,7 +111,7 @@ class LoopedEnvironments:
         count = self.count
         rewards, finals = np.zeros(count, np.float32), {}
         terminated, truncated = np.zeros(count, bool), np.zeros(count, bool)
-        for index in range(count) if active is None else np.flatnonzero(active):
+        for index in range(count) if active is None else np.flatnonzero(active).tolist():
             action = int(actions[index]) if self._discrete else actions[index]
             try:
                 observation, reward, term, trunc, _ = self.environments[index].step(action)
@@ -122,8 +122,8 @@ class LoopedEnvironments:
             self._store(index, observation, "step()")
             if term or trunc:
                 if trunc and not term:
-                    finals[int(index)] = self.observations[index].copy()
-                self._begin(int(index), self.episodes[index] + 1)
+                    finals[index] = self.observations[index].copy()
+                self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
         return Step(self.observations.copy(), rewards, terminated, truncated, ignored, finals)
 
@@ -184,7 +184,8 @@ class VectorEnvironments:
         self.over = np.zeros(self.count, bool)
 
     def reset(self) -> Array:
-        observations, _ = self.environments.reset(seed=[episode_seed(self.seed, i, 0) for i in range(self.count)])
+        seeds: Any = [episode_seed(self.seed, index, 0) for index in range(self.count)]  # annotated int by Gymnasium
+        observations, _ = self.environments.reset(seed=seeds)
         self.over[:] = False
         return np.asarray(observations, np.float32)
 

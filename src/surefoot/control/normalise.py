@@ -27,7 +27,7 @@ class RunningMoments(nn.Module):
         """Add the kept entries of a batch, of all ranks.   [B, T, *shape], [B, T]"""
         new = merge_across_ranks(masked_moments(x.double(), mask))
         seen = Moments(self.count, self.mean, self.var)
-        merged = merge_moments(seen, Moments(new.count.max(), new.mean, new.var))
+        merged = merge_moments(seen, Moments(new.n.max(), new.mean, new.var))
         for buffer, value in zip(seen, merged, strict=True):
             buffer.copy_(value)
 

@@ -13,9 +13,9 @@ Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "constant"]
 
 
 class Moments(NamedTuple):
-    """Count, mean and biased variance of some entries; what ranks exchange and running normalisers accumulate."""
+    """Number n, mean and biased variance of some entries; what ranks exchange and running normalisers accumulate."""
 
-    count: Tensor
+    n: Tensor
     mean: Tensor
     var: Tensor
 
@@ -47,7 +47,8 @@ def masked_moments(x: Tensor, mask: Tensor | None) -> Moments:
     With no mask every entry counts and scalars come out. An empty selection has count, mean and variance 0.
     """
     if mask is None:
-        mask = torch.ones_like(x, dtype=torch.bool)
+        var, mean = torch.var_mean(x, correction=0)
+        return Moments(x.new_tensor(x.numel()), mean, var)
     keep = mask.bool().expand(x.shape[: mask.dim()])
     axes = tuple(range(keep.dim()))
     keep = keep.reshape(keep.shape + (1,) * (x.dim() - keep.dim()))
@@ -65,12 +66,12 @@ def masked_moments(x: Tensor, mask: Tensor | None) -> Moments:
 
 def merge_moments(a: Moments, b: Moments) -> Moments:
     """Moments of the union of two disjoint selections (Chan, Golub and LeVeque 1979). Either may be empty."""
-    count = a.count + b.count
-    safe = count.clamp(min=1)
+    n = a.n + b.n
+    safe = n.clamp(min=1)
     gap = b.mean - a.mean
-    mean = a.mean + gap * (b.count / safe)
-    var = (a.count * a.var + b.count * b.var + gap.square() * (a.count * b.count / safe)) / safe
-    return Moments(count, mean, var)
+    mean = a.mean + gap * (b.n / safe)
+    var = (a.n * a.var + b.n * b.var + gap.square() * (a.n * b.n / safe)) / safe
+    return Moments(n, mean, var)
 
 
 def whiten(

@@ -17,9 +17,8 @@ def _next_kept(values: Tensor, mask: Tensor, beyond: Tensor) -> Tensor:
     positions = torch.where(mask.bool(), positions, torch.full_like(positions, time))
     end = torch.full_like(positions[..., :1], time)
     following = torch.cat([positions[..., 1:], end], -1).flip(-1).cummin(-1).values.flip(-1)
-    shape = torch.broadcast_shapes(values.shape, following.shape)
-    padded = torch.cat([values.expand(shape), beyond.unsqueeze(-1).expand(*shape[:-1], 1)], -1)
-    return padded.gather(-1, following.expand(shape))
+    padded = torch.cat([values, beyond.unsqueeze(-1).expand_as(values[..., :1])], -1)
+    return padded.gather(-1, following.expand_as(values))
 
 
 def successor_values(

@@ -87,18 +87,18 @@ def fault_of(folder: Path) -> str | None:
                 return f"holds {kind} that its manifest does not list ({path.name}), which is never read; remove it"
         for name, expected in files.items():
             if not (folder / name).is_file():
-                return f"{name} is missing; use another checkpoint"
+                return f"{name} is missing"
             if _is_pickle(folder / name):
-                return f"{name} is a pickle, which is never read; use another checkpoint"
+                return f"{name} is a pickle, which is never read"
             found = _fingerprint(folder / name)
             if found["size"] != expected["size"]:
-                return f"{name} has {found['size']} bytes instead of {expected['size']} (truncated?); use another checkpoint"
+                return f"{name} has {found['size']} bytes instead of {expected['size']} (truncated?)"
             if found != expected:
-                return f"{name} does not match its SHA-256 (changed or damaged); use another checkpoint"
+                return f"{name} does not match its SHA-256 (changed or damaged)"
     except FileNotFoundError:
         return f"no {MANIFEST}: not a checkpoint, or one that was never finished"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} can't be read ({error}); use another checkpoint"
+        return f"{MANIFEST} can't be read ({error})"
     return None
 
 
@@ -110,17 +110,19 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest sound checkpoint in a folder of them; None where there is none at all.
+    """The newest checkpoint in a folder of them; None where there is none. What a kill left half-written is not one.
 
-    Raises SurefootError when there are checkpoints but not one is sound.
+    Raises SurefootError when the newest is damaged, and says which older one is sound: going back is the user's decision.
     """
     candidates = checkpoints_in(folder)
-    for path in reversed(candidates):
-        if fault_of(path) is None:
-            return path
-    if candidates:
-        raise SurefootError(f"{candidates[-1]}: {fault_of(candidates[-1])}")
-    return None
+    if not candidates:
+        return None
+    problem = fault_of(candidates[-1])
+    if problem is None:
+        return candidates[-1]
+    sound = next((path for path in reversed(candidates[:-1]) if fault_of(path) is None), None)
+    remedy = f"to go back to {sound}, remove {candidates[-1]}" if sound else "there is no other checkpoint here"
+    raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -20,7 +20,7 @@ import filelock
 
 from surefoot.config import Recipe, make_recipe, read_toml, to_table, to_toml
 from surefoot.errors import SurefootError
-from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
+from surefoot.run.checkpoint import MANIFEST, latest_checkpoint
 
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
@@ -98,19 +98,12 @@ def checkpoint_to_load(path: Path) -> Path:
 
     Raises SurefootError when there is none, or none that is sound.
     """
-    if (path / MANIFEST).is_file() or not path.exists():
+    if (path / MANIFEST).is_file():
         return path
     if (path / "agent.safetensors").is_file():  # a saved agent whose manifest is gone: say so, not "not a run"
         return path
     check_is_run(path)
-    if checkpoints_in(path / "best"):
-        try:
-            found = latest_checkpoint(path / "best")
-        except SurefootError:
-            found = None
-        if found is not None:
-            return found
-    found = latest_checkpoint(path / "checkpoints")
+    found = latest_checkpoint(path / "best") or latest_checkpoint(path / "checkpoints")
     if found is None:
         raise SurefootError(f"{path}: has no checkpoint yet; continue the run with: surefoot resume {path}")
     return found

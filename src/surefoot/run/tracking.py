@@ -21,7 +21,7 @@ class Tracker:
         self.file = self.path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter
 
-        self.board: Any = SummaryWriter(str(folder), purge_step=step + 1 if iteration else None)  # type: ignore[no-untyped-call]
+        self.board: Any = SummaryWriter(str(folder), purge_step=step + 1 if iteration else None)
 
     def write(self, metrics: Metrics, step: int) -> None:
         """One iteration's metrics."""
