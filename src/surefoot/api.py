@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from surefoot.algorithms import Objective
 from surefoot.config import Recipe, Section
 from surefoot.control.agent import Agent
@@ -54,7 +56,7 @@ def start(
     display: Display | None = None,
 ) -> Agent:
     """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported."""
-    world = ControlWorld(recipe, task)
+    world = _make_world(recipe, task)
     try:
         folder = None if run_dir is None else RunFolder.create(run_dir, recipe)
         return _finish(Session(recipe, world, folder, display or Silent(), callback), world)
@@ -85,7 +87,7 @@ def resume(
         if steps is not None:
             recipe = recipe.model_copy(update={"steps": steps})
         checkpoint = folder.latest()
-        world = ControlWorld(recipe, task)
+        world = _make_world(recipe, task)
         session = Session(recipe, world, folder, display or Silent(), callback)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
@@ -95,6 +97,11 @@ def resume(
         folder.close()
         if world is not None:
             world.close()
+
+
+def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> ControlWorld:
+    torch.set_num_threads(recipe.threads)  # first of all: even the initial weights' last bits depend on it
+    return ControlWorld(recipe, task)
 
 
 def _finish(session: Session, world: ControlWorld) -> Agent:

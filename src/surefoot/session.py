@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from surefoot.config import Recipe, to_table
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.learner import Learner
@@ -68,7 +66,6 @@ class Session:
     def __init__(
         self, recipe: Recipe, world: World, folder: RunFolder | None, display: Display, callback: Callback | None = None
     ) -> None:
-        torch.set_num_threads(recipe.threads)
         self.recipe, self.world, self.folder, self.display, self.callback = recipe, world, folder, display, callback
         self.learner = make_learner(recipe, world.policy)
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)

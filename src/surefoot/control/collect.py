@@ -167,8 +167,8 @@ class ControlCollector:
         """Continue from there. ``lost`` then lists environments that did not replay and began a new episode instead."""
         self.observations, self.lost = self.environments.load_state_dict(state["environments"])
         self.discounted = state["discounted"].clone()
-        self.running_return = np.array(state["running_return"])
-        self.running_length = np.array(state["running_length"])
+        self.running_return = torch.as_tensor(state["running_return"]).numpy().copy()
+        self.running_length = torch.as_tensor(state["running_length"]).numpy().copy()
         self.finished = deque(((float(r), int(n)) for r, n in state["finished"]), maxlen=EPISODES_REMEMBERED)
         self.finished_count = state["finished_count"]
         self._forget(self.lost)

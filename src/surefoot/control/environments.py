@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
@@ -150,16 +151,17 @@ class LoopedEnvironments:
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
         lost = []
+        expected = torch.as_tensor(state["observations"]).numpy()
         for index, episode in enumerate(state["episodes"]):
             self._begin(index, episode)
             ended = False
-            for action in state["actions"].get(str(index), ()):
-                action = int(action) if self._discrete else np.asarray(action)
+            for action in torch.as_tensor(state["actions"].get(str(index), ())).numpy():
+                action = int(action) if self._discrete else action
                 observation, _, terminated, truncated, _ = self.environments[index].step(action)
                 self.actions[index].append(action)
                 self._store(index, observation, "step()")
                 ended = ended or bool(terminated or truncated)
-            if ended or not np.array_equal(self.observations[index], state["observations"][index], equal_nan=True):
+            if ended or not np.array_equal(self.observations[index], expected[index], equal_nan=True):
                 lost.append(index)
                 self._begin(index, episode + 1)
         return self.observations.copy(), lost

@@ -1,0 +1,195 @@
+"""Laws of the action distributions: they agree with torch's, sample what they say, and never take what can't be taken."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch import distributions as torch_distributions
+
+from surefoot.control.distributions import Categorical, DiagonalGaussian
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
+CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(GOLDEN.read_text("utf-8"))}
+
+HERE = {"categorical_logp_entropy", "categorical_invalid_action_mask", "diag_gaussian"}
+NOT_A_FEATURE = {"multidiscrete": "MultiDiscrete actions are refused by name: tests/control/test_environments.py"}
+
+precisions = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+seeds = st.integers(0, 2**31 - 1)
+
+
+def stream(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=stream(seed), dtype=torch.float64)
+
+
+def gradient(y: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(y, x, retain_graph=True)[0]
+
+
+def expect(case: dict[str, Any], key: str, ours: Tensor) -> None:
+    tolerance = case["tolerance"] if ours.dtype == torch.float64 else case["tolerance_fp32"]
+    wanted = torch.tensor(case["expected"][key], dtype=ours.dtype)
+    torch.testing.assert_close(ours.detach(), wanted, rtol=0, atol=tolerance)
+
+
+# ---- golden cases -----------------------------------------------------------------------------------------------------
+
+
+def test_every_golden_case_of_distributions_is_covered_or_said_not_to_be_a_feature() -> None:
+    group = {name for name, case in CASES.items() if case["group"] == "dist"}
+    assert set(NOT_A_FEATURE) | HERE == group
+
+
+@precisions
+def test_golden_categorical(dtype: torch.dtype) -> None:
+    case = CASES["categorical_logp_entropy"]
+    logits = torch.tensor(case["inputs"]["logits"], dtype=dtype, requires_grad=True)
+    policy = Categorical(logits)
+    log_probs = Categorical(logits.expand(3, 3)).log_prob(torch.arange(3))
+    expect(case, "log_probs", log_probs)
+    expect(case, "probs", log_probs.exp())
+    expect(case, "entropy", policy.entropy())
+    expect(case, "entropy_shift_by_100", Categorical(logits + 100).entropy())
+    expect(case, "grad_entropy_wrt_logits", gradient(policy.entropy(), logits))
+
+
+@precisions
+def test_golden_invalid_action_has_no_probability_no_gradient_and_a_finite_entropy(dtype: torch.dtype) -> None:
+    case = CASES["categorical_invalid_action_mask"]
+    logits = torch.tensor(case["inputs"]["logits"], dtype=dtype, requires_grad=True)
+    allowed = torch.tensor(case["inputs"]["mask"], dtype=torch.bool)
+    policy = Categorical(logits.masked_fill(~allowed, -math.inf))
+    probabilities = Categorical(policy.logits.expand(3, 3)).log_prob(torch.arange(3)).exp()
+    expect(case, "probs", probabilities)
+    assert probabilities[1] == 0
+    expect(case, "entropy", policy.entropy())
+    log_prob = policy.log_prob(torch.tensor(2))
+    expect(case, "logp_action2", log_prob)
+    expect(case, "grad_logp_action2_wrt_logits", gradient(log_prob, logits))
+    assert gradient(log_prob, logits)[1] == 0
+    assert gradient(policy.entropy(), logits)[1] == 0
+    assert gradient(policy.entropy(), logits).isfinite().all()
+
+
+@precisions
+def test_golden_diagonal_gaussian(dtype: torch.dtype) -> None:
+    case = CASES["diag_gaussian"]
+    mean, log_std = (torch.tensor(case["inputs"][key], dtype=dtype, requires_grad=True) for key in ("mean", "log_std"))
+    policy = DiagonalGaussian(mean, log_std)
+    log_prob = policy.log_prob(torch.tensor(case["inputs"]["action"], dtype=dtype))
+    expect(case, "log_prob", log_prob)
+    expect(case, "entropy", policy.entropy())
+    expect(case, "grad_logp_wrt_mean", gradient(log_prob, mean))
+    expect(case, "grad_logp_wrt_log_std", gradient(log_prob, log_std))
+
+
+# ---- against torch.distributions --------------------------------------------------------------------------------------
+
+
+@given(seed=seeds, actions=st.integers(1, 6), states=st.integers(1, 5))
+def test_categorical_agrees_with_torch(seed: int, actions: int, states: int) -> None:
+    p, q = 3 * normal(2, 2, states, actions, seed=seed)
+    taken = torch.randint(actions, (2, states), generator=stream(seed))
+    ours, theirs = Categorical(p), torch_distributions.Categorical(logits=p)
+    torch.testing.assert_close(ours.log_prob(taken), theirs.log_prob(taken))
+    torch.testing.assert_close(ours.entropy(), theirs.entropy())
+    kl = torch_distributions.kl_divergence(theirs, torch_distributions.Categorical(logits=q))
+    torch.testing.assert_close(ours.kl(Categorical(q)), kl)
+    assert torch.equal(ours.mode(), theirs.probs.argmax(-1))
+
+
+@given(seed=seeds, size=st.integers(1, 4), states=st.integers(1, 5))
+def test_diagonal_gaussian_agrees_with_torch(seed: int, size: int, states: int) -> None:
+    mean_p, log_std_p, mean_q, log_std_q, taken = normal(5, 2, states, size, seed=seed)
+
+    def independent(mean: Tensor, log_std: Tensor) -> torch_distributions.Independent:
+        return torch_distributions.Independent(torch_distributions.Normal(mean, log_std.exp()), 1)
+
+    ours, theirs = DiagonalGaussian(mean_p, log_std_p), independent(mean_p, log_std_p)
+    torch.testing.assert_close(ours.log_prob(taken), theirs.log_prob(taken))
+    torch.testing.assert_close(ours.entropy(), theirs.entropy())
+    kl = torch_distributions.kl_divergence(theirs, independent(mean_q, log_std_q))
+    torch.testing.assert_close(ours.kl(DiagonalGaussian(mean_q, log_std_q)), kl)
+    assert torch.equal(ours.mode(), mean_p)
+
+
+def test_kl_to_itself_is_zero() -> None:
+    logits, (mean, log_std) = normal(4, 3, seed=1), normal(2, 4, 3, seed=2)
+    for policy in (Categorical(logits), DiagonalGaussian(mean, log_std)):
+        torch.testing.assert_close(policy.kl(policy), torch.zeros(4, dtype=torch.float64))
+
+
+# ---- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_categorical_samples_come_as_often_as_their_probability_says() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    count = 200_000
+    taken = Categorical(probabilities.log().expand(count, 4)).sample(stream())
+    share = torch.bincount(taken, minlength=4) / count
+    four_sigma = 4 * (probabilities * (1 - probabilities) / count).sqrt()
+    assert ((share - probabilities).abs() < four_sigma).all()
+
+
+def test_categorical_samples_do_not_depend_on_the_level_of_the_logits() -> None:
+    logits = normal(1000, 5, seed=3)
+    assert torch.equal(Categorical(logits).sample(stream(4)), Categorical(logits + 50).sample(stream(4)))
+
+
+def test_gaussian_samples_have_the_mean_and_standard_deviation_that_were_asked_for() -> None:
+    mean, log_std, count = torch.tensor([2.0, -1.0]), torch.tensor([0.5, -2.0]), 200_000
+    taken = DiagonalGaussian(mean.expand(count, 2), log_std.expand(count, 2)).sample(stream())
+    std = log_std.exp()
+    assert ((taken.mean(0) - mean).abs() < 4 * std / math.sqrt(count)).all()
+    assert ((taken.std(0) - std).abs() < 4 * std / math.sqrt(2 * count)).all()
+    within_one_std = ((taken - mean).abs() < std).float().mean(0)
+    assert ((within_one_std - 0.6827).abs() < 0.005).all()
+    assert abs(torch.corrcoef(taken.T)[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("kind", [Categorical, DiagonalGaussian])
+def test_the_same_stream_gives_the_same_samples_and_another_gives_others(kind: Any) -> None:
+    shape = (1, 64, 3) if kind is Categorical else (2, 64, 3)
+    policy = kind(*normal(*shape, seed=5))
+    assert torch.equal(policy.sample(stream(7)), policy.sample(stream(7)))
+    assert not torch.equal(policy.sample(stream(7)), policy.sample(stream(8)))
+
+
+@pytest.mark.parametrize("kind", [Categorical, DiagonalGaussian])
+def test_sampling_leaves_the_global_generator_alone(kind: Any) -> None:
+    shape = (1, 64, 3) if kind is Categorical else (2, 64, 3)
+    before = torch.get_rng_state()
+    kind(*normal(*shape, seed=5)).sample(stream())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@given(seed=seeds, forbidden=st.lists(st.booleans(), min_size=2, max_size=6).filter(lambda row: not all(row)))
+def test_sampling_never_takes_an_action_whose_logit_is_minus_infinity(seed: int, forbidden: list[bool]) -> None:
+    logits = normal(500, len(forbidden), seed=seed).masked_fill(torch.tensor(forbidden), -math.inf)
+    policy = Categorical(logits)
+    for taken in (policy.sample(stream(seed)), policy.mode()):
+        assert not torch.tensor(forbidden)[taken].any()
+        assert policy.log_prob(taken).isfinite().all()
+
+
+def test_a_hopeless_but_possible_action_is_rarely_and_an_impossible_one_never_taken() -> None:
+    count = 100_000
+    taken = Categorical(torch.tensor([math.log(0.999), math.log(0.001), -math.inf]).expand(count, 3)).sample(stream())
+    counts = torch.bincount(taken, minlength=3)
+    assert 60 < counts[1] < 140
+    assert counts[2] == 0
+
+
+def test_sampling_gives_one_action_per_state_of_any_leading_shape() -> None:
+    assert Categorical(normal(2, 3, 4, seed=6)).sample(stream()).shape == (2, 3)
+    assert DiagonalGaussian(*normal(2, 2, 3, 4, seed=6)).sample(stream()).shape == (2, 3, 4)

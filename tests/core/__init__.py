@@ -1,0 +1,1 @@
+"""Laws of the core: the ladder, credit, the learner and the loop; and learning in the smallest worlds there are."""

@@ -1,0 +1,106 @@
+"""Runs in a forked child that can be killed, and what two finished runs are compared by."""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from surefoot import api
+from surefoot.recipes import find_recipe
+from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.run.metrics import TIMING
+from surefoot.run.tracking import read_metrics
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {
+        "steps": 2048,
+        "objective": {"reuse": {"epochs": 4, "minibatches": 4}},
+        "normalise": {"observations": True, "rewards": True},
+        "evaluation": {"every": 1024, "episodes": 2},
+        "checkpoint": {"every": 300},
+    },
+    "Pendulum-v1": {
+        "steps": 1024,
+        "rollout": {"environments": 4, "steps": 64},
+        "objective": {"reuse": {"epochs": 2, "minibatches": 4}, "target_kl": 0.01},
+        "evaluation": {"every": 512, "episodes": 1},
+        "checkpoint": {"every": 256},
+        "optimizer": {"critic_learning_rate": 1e-3},
+    },
+}
+
+
+def begin_or_continue(path: Path, task: str) -> None:
+    """Train from the start, or from the last checkpoint, to the end."""
+    if (path / "config.toml").exists():
+        api.resume(path)
+    else:
+        api.start(find_recipe(task, RECIPES[task]), path)
+
+
+def in_child(path: Path, task: str, before: Callable[[], None] | None = None, delay: float | None = None) -> int:
+    """Run in a child process, killed after ``delay`` seconds if it still runs; its exit code (−9 when it was killed)."""
+
+    def body() -> None:
+        torch.set_num_threads(1)
+        if before is not None:
+            before()
+        begin_or_continue(path, task)
+
+    child = multiprocessing.get_context("fork").Process(target=body)
+    child.start()
+    child.join(delay)
+    if child.is_alive():
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    return child.exitcode
+
+
+def die_at(module: Any, name: str, call: int, after: bool = False) -> Callable[[], None]:
+    """A change to make in the child: SIGKILL itself at the ``call``-th use of a function of the operating system."""
+
+    def patch() -> None:
+        real, count = getattr(module, name), [0]
+
+        def lethal(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] == call and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*args, **kwargs)
+            if count[0] == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(module, name, lethal)
+
+    return patch
+
+
+def outcome(path: Path) -> dict[str, Any]:
+    """All that must be equal: the final checkpoint, the best one, and the metrics, time and speed aside."""
+    rows = [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(path / "metrics.jsonl")]
+    final, best = latest_checkpoint(path / "checkpoints"), latest_checkpoint(path / "best")
+    return {"rows": rows, "final": load_checkpoint(final), "best": load_checkpoint(best), "at": (final.name, best.name)}
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    """Bit for bit."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert np.array_equal(a.numpy(), b.numpy(), equal_nan=True), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{index}]")
+    else:
+        assert json.dumps(a) == json.dumps(b), f"{where}: {a} != {b}"

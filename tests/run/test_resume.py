@@ -1,0 +1,222 @@
+"""A run that is killed and resumed is the run that never was: weights, moments, normalisers, streams, metrics, bit for bit."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from killing import RECIPES, assert_same, begin_or_continue, die_at, in_child, outcome
+
+import surefoot
+from surefoot import SurefootError, api
+from surefoot.recipes import find_recipe
+
+
+SECONDS = {}
+"""how long each task's run takes without a kill"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """task -> the outcome of its run from start to end."""
+    outcomes = {}
+
+    def get(task):
+        if task not in outcomes:
+            path = tmp_path_factory.mktemp("whole") / "run"
+            begun = time.monotonic()
+            begin_or_continue(path, task)
+            outcomes[task], SECONDS[task] = outcome(path), time.monotonic() - begun
+        return outcomes[task]
+
+    return get
+
+
+def test_the_same_seed_gives_the_same_run(uninterrupted, tmp_path):
+    begin_or_continue(tmp_path / "again", "CartPole-v1")
+    assert_same(uninterrupted("CartPole-v1"), outcome(tmp_path / "again"))
+
+
+def test_another_seed_gives_another_run(uninterrupted, tmp_path):
+    api.start(find_recipe("CartPole-v1", {**RECIPES["CartPole-v1"], "seed": 2}), tmp_path / "other")
+    with pytest.raises(AssertionError):
+        assert_same(uninterrupted("CartPole-v1")["final"]["agent"], outcome(tmp_path / "other")["final"]["agent"])
+
+
+def killed_at_random(path, task, rng, kills):
+    """Kill the run ``kills`` times at random moments, then let it finish; how many kills hit a running child."""
+    hits = 0
+    for _ in range(kills):
+        if unfinished(path, task):
+            hits += in_child(path, task, delay=rng.uniform(0.05, 0.7) * SECONDS[task]) == -signal.SIGKILL
+    if unfinished(path, task):
+        assert in_child(path, task) == 0
+    return hits
+
+
+def unfinished(path, task):
+    checkpoints = path / "checkpoints"
+    done = [int(p.name) for p in checkpoints.glob("[0-9]*")] if checkpoints.exists() else []
+    return max(done, default=0) < RECIPES[task]["steps"]
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
+def test_a_kill_at_a_random_moment_changes_nothing(uninterrupted, tmp_path, task):
+    expected = uninterrupted(task)
+    seed = int.from_bytes(os.urandom(4), "big")
+    print("seed of the kills:", seed)
+    assert killed_at_random(tmp_path / "run", task, random.Random(seed), kills=2) >= 1
+    assert_same(expected, outcome(tmp_path / "run"))
+
+
+SAVING = [("fsync", 3, False), ("fsync", 9, False), ("fsync", 20, False), ("rename", 1, False), ("rename", 2, True)]
+
+
+@pytest.mark.parametrize(("name", "call", "after"), SAVING)
+def test_a_kill_inside_a_save_changes_nothing(uninterrupted, tmp_path, name, call, after):
+    path = tmp_path / "run"
+    assert in_child(path, "CartPole-v1", before=die_at(os, name, call, after)) == -signal.SIGKILL
+    assert in_child(path, "CartPole-v1") == 0
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+    assert not list(path.glob("**/.*.tmp")), "what the kill left half-written was not cleared away"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_twenty_runs_with_kills_at_any_moment(uninterrupted, tmp_path, number):
+    task = ["CartPole-v1", "Pendulum-v1"][number % 2]
+    expected, rng, path = uninterrupted(task), random.Random(number), tmp_path / "run"
+    if number % 4 >= 2:
+        name, after = rng.choice(["fsync", "rename", "replace"]), rng.random() < 0.5
+        in_child(path, task, before=die_at(os, name, rng.randint(1, 40), after))
+    if unfinished(path, task):
+        killed_at_random(path, task, rng, kills=4)
+    assert_same(expected, outcome(path))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tmp_path):
+    path = tmp_path / "run"
+    assert in_child(path, "CartPole-v1", before=die_at(os, "rename", 1)) == -signal.SIGKILL
+    assert not list((path / "checkpoints").glob("[0-9]*"))
+    assert in_child(path, "CartPole-v1") == 0
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, number):
+    path = tmp_path / "run"
+    command = [sys.executable, "-m", "surefoot", "train", "CartPole-v1", "--steps", "60000", "--run-dir", str(path)]
+    command += ["--evaluation.episodes", "1", "--checkpoint-every", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(path / "metrics.jsonl")
+    process.send_signal(number)
+    asked = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 30
+    assert process.returncode == 130
+    assert re.fullmatch(r"surefoot: stopped at step \d+; continue with: surefoot resume \S+\n", errors), errors
+    stopped_at = int(re.search(r"step (\d+)", errors).group(1))
+    assert [p.name for p in (path / "checkpoints").glob("[0-9]*")] == [str(stopped_at)]
+    # Exactly: the next iterations are those of a run that was not stopped.
+    stop = lambda metrics: metrics["steps"] >= stopped_at + 512  # noqa: E731
+    changes = {"steps": 60000, "evaluation": {"episodes": 1}, "checkpoint": {"every": 1000000}}
+    api.resume(path, callback=stop)
+    api.start(find_recipe("CartPole-v1", changes), tmp_path / "whole", callback=stop)
+    stopped, whole = outcome_without_best(path), outcome_without_best(tmp_path / "whole")
+    assert_same(stopped, whole)
+
+
+def outcome_without_best(path):
+    from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint
+
+    return load_checkpoint(latest_checkpoint(path / "checkpoints"))
+
+
+def wait_for(path, seconds=60):
+    end = time.monotonic() + seconds
+    while not (path.exists() and path.stat().st_size):
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def test_a_finished_run_is_refused_and_can_be_extended(tmp_path):
+    path = tmp_path / "run"
+    begin_or_continue(path, "CartPole-v1")
+    with pytest.raises(SurefootError, match=r"finished, 2048 of 2048 steps are done; extend it with --steps N"):
+        api.resume(path)
+    surefoot.resume(path, steps=2560)
+    assert outcome(path)["at"][0] == "2560"
+    assert 'steps = 2560' in (path / "config.toml").read_text()
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(tmp_path):
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace("gae_lambda = 0.8", "gae_lambda = 0.9"))
+    before = outcome_without_best(path)
+    with pytest.raises(SurefootError, match=r"objective.gae_lambda: 0.8 -> 0.9.*--allow-changes"):
+        api.resume(path)
+    assert_same(before, outcome_without_best(path))
+    api.resume(path, allow_changes=True)
+    assert outcome_without_best(path)["recipe"]["objective"]["gae_lambda"] == 0.9
+
+
+def test_another_architecture_is_refused_by_tensor(tmp_path):
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
+    config = path / "config.toml"
+    config.write_text(re.sub(r"hidden = \[\s*64,\s*64,\s*\]", "hidden = [32, 64]", config.read_text()))
+    with pytest.raises(SurefootError, match=r"another architecture: policy.actor_trunk.0.bias is \(64,\).*\(32,\)"):
+        api.resume(path, allow_changes=True)
+
+
+class Unrepeatable(gymnasium.Env):
+    """An environment that ignores its seed."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.frombuffer(os.urandom(2), np.int8).astype(np.float32) / 128, {}
+
+    def step(self, action):
+        return self.reset()[0], 1.0, False, False, {}
+
+
+def test_an_environment_that_does_not_replay_is_said_to_be_lost(tmp_path, capsys):
+    class Told(surefoot.run.dashboard.Silent):
+        lines: list[str] = []
+
+        def say(self, line):
+            self.lines.append(line)
+
+    fields = {"steps": 1024, "rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 0}}
+    path = tmp_path / "run"
+    api.train(Unrepeatable, run_dir=path, callback=lambda m: m["steps"] >= 512, **fields)
+    api.resume(path, task=Unrepeatable, display=Told())
+    assert "environments [0, 1]" in Told.lines[0]
+    assert "not exact" in Told.lines[0]
+
+
+def test_a_run_in_use_is_refused(tmp_path):
+    path = tmp_path / "run"
+    seen = []
+
+    def second_writer(metrics):
+        try:
+            api.resume(path)
+        except SurefootError as error:
+            seen.append(str(error))
+        return True
+
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=second_writer)
+    assert "in use by another process" in seen[0]
+    assert Path(path / "checkpoints").exists()
