@@ -93,6 +93,8 @@ class Objective:
     """how that KL is estimated; see docs/math.md for the gradient of each"""
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = "token-mean"
     """how elementwise losses become one number"""
+    aggregation_length: int | None = None
+    """the length that "constant" divides every sequence's sum by, such as the longest response allowed"""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "gae_lambda", "value_lambda"):
@@ -106,6 +108,13 @@ class Objective:
             value = getattr(self, name)
             if value is not None:
                 _require(value > 0, f"objective.{name}", value, 'must be positive; "none" switches it off')
+        if self.aggregation == "constant":
+            given = self.aggregation_length is not None and self.aggregation_length >= 1
+            need = 'aggregation = "constant" needs a length of at least 1; set the longest response allowed'
+            _require(given, "objective.aggregation_length", self.aggregation_length, need)
+        else:
+            unused = 'is read with aggregation = "constant" alone; unset it'
+            _require(self.aggregation_length is None, "objective.aggregation_length", self.aggregation_length, unused)
         if self.baseline != "critic":
             why = f"needs a critic; set objective.baseline = 'critic' (it is {self.baseline or 'none'!r})"
             _require(self.gae_lambda == 1, "objective.gae_lambda", self.gae_lambda, why)

@@ -12,6 +12,7 @@ from surefoot.control.agent import Agent
 from surefoot.control.environments import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.control.world import ControlWorld
+from surefoot.errors import SurefootError
 from surefoot.recipes import recipe_for
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import load_checkpoint
@@ -100,6 +101,8 @@ def resume(
 
 
 def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> ControlWorld:
+    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SurefootError(f"device={recipe.device!r}: PyTorch sees no CUDA device here; set device = 'cpu'")
     torch.set_num_threads(recipe.threads)  # first of all: even the initial weights' last bits depend on it
     return ControlWorld(recipe, task)
 

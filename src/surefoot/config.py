@@ -115,7 +115,7 @@ class Recipe(Section):
     """environment steps in all"""
     seed: int = Field(1, ge=0)
     """decides everything random"""
-    device: str = "cpu"
+    device: str = Field("cpu", pattern=r"^(cpu|mps|cuda(:\d+)?)$")
     """where the network lives: cpu, cuda, cuda:1 …"""
     threads: int = Field(1, ge=1)
     """torch threads; one is fastest for small networks, and results are exact for a given number"""

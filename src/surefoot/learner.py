@@ -8,7 +8,7 @@ from torch import Tensor
 
 from surefoot.algorithms import Objective
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.functional import explained_variance, masked_moments, whiten
+from surefoot.functional import masked_moments, whiten
 from surefoot.objective import Batch, loss
 from surefoot.optimizer import AdamSettings, FlatAdam, finite
 from surefoot.rollout import Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
@@ -58,6 +58,8 @@ class Learner:
         Raises NotFiniteError, naming the term, when a loss or gradient is not finite: that step is not taken.
         """
         objective = self.objective
+        # A collector that kept its graph, or views of parameters, would let gradient flow into the past.
+        rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
         batch = rows_of(rollout, credit)
         if objective.normalise_advantages == "batch":
             batch = normalised(batch)
@@ -96,7 +98,7 @@ class Learner:
 
     def _step(self, terms: dict[str, Tensor], trail: "_Trail", state: LearnerState) -> None:
         norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
-        if not finite(norms.values()):
+        if not finite([*norms.values(), self._loss(terms)]):
             broken = [name for name, term in terms.items() if not term.isfinite()]
             what = f"{' and '.join(broken)} not finite" if broken else f"gradient norm {norms} with finite losses"
             raise NotFiniteError(f"update {state.updates + 1}: {what}; the step was not taken")
@@ -106,8 +108,16 @@ class Learner:
             trail.norms.setdefault(name, []).append(norms[name])
         state.updates += 1
 
+    def _loss(self, terms: dict[str, Tensor]) -> float:
+        """Finite where every term of the loss is; a metric beside them may be anything."""
+        entropy = ("entropy",) if self.objective.entropy_coefficient else ()
+        return float(sum(terms[name] for name in ("policy_loss", "value_loss", "reference_loss", *entropy) if name in terms))
+
     def _kl(self, terms: dict[str, Tensor]) -> float:
-        return float(terms["kl_exact" if self.objective.kl_estimator == "exact" else "kl"])
+        name = "kl_exact" if self.objective.kl_estimator == "exact" else "kl"
+        if name not in terms:
+            raise SurefootError("objective.kl_estimator='exact': this policy has no distribution to compare; set k3")
+        return float(terms[name])
 
     def _metrics(
         self, trail: "_Trail", epochs: int, stopped: bool, rollout: Rollout, credit: Credit, state: LearnerState
@@ -119,7 +129,7 @@ class Learner:
             state.remaining if self.schedule == "linear" else 1.0
         )
         if self.objective.baseline == "critic":
-            metrics["explained_variance"] = number(explained_variance(rollout.values, credit.returns, rollout.mask))
+            metrics["explained_variance"] = _explained_variance(rollout, credit)
         moments = merge_across_ranks(masked_moments(credit.advantages, rollout.mask))
         metrics["advantage_mean"] = number(moments.mean)
         metrics["advantage_std"] = number(moments.var.sqrt())
@@ -231,9 +241,17 @@ def global_count(batch: Batch, aggregation: str) -> Tensor:
     return all_sum(mine).clamp(min=1)
 
 
+def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
+    """That of the critic at the rollout, over all ranks."""
+    residual = merge_across_ranks(masked_moments(credit.returns - rollout.values, rollout.mask))
+    spread = merge_across_ranks(masked_moments(credit.returns, rollout.mask))
+    return number(1 - residual.var / spread.var) if spread.var > 0 else None
+
+
 def _check_ratio_at_start(ratio: Tensor, rollout: Rollout) -> float:
     """The ratio furthest from 1 before anything moved. It is 1 unless something is wrong, so it is checked on every batch."""
-    furthest = float(ratio.flatten()[(ratio - 1).abs().argmax()])
+    highest, lowest = all_max(torch.stack([ratio.amax(), -ratio.amin()])).tolist()
+    furthest: float = highest if highest - 1 > 1 + lowest else -lowest
     exact = ratio.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
     if exact and abs(furthest - 1) > 1e-4:
         raise SurefootError(

@@ -7,6 +7,7 @@ from surefoot.credit import assign_credit
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.learner import Learner
 from surefoot.rollout import Collector, LearnerState, Metrics
+from surefoot.run.distributed import total
 
 FAULTS_IN_A_ROW = 3
 
@@ -33,7 +34,7 @@ def run_loop(
             collected = time.perf_counter()
             credit = assign_credit(rollout, learner.objective)
             metrics = {**rollout.metrics, **learner.update(rollout, credit, state)}
-            steps, state.faults = rollout.steps, 0
+            steps, state.faults = total(rollout.steps, rollout.rewards), 0
         except NotFiniteError as fault:
             state.faults += 1
             on_fault(str(fault))

@@ -88,7 +88,7 @@ def loss(
         return keep_only(x, batch.mask)
 
     def mean(x: Tensor) -> Tensor:
-        return aggregate(x, batch.mask, objective.aggregation, denominator)
+        return aggregate(x, batch.mask, objective.aggregation, denominator, objective.aggregation_length)
 
     log_probs, old_log_probs = kept(evaluation.log_probs), kept(batch.old_log_probs)
     gain, ratio = surrogate(log_probs, old_log_probs, kept(batch.advantages), objective, clip_scale)
@@ -112,6 +112,7 @@ def loss(
         terms["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
         if objective.clip is not None:
             terms["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
-        if objective.kl_estimator == "exact" and evaluation.distribution is not None:
+        known = evaluation.distribution is not None and batch.old_distribution is not None
+        if objective.kl_estimator == "exact" and known:
             terms["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
     return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()

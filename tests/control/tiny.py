@@ -110,8 +110,8 @@ def fresh_state(seed: int = 1) -> LearnerState:
     return LearnerState.seeded(seed, 1_000_000)
 
 
-class OneStep(gymnasium.Env[np.ndarray, Any]):
-    """Base for environments that do one thing wrong, or one thing right: constant observation, reward 1, never over."""
+class Endless(gymnasium.Env[np.ndarray, Any]):
+    """Constant observation, reward 1, never over: what is different about an environment is said by overriding."""
 
     observation_space: spaces.Space[Any] = spaces.Box(-1, 1, (2,), np.float32)
     action_space: spaces.Space[Any] = spaces.Discrete(2)

@@ -24,7 +24,7 @@ from surefoot.functional import (
 from surefoot.rollout import Evaluation, LearnerState, Policy, Rollout
 
 VOCABULARY, EOS, PAD, FIRST_LETTER = 10, 0, 1, 2
-PROMPT, LIMIT = 2, 6
+PROMPT, LIMIT = 2, 8
 
 
 class Transformer(Policy):
@@ -45,6 +45,7 @@ class Transformer(Policy):
         nn.init.normal_(self.next_token.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
         for start in (self.next_token.bias, self.value.weight, self.value.bias):
             nn.init.zeros_(start)
+        nn.init.constant_(self.next_token.bias[EOS], 1.0)  # as after supervised training: most responses end
 
     def outputs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the next token and the value, after every prefix.   [B, L] -> [B, L, vocabulary], [B, L]"""
@@ -94,7 +95,7 @@ class TokenCollector:
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         terminated, truncated = last & (actions == EOS), last & (actions != EOS)
         beyond = self.policy.outputs(tokens)[1][:, -1]
-        scores = copying(prompts, actions, mask) * terminated.any(-1)
+        scores = torch.where(terminated.any(-1), copying(prompts, actions, mask), -1.0)
         rewards = kl_shaped_rewards(place_scores(scores, mask), scored.log_probs, reference.log_probs, mask, self.beta)
         return Rollout(
             inputs=tokens,

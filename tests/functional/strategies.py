@@ -87,8 +87,7 @@ class Batch:
     def filled(self, where: Tensor, what: float) -> "Batch":
         """The same with every number replaced where the flag says so."""
         fill = {
-            name: torch.where(where, what, x)
-            for name, x in zip(("rewards", "values", "next_values"), self.args(), strict=True)
+            name: torch.where(where, what, x) for name, x in zip(("rewards", "values", "next_values"), self.args(), strict=True)
         }
         return replace(self, **fill)
 

@@ -19,7 +19,9 @@ clips = st.sampled_from([0.1, 0.2, 1.0])
 @given(seeds)
 def test_value_loss_is_the_squared_error_without_a_half(seed: int) -> None:
     values, returns = random(seed, 2, 2, 3)
-    expected = [[(v - r) ** 2 for v, r in zip(*rows, strict=True)] for rows in zip(values.tolist(), returns.tolist())]
+    expected = [
+        [(v - r) ** 2 for v, r in zip(*rows, strict=True)] for rows in zip(values.tolist(), returns.tolist(), strict=True)
+    ]
     torch.testing.assert_close(F.value_loss(values, returns), torch.tensor(expected, dtype=DOUBLE), rtol=1e-12, atol=0)
 
 

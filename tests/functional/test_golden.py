@@ -116,9 +116,7 @@ def check_n_step(x: Inputs, make: Make) -> dict[str, Any]:
         for n in range(1, steps + 1)
     ]
     table = [[by_n[n][t] for n in range(steps - t)] for t in range(steps)]
-    mixed = [
-        (1 - lam) * sum(lam**k * a for k, a in enumerate(row[:-1])) + lam ** (len(row) - 1) * row[-1] for row in table
-    ]
+    mixed = [(1 - lam) * sum(lam**k * a for k, a in enumerate(row[:-1])) + lam ** (len(row) - 1) * row[-1] for row in table]
     assert torch.allclose(credit(x, make)[0], torch.stack(mixed))
     return {"nstep_advantages": table, "lambda_weighted": mixed}
 
@@ -282,9 +280,7 @@ def check_kl_gradients(x: Inputs, make: Make) -> dict[str, Any]:
     ratio = F.importance_ratio(log_pi, log_pi.detach())
     estimators = {"k1": F.kl_k1, "k2": F.kl_k2, "k3": F.kl_k3}
     in_loss = {f"{name}_in_loss": gradient(pi * k(log_pi, ref), logits) for name, k in estimators.items()}
-    in_reward = {
-        f"{name}_in_reward": gradient(pi * k(log_pi, ref).detach() * log_pi, logits) for name, k in estimators.items()
-    }
+    in_reward = {f"{name}_in_reward": gradient(pi * k(log_pi, ref).detach() * log_pi, logits) for name, k in estimators.items()}
     return {
         "true_grad_reverse_kl": gradient(F.categorical_kl(logits, ref), logits),
         "true_grad_forward_kl": gradient(F.categorical_kl(ref, logits), logits),
@@ -373,7 +369,8 @@ def check_trust_region_step(x: Inputs, make: Make) -> dict[str, Any]:
     }
     if "kl_tolerance" in x:  # the neighbour's rule takes a step that ours, KL <= max_kl, has to shorten
         ours = F.line_search(evaluate, beta * direction, x["max_kl"], shrink, x["max_backtracks"])
-        assert ours is not None and torch.allclose(ours, beta * direction * shrink)
+        assert ours is not None
+        assert torch.allclose(ours, beta * direction * shrink)
     return result
 
 

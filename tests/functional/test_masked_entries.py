@@ -115,7 +115,8 @@ def test_place_scores_lets_no_score_of_an_empty_response_through() -> None:
     placed = F.place_scores(scores, torch.tensor([[0, 0, 0], [1, 1, 0]]))
     assert placed.tolist() == [[0, 0, 0], [0, 2, 0]]
     placed.sum().backward()
-    assert scores.grad is not None and scores.grad.tolist() == [0, 1]
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [0, 1]
 
 
 # Flags may be bool, or 0 and 1 of any dtype.
@@ -163,9 +164,7 @@ MASK = flags(0b11111101, 2, 4)
 TOKENS = torch.tensor([2, 0])
 PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]] = {
     "td_residual": lambda x: F.td_residual(x(), x(), x(), terminated=ENDS["terminated"], gamma=0.9),
-    "successor_values": lambda x: F.successor_values(
-        x(), x(2), truncated=ENDS["truncated"], final_values=x(), mask=MASK
-    ),
+    "successor_values": lambda x: F.successor_values(x(), x(2), truncated=ENDS["truncated"], final_values=x(), mask=MASK),
     "importance_ratio": lambda x: F.importance_ratio(x(), x()),
     "unclipped_surrogate": lambda x: F.unclipped_surrogate(x(), x()),
     "clipped_surrogate": lambda x: F.clipped_surrogate(x().abs(), x(), 0.2, 0.3, dual_clip=3.0),
@@ -244,7 +243,8 @@ def test_no_function_changes_its_inputs(name: str) -> None:
         return x
 
     PLAIN[name](make)
-    assert made and all(torch.equal(x, before) for x, before in made)
+    assert made
+    assert all(torch.equal(x, before) for x, before in made)
     assert torch.equal(MASK, flags(0b11111101, 2, 4))
 
 
@@ -258,9 +258,7 @@ def test_every_public_function_is_held_to_these_laws() -> None:
 
 def test_every_function_with_an_optional_mask_is_in_the_masked_table() -> None:
     with_mask = {
-        name
-        for name in F.__all__
-        if inspect.isfunction(f := getattr(F, name)) and "mask" in inspect.signature(f).parameters
+        name for name in F.__all__ if inspect.isfunction(f := getattr(F, name)) and "mask" in inspect.signature(f).parameters
     }
     assert with_mask == {name.split()[0] for name in MASKED} | {"place_scores"}
 

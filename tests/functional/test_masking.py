@@ -43,6 +43,17 @@ def test_statistics_without_a_mask_are_those_of_everything() -> None:
     assert [m.item() for m in F.masked_moments(x, None)] == pytest.approx(expected)
 
 
+@given(seeds)
+def test_a_mask_that_keeps_everything_is_no_mask(seed: int) -> None:
+    x = random(seed, 3, 4)
+    everything = torch.ones(3, 4)
+    torch.testing.assert_close(F.masked_mean(x, None), F.masked_mean(x, everything), **CLOSE)
+    torch.testing.assert_close(tuple(F.masked_moments(x, None)), tuple(F.masked_moments(x, everything)), **CLOSE)
+    torch.testing.assert_close(F.whiten(x, None, eps=1e-2), F.whiten(x, everything, eps=1e-2), **CLOSE)
+    for mode in MODES:
+        torch.testing.assert_close(F.aggregate(x, None, mode), F.aggregate(x, everything, mode), **CLOSE)
+
+
 def test_statistics_of_nothing_are_zero() -> None:
     x, nothing = torch.full((2, 3), math.nan), torch.zeros(2, 3)
     assert F.masked_mean(x, nothing).item() == 0
@@ -76,6 +87,9 @@ def test_variance_survives_a_mean_that_is_large() -> None:
     """Two passes: E[x²] − E[x]² would leave nothing of it in float32."""
     x = 10_000 + torch.tensor([0.0, 1.0, 2.0, 3.0])
     assert F.masked_var(x, None).item() == 1.25
+    padded, mask = torch.cat([x, -x]), torch.arange(8) < 4
+    assert F.masked_var(padded, mask).item() == 1.25
+    assert F.masked_moments(padded, mask).var.item() == 1.25
     parts = [F.masked_moments(part, None) for part in x.split(2)]
     assert F.merge_moments(*parts).var.item() == 1.25
 
@@ -87,9 +101,7 @@ def test_variance_survives_a_mean_that_is_large() -> None:
 def test_merged_moments_are_those_of_the_union_whatever_the_split(seed: int, mask: Tensor, i: int, j: int) -> None:
     x = random(seed, 12)
     cuts = sorted((i, j))
-    a, b, c = (
-        F.masked_moments(part, keep) for part, keep in zip(x.tensor_split(cuts), mask.tensor_split(cuts), strict=True)
-    )
+    a, b, c = (F.masked_moments(part, keep) for part, keep in zip(x.tensor_split(cuts), mask.tensor_split(cuts), strict=True))
     entries = kept(x, mask)
     mean, var = (statistics.fmean(entries), statistics.pvariance(entries)) if entries else (0.0, 0.0)
     expected = [float(len(entries)), mean, var]
@@ -152,14 +164,15 @@ def test_a_constant_batch_whitens_to_exactly_zero(constant: float, count: int, d
     assert (F.whiten(x, None) == 0).all()
     assert torch.equal(F.whiten(x, None, shift_mean=False), x)
     assert F.masked_var(x, None).item() == 0
+    padded, mask = torch.cat([x, x + 1]), torch.arange(2 * count) < count
+    assert (F.whiten(padded, mask) == 0).all()
+    assert F.masked_var(padded, mask).item() == 0
 
 
 @given(seeds, st.floats(0.5, 20), st.floats(-50, 50))
 def test_whitening_forgets_scale_and_shift(seed: int, scale: float, shift: float) -> None:
     x = random(3 * seed, 6)
-    torch.testing.assert_close(
-        F.whiten(scale * x + shift, None, eps=0.0), F.whiten(x, None, eps=0.0), rtol=1e-7, atol=1e-9
-    )
+    torch.testing.assert_close(F.whiten(scale * x + shift, None, eps=0.0), F.whiten(x, None, eps=0.0), rtol=1e-7, atol=1e-9)
 
 
 @given(seeds, masks(4, 3))
@@ -177,8 +190,7 @@ def test_parts_whitened_by_the_merged_moments_are_parts_of_the_whole(seed: int, 
 def reduced(loss: Tensor, mask: Tensor, mode: str, max_length: int | None = None) -> float:
     """By its definition, in loops."""
     rows = [
-        [v for v, keep in zip(row, keeps, strict=True) if keep]
-        for row, keeps in zip(loss.tolist(), mask.tolist(), strict=True)
+        [v for v, keep in zip(row, keeps, strict=True) if keep] for row, keeps in zip(loss.tolist(), mask.tolist(), strict=True)
     ]
     rows = [row for row in rows if row]
     if not rows:
@@ -241,9 +253,7 @@ def test_a_mean_of_means_would_not_add_up() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @given(seeds, masks(3, 4), st.integers(0, 5), st.integers(0, 2))
-def test_the_amount_of_padding_does_not_matter(
-    mode: F.Aggregation, seed: int, mask: Tensor, columns: int, rows: int
-) -> None:
+def test_the_amount_of_padding_does_not_matter(mode: F.Aggregation, seed: int, mask: Tensor, columns: int, rows: int) -> None:
     loss = random(seed, 3, 4).requires_grad_()
     wide = torch.nn.functional.pad(loss, (0, columns, 0, rows), value=math.nan)
     wide_mask = torch.nn.functional.pad(mask, (0, columns, 0, rows), value=False)
@@ -276,9 +286,10 @@ def test_nothing_kept_reduces_to_zero_with_zero_gradient(mode: F.Aggregation) ->
     total = F.aggregate(loss, torch.zeros(2, 3), mode)
     total.backward()
     assert total.item() == 0
-    assert loss.grad is not None and (loss.grad == 0).all()
+    assert loss.grad is not None
+    assert (loss.grad == 0).all()
 
 
 def test_an_unknown_mode_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'mean'.*token-mean, sequence-mean, sequence-sum, constant"):
+    with pytest.raises(ValueError, match=r"'mean'.*token-mean, sequence-mean, sequence-sum, constant"):
         F.aggregate(torch.zeros(1, 1), None, "mean")  # type: ignore[arg-type]

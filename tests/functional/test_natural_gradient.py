@@ -221,7 +221,8 @@ def test_line_search_takes_the_longest_step_that_improves_within_the_trust_regio
     for step, length in zip(seen, lengths, strict=True):
         assert step == pytest.approx([length, -2 * length])
     if good:
-        assert ours is not None and ours.tolist() == seen[-1]
+        assert ours is not None
+        assert ours.tolist() == seen[-1]
     else:
         assert ours is None
 

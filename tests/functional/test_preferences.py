@@ -44,7 +44,8 @@ def test_a_hopeless_pair_has_a_finite_loss_and_a_full_gradient() -> None:
     loss = F.bradley_terry_loss(chosen, torch.zeros(1))
     loss.sum().backward()
     assert loss.item() == 1000
-    assert chosen.grad is not None and chosen.grad.item() == -1
+    assert chosen.grad is not None
+    assert chosen.grad.item() == -1
     assert F.bradley_terry_loss(torch.tensor([1000.0]), torch.zeros(1)).item() == 0
 
 

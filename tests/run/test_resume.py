@@ -18,7 +18,6 @@ import surefoot
 from surefoot import SurefootError, api
 from surefoot.recipes import find_recipe
 
-
 SECONDS = {}
 """how long each task's run takes without a kill"""
 
@@ -153,7 +152,7 @@ def test_a_finished_run_is_refused_and_can_be_extended(tmp_path):
         api.resume(path)
     surefoot.resume(path, steps=2560)
     assert outcome(path)["at"][0] == "2560"
-    assert 'steps = 2560' in (path / "config.toml").read_text()
+    assert "steps = 2560" in (path / "config.toml").read_text()
 
 
 def test_a_changed_recipe_is_refused_with_the_difference(tmp_path):
@@ -192,18 +191,18 @@ class Unrepeatable(gymnasium.Env):
 
 
 def test_an_environment_that_does_not_replay_is_said_to_be_lost(tmp_path, capsys):
-    class Told(surefoot.run.dashboard.Silent):
-        lines: list[str] = []
+    told = []
 
+    class Told(surefoot.run.dashboard.Silent):
         def say(self, line):
-            self.lines.append(line)
+            told.append(line)
 
     fields = {"steps": 1024, "rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 0}}
     path = tmp_path / "run"
     api.train(Unrepeatable, run_dir=path, callback=lambda m: m["steps"] >= 512, **fields)
     api.resume(path, task=Unrepeatable, display=Told())
-    assert "environments [0, 1]" in Told.lines[0]
-    assert "not exact" in Told.lines[0]
+    assert "environments [0, 1]" in told[0]
+    assert "not exact" in told[0]
 
 
 def test_a_run_in_use_is_refused(tmp_path):

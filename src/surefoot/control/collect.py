@@ -5,7 +5,8 @@ whole rollout afterwards, by the very function that training uses; so the ratio 
 """
 
 from collections import deque
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ class ControlCollector:
         then begins a new episode.
         """
         agent, count = self.agent, self.environments.count
+        self._check_start()
         act = agent.actor(state.generators["sample"])
         observed: list[Array] = []
         taken: list[Tensor] = []
@@ -114,31 +116,50 @@ class ControlCollector:
             following[list(rows), list(columns)] = self.agent.values(finals)
         return values, following
 
+    def _check_start(self) -> None:
+        if not np.isfinite(self.observations).all():
+            bad = np.flatnonzero(~np.isfinite(self.observations).all(-1))
+            self._refuse(dict.fromkeys(bad.tolist(), "observation"), self.running_length.copy())
+
     def _check(self, step: Step) -> None:
-        # A sum is finite only if every entry is: the cheapest test there is. What it suspects is looked at below.
-        if np.isfinite(step.observations.sum() + step.rewards.sum()) and not step.final_observations:
+        if np.isfinite(step.observations).all() and np.isfinite(step.rewards).all() and not step.final_observations:
             return
+        bad = {}
         for index in range(self.environments.count):
             seen = [step.observations[index], *(final for b, final in step.final_observations.items() if b == index)]
-            bad_observation = not all(np.isfinite(part).all() for part in seen)
-            if not bad_observation and np.isfinite(step.rewards[index]):
-                continue
-            at = int(self.running_length[index]) + 1
+            if not all(np.isfinite(part).all() for part in seen):
+                bad[index] = "observation"
+            elif not np.isfinite(step.rewards[index]):
+                bad[index] = "reward"
+        if bad:
+            at = self.running_length + 1
+            self._count(step, set(bad))
+            self._refuse(bad, at)
+
+    def _refuse(self, bad: dict[int, str], at: Array) -> NoReturn:
+        for index in bad:
             self.observations, restarted = self.environments.restart(index)
             self._forget(restarted)
-            raise NotFiniteError(
-                f"{self.environments.name}: the {'observation' if bad_observation else 'reward'} of environment {index} "
-                f"at step {at} of its episode is not finite; the rollout was discarded and no update taken"
-            )
+        self.discounted.zero_()  # what the discarded rollout would have added, ends included, is lost
+        index, what = next(iter(bad.items()))
+        raise NotFiniteError(
+            f"{self.environments.name}: the {what} of environment {index} at step {at[index]} of its episode is not finite; "
+            "the rollout was discarded and no update taken"
+        )
 
     def _forget(self, restarted: list[int]) -> None:
         for index in restarted:
             self.running_return[index], self.running_length[index], self.discounted[index] = 0.0, 0, 0.0
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: Step, but: Collection[int] = ()) -> None:
         self.running_return += step.rewards
         self.running_length += ~step.ignored
-        for index in np.flatnonzero(step.terminated | step.truncated):
+        ended = step.terminated | step.truncated
+        if not ended.any():
+            return
+        for index in np.flatnonzero(ended):
+            if index in but:
+                continue
             self.finished.append((float(self.running_return[index]), int(self.running_length[index])))
             self.finished_count += 1
             self.running_return[index], self.running_length[index] = 0.0, 0

@@ -113,20 +113,26 @@ class LoopedEnvironments:
         rewards, finals = np.zeros(count, np.float32), {}
         terminated, truncated = np.zeros(count, bool), np.zeros(count, bool)
         for index in range(count) if active is None else np.flatnonzero(active).tolist():
-            action = int(actions[index]) if self._discrete else actions[index]
-            try:
-                observation, reward, term, trunc, _ = self.environments[index].step(action)
-                rewards[index], terminated[index], truncated[index] = reward, term, trunc
-            except Exception as error:
-                raise self._failure(index, "step()", error) from error
-            self.actions[index].append(action)
-            self._store(index, observation, "step()")
+            rewards[index], term, trunc = self._act(index, actions[index])
+            terminated[index], truncated[index] = term, trunc
             if term or trunc:
                 if trunc and not term:
                     finals[index] = self.observations[index].copy()
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
         return Step(self.observations.copy(), rewards, terminated, truncated, ignored, finals)
+
+    def _act(self, index: int, action: Any) -> tuple[float, bool, bool]:
+        """One action in one environment, remembered for replay: reward, terminated, truncated."""
+        action = int(action) if self._discrete else action
+        self.actions[index].append(action)
+        try:
+            observation, reward, terminated, truncated, _ = self.environments[index].step(action)
+            reward = float(reward)  # an array would take None for NaN
+        except Exception as error:
+            raise self._failure(index, "step()", error) from error
+        self._store(index, observation, "step()")
+        return reward, bool(terminated), bool(truncated)
 
     def _store(self, index: int, observation: Any, call: str) -> None:
         shape = self.observations.shape[1:]
@@ -156,11 +162,8 @@ class LoopedEnvironments:
             self._begin(index, episode)
             ended = False
             for action in torch.as_tensor(state["actions"].get(str(index), ())).numpy():
-                action = int(action) if self._discrete else action
-                observation, _, terminated, truncated, _ = self.environments[index].step(action)
-                self.actions[index].append(action)
-                self._store(index, observation, "step()")
-                ended = ended or bool(terminated or truncated)
+                _, terminated, truncated = self._act(index, action)
+                ended = ended or terminated or truncated
             if ended or not np.array_equal(self.observations[index], expected[index], equal_nan=True):
                 lost.append(index)
                 self._begin(index, episode + 1)
@@ -184,12 +187,15 @@ class VectorEnvironments:
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
         self.mode = AutoresetMode(environments.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.over = np.zeros(self.count, bool)
+        self.resets = 0
 
     def reset(self) -> Array:
-        seeds: Any = [episode_seed(self.seed, index, 0) for index in range(self.count)]  # annotated int by Gymnasium
+        # Each time other episodes. The seed is annotated int by Gymnasium.
+        seeds: Any = [episode_seed(self.seed, index, self.resets) for index in range(self.count)]
         observations, _ = self.environments.reset(seed=seeds)
-        self.over[:] = False
-        return np.asarray(observations, np.float32)
+        self.resets += 1
+        self.over = np.zeros(self.count, bool)
+        return np.array(observations, np.float32)
 
     def restart(self, index: int) -> tuple[Array, list[int]]:
         return self.reset(), list(range(self.count))  # a vector environment can't be restarted in part
@@ -207,7 +213,7 @@ class VectorEnvironments:
         ended, ignored, finals = terminated | truncated, np.zeros(self.count, bool), {}
         cut = np.flatnonzero(truncated & ~terminated)
         if self.mode is AutoresetMode.SAME_STEP:
-            finals = {int(i): np.asarray(infos["final_obs"][i], np.float32) for i in cut}
+            finals = {int(i): np.array(infos["final_obs"][i], np.float32) for i in cut}
         elif self.mode is AutoresetMode.DISABLED:
             finals = {int(i): np.array(observations[i], np.float32) for i in cut}
             if ended.any():
@@ -220,9 +226,10 @@ class VectorEnvironments:
         return Step(observations, np.where(ignored, 0, rewards).astype(np.float32), terminated, truncated, ignored, finals)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"resets": self.resets}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
+        self.resets = state["resets"]
         return self.reset(), list(range(self.count))
 
     def close(self) -> None:
@@ -238,15 +245,16 @@ def make_environments(task: str | MakeEnvironment, arguments: dict[str, Any], co
     make = maker(task, arguments)
     try:
         first = make()
+        single = not isinstance(first, VectorEnv)
+        rest: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(count - 1)] if single else []
     except SurefootError:
         raise
     except Exception as error:
         raise making_failed(name, error) from error
-    if isinstance(first, VectorEnv):
+    if not single:
         return VectorEnvironments(first, seed, name)
     if not isinstance(first, gymnasium.Env):
         raise SurefootError(f"task={name!r}: made a {type(first).__name__}, not a gymnasium.Env")
-    rest: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(count - 1)]
     ready = iter([first, *rest])
     return LoopedEnvironments(lambda: next(ready), count, seed, name)
 

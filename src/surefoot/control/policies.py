@@ -43,7 +43,7 @@ class ActorCritic(Policy):
 
     def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
         """[..., n], [...] or [..., d] -> log-probabilities, entropy, values and distribution, all [...]."""
-        features = self.actor_trunk(inputs)
+        features = _through(self.actor_trunk, inputs)
         distribution = self._head(features)
         return Evaluation(
             log_probs=distribution.log_prob(actions),
@@ -54,11 +54,11 @@ class ActorCritic(Policy):
 
     def distribution(self, inputs: Tensor) -> Any:
         """The distribution over actions.   [..., n] -> Categorical or DiagonalGaussian over [...]"""
-        return self._head(self.actor_trunk(inputs))
+        return self._head(_through(self.actor_trunk, inputs))
 
     def values(self, inputs: Tensor) -> Tensor:
         """V(s); zeros without a critic.   [..., n] -> [...]"""
-        features = self.actor_trunk(inputs) if self.critic_trunk is None else None
+        features = _through(self.actor_trunk, inputs) if self.critic_trunk is None else None
         values = self._values(inputs, features)
         return inputs.new_zeros(inputs.shape[:-1]) if values is None else values
 
@@ -69,7 +69,7 @@ class ActorCritic(Policy):
         return [*self.critic_trunk.parameters(), *self.critic_head.parameters()]
 
     def _head(self, features: Tensor) -> Categorical | DiagonalGaussian:
-        outputs = self.actor_head(features)
+        outputs = self.actor_head.forward(features)
         if self.log_std is None:
             return Categorical(outputs)
         return DiagonalGaussian(outputs, self.log_std.expand_as(outputs))
@@ -78,13 +78,21 @@ class ActorCritic(Policy):
         if self.critic_head is None:
             return None
         if self.critic_trunk is not None:
-            features = self.critic_trunk(inputs)
-        values: Tensor = self.critic_head(features).squeeze(-1)
+            features = _through(self.critic_trunk, inputs)
+        assert features is not None, "a critic on the shared trunk reads the actor's features"
+        values: Tensor = self.critic_head.forward(features).squeeze(-1)
         return values
 
 
+def _through(layers: nn.Sequential, x: Tensor) -> Tensor:
+    # Straight to each layer's forward: module calls cost as much as the arithmetic of networks this small.
+    for layer in layers:
+        x = layer.forward(x)
+    return x
+
+
 def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs)
+    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")  # its own init would draw from the global stream
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer

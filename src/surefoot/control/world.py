@@ -6,8 +6,9 @@ from typing import Any
 from surefoot.config import Recipe
 from surefoot.control.agent import Agent, load_weights
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments import MakeEnvironment, make_environments, task_name
+from surefoot.control.environments import MakeEnvironment, VectorEnvironments, make_environments, task_name
 from surefoot.control.evaluate import evaluate_agent
+from surefoot.errors import SurefootError
 
 
 class ControlWorld:
@@ -18,6 +19,8 @@ class ControlWorld:
         self.task: str | MakeEnvironment = task or recipe.task
         rollout = recipe.rollout
         self.environments = make_environments(self.task, recipe.environment, rollout.environments, recipe.seed)
+        if isinstance(self.environments, VectorEnvironments):
+            _check_vector(recipe, task_name(self.task))
         spaces = (self.environments.observation_space, self.environments.action_space)
         self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))
         self.policy = self.agent.policy
@@ -48,3 +51,17 @@ class ControlWorld:
     def close(self) -> None:
         """Close the environments."""
         self.environments.close()
+
+
+def _check_vector(recipe: Recipe, task: str) -> None:
+    """Refuse at the start what a vector environment can't do in the middle of a run."""
+    if recipe.objective.needs_whole_episodes:
+        raise SurefootError(
+            f"task={task!r}: a vector environment can't run whole episodes side by side, and {recipe.algorithm} needs them; "
+            "use an objective with a critic, or a task that makes single environments"
+        )
+    if recipe.evaluation.episodes:
+        raise SurefootError(
+            f"evaluation.episodes={recipe.evaluation.episodes}: evaluation needs single environments, and task={task!r} makes "
+            "a vector environment; set evaluation.episodes = 0"
+        )

@@ -65,15 +65,16 @@ class Lines:
     """A plain line every few seconds, and at the end."""
 
     def __init__(self, title: str, every: float = 5.0) -> None:
-        self.every, self.last = every, -float("inf")
+        self.title, self.every, self.last = title, every, -float("inf")
         self.clock = _Clock()
-        print(title, flush=True)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.clock.tick(state)
         now = time.monotonic()
         if now - self.last < self.every and state.steps < state.total_steps:
             return
+        if self.last == -float("inf"):  # not before: a run may be refused until now
+            print(self.title, flush=True)
         self.last = now
         parts = [f"step {state.steps:,}/{state.total_steps:,}"]
         parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
@@ -96,9 +97,9 @@ class Dashboard:
         self.clock = _Clock()
         self.greedy: float | None = None
         self.live = Live(Text(title), console=console or Console(), refresh_per_second=8, transient=False)
-        self.live.start()
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
+        self.live.start()  # not before: a run may be refused until now. Once is enough, more does nothing
         self.clock.tick(state)
         if _has(metrics, "evaluation_return"):
             self.greedy = metrics["evaluation_return"]

@@ -24,6 +24,11 @@ def all_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def total(number: int, like: Tensor) -> int:
+    """The sum of a count over ranks, exchanged on the device of ``like``."""
+    return int(all_sum(like.new_tensor(number, dtype=torch.int64)))
+
+
 def all_max(tensor: Tensor) -> Tensor:
     """The elementwise maximum of a tensor over ranks, in place."""
     if world_size() > 1:

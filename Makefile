@@ -1,0 +1,41 @@
+# `make demo` and `make test` work on a fresh machine with Python >= 3.11, make and a package index.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test slow lint types tests docs clean
+
+demo: .venv/core
+	$(BIN)/surefoot demo
+
+test: lint types tests
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev
+	$(BIN)/mypy
+
+tests: .venv/dev
+	$(BIN)/pytest
+
+slow: .venv/dev
+	$(BIN)/pytest -m slow --timeout 2400
+
+docs: .venv/dev
+	$(BIN)/python docs/generate.py
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Surefoot needs Python 3.11 or newer; set PYTHON=python3.x"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/core: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch .venv/core
+
+.venv/dev: .venv/core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch .venv/dev
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

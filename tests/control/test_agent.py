@@ -1,0 +1,377 @@
+"""Laws of what training gives: an agent that acts, is judged, is saved and comes back, the same for the same seed."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import surefoot
+from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, SurefootError
+from surefoot.algorithms import algorithm_name
+from surefoot.control.environments import episode_seed
+
+from .tiny import Clockwork, small
+
+QUICK: dict[str, Any] = {
+    "rollout": {"environments": 4, "steps": 64},
+    "objective": {"reuse": {"epochs": 4, "minibatches": 4}},
+    "evaluation": {"episodes": 0},
+}
+BOTH = {"observations": True, "rewards": True}
+CARTPOLE = np.array([0.01, -0.02, 0.03, 0.04], np.float32)
+
+
+def cartpole(seed: int = 1, steps: int = 1000, **fields: Any) -> surefoot.Agent:
+    return surefoot.train("CartPole-v1", PPO_CLIP, steps=steps, seed=seed, **{**QUICK, **fields})
+
+
+def pendulum(**fields: Any) -> surefoot.Agent:
+    return surefoot.train("Pendulum-v1", PPO_CLIP, steps=600, seed=1, **{**QUICK, "normalise": BOTH, **fields})
+
+
+def assert_same_weights(a: surefoot.Agent, b: surefoot.Agent) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+# ---- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_run_folder_training_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    agent = surefoot.train("CartPole-v1", surefoot.PPO_CLIP, steps=500, seed=1)
+    surefoot.evaluate(agent, episodes=1)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_the_callback_gets_the_metrics_of_each_iteration() -> None:
+    seen: list[Any] = []
+    cartpole(steps=1000, callback=seen.append)
+    assert [metrics["iteration"] for metrics in seen] == [1, 2, 3, 4]
+    assert [metrics["steps"] for metrics in seen] == [256, 512, 768, 1024]
+    assert [metrics["updates"] for metrics in seen] == [16, 32, 48, 64]
+    for metrics in seen:
+        for name in ("episode_return", "policy_loss", "value_loss", "entropy", "kl", "learning_rate", "steps_per_second"):
+            assert isinstance(metrics[name], float), name
+
+
+def test_a_callback_that_returns_true_stops_the_run() -> None:
+    seen: list[Any] = []
+
+    def stop(metrics: Any) -> bool:
+        seen.append(metrics)
+        return len(seen) == 2
+
+    agent = cartpole(steps=100_000, callback=stop)
+    assert len(seen) == 2
+    assert agent.predict(CARTPOLE)[0] in (0, 1)
+
+
+def test_the_same_seed_gives_the_same_weights_bit_for_bit_and_another_seed_others() -> None:
+    one = cartpole(seed=1)
+    assert_same_weights(one, cartpole(seed=1))
+    other = cartpole(seed=2).state_dict()
+    weights = [name for name in other if name.endswith("weight")]
+    assert len(weights) == 6
+    assert not any(torch.equal(one.state_dict()[name], other[name]) for name in weights)
+
+
+def test_evaluating_on_the_way_does_not_change_what_is_learned() -> None:
+    assert_same_weights(cartpole(), cartpole(evaluation={"every": 300, "episodes": 3}))
+
+
+def test_the_global_generators_neither_steer_training_nor_are_moved_by_it() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    one = cartpole(steps=500)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)
+    torch.manual_seed(2)
+    np.random.seed(2)
+    assert_same_weights(one, cartpole(steps=500))
+
+
+@pytest.mark.parametrize("algorithm", LADDER, ids=algorithm_name)
+def test_every_rung_trains_on_box_actions(algorithm: Any) -> None:
+    seen: list[Any] = []
+    fields = {"rollout": {"environments": 2, "steps": 100}, "evaluation": {"episodes": 0}, "normalise": BOTH}
+    agent = surefoot.train("Pendulum-v1", algorithm, steps=800, objective=small(algorithm), callback=seen.append, **fields)
+    assert seen[-1]["steps"] >= 800
+    assert seen[-1]["episode_length"] == 200
+    assert all(weight.isfinite().all() for weight in agent.state_dict().values())
+    assert agent.policy.log_std.abs().max() > 0  # it moved too
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"network": {"shared_trunk": True}},
+        {"network": {"activation": "relu"}},
+        {"network": {"hidden": [7]}},
+        {"network": {"hidden": [5, 6, 7]}},
+        {"network": {"hidden": []}},
+        {"network": {"log_std": -1.0}},
+        {"optimizer": {"critic_learning_rate": 1e-2}},
+        {"optimizer": {"max_grad_norm": "none"}},
+        {"optimizer": {"micro_batch": 10}},
+        {"network": {"shared_trunk": True, "activation": "relu", "hidden": [16]}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
+def test_other_networks_and_optimizers_train(task: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    agent = surefoot.train(task, PPO_CLIP, steps=256, **QUICK, **fields)
+    observation = np.full(agent.observation_space.shape, 0.1, np.float32)
+    assert np.isfinite(agent.value(observation))
+    agent.save(tmp_path / "agent")
+    assert surefoot.load(tmp_path / "agent").value(observation) == agent.value(observation)
+
+
+def test_a_critic_with_its_own_learning_rate_moves_at_that_rate() -> None:
+    def moved(**fields: Any) -> tuple[float, float]:
+        seen: list[Any] = []
+        first = cartpole(steps=1, callback=lambda _: True, optimizer={"learning_rate": 1e-12}).policy
+        last = cartpole(steps=256, callback=seen.append, optimizer={"schedule": "constant", **fields}).policy
+        assert "gradient_norm_critic" in seen[0]
+        pairs = ((last.actor_head, first.actor_head), (last.critic_head, first.critic_head))
+        actor, critic = ((a.weight - b.weight).detach().norm().item() for a, b in pairs)
+        return actor, critic
+
+    policy, critic = moved(learning_rate=1e-3, critic_learning_rate=1e-8)
+    assert policy > 1e-3 > 1e-5 > critic
+    policy, critic = moved(learning_rate=1e-8, critic_learning_rate=1e-3)
+    assert critic > 1e-3 > 1e-5 > policy
+
+
+def test_a_critic_on_a_shared_trunk_is_refused_an_optimizer_of_its_own() -> None:
+    with pytest.raises(SurefootError, match=r"optimizer\.critic_learning_rate=0\.01: a critic on a shared trunk"):
+        cartpole(network={"shared_trunk": True}, optimizer={"critic_learning_rate": 1e-2})
+
+
+def test_a_shared_trunk_serves_both_and_separate_ones_share_nothing() -> None:
+    shared, apart = (cartpole(steps=1, network={"shared_trunk": shared}).policy for shared in (True, False))
+    assert shared.critic_trunk is None
+    assert list(shared.critic_parameters()) == []
+    inputs = torch.randn(5, 4)
+    for policy, reaches in ((shared, True), (apart, False)):
+        policy.zero_grad()
+        policy.values(inputs).sum().backward()
+        gradient = policy.actor_trunk[0].weight.grad
+        assert (gradient is not None and bool(gradient.any())) is reaches
+
+
+# ---- acting -----------------------------------------------------------------------------------------------------------
+
+
+def test_predict_has_the_signature_that_stable_baselines3s_tools_call() -> None:
+    parameters = inspect.signature(surefoot.Agent.predict).parameters
+    assert list(parameters) == ["self", "observation", "state", "episode_start", "deterministic"]
+    assert [parameters[name].default for name in list(parameters)[2:]] == [None, None, False]
+
+
+def test_discrete_actions_come_as_integers_of_their_space_one_or_many() -> None:
+    agent = cartpole(steps=1)
+    action, state = agent.predict(CARTPOLE)
+    assert state is None
+    assert isinstance(action, np.int64)
+    assert agent.action_space.contains(action)
+    actions, state = agent.predict(np.stack([CARTPOLE] * 100))
+    assert state is None
+    assert actions.shape == (100,)
+    assert actions.dtype == np.int64
+    assert set(actions.tolist()) == {0, 1}
+    assert agent.predict(CARTPOLE[None])[0].shape == (1,)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_box_actions_come_as_arrays_within_their_bounds_one_or_many(deterministic: bool) -> None:
+    agent = pendulum(network={"log_std": 2.0})
+    observation = np.array([1.0, 0.0, 0.5], np.float32)
+    action, state = agent.predict(observation, deterministic=deterministic)
+    assert state is None
+    assert action.shape == (1,)
+    assert agent.action_space.contains(action)
+    actions, _ = agent.predict(np.stack([observation] * 200), deterministic=deterministic)
+    assert actions.shape == (200, 1)
+    assert actions.dtype == np.float32
+    assert all(agent.action_space.contains(row) for row in actions)
+    assert (np.abs(actions) == 2).any() == (not deterministic)  # at e² the bounds are met often
+
+
+def test_an_action_counted_from_its_spaces_start_is_predicted_so() -> None:
+    agent = surefoot.train(lambda: Clockwork(action_space=spaces.Discrete(2, start=-3)), PPO_CLIP, steps=1, **QUICK)
+    assert set(agent.predict(np.zeros((50, 4), np.float32))[0].tolist()) == {-3, -2}
+    assert agent.predict(np.zeros(4, np.float32))[0] in (-3, -2)
+
+
+def test_the_deterministic_action_is_the_likeliest_and_a_sampled_one_follows_the_policy() -> None:
+    agent = cartpole(steps=3000)
+    many = np.stack([CARTPOLE] * 20_000)
+    with torch.no_grad():
+        probabilities = agent.policy.distribution(torch.from_numpy(CARTPOLE)).logits.softmax(-1)
+    assert agent.predict(CARTPOLE, deterministic=True)[0] == int(probabilities.argmax())
+    assert len(set(agent.predict(many[:50], deterministic=True)[0].tolist())) == 1
+    assert agent.predict(many)[0].mean() == pytest.approx(float(probabilities[1]), abs=0.02)
+
+
+def test_predict_hands_the_state_back_and_reads_lists_and_doubles() -> None:
+    agent = cartpole(steps=1)
+    action, state = agent.predict(CARTPOLE.astype(np.float64).tolist(), state="mine", episode_start=np.array([True]))
+    assert action in (0, 1)
+    assert state == "mine"
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 2, 4), (5,)])
+def test_an_observation_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
+        cartpole(steps=1).predict(np.zeros(shape, np.float32))
+
+
+def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> None:
+    agent = pendulum()
+    observations = np.float32([[1, 0, 0], [0, 1, 0.5], [-1, 0, -1]])
+    values = agent.value(observations)
+    assert values.shape == (3,)
+    for observation, expected in zip(observations, values, strict=True):
+        one = agent.value(observation)
+        assert isinstance(one, float)
+        assert one == pytest.approx(float(expected), rel=1e-5)
+    with torch.no_grad():
+        normalised = agent.observation_normaliser(torch.from_numpy(observations))
+        features = agent.policy.critic_trunk(normalised)
+        torch.testing.assert_close(agent.policy.critic_head(features).squeeze(-1), torch.from_numpy(values))
+
+
+def test_an_agent_without_a_critic_says_so() -> None:
+    agent = surefoot.train("CartPole-v1", REINFORCE, steps=1, evaluation={"episodes": 0})
+    with pytest.raises(SurefootError, match=r"value: REINFORCE has no critic; .*baseline = 'critic'"):
+        agent.value(CARTPOLE)
+
+
+# ---- saving -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_agent_comes_back_with_the_same_actions_values_and_normalisers(tmp_path: Path) -> None:
+    agent = pendulum()
+    agent.save(tmp_path / "agent")
+    again = surefoot.load(tmp_path / "agent")
+    assert_same_weights(agent, again)
+    assert (again.observation_space, again.action_space) == (agent.observation_space, agent.action_space)
+    assert again.recipe == agent.recipe
+    observations = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    assert np.array_equal(agent.value(observations), again.value(observations))
+    for deterministic in (True, False):
+        ours, theirs = (each.predict(observations, deterministic=deterministic)[0] for each in (agent, again))
+        assert np.array_equal(ours, theirs)
+    assert surefoot.evaluate(again, episodes=2) == surefoot.evaluate(agent, episodes=2)
+
+
+@pytest.mark.parametrize(
+    "action_space",
+    [spaces.Discrete(3, start=5), spaces.Box(np.float32([-1, -np.inf]), np.float32([np.inf, 2.5]))],
+    ids=["discrete from five", "box open on one side"],
+)
+def test_spaces_survive_saving(action_space: Any, tmp_path: Path) -> None:
+    agent = surefoot.train(lambda: Clockwork(action_space=action_space), PPO_CLIP, steps=1, **QUICK)
+    agent.save(tmp_path / "agent")
+    again = surefoot.load(tmp_path / "agent")
+    assert again.action_space == action_space
+    assert again.observation_space == agent.observation_space
+    observation = np.ones((20, 4), np.float32)
+    assert np.array_equal(agent.predict(observation)[0], again.predict(observation)[0])
+
+
+def test_saving_again_replaces_and_saving_over_something_else_is_refused(tmp_path: Path) -> None:
+    first, second = cartpole(steps=1, seed=1), cartpole(steps=1, seed=2)
+    first.save(tmp_path / "agent")
+    second.save(tmp_path / "agent")
+    assert_same_weights(surefoot.load(tmp_path / "agent"), second)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("irreplaceable")
+    with pytest.raises(SurefootError, match="not a checkpoint"):
+        first.save(tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "irreplaceable"
+
+
+def test_loading_from_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match="nowhere"):
+        surefoot.load(tmp_path / "nowhere")
+
+
+# ---- judging ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_whole_episodes_each_from_its_own_seed() -> None:
+    agent = cartpole(steps=2000)
+    result = surefoot.evaluate(agent, episodes=13, seed=5)
+    returns, env = [], gymnasium.make("CartPole-v1")
+    for i in range(13):
+        observation, _ = env.reset(seed=episode_seed(5, i % 10, i // 10))
+        total, over = 0.0, False
+        while not over:
+            observation, reward, terminated, truncated, _ = env.step(agent.predict(observation, deterministic=True)[0])
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+    assert result.returns == returns == result.lengths
+    assert result.mean_return == pytest.approx(np.mean(returns))
+    assert result.std_return == pytest.approx(np.std(returns))
+    assert (result.episodes, result.seed) == (13, 5)
+
+
+def test_the_same_evaluation_seed_gives_the_same_result_and_another_seed_another() -> None:
+    agent = cartpole(steps=2000)
+    for deterministic in (True, False):
+        first = surefoot.evaluate(agent, episodes=5, seed=3, deterministic=deterministic)
+        assert surefoot.evaluate(agent, episodes=5, seed=3, deterministic=deterministic) == first
+        assert surefoot.evaluate(agent, episodes=5, seed=4, deterministic=deterministic).returns != first.returns
+
+
+def test_sampled_and_greedy_evaluations_differ() -> None:
+    agent = cartpole(steps=2000)
+    assert surefoot.evaluate(agent, episodes=5).returns != surefoot.evaluate(agent, episodes=5, deterministic=False).returns
+
+
+def test_evaluating_on_a_task_with_other_spaces_is_refused() -> None:
+    with pytest.raises(SurefootError, match=r"task='Pendulum-v1': has spaces .* the agent was trained on"):
+        surefoot.evaluate(cartpole(steps=1), "Pendulum-v1")
+
+
+def test_evaluating_no_episode_is_refused() -> None:
+    with pytest.raises(SurefootError, match="episodes=0"):
+        surefoot.evaluate(cartpole(steps=1), episodes=0)
+
+
+def test_an_agent_is_judged_on_the_environment_that_it_was_trained_in() -> None:
+    agent = surefoot.train("CartPole-v1", A2C, steps=1, environment={"max_episode_steps": 7}, evaluation={"episodes": 0})
+    assert set(surefoot.evaluate(agent, episodes=5).lengths) == {7}
+    assert set(surefoot.evaluate(agent, "CartPole-v1", episodes=5).lengths) == {7}
+
+
+def test_stable_baselines3s_own_evaluate_policy_works_on_an_agent() -> None:
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.monitor import Monitor
+
+    agent = cartpole(steps=3000)
+    env = Monitor(gymnasium.make("CartPole-v1"))
+    env.reset(seed=0)
+    mean, std = evaluate_policy(agent, env, n_eval_episodes=20)
+    ours = surefoot.evaluate(agent, episodes=20)
+    assert abs(mean - ours.mean_return) < 4 * (std + ours.std_return) / np.sqrt(20) + 1
+    returns, lengths = evaluate_policy(
+        agent, make_vec_env("CartPole-v1", 3), 6, deterministic=False, return_episode_rewards=True
+    )
+    assert returns == lengths
+    assert len(returns) == 6
+    box = pendulum()
+    returns, lengths = evaluate_policy(box, make_vec_env("Pendulum-v1", 2), 2, return_episode_rewards=True)
+    assert lengths == [200, 200]
+    assert all(-2000 < total < 0 for total in returns)

@@ -1,0 +1,468 @@
+"""Laws of collecting: what a rollout holds is what happened, whole or cut, and a value that is not finite costs one rollout."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import surefoot
+from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
+from surefoot.control.collect import EPISODES_REMEMBERED
+from surefoot.control.world import ControlWorld
+from surefoot.rollout import Rollout
+
+from .tiny import ENDS, Clockwork, Endless, clockworks, fresh_state, one_by_one, world_of
+
+BOX = spaces.Box(np.float32([-0.5, -1.0]), np.float32([0.25, 2.0]))
+
+
+def collecting(single: Sequence[Any], steps: int = 12, algorithm: Any = PPO_CLIP, **fields: Any) -> ControlWorld:
+    """Our loop over the given environments."""
+    rollout = {"environments": len(single), "steps": steps, **fields.pop("rollout", {})}
+    return world_of(one_by_one(single), algorithm, rollout=rollout, **fields)
+
+
+def vectorised(single: Sequence[Any], mode: str, steps: int, **fields: Any) -> ControlWorld:
+    """Gymnasium's vector environment over the given environments."""
+    makers = [partial(next, iter([env])) for env in single]
+
+    def vector() -> SyncVectorEnv:
+        return SyncVectorEnv(makers, autoreset_mode=AutoresetMode[mode])
+
+    return world_of(vector, PPO_CLIP, rollout={"environments": len(single), "steps": steps}, **fields)
+
+
+def raw_observations(single: Sequence[Clockwork], rollout: Rollout) -> torch.Tensor:
+    """[B, T, 4] by the environments' own account; for rollouts without masked rows."""
+    return torch.from_numpy(np.stack([[step.observation for step in env.log] for env in single]))[:, : rollout.mask.shape[1]]
+
+
+# ---- what a rollout holds ---------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_of_a_rollout_is_environments_by_steps() -> None:
+    rollout = collecting(clockworks(), steps=12).collector.collect(fresh_state())
+    assert rollout.inputs.shape == (3, 12, 4)
+    assert rollout.actions.shape == (3, 12)
+    for name in ("mask", "old_log_probs", "values", "next_values", "rewards", "terminated", "truncated"):
+        assert getattr(rollout, name).shape == (3, 12), name
+    for name in ("mask", "terminated", "truncated"):
+        assert getattr(rollout, name).dtype == torch.bool, name
+    assert rollout.old_distribution.logits.shape == (3, 12, 2)
+    assert rollout.unit == "step"
+    assert rollout.steps == 36
+
+
+def test_box_actions_have_one_more_axis() -> None:
+    rollout = collecting(clockworks(action_space=BOX), steps=12).collector.collect(fresh_state())
+    assert rollout.actions.shape == rollout.old_distribution.mean.shape == (3, 12, 2)
+    assert rollout.old_log_probs.shape == (3, 12)
+
+
+def test_a_rollout_holds_what_happened_in_order() -> None:
+    single = clockworks()
+    collector = collecting(single, steps=9).collector
+    for part in range(3):  # rollouts follow on one another without a gap
+        rollout = collector.collect(fresh_state())
+        happened = [env.log[9 * part : 9 * part + 9] for env in single]
+        assert rollout.inputs.tolist() == [[step.observation.tolist() for step in row] for row in happened]
+        assert rollout.actions.tolist() == [[int(step.action) for step in row] for row in happened]
+        assert rollout.rewards.tolist() == [[step.reward for step in row] for row in happened]
+        assert rollout.terminated.tolist() == [[step.terminated for step in row] for row in happened]
+        assert rollout.truncated.tolist() == [[step.truncated for step in row] for row in happened]
+        assert rollout.mask.all()
+
+
+@pytest.mark.parametrize("mode", ["looped", "SAME_STEP", "NEXT_STEP", "DISABLED"])
+def test_next_values_are_those_of_the_true_successors_in_every_autoreset_mode(mode: str) -> None:
+    single = clockworks()
+    world = collecting(single, 30) if mode == "looped" else vectorised(single, mode, 30)
+    rollout = world.collector.collect(fresh_state())
+    for b, env in enumerate(single):
+        kept = rollout.mask[b]
+        happened = env.log[: int(kept.sum())]
+        values = world.agent.values(np.stack([step.observation for step in happened]))
+        following = world.agent.values(np.stack([step.successor for step in happened]))
+        torch.testing.assert_close(rollout.values[b][kept], values)
+        goes_on = ~rollout.terminated[b][kept]
+        torch.testing.assert_close(rollout.next_values[b][kept][goes_on], following[goes_on])
+        assert (rollout.truncated[b][kept] & goes_on).any()
+
+
+@pytest.mark.parametrize("action_space", [spaces.Discrete(3), BOX], ids=["discrete", "box"])
+def test_old_log_probs_are_what_the_policy_gives_for_the_stored_actions(action_space: Any) -> None:
+    world = collecting(clockworks(action_space=action_space))
+    rollout = world.collector.collect(fresh_state())
+    again = world.policy(rollout.inputs, rollout.actions)
+    assert torch.equal(again.log_probs, rollout.old_log_probs)
+    assert torch.equal(again.values, rollout.values)
+    outputs = world.policy.actor_head(world.policy.actor_trunk(rollout.inputs))
+    if isinstance(action_space, spaces.Discrete):
+        theirs = torch.distributions.Categorical(logits=outputs).log_prob(rollout.actions)
+    else:
+        theirs = torch.distributions.Normal(outputs, world.policy.log_std.exp()).log_prob(rollout.actions).sum(-1)
+    torch.testing.assert_close(theirs, rollout.old_log_probs)
+    assert not rollout.old_log_probs.requires_grad
+
+
+def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:
+    single = clockworks(action_space=BOX)
+    rollout = collecting(single, steps=50, network={"log_std": 0.5}).collector.collect(fresh_state())
+    stored, low, high = rollout.actions.numpy(), BOX.low, BOX.high
+    sent = np.stack([[step.action for step in env.log] for env in single])
+    assert np.array_equal(sent, np.clip(stored, low, high))
+    for side in (stored < low, stored > high):
+        assert 0.05 < side.mean() < 0.8
+
+
+def test_an_unbounded_box_gets_the_actions_as_they_are() -> None:
+    single = clockworks(action_space=spaces.Box(-np.inf, np.inf, (2,), np.float32))
+    rollout = collecting(single, network={"log_std": 2.0}).collector.collect(fresh_state())
+    assert np.array_equal(np.stack([[step.action for step in env.log] for env in single]), rollout.actions.numpy())
+
+
+def test_discrete_actions_are_stored_from_zero_and_sent_from_the_start_of_their_space() -> None:
+    single = clockworks(action_space=spaces.Discrete(3, start=5))
+    rollout = collecting(single, steps=40).collector.collect(fresh_state())
+    assert set(rollout.actions.flatten().tolist()) == {0, 1, 2}
+    assert [[int(step.action) for step in env.log] for env in single] == (rollout.actions + 5).tolist()
+
+
+def test_the_same_stream_gives_the_same_rollout_and_another_a_different_one() -> None:
+    def actions(seed: int) -> torch.Tensor:
+        return collecting(clockworks(), steps=40).collector.collect(fresh_state(seed)).actions
+
+    assert torch.equal(actions(1), actions(1))
+    assert not torch.equal(actions(1), actions(2))
+
+
+def test_without_a_critic_values_are_zero() -> None:
+    rollout = collecting(clockworks(), algorithm=REINFORCE).collector.collect(fresh_state())
+    assert not rollout.values.any()
+    assert not rollout.next_values.any()
+
+
+@pytest.mark.parametrize("algorithm", LADDER, ids=lambda a: surefoot.algorithms.algorithm_name(a))
+def test_every_rung_learns_from_what_was_collected(algorithm: Any) -> None:
+    lasting = [((30, "terminated"), (20, "truncated"))] * 2
+    maker = one_by_one(clockworks(lasting))
+    fields = {"rollout": {"environments": 2, "steps": 16}, "objective": {"gamma": 0.9}}
+    if algorithm.reuse:
+        fields["objective"]["reuse"] = {"epochs": 1, "minibatches": 2}
+    seen: list[Any] = []
+    surefoot.train(maker, algorithm, steps=100, evaluation={"episodes": 0}, callback=seen.append, **fields)
+    assert seen[-1]["updates"] >= 2
+    assert seen[-1]["ratio_at_start"] == pytest.approx(1, abs=1e-4)
+
+
+# ---- whole episodes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("episodes", [1, 2])
+def test_in_whole_episode_mode_every_environment_runs_just_its_episodes_and_is_masked_after(episodes: int) -> None:
+    single = clockworks()
+    collector = collecting(single, algorithm=REINFORCE, rollout={"episodes": episodes}).collector
+    done = np.zeros(3, int)
+    for part in range(3):
+        rollout = collector.collect(fresh_state())
+        first = part * episodes
+        lengths = [sum(rows[e % len(rows)][0] for e in range(first, first + episodes)) for rows in ENDS]
+        assert rollout.mask.sum(1).tolist() == lengths
+        assert rollout.mask.shape[1] == max(lengths)
+        assert (rollout.terminated | rollout.truncated).sum(1).tolist() == [episodes] * 3
+        for b, length in enumerate(lengths):
+            assert rollout.mask[b, :length].all()
+            assert (rollout.terminated | rollout.truncated)[b, length - 1]
+            assert not rollout.rewards[b, length:].any()
+            happened = single[b].log[done[b] : done[b] + length]
+            assert rollout.rewards[b, :length].tolist() == [step.reward for step in happened]
+        assert rollout.steps == sum(lengths)
+        done += lengths
+        assert [len(env.log) for env in single] == done.tolist()
+
+
+# ---- statistics of episodes -------------------------------------------------------------------------------------------
+
+
+def finished(single: Sequence[Clockwork]) -> list[tuple[float, int]]:
+    """(return, length) of every finished episode, in the order in which they ended."""
+    rows = []
+    for b, env in enumerate(single):
+        for episode in range(env.episode):
+            steps = [(t, step) for t, step in enumerate(env.log) if step.episode == episode]
+            rows.append((steps[-1][0], b, sum(step.reward for _, step in steps), len(steps)))
+    return [(total, length) for _, _, total, length in sorted(rows)]
+
+
+def test_episode_statistics_are_undiscounted_unnormalised_and_over_the_last_hundred_episodes() -> None:
+    single = clockworks()
+    collector = collecting(single, steps=25, normalise={"rewards": True}).collector
+    for part in range(8):
+        metrics = collector.collect(fresh_state(part)).metrics
+        rows = finished(single)
+        assert metrics["episodes"] == len(rows)
+        assert metrics["episode_return"] == pytest.approx(np.mean([row[0] for row in rows[-EPISODES_REMEMBERED:]]))
+        assert metrics["episode_length"] == pytest.approx(np.mean([row[1] for row in rows[-EPISODES_REMEMBERED:]]))
+    assert len(rows) > EPISODES_REMEMBERED == 100
+
+
+def test_before_the_first_end_episode_statistics_are_null() -> None:
+    metrics = collecting(clockworks([((50, "terminated"),)]), steps=20).collector.collect(fresh_state()).metrics
+    assert metrics == {"episode_return": None, "episode_length": None, "episodes": 0}
+
+
+def test_masked_rows_of_next_step_environments_count_nowhere() -> None:
+    single = clockworks()
+    world = vectorised(single, "NEXT_STEP", 20, normalise={"observations": True, "rewards": True})
+    collector, steps = world.collector, 0
+    for part in range(3):
+        rollout = collector.collect(fresh_state(part))
+        assert not rollout.mask.all()
+        assert rollout.steps == rollout.mask.sum()
+        steps += rollout.steps
+        assert sum(len(env.log) for env in single) == steps
+    seen = np.concatenate([[step.observation for step in env.log] for env in single])
+    normaliser = world.agent.observation_normaliser
+    assert normaliser.count == world.agent.reward_normaliser.count == len(seen) == steps
+    np.testing.assert_allclose(normaliser.mean, seen.mean(0, dtype=np.float64), rtol=1e-12)
+    np.testing.assert_allclose(normaliser.var, seen.var(0, dtype=np.float64), rtol=1e-12)
+    rows = finished_in_vector(single)
+    assert sorted(collector.finished) == sorted(rows)
+    assert rollout.metrics["episodes"] == len(rows)
+
+
+def finished_in_vector(single: Sequence[Clockwork]) -> list[tuple[float, int]]:
+    """As ``finished``, where the last end may not have been followed by its reset yet."""
+    rows = []
+    for env in single:
+        for episode in range(env.episode + 1):
+            steps = [step for step in env.log if step.episode == episode]
+            if steps and (steps[-1].terminated or steps[-1].truncated):
+                rows.append((sum(step.reward for step in steps), len(steps)))
+    return rows
+
+
+# ---- not finite -------------------------------------------------------------------------------------------------------
+
+
+class Poisoned(Clockwork):
+    """A Clockwork that once gives a value that is not finite: at step ``at`` of episode ``episode`` (0 is its reset)."""
+
+    def poison(self, what: str, value: float, episode: int, at: int) -> "Poisoned":
+        self.what, self.value, self.place = what, value, (episode, at)
+        return self
+
+    def look(self) -> np.ndarray:
+        observation = super().look()
+        if self.what == "observation" and (self.episode, self.t) == self.place:
+            observation[2] = self.value
+        return observation
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        if self.what == "reward" and (self.episode, self.t) == self.place:
+            reward = self.value
+        return observation, reward, *rest
+
+
+def with_poison(what: str, value: float, episode: int, at: int, ends: Sequence[Any] = ENDS) -> list[Clockwork]:
+    healthy = clockworks(ends)
+    return [healthy[0], Poisoned(1, ends[1]).poison(what, value, episode, at), healthy[2]]
+
+
+def assert_sound(world: ControlWorld, rollout: Rollout) -> None:
+    for name in ("inputs", "old_log_probs", "values", "next_values", "rewards"):
+        assert getattr(rollout, name).isfinite().all(), name
+    for name, buffer in world.agent.named_buffers():
+        assert buffer.isfinite().all(), name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("what", "episode", "at"),
+    [
+        ("reward", 0, 3),
+        ("observation", 0, 3),
+        ("observation", 0, 5),  # the final observation of a truncated episode
+        ("observation", 1, 0),  # the first observation of the next episode
+    ],
+    ids=["reward", "observation", "final observation", "observation of a reset"],
+)
+def test_what_is_not_finite_is_named_and_collecting_goes_on(what: str, episode: int, at: int, value: float) -> None:
+    ends = [ENDS[0], ((5, "truncated"), (2, "both")), ENDS[2]]
+    single = with_poison(what, value, episode, at, ends)
+    world = collecting(single, steps=12, normalise={"observations": True, "rewards": True})
+    before = {name: buffer.clone() for name, buffer in world.agent.named_buffers()}
+    step = at or 5
+    with pytest.raises(NotFiniteError, match=rf"the {what} of environment 1 at step {step} of its episode is not finite"):
+        world.collector.collect(fresh_state())
+    for name, buffer in world.agent.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    for part in range(3):
+        rollout = world.collector.collect(fresh_state(part))
+        assert_sound(world, rollout)
+        assert math.isfinite(rollout.metrics["episode_return"])
+
+
+def test_a_first_observation_that_is_not_finite_is_named_before_it_reaches_the_normaliser() -> None:
+    world = collecting(with_poison("observation", math.nan, 0, 0), normalise={"observations": True})
+    with pytest.raises(NotFiniteError, match="the observation of environment 1 at step 0 of its episode is not finite"):
+        world.collector.collect(fresh_state())
+    assert_sound(world, world.collector.collect(fresh_state()))
+
+
+def test_an_observation_that_is_large_but_finite_is_no_fault() -> None:
+    class Large(Endless):
+        def step(self, action: Any) -> Any:
+            return np.float32([3e38, 3e38]), 1.0, False, False, {}
+
+    world = collecting([Large()], steps=4, normalise={"observations": True})
+    assert_sound(world, world.collector.collect(fresh_state()))
+
+
+def test_after_a_fault_the_statistics_of_the_other_environments_are_still_right() -> None:
+    ends = [((3, "terminated"), (2, "truncated")), ((9, "terminated"),), ((4, "truncated"),)]
+    single = with_poison("reward", math.nan, 0, 3, ends)  # at the very step at which environment 0 ends an episode
+    collector = collecting(single, steps=10).collector
+    with pytest.raises(NotFiniteError):
+        collector.collect(fresh_state())
+    for part in range(3):
+        collector.collect(fresh_state(part))
+    expected = [row for row in finished(single) if not math.isnan(row[0])]
+    broken = [row for row in expected if row[1] == 3 and row[0] == sum(step.reward for step in single[1].log[:3])]
+    assert len(broken) == 1
+    assert sorted(collector.finished) == sorted(row for row in expected if row not in broken)
+
+
+def test_after_a_fault_no_discounted_return_leaks_into_another_episode() -> None:
+    ends = [((3, "terminated"),), ((30, "terminated"),), ((30, "terminated"),)]
+    single = with_poison("reward", math.nan, 0, 5, ends)
+    world = collecting(single, steps=2, normalise={"rewards": True})
+    world.collector.collect(fresh_state())
+    world.collector.collect(fresh_state())
+    with pytest.raises(NotFiniteError):
+        world.collector.collect(fresh_state())
+    assert not world.collector.discounted.any()
+
+
+def test_two_environments_that_go_wrong_at_once_both_begin_anew() -> None:
+    single = [
+        Poisoned(0, ENDS[0]).poison("reward", math.nan, 0, 2),
+        Poisoned(1, ENDS[1]).poison("observation", math.nan, 0, 2),
+    ]
+    world = collecting(single, steps=10)
+    with pytest.raises(NotFiniteError, match="the reward of environment 0 at step 2"):
+        world.collector.collect(fresh_state())
+    assert [env.episode for env in single] == [1, 1]
+    assert_sound(world, world.collector.collect(fresh_state()))
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+def test_collecting_goes_on_with_a_vector_environment_too(mode: str) -> None:
+    single = with_poison("reward", math.nan, 0, 3)
+    world = vectorised(single, mode, 12)
+    with pytest.raises(NotFiniteError, match="the reward of environment 1 at step 3"):
+        world.collector.collect(fresh_state())
+    rollout = world.collector.collect(fresh_state())
+    assert_sound(world, rollout)
+    assert rollout.inputs[:, 0, 2].tolist() == [0, 0, 0]  # all began anew
+
+
+def always(value: float) -> Callable[[], Any]:
+    class Always(Endless):
+        def step(self, action: Any) -> Any:
+            return np.zeros(2, np.float32), value, False, False, {}
+
+    return Always
+
+
+def test_three_faults_in_a_row_stop_training_and_one_does_not() -> None:
+    with pytest.raises(SurefootError, match=r"environment 0 at step 1 .* 3rd update in a row"):
+        surefoot.train(always(math.nan), A2C, steps=100, rollout={"environments": 2, "steps": 5})
+    single = with_poison("reward", math.nan, 2, 1)
+    fields: dict[str, Any] = {"rollout": {"environments": 3, "steps": 8}, "evaluation": {"episodes": 0}}
+    seen: list[Any] = []
+    surefoot.train(one_by_one(single), A2C, steps=120, callback=seen.append, **fields)
+    assert seen[-1]["steps"] >= 120
+    assert sum(len(env.log) for env in single) > seen[-1]["steps"]  # the discarded rollout was not counted
+
+
+# ---- continuing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_collector_continues_bit_for_bit() -> None:
+    def world() -> ControlWorld:
+        fields = {"rollout": {"environments": 3, "steps": 40}, "normalise": {"observations": True, "rewards": True}}
+        return world_of("CartPole-v1", PPO_CLIP, **fields)
+
+    original, again = world(), world()
+    original.collector.collect(fresh_state(1))
+    again.load({**original.trees(), "collector": original.collector.state_dict()}, "here")
+    for part in range(2, 5):
+        a, b = original.collector.collect(fresh_state(part)), again.collector.collect(fresh_state(part))
+        for name in ("inputs", "actions", "rewards", "old_log_probs", "values", "next_values", "terminated", "truncated"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        assert a.metrics == b.metrics
+    for (name, buffer), (_, other) in zip(original.agent.named_buffers(), again.agent.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+class Ticking(Endless):
+    """A clock whose pace is its own."""
+
+    def __init__(self, pace: float) -> None:
+        self.pace, self.t = pace, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.float32([self.t * self.pace, 0]), 1.0, False, False, {}
+
+
+def test_a_lost_environment_is_told_and_its_running_statistics_begin_anew() -> None:
+    original = collecting([Ticking(0.1) for _ in range(3)], steps=10, normalise={"rewards": True})
+    original.collector.collect(fresh_state())
+    again = collecting([Ticking(pace) for pace in (0.1, 0.2, 0.1)], steps=10, normalise={"rewards": True})
+    lines = again.load({**original.trees(), "collector": original.collector.state_dict()}, "here")
+    assert len(lines) == 1
+    assert "environments [1]" in lines[0]
+    assert "not exact" in lines[0]
+    collector = again.collector
+    assert collector.running_length.tolist() == [10, 0, 10]
+    assert collector.running_return.tolist() == [10, 0, 10]
+    assert (collector.discounted != 0).tolist() == [True, False, True]
+
+
+# ---- vector environments are refused what they can't do ---------------------------------------------------------------
+
+
+def vector_task() -> SyncVectorEnv:
+    return SyncVectorEnv([Clockwork, Clockwork])
+
+
+def test_a_vector_environment_trains() -> None:
+    seen: list[Any] = []
+    fields: dict[str, Any] = {"evaluation": {"episodes": 0}, "rollout": {"environments": 2, "steps": 12}}
+    surefoot.train(vector_task, A2C, steps=60, callback=seen.append, **fields)
+    assert seen[-1]["episode_length"] == 5
+
+
+def test_an_evaluation_that_is_impossible_is_refused_before_training() -> None:
+    seen: list[Any] = []
+    with pytest.raises(SurefootError, match=r"evaluation\.episodes=10: .*vector environment; set evaluation\.episodes = 0"):
+        surefoot.train(vector_task, A2C, steps=60, callback=seen.append)
+    assert not seen
+
+
+def test_whole_episodes_of_a_vector_environment_are_refused_before_training() -> None:
+    with pytest.raises(SurefootError, match=r"task='vector_task'.*whole episodes.*REINFORCE needs them"):
+        surefoot.train(vector_task, REINFORCE, steps=60)

@@ -1,0 +1,499 @@
+"""Laws of environments: every autoreset mode yields the same kept transitions, episodes replay, faults are named."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import Tensor
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.control.environments import (
+    Environments,
+    LoopedEnvironments,
+    VectorEnvironments,
+    episode_seed,
+    make_environments,
+)
+from surefoot.functional import successor_values
+from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
+
+from .tiny import ENDS, Clockwork, Endless, clockworks, one_by_one
+
+SEED = 7
+MODES = ("looped", *(mode.name for mode in AutoresetMode))
+Kept = list[dict[str, Any]]
+
+
+def together(mode: str, single: Sequence[Any], copy: bool = True) -> Environments:
+    """Environments behind one interface: our loop, or Gymnasium's vector environment in one of its autoreset modes."""
+    if mode == "looped":
+        return LoopedEnvironments(one_by_one(single), len(single), SEED, "tiny")
+    vector = SyncVectorEnv([partial(next, iter([env])) for env in single], autoreset_mode=AutoresetMode[mode], copy=copy)
+    return VectorEnvironments(vector, SEED, "tiny")
+
+
+def value_of(observations: np.ndarray) -> Tensor:
+    """A fixed value function, to 9 decimals: sums over many rows may be ordered differently from those over one."""
+    weights = np.array([0.7, -1.3, 0.31, 0.57])[: observations.shape[-1]]
+    return torch.as_tensor((np.sin(observations @ weights) + 0.1 * observations.sum(-1)).round(9))
+
+
+def play(environments: Environments, act: Callable[[int, int], Any], kept: int) -> list[Kept]:
+    """Step until every environment has ``kept`` kept rows; the rows of each, with V of their successors.
+
+    ``act(environment, k)`` is the action at that environment's k-th kept step, so that all modes get the same ones.
+    """
+    observations = environments.reset()
+    count = np.zeros(environments.count, int)
+    seen, actions, steps = [], [], []
+    while count.min() < kept:
+        sent = np.array([act(b, int(k)) for b, k in enumerate(count)])
+        seen.append(observations)
+        actions.append(sent)
+        step = environments.step(sent)
+        steps.append(step)
+        count += ~step.ignored
+        observations = step.observations
+    values = value_of(np.stack(seen, 1))
+    truncated = torch.from_numpy(np.stack([step.truncated for step in steps], 1))
+    final_values = successor_values(values, value_of(observations))
+    for t, step in enumerate(steps):
+        for b, final in step.final_observations.items():
+            final_values[b, t] = value_of(final)
+    following = successor_values(values, value_of(observations), truncated=truncated, final_values=final_values)
+    rows: list[Kept] = [[] for _ in range(environments.count)]
+    for t, step in enumerate(steps):
+        for b in np.flatnonzero(~step.ignored):
+            ended = bool(step.terminated[b]), bool(step.truncated[b])
+            following_value = None if ended[0] else float(following[b, t])
+            row = {"observation": seen[t][b].tolist(), "action": actions[t][b].tolist(), "reward": float(step.rewards[b])}
+            rows[b].append({**row, "terminated": ended[0], "truncated": ended[1], "next_value": following_value})
+    return [row[:kept] for row in rows]
+
+
+def told(environment: Clockwork, kept: int) -> Kept:
+    """The same rows by the environment's own account: what V of the true successor is, nobody had to find out."""
+    return [
+        {
+            "observation": step.observation.tolist(),
+            "action": step.action.tolist(),
+            "reward": step.reward,
+            "terminated": step.terminated,
+            "truncated": step.truncated,
+            "next_value": None if step.terminated else float(value_of(step.successor)),
+        }
+        for step in environment.log[:kept]
+    ]
+
+
+# ---- autoreset modes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kept_transitions_and_next_values_are_what_happened_in_every_autoreset_mode(mode: str) -> None:
+    single, kept = clockworks(), 30
+    ours = play(together(mode, single), lambda b, k: (b + k // 2) % 2, kept)
+    assert ours == [told(env, kept) for env in single]
+    assert {(row["terminated"], row["truncated"]) for row in ours[0]} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_holds_for_box_actions(mode: str) -> None:
+    single, kept = clockworks(action_space=spaces.Box(-2, 2, (2,), np.float32)), 25
+    ours = play(together(mode, single), lambda b, k: np.float32([b - 1, k % 3 - 1]), kept)
+    assert ours == [told(env, kept) for env in single]
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_vector_environment_that_reuses_its_arrays_changes_nothing(mode: str) -> None:
+    single = clockworks()
+    ours = play(together(mode, single, copy=False), lambda b, k: k % 2, 30)
+    assert ours == [told(env, 30) for env in single]
+
+
+def test_on_a_real_task_all_vector_modes_agree_and_the_loop_agrees_on_every_first_episode() -> None:
+    def rows(mode: str) -> list[Kept]:
+        single = [gymnasium.make("CartPole-v1", max_episode_steps=(15, 30, 500)[b]) for b in range(3)]
+        environments = together(mode, single)
+        played = play(environments, lambda b, k: (k + b) % 2, 120)
+        environments.close()
+        return played
+
+    def first_episode(row: Kept) -> Kept:
+        return row[: 1 + next(i for i, step in enumerate(row) if step["terminated"] or step["truncated"])]
+
+    same, following, disabled, looped = (rows(mode) for mode in ("SAME_STEP", "NEXT_STEP", "DISABLED", "looped"))
+    assert same == following == disabled
+    assert [first_episode(row) for row in same] == [first_episode(row) for row in looped]
+    assert any(step["truncated"] for step in same[0])
+    assert any(step["terminated"] for step in same[2])
+
+
+def test_only_next_step_environments_have_ignored_rows_one_after_every_end() -> None:
+    for mode in MODES:
+        environments = together(mode, clockworks())
+        environments.reset()
+        over = np.zeros(3, bool)
+        for _ in range(30):
+            step = environments.step(np.zeros(3, int))
+            assert np.array_equal(step.ignored, over if mode == "NEXT_STEP" else np.zeros(3, bool))
+            assert not (step.ignored & (step.terminated | step.truncated)).any()
+            assert (step.rewards[step.ignored] == 0).all()
+            over = step.terminated | step.truncated
+
+
+def test_whole_episodes_side_by_side_step_only_the_active_environments() -> None:
+    single = clockworks()
+    environments = together("looped", single)
+    before = environments.reset()
+    step = environments.step(np.zeros(3, int), np.array([True, False, True]))
+    assert [len(env.log) for env in single] == [1, 0, 1]
+    assert step.ignored.tolist() == [False, True, False]
+    assert np.array_equal(step.observations[1], before[1])
+    assert step.rewards[1] == 0
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_vector_environment_refuses_whole_episodes_side_by_side(mode: str) -> None:
+    environments = together(mode, clockworks())
+    environments.reset()
+    with pytest.raises(SurefootError, match=r"tiny: .*whole episodes.*critic"):
+        environments.step(np.zeros(3, int), np.array([True, False, True]))
+
+
+# ---- episode seeds ----------------------------------------------------------------------------------------------------
+
+
+def test_every_episode_is_reset_with_the_seed_of_its_run_environment_and_number() -> None:
+    single = clockworks()
+    play(together("looped", single), lambda b, k: 0, 20)
+    for b, env in enumerate(single):
+        assert env.seeds == [episode_seed(SEED, b, episode) for episode in range(len(env.seeds))]
+        assert len(env.seeds) > 5
+
+
+def test_episode_seeds_do_not_repeat_between_runs_environments_or_episodes() -> None:
+    places = [(seed, b, episode) for seed in range(5) for b in range(8) for episode in range(50)]
+    assert len({episode_seed(*place) for place in places}) == len(places)
+    assert episode_seed(1, 2, 3) == episode_seed(1, 2, 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_restart_begins_another_episode_and_not_the_first_one_again(mode: str) -> None:
+    single = clockworks()
+    environments = together(mode, single)
+    environments.reset()
+    environments.step(np.zeros(3, int))
+    observations, anew = environments.restart(1)
+    assert 1 in anew
+    assert observations[1].tolist() == [1, 1, 0, 0]
+    assert len(set(single[1].seeds)) == len(single[1].seeds) == 2
+    if mode == "looped":
+        assert anew == [1]
+        assert observations[0].tolist() == [0, 0, 1, 0]
+
+
+# ---- replay -----------------------------------------------------------------------------------------------------------
+
+
+def actions_for(environments: Environments, seed: int, steps: int) -> np.ndarray:
+    """[steps, B, ...] drawn from the action space."""
+    space = environments.action_space
+    space.seed(seed)
+    return np.array([[space.sample() for _ in range(environments.count)] for _ in range(steps)])
+
+
+def through_a_file(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    save_checkpoint(folder, {"environments": state})
+    return load_checkpoint(folder)["environments"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 57])
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
+def test_a_saved_state_brings_every_environment_back_exactly(task: str, steps: int, tmp_path: Path) -> None:
+    environments, again = make_environments(task, {}, 3, SEED), make_environments(task, {}, 3, SEED)
+    observations = environments.reset()
+    script = actions_for(environments, 1, steps + 250)
+    for actions in script[:steps]:
+        observations = environments.step(actions).observations
+    restored, lost = again.load_state_dict(through_a_file(environments.state_dict(), tmp_path / "state"))
+    assert lost == []
+    assert np.array_equal(restored, observations)
+    ends = 0
+    for actions in script[steps:]:
+        a, b = environments.step(actions), again.step(actions)
+        for name in ("observations", "rewards", "terminated", "truncated", "ignored"):
+            assert np.array_equal(getattr(a, name), getattr(b, name)), name
+        assert a.final_observations.keys() == b.final_observations.keys()
+        ends += int((a.terminated | a.truncated).sum())
+    assert ends or task == "MountainCarContinuous-v0"
+
+
+class Moody(Endless):
+    """Draws its observations from a generator that a reset does not seed."""
+
+    def __init__(self, moody: bool) -> None:
+        self.generator = np.random.default_rng() if moody else None
+
+    def look(self) -> np.ndarray:
+        return np.zeros(2, np.float32) if self.generator is None else self.generator.random(2, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self.look(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.look(), 1.0, False, False, {}
+
+
+def test_an_environment_that_does_not_replay_is_reported_lost_and_restarts_its_episode() -> None:
+    def three() -> LoopedEnvironments:
+        return LoopedEnvironments(one_by_one([Moody(False), Moody(True), Moody(False)]), 3, SEED, "moody")
+
+    environments = three()
+    environments.reset()
+    for _ in range(5):
+        environments.step(np.zeros(3, int))
+    again = three()
+    _, lost = again.load_state_dict(environments.state_dict())
+    assert lost == [1]
+    assert again.episodes == [0, 1, 0]
+    assert [len(log) for log in again.actions] == [5, 0, 5]
+
+
+def test_an_environment_whose_episode_ends_earlier_than_it_did_is_reported_lost() -> None:
+    environments = LoopedEnvironments(lambda: Clockwork(ends=((9, "terminated"),)), 1, SEED, "clock")
+    environments.reset()
+    for _ in range(5):
+        environments.step(np.zeros(1, int))
+    again = LoopedEnvironments(lambda: Clockwork(ends=((5, "terminated"),)), 1, SEED, "clock")
+    observations, lost = again.load_state_dict(environments.state_dict())
+    assert lost == [0]
+    assert observations.tolist() == [[0, 1, 0, 0]]
+
+
+def test_a_vector_environment_says_that_all_its_episodes_begin_anew_and_they_are_not_the_first_ones_again() -> None:
+    environments = together("NEXT_STEP", clockworks())
+    environments.reset()
+    environments.step(np.zeros(3, int))
+    single = clockworks()
+    observations, lost = together("NEXT_STEP", single).load_state_dict(environments.state_dict())
+    assert lost == [0, 1, 2]
+    assert observations[:, 2].tolist() == [0, 0, 0]
+    assert not {env.seeds[-1] for env in single} & {episode_seed(SEED, b, 0) for b in range(3)}
+
+
+# ---- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Faulty(Endless):
+    """Goes wrong at one step of its second episode (at its reset for step 0); episodes take three steps."""
+
+    def __init__(self, fault: Callable[[], Any] | None, at: int, reward: Any = 1.0) -> None:
+        self.fault, self.at, self.reward = fault, at, reward
+        self.episode, self.t = -1, 0
+
+    def look(self) -> Any:
+        now = self.episode == 1 and self.t == self.at
+        return self.fault() if self.fault is not None and now else np.zeros(2, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.episode, self.t = self.episode + 1, 0
+        return self.look(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        reward = self.reward if self.episode == 1 and self.t == self.at else 1.0
+        return self.look(), reward, self.t == 3, False, {}
+
+
+def run(environments: Environments) -> None:
+    environments.reset()
+    for _ in range(6):
+        environments.step(np.zeros(environments.count, int))
+
+
+def boom() -> Any:
+    raise RuntimeError("the wheels came off")
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["in reset", "first step", "second step"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (boom, "RuntimeError: the wheels came off"),
+        (lambda: np.zeros(3, np.float32), "shape (3,)"),
+        (lambda: [0.0, 0.0], "type list"),
+        (lambda: None, "type NoneType"),
+        (lambda: np.array(["a", "b"]), "ValueError"),
+    ],
+    ids=["raises", "wrong shape", "a list", "none", "strings"],
+)
+def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable[[], Any], said: str, at: int) -> None:
+    environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(fault, at)]), 2, SEED, "faulty")
+    with pytest.raises(SurefootError) as caught:
+        run(environments)
+    line = str(caught.value)
+    assert line.startswith("faulty: environment 1 ")
+    assert said in line
+    assert f"in {'step()' if at else 'reset()'}, episode 1, step {at};" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("reward", [None, "one", np.zeros(2)], ids=["none", "a word", "an array"])
+def test_a_reward_that_is_no_number_is_named_with_its_environment_episode_and_step(reward: Any) -> None:
+    environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(None, 2, reward)]), 2, SEED, "faulty")
+    with pytest.raises(SurefootError, match=r"^faulty: environment 1 .* in step\(\), episode 1, step 2;"):
+        run(environments)
+
+
+def test_a_fault_while_replaying_is_named_too() -> None:
+    environments = LoopedEnvironments(Endless, 1, SEED, "faulty")
+    environments.reset()
+    for _ in range(3):
+        environments.step(np.zeros(1, int))
+    state = environments.state_dict()
+
+    class Broken(Endless):
+        def step(self, action: Any) -> Any:
+            return boom()
+
+    with pytest.raises(SurefootError, match=r"^faulty: environment 0 raised RuntimeError.*in step\(\), episode 0, step 1;"):
+        LoopedEnvironments(Broken, 1, SEED, "faulty").load_state_dict(state)
+
+
+def test_a_fault_stops_training_in_one_line() -> None:
+    with pytest.raises(SurefootError, match=r"environment 0 raised RuntimeError: the wheels came off in step\(\), episode 1"):
+        surefoot.train(lambda: Faulty(boom, 2), surefoot.PPO_CLIP, steps=1000, rollout={"environments": 1})
+
+
+def test_a_fault_inside_a_vector_environment_is_said_in_one_line() -> None:
+    environments = together("NEXT_STEP", [Faulty(None, 0), Faulty(boom, 1)])
+    with pytest.raises(SurefootError, match=r"^tiny: raised RuntimeError: the wheels came off in step\(\)"):
+        run(environments)
+
+
+# ---- what can't be made -----------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_id_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(SurefootError, match=r"'CartPol-v1'.*did you mean 'CartPole-v1'\?"):
+        surefoot.train("CartPol-v1", steps=100)
+
+
+def test_an_id_that_can_not_be_made_is_named() -> None:
+    with pytest.raises(SurefootError, match=r"task='NoSuchTask-v0': could not be made \(NameNotFound"):
+        make_environments("NoSuchTask-v0", {}, 1, SEED)
+
+
+@pytest.mark.parametrize(
+    ("error", "extra"),
+    [
+        (gymnasium.error.DependencyNotInstalled('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`'), "mujoco"),
+        (gymnasium.error.DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasium[box2d]"`'), "box2d"),
+        (ModuleNotFoundError("No module named 'mujoco'"), "mujoco"),
+        (ModuleNotFoundError("No module named 'ale_py'"), "atari"),
+    ],
+    ids=["mujoco", "box2d", "mujoco module", "ale module"],
+)
+def test_a_missing_package_is_answered_with_the_extra_to_install(error: Exception, extra: str) -> None:
+    def needs_more() -> Any:
+        raise error
+
+    with pytest.raises(SurefootError, match=rf"needs_more.*pip install 'surefoot\[{extra}\]'"):
+        surefoot.train(needs_more, surefoot.PPO_CLIP, steps=100)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_environment_that_can_not_be_made_is_named_whichever_of_them_it_is(nth: int) -> None:
+    made = []
+
+    def maker() -> Any:
+        made.append(None)
+        return boom() if len(made) == nth else Endless()
+
+    with pytest.raises(SurefootError, match=r"task='maker': could not be made \(RuntimeError: the wheels came off\)"):
+        make_environments(maker, {}, 2, SEED)
+
+
+@pytest.mark.parametrize("task", ["surefoot.nowhere:make", "surefoot.demo:nothing"])
+def test_a_function_that_can_not_be_imported_is_named(task: str) -> None:
+    with pytest.raises(SurefootError, match=rf"task='{task}': can't be imported .*must name module:function"):
+        make_environments(task, {}, 1, SEED)
+
+
+def test_a_maker_that_makes_something_else_is_refused() -> None:
+    with pytest.raises(SurefootError, match=r"made a dict, not a gymnasium\.Env"):
+        make_environments(dict, {}, 1, SEED)
+
+
+def test_keyword_arguments_reach_the_maker() -> None:
+    made = make_environments("CartPole-v1", {"max_episode_steps": 3}, 2, SEED)
+    made.reset()
+    ends = [made.step(np.array([0, 0])).truncated.tolist() for _ in range(3)]
+    assert ends == [[False, False], [False, False], [True, True]]
+
+
+# ---- spaces -----------------------------------------------------------------------------------------------------------
+
+
+def endless_with(**space: spaces.Space[Any]) -> Callable[[], Endless]:
+    def strange() -> Endless:
+        env = Endless()
+        for name, value in space.items():
+            setattr(env, f"{name}_space", value)
+        return env
+
+    return strange
+
+
+@pytest.mark.parametrize(
+    ("observation", "named"),
+    [
+        (spaces.Discrete(3), "Discrete"),
+        (spaces.MultiDiscrete([2, 3]), "MultiDiscrete"),
+        (spaces.MultiBinary(4), "MultiBinary"),
+        (spaces.Dict({"a": spaces.Box(0, 1, (2,))}), "Dict"),
+        (spaces.Tuple([spaces.Discrete(2)]), "Tuple"),
+        (spaces.Box(0, 255, (8, 8, 3), np.uint8), r"Box\(8, 8, 3\)"),
+        (spaces.Box(0, 1, ()), r"Box\(\)"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, spaces.Space) else None,
+)
+def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any], named: str) -> None:
+    with pytest.raises(SurefootError, match=rf"strange.*: observation space {named}.* is not supported"):
+        surefoot.train(endless_with(observation=observation), surefoot.PPO_CLIP, steps=100)
+
+
+@pytest.mark.parametrize(
+    ("action", "named"),
+    [
+        (spaces.MultiDiscrete([2, 3]), "MultiDiscrete"),
+        (spaces.MultiBinary(4), "MultiBinary"),
+        (spaces.Dict({"a": spaces.Discrete(2)}), "Dict"),
+        (spaces.Tuple([spaces.Discrete(2)]), "Tuple"),
+        (spaces.Box(0, 1, (2, 2)), r"Box\(2, 2\)"),
+        (spaces.Box(0, 5, (2,), np.int64), "Box"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, spaces.Space) else None,
+)
+def test_an_unsupported_action_space_is_named(action: spaces.Space[Any], named: str) -> None:
+    with pytest.raises(SurefootError, match=rf"strange.*: action space {named}.* is not supported"):
+        surefoot.train(endless_with(action=action), surefoot.PPO_CLIP, steps=100)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ends_are_as_the_environments_were_told(mode: str) -> None:
+    """The fake itself: were its episodes to end otherwise, the laws above would be about nothing."""
+    single = clockworks()
+    play(together(mode, single), lambda b, k: 0, 20)
+    for env, ends in zip(single, ENDS, strict=True):
+        lengths = [sum(step.episode == episode for step in env.log) for episode in range(4)]
+        assert lengths == [ends[episode % len(ends)][0] for episode in range(4)]

@@ -1,0 +1,289 @@
+"""Laws of the running normalisers: exact over all that was kept, frozen while acting, and part of the agent."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import surefoot
+from surefoot import PPO_CLIP
+from surefoot.control.normalise import ObservationNormaliser, RewardNormaliser, running_returns
+from surefoot.control.world import ControlWorld
+
+from .tiny import Clockwork, Endless, clockworks, fresh_state, one_by_one, world_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
+CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(GOLDEN.read_text("utf-8"))}
+
+BOTH = {"observations": True, "rewards": True}
+GAMMA = 0.9
+
+
+def normalising(single: Sequence[Any], steps: int = 10, clip: float = 10.0) -> ControlWorld:
+    rollout = {"environments": len(single), "steps": steps}
+    fields: dict[str, Any] = {"normalise": {**BOTH, "clip": clip}, "rollout": rollout}
+    return world_of(one_by_one(single), PPO_CLIP, **{**fields, "objective": {"gamma": GAMMA, "reuse": {"minibatches": 1}}})
+
+
+def buffers(agent: surefoot.Agent) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in agent.named_buffers()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def observations_of(single: Sequence[Clockwork]) -> np.ndarray:
+    """[B, T, 4] of all steps so far."""
+    return np.stack([[step.observation for step in env.log] for env in single])
+
+
+def discounted_of(single: Sequence[Clockwork]) -> np.ndarray:
+    """[B, T] the discounted return up to each step of its own episode, by its definition."""
+    rows = []
+    for env in single:
+        row = []
+        for t, step in enumerate(env.log):
+            episode = [past.reward for past in env.log[: t + 1] if past.episode == step.episode]
+            row.append(sum(reward * GAMMA**age for age, reward in enumerate(reversed(episode))))
+        rows.append(row)
+    return np.array(rows)
+
+
+# ---- moments ----------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**31 - 1), parts=st.integers(1, 5), scale=st.sampled_from([1e-3, 1.0, 1e4]))
+def test_running_moments_are_numpys_over_all_kept_data(seed: int, parts: int, scale: float) -> None:
+    generator = np.random.default_rng(seed)
+    normaliser, kept = ObservationNormaliser((3,), 10.0), []
+    for _ in range(parts):
+        x = scale * (generator.standard_normal((2, 5, 3)) + 2).astype(np.float32)
+        mask = generator.random((2, 5)) < 0.7
+        x[~mask] = np.nan
+        normaliser.update(torch.from_numpy(x), torch.from_numpy(mask))
+        kept.append(x[mask])
+    data = np.concatenate(kept).astype(np.float64)
+    if len(data):
+        np.testing.assert_allclose(normaliser.mean, data.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(normaliser.var, data.var(0), rtol=1e-9, atol=1e-18)
+    assert normaliser.count == len(data)
+    assert normaliser.mean.dtype == normaliser.var.dtype == torch.float64
+
+
+def test_an_update_in_which_nothing_is_kept_changes_nothing() -> None:
+    for rows in (0, 7):
+        normaliser = ObservationNormaliser((2,), 10.0)
+        if rows:
+            normaliser.update(torch.rand(1, rows, 2), torch.ones(1, rows, dtype=torch.bool))
+        before = {name: buffer.clone() for name, buffer in normaliser.named_buffers()}
+        normaliser.update(torch.full((1, 4, 2), torch.nan), torch.zeros(1, 4, dtype=torch.bool))
+        if rows:
+            assert_same(before, dict(normaliser.named_buffers()))
+        assert normaliser(torch.rand(2)).isfinite().all()
+
+
+def test_moments_of_observations_are_those_of_every_step_ever_taken() -> None:
+    single = clockworks()
+    world = normalising(single, steps=13)
+    for part in range(4):
+        world.collector.collect(fresh_state(part))
+        seen = observations_of(single).reshape(-1, 4).astype(np.float64)
+        np.testing.assert_allclose(world.agent.observation_normaliser.mean, seen.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(world.agent.observation_normaliser.var, seen.var(0), rtol=1e-12)
+
+
+def test_moments_for_rewards_are_those_of_the_discounted_return_begun_anew_after_any_end() -> None:
+    single = clockworks()
+    world = normalising(single, steps=13)
+    for part in range(4):
+        world.collector.collect(fresh_state(part))
+        seen = discounted_of(single)
+        np.testing.assert_allclose(world.agent.reward_normaliser.var, seen.var(), rtol=1e-12)
+        over = [env.log[-1].terminated or env.log[-1].truncated for env in single]
+        np.testing.assert_allclose(world.collector.discounted, np.where(over, 0, seen[:, -1]), rtol=1e-12)
+
+
+# ---- the discounted return --------------------------------------------------------------------------------------------
+
+
+def test_golden_the_accumulator_is_reset_at_a_truncation_as_in_baselines_and_not_as_in_gymnasium() -> None:
+    case = CASES["gymnasium_normalizereward_truncation_leak"]
+    x = {name: torch.tensor([case["inputs"][name]], dtype=torch.float64) for name in ("rewards", "terminated", "truncated")}
+    ended = x["terminated"].bool() | x["truncated"].bool()
+    keep, nothing = torch.ones(1, 4, dtype=torch.bool), torch.zeros(1, dtype=torch.float64)
+    ours, carried = running_returns(x["rewards"], ended, keep, nothing, case["inputs"]["gamma"])
+    expected = case["expected"]["baselines_accumulator"]
+    np.testing.assert_allclose(ours[0], expected, rtol=0, atol=case["tolerance"])
+    assert carried.tolist() == pytest.approx(expected[-1:])
+    assert abs(float(ours[0, 3]) - case["expected"]["gymnasium_1_4_accumulator"][3]) > 1
+
+
+def test_a_terminal_reward_still_belongs_to_the_episode_that_it_ends() -> None:
+    rewards, ended = torch.tensor([[1.0, 10.0, 1.0]]), torch.tensor([[False, True, False]])
+    ours, _ = running_returns(rewards, ended, torch.ones(1, 3, dtype=torch.bool), torch.zeros(1), 0.5)
+    assert ours.tolist() == [[1.0, 10.5, 1.0]]
+
+
+@given(seed=st.integers(0, 2**31 - 1), cut=st.integers(1, 11))
+def test_the_discounted_return_does_not_depend_on_where_rollouts_are_cut(seed: int, cut: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(3, 12, generator=generator, dtype=torch.float64)
+    keep = torch.rand(3, 12, generator=generator) < 0.8
+    ended = (torch.rand(3, 12, generator=generator) < 0.2) & keep
+    nothing = torch.zeros(3, dtype=torch.float64)
+    whole, last = running_returns(rewards, ended, keep, nothing, GAMMA)
+    first, carried = running_returns(rewards[:, :cut], ended[:, :cut], keep[:, :cut], nothing, GAMMA)
+    second, carried = running_returns(rewards[:, cut:], ended[:, cut:], keep[:, cut:], carried, GAMMA)
+    assert torch.equal(torch.cat([first, second], 1)[keep], whole[keep])
+    assert torch.equal(carried, last)
+
+
+def test_masked_rows_change_nothing_whatever_they_hold() -> None:
+    keep = torch.tensor([[True, True, False, True, False, True]])
+    rewards = torch.tensor([[1.0, 2.0, torch.nan, 3.0, torch.inf, 4.0]])
+    ended = torch.tensor([[False, True, False, False, True, False]])
+    ours, carried = running_returns(rewards, ended, keep, torch.zeros(1), 0.5)
+    assert ours[keep].tolist() == [1.0, 2.5, 3.0, 5.5]
+    assert carried.tolist() == [5.5]
+
+
+# ---- frozen, then updated ---------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_frozen_within_a_rollout_and_updated_after_it() -> None:
+    single = clockworks()
+    world = normalising(single)
+    for part in range(4):
+        before = buffers(world.agent)
+        rollout = world.collector.collect(fresh_state(part))
+        raw = torch.from_numpy(observations_of(single)[:, -10:])
+        rewards = torch.tensor([[step.reward for step in env.log[-10:]] for env in single])
+        mean, var = before["observation_normaliser.mean"], before["observation_normaliser.var"]
+        expected = ((raw - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
+        torch.testing.assert_close(rollout.inputs, expected.float())
+        expected = (rewards / (before["reward_normaliser.var"] + 1e-8).sqrt()).clamp(-10, 10)
+        torch.testing.assert_close(rollout.rewards, expected.float())
+        assert torch.equal(rollout.reward_parts["environment"], rewards)
+        after = buffers(world.agent)
+        for name in before:
+            assert not torch.equal(before[name], after[name]), name
+
+
+def test_what_was_prepared_for_acting_does_not_follow_a_later_update() -> None:
+    normaliser = ObservationNormaliser((2,), 10.0)
+    frozen, x = normaliser.frozen(), torch.rand(2)
+    before = frozen(x)
+    normaliser.update(torch.rand(1, 9, 2) + 5, torch.ones(1, 9, dtype=torch.bool))
+    assert torch.equal(frozen(x), before)
+    assert not torch.allclose(normaliser(x), before)
+
+
+def test_the_final_observation_is_seen_through_the_same_statistics() -> None:
+    """V of a truncated episode's last observation goes through the normaliser as it stood when the rollout was made."""
+    single = clockworks([((4, "truncated"),)])
+    world = normalising(single, steps=10)
+    world.collector.collect(fresh_state())
+    frozen = world.agent.normaliser()
+    rollout = world.collector.collect(fresh_state())
+    t = int(rollout.truncated[0].nonzero()[0])
+    final = torch.from_numpy(single[0].log[10 + t].successor)
+    torch.testing.assert_close(rollout.next_values[0, t], world.policy.values(frozen(final)).detach())
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_normalised_is_clipped_at_ten() -> None:
+    one = torch.ones(1, 100, dtype=torch.bool)
+    observation = ObservationNormaliser((1,), 10.0)
+    observation.update(torch.linspace(-1, 1, 100).reshape(1, 100, 1), one)
+    assert observation(torch.tensor([[1e6], [-1e6], [0.0]])).flatten().tolist() == pytest.approx([10, -10, 0])
+    reward = RewardNormaliser(0.9, 10.0)
+    reward.update(torch.linspace(-1, 1, 100).reshape(1, 100), one)
+    assert reward(torch.tensor([1e6, -1e6, 0.0])).tolist() == [10, -10, 0]
+
+
+def test_the_clip_is_a_setting() -> None:
+    world = normalising(clockworks(), clip=0.5)
+    world.collector.collect(fresh_state())
+    rollout = world.collector.collect(fresh_state())
+    for part in (rollout.inputs, rollout.rewards):
+        assert part.abs().max() == 0.5
+
+
+def test_rewards_are_scaled_but_not_shifted() -> None:
+    reward = RewardNormaliser(0.9, 10.0)
+    reward.update(torch.tensor([[5.0, 7.0]]), torch.ones(1, 2, dtype=torch.bool))
+    assert reward(torch.tensor([0.0, 1.0, -2.0])).tolist() == pytest.approx([0, 1, -2])
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.1, -1e8, 3e38])
+def test_a_constant_feature_stays_finite(constant: float) -> None:
+    class Constant(Endless):
+        def reset(self, **_: Any) -> Any:
+            return np.float32([constant, 0]), {}
+
+        def step(self, action: Any) -> Any:
+            return np.float32([constant, self.np_random.random()]), 1.0, False, False, {}
+
+    world = normalising([Constant(), Constant()], steps=10)
+    for part in range(3):
+        rollout = world.collector.collect(fresh_state(part))
+        assert rollout.inputs.isfinite().all()
+        assert all(buffer.isfinite().all() for buffer in buffers(world.agent).values())
+    assert rollout.inputs[..., 0].abs().max() < 1e-3
+
+
+def test_constant_rewards_stay_finite() -> None:
+    reward = RewardNormaliser(0.0, 10.0)
+    reward.update(torch.full((1, 8), 2.0), torch.ones(1, 8, dtype=torch.bool))
+    assert reward(torch.tensor([2.0, 0.0])).tolist() == [10, 0]
+
+
+# ---- part of the agent ------------------------------------------------------------------------------------------------
+
+
+def trained() -> surefoot.Agent:
+    fields: dict[str, Any] = {"normalise": BOTH, "evaluation": {"episodes": 0}, "rollout": {"environments": 2, "steps": 50}}
+    return surefoot.train("Pendulum-v1", PPO_CLIP, steps=300, objective={"reuse": {"epochs": 1, "minibatches": 2}}, **fields)
+
+
+def test_the_statistics_are_saved_and_restored_with_the_agent(tmp_path: Path) -> None:
+    agent = trained()
+    agent.save(tmp_path / "agent")
+    again = surefoot.load(tmp_path / "agent")
+    assert_same(buffers(agent), buffers(again))
+    assert buffers(again)["observation_normaliser.count"] == 300
+    assert len(buffers(again)) == 6
+
+
+def test_evaluating_acting_and_valuing_change_no_statistic() -> None:
+    agent = trained()
+    before = buffers(agent)
+    surefoot.evaluate(agent, episodes=3)
+    surefoot.evaluate(agent, episodes=3, deterministic=False)
+    agent.predict(np.ones((5, 3), np.float32))
+    agent.value(np.ones(3, np.float32))
+    assert_same(before, buffers(agent))
+
+
+def test_evaluation_sees_observations_through_the_statistics() -> None:
+    agent = trained()
+    with_them = surefoot.evaluate(agent, episodes=3).returns
+    agent.observation_normaliser.mean += 1.0
+    assert surefoot.evaluate(agent, episodes=3).returns != with_them
+
+
+def test_returns_of_an_evaluation_are_not_normalised() -> None:
+    agent = trained()
+    agent.reward_normaliser.var.fill_(1e6)
+    assert surefoot.evaluate(agent, episodes=3).mean_return < -100  # Pendulum's scale

@@ -1,0 +1,301 @@
+"""Bad input is one line (field, value, remedy) on stderr, exit code 2, and nothing is lost."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+
+from surefoot import SurefootError, api
+from surefoot.cli import main
+from surefoot.recipes import find_recipe
+from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Run the command line in this process, in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        captured = capsys.readouterr()
+        return leaving.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def refused(result, *parts):
+    """The result is a refusal: exit 2, one line, with these parts in it."""
+    code, _, error = result
+    assert code == 2, error
+    assert error.count("\n") == 1, error
+    assert error.startswith("surefoot: ")
+    for part in parts:
+        assert part in error
+
+
+CASES = [
+    (["train", "CartPol-v1"], ["'CartPol-v1'", "did you mean 'CartPole-v1'?"]),
+    (["train", "cartpol"], ["did you mean 'cartpole'?"]),
+    (["train", "CartPole-v1", "--algorithm", "PPO_CLOP"], ["algorithm='PPO_CLOP'", "did you mean 'PPO_CLIP'?"]),
+    (["train", "CartPole-v1", "--algorithm", "ppo"], ["algorithm='ppo'", "did you mean 'PPO_"]),
+    (["train", "CartPole-v1", "--objective.gae-lamda", "0.9"], ["--objective.gae-lamda", "--objective.gae-lambda"]),
+    (["train", "CartPole-v1", "--objective.gae-lambda", "two"], ["objective.gae_lambda='two'", "number"]),
+    (["train", "CartPole-v1", "--objective.gae-lambda", "2"], ["objective.gae_lambda=2", "must lie in [0, 1]"]),
+    (["train", "CartPole-v1", "--steps", "many"], ["steps='many'", "integer"]),
+    (["train", "CartPole-v1", "--steps", "0"], ["steps=0", "greater than or equal to 1"]),
+    (["train", "CartPole-v1", "--steps", "10.5"], ["steps=10.5", "integer"]),
+    (["train", "CartPole-v1", "--seeds", "0"], ["--seeds", "x>=1"]),
+    (["train", "CartPole-v1", "--optimizer.learning-rate", "nan"], ["optimizer.learning_rate=nan"]),
+    (["train", "CartPole-v1", "--optimizer.schedule", "cosine"], ["optimizer.schedule='cosine'", "'constant' or 'linear'"]),
+    (["train", "CartPole-v1", "--objective.reuse.minibatches", "7"], ["minibatches=7", "256 steps", "such as 8"]),
+    (["train", "CartPole-v1", "--objective.reuse", "none"], ["objective.trust_region='clip'", "set objective.reuse"]),
+    (["train", "CartPole-v1", "--objective.baseline", "mean"], ["objective.gae_lambda=0.8", "needs a critic"]),
+    (["train", "CartPole-v1", "--network.shared-trunk", "true", "--optimizer.critic-learning-rate", "1e-3"], ["shared trunk"]),
+    (["train", "CartPole-v1", "--device", "gpu0"], ["device='gpu0'", "cpu"]),
+    (["train", "CartPole-v1", "--rung", "9"], ["--rung"]),
+    (["train"], ["WHAT"]),
+    (["train", "Blackjack-v1", "--steps", "100"], ["observation space Tuple", "not supported"]),
+    (["train", "missing.toml"], ["missing.toml", "can't be read"]),
+    (["train", "nowhere:make", "--steps", "10"], ["nowhere:make", "can't be imported"]),
+    (["trian", "CartPole-v1"], ["trian", "train"]),
+    (["resume", "runs/none"], ["runs/none", "no such run folder"]),
+    (["evaluate", "runs/none"], ["runs/none", "no such run folder"]),
+    (["evaluate", "runs/none", "--episodes", "0"], ["--episodes"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), CASES, ids=lambda x: " ".join(x)[:60])
+def test_bad_words_are_refused_in_one_line(command, words, parts, tmp_path):
+    refused(command(*words), *parts)
+    assert list(tmp_path.iterdir()) == [], "a refused command left something behind"
+
+
+TOML = [
+    ("task = ", ["not TOML"]),
+    ("steps = 100\n", ["task: is missing"]),
+    ('task = "CartPole-v1"\nstep = 3\n', ["step=3", "unknown key", "did you mean 'steps'?"]),
+    ('task = "CartPole-v1"\n[objectiv]\ngamma = 1\n', ["objectiv", "did you mean 'objective'?"]),
+    ('task = "CartPole-v1"\n[objective]\ngama = 1\n', ["objective.gama=1", "did you mean 'gamma'?"]),
+    ('task = "CartPole-v1"\n[objective.trust_region]\nclop = 1\n', ["clop=1", "did you mean 'clip'?"]),
+    ('task = "CartPole-v1"\nobjective = 3\n', ["objective=3", "table"]),
+    ('task = "CartPole-v1"\nnetwork = 3\n', ["network=3"]),
+    ('task = "CartPole-v1"\n[network]\nhidden = ["wide"]\n', ["network.hidden.0='wide'"]),
+    ("task = 3\n", ["task=3", "string"]),
+    ('task = "CartPole-v1"\nkind = "languag"\n', ["kind='languag'", "control"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), TOML)
+def test_a_bad_recipe_file_is_refused_in_one_line(command, tmp_path, text, parts):
+    (tmp_path / "mine.toml").write_text(text)
+    refused(command("train", "mine.toml", "--dry-run"), *parts)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    changes = {"steps": 512, "evaluation": {"episodes": 1}, "checkpoint": {"every": 256}}
+    api.start(find_recipe("CartPole-v1", changes), path)
+    return path
+
+
+@pytest.fixture
+def run(finished_run, tmp_path):
+    return shutil.copytree(finished_run, tmp_path / "run")
+
+
+def newest(run):
+    return run / "checkpoints" / "512"
+
+
+def test_a_finished_run_is_refused(command, run):
+    refused(command("resume", str(run)), "finished", "--steps N")
+
+
+def test_an_empty_folder_is_refused(command, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for verb in ("resume", "evaluate"):
+        refused(command(verb, "empty"), "is empty")
+
+
+def test_a_folder_of_other_things_is_refused_and_kept(command, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("dear")
+    refused(command("train", "CartPole-v1", "--steps", "256", "--run-dir", "other"), "other", "other files")
+    refused(command("resume", "other"), "not a run folder")
+    assert (tmp_path / "other" / "letter.txt").read_text() == "dear"
+
+
+def test_training_into_an_existing_run_is_refused(command, run):
+    before = sorted(p.name for p in run.rglob("*"))
+    refused(command("train", "CartPole-v1", "--steps", "256", "--run-dir", str(run)), f"surefoot resume {run}")
+    assert sorted(p.name for p in run.rglob("*")) == before
+
+
+def test_a_truncated_checkpoint_is_refused_with_the_way_back(command, run):
+    file = newest(run) / "agent.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(command("resume", str(run), "--steps", "1024"), "agent.safetensors has", "to go back to", "256")
+    shutil.rmtree(newest(run))
+    code, out, _ = command("resume", str(run), "--steps", "1024", "--quiet")
+    assert code == 0
+    assert "1,024 steps" in out
+
+
+@pytest.mark.parametrize("name", ["agent.safetensors", "learner.safetensors", "state.json", "recipe.json"])
+def test_a_flipped_bit_is_found(command, run, name):
+    file = newest(run) / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    refused(command("resume", str(run), "--steps", "1024"), name, "SHA-256")
+    refused(command("evaluate", str(newest(run))), name, "SHA-256")
+
+
+def test_a_missing_file_is_found(command, run):
+    (newest(run) / "learner.json").unlink()
+    refused(command("resume", str(run), "--steps", "1024"), "learner.json is missing")
+
+
+def test_a_pickle_is_never_read(command, run, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    for name in ("agent.safetensors", "policy.pt"):
+        folder = shutil.copytree(run, tmp_path / f"with-{name}")
+        (folder / "checkpoints" / "512" / name).write_bytes(pickle.dumps(Bomb()))
+        refused(command("resume", str(folder), "--steps", "1024"), "pickle", name)
+        refused(command("evaluate", str(folder / "checkpoints" / "512")), "pickle", name)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_json_that_is_no_manifest_is_refused(command, run):
+    for text in ("{}", "[]", "nonsense", '{"format": 99, "files": {}}'):
+        (newest(run) / "manifest.json").write_text(text)
+        refused(command("resume", str(run), "--steps", "1024"), "512")
+
+
+def test_a_missing_extra_names_what_to_install(monkeypatch):
+    def make():
+        raise gymnasium.error.DependencyNotInstalled('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`')
+
+    with pytest.raises(SurefootError, match=r"pip install 'surefoot\[mujoco\]'"):
+        api.train(make, steps=10)
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from surefoot import api
+from surefoot.cli import main
+limited = []
+def shrink_the_disk(metrics):
+    if metrics["steps"] > 512 and not limited:
+        limited.append(resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)))
+api_start = api.start
+api.start = lambda recipe, folder, **kw: api_start(recipe, folder, callback=shrink_the_disk, **kw)
+sys.argv = ["surefoot", "train", "CartPole-v1", "--steps", "2048", "--run-dir", "run", "--checkpoint-every", "256", "--quiet",
+            "--evaluation.episodes", "0"]
+main()
+"""
+
+
+def test_a_disk_that_fills_during_a_checkpoint_leaves_the_previous_one(command, tmp_path):
+    """A real refusal by the kernel: files may not grow beyond 30 kB after the second checkpoint."""
+    result = subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "checkpoint not saved" in result.stderr
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["256", "512"]
+    load_checkpoint(tmp_path / "run" / "checkpoints" / "512")
+    code, _, _ = command("resume", "run", "--quiet")
+    assert code == 0
+
+
+class Broken(gymnasium.Env):
+    """An environment that goes wrong at its 20th step, in a way that its maker chooses."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, result):
+        self.result, self.steps = result, 0
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 20:
+            return self.result()
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+def explode():
+    raise RuntimeError("the wheel\ncame off")
+
+
+BREAKAGES = [
+    (explode, "raised RuntimeError: the wheel"),
+    (lambda: (np.zeros(3, np.float32), 1.0, False, False, {}), "shape (3,) where its space says shape (2,)"),
+    (lambda: (None, 1.0, False, False, {}), "type NoneType"),
+    (lambda: (np.zeros(2, np.float32), None, False, False, {}), "raised TypeError"),
+    (lambda: (np.zeros(2, np.float32), 1.0, False), "raised ValueError"),
+]
+
+
+@pytest.mark.parametrize(("result", "part"), BREAKAGES, ids=["raises", "shape", "type", "reward", "length"])
+def test_an_environment_that_misbehaves_is_named_with_its_step(tmp_path, result, part):
+    fields = {"steps": 1024, "rollout": {"environments": 1, "steps": 8}, "objective": {"reuse": {"minibatches": 4}}}
+    with pytest.raises(SurefootError) as raised:
+        api.train(lambda: Broken(result), run_dir=tmp_path / "run", checkpoint={"every": 8}, **fields)
+    message = str(raised.value)
+    assert part in message
+    assert "environment 0" in message
+    assert "step 20" in message
+    load_checkpoint(tmp_path / "run" / "checkpoints" / "16")
+
+
+def test_three_updates_in_a_row_that_are_not_finite_end_the_run_with_its_last_good_checkpoint(tmp_path):
+    class Rotting(Broken):
+        def step(self, action):
+            self.steps += 1
+            reward = float("nan") if self.steps > 20 else 1.0
+            return np.zeros(2, np.float32), reward, False, False, {}
+
+    fields = {"steps": 1024, "rollout": {"environments": 1, "steps": 8}, "objective": {"reuse": {"minibatches": 4}}}
+    with pytest.raises(SurefootError, match=r"the reward of environment 0 at step \d+ of its episode is not finite.*3rd"):
+        api.train(lambda: Rotting(None), run_dir=tmp_path / "run", checkpoint={"every": 8}, **fields)
+    trees = load_checkpoint(tmp_path / "run" / "checkpoints" / "16")
+    assert all(np.isfinite(tensor.numpy()).all() for tensor in trees["agent"].values())
+
+
+def test_a_save_over_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("words")
+    with pytest.raises(SurefootError, match="not a checkpoint"):
+        save_checkpoint(tmp_path / "thesis", {"state": {"steps": 1}})
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "words"
+
+
+def test_checkpoints_hold_what_was_put_in(tmp_path):
+    import torch
+
+    tree = {"a": {"b": torch.arange(3), "c": [1, 2.5, None, "x", True]}, "d": np.eye(2), "e": float("inf")}
+    save_checkpoint(tmp_path / "one", {"tree": tree, "plain": {"n": 1}})
+    back = load_checkpoint(tmp_path / "one")
+    assert back["plain"] == {"n": 1}
+    assert back["tree"]["a"]["b"].tolist() == [0, 1, 2]
+    assert back["tree"]["a"]["c"] == [1, 2.5, None, "x", True]
+    assert back["tree"]["d"].tolist() == [[1, 0], [0, 1]]
+    assert json.dumps(back["tree"]["e"]) == "Infinity"
