@@ -27,17 +27,18 @@ def cell_file(library: str, task: str, seed: int, steps: int) -> Path:
     return RESULTS / f"{task}-{steps}" / f"{library}-{seed}.json"
 
 
-def train_surefoot(task: str, seed: int, steps: int, out: Path) -> None:
-    """One Surefoot cell, in the recipe that the task's id brings."""
+def train_surefoot(task: str, seed: int, steps: int, greedy_episodes: int, out: Path) -> None:
+    """One Surefoot cell, in the recipe that the task's id brings; the final agent is judged greedily besides."""
     import surefoot
     from surefoot.run.folder import RunFolder
     from surefoot.run.tracking import read_metrics
 
     run = HERE / "runs" / f"{task}-{steps}-{seed}"
     if (run / "config.toml").exists():
-        surefoot.resume(run)
+        agent = surefoot.resume(run)
     else:
-        surefoot.train(task, steps=steps, seed=seed, run_dir=run, evaluation={"episodes": 0})
+        agent = surefoot.train(task, steps=steps, seed=seed, run_dir=run, evaluation={"episodes": 0})
+    greedy = surefoot.evaluate(agent, episodes=greedy_episodes, seed=seed)
     rows = read_metrics(run / "metrics.jsonl")
     seconds = sum(row["seconds_collecting"] + row["seconds_learning"] for row in rows)
     rollout = RunFolder(run).recipe().rollout
@@ -50,6 +51,9 @@ def train_surefoot(task: str, seed: int, steps: int, out: Path) -> None:
         "environments": rollout.environments,
         "horizon": rollout.steps,
         "last_100_mean": rows[-1]["episode_return"],
+        "greedy_mean": greedy.mean_return,
+        "greedy_worst": min(greedy.returns),
+        "greedy_episodes": greedy_episodes,
         "seconds": seconds,
         "steps_per_second": rows[-1]["steps"] / seconds,
         "curve": [[row["steps"], row["episode_return"]] for row in rows[:: max(1, len(rows) // 200)]],
@@ -74,7 +78,7 @@ def interval(scores: list[float]) -> tuple[float, float]:
 
 def table(task: str, steps: int) -> str:
     """The cells of a task as a Markdown table."""
-    lines = ["| library | seeds | mean | 95 % interval | each seed |", "|---|---|---|---|---|"]
+    lines = ["| library | seeds | mean | 95 % interval | each seed | greedy, each seed |", "|---|---|---|---|---|---|"]
     folder = RESULTS / f"{task}-{steps}"
     by_library: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
@@ -84,7 +88,9 @@ def table(task: str, steps: int) -> str:
         scores = [result["last_100_mean"] for result in results]
         low, high = interval(scores)
         each = ", ".join(f"{score:,.0f}" for score in scores)
-        lines.append(f"| {library} | {len(scores)} | {np.mean(scores):,.0f} | {low:,.0f} to {high:,.0f} | {each} |")
+        greedy = ", ".join(f"{result['greedy_mean']:,.0f}" for result in results if "greedy_mean" in result) or "–"
+        span = f"{low:,.0f} to {high:,.0f}"
+        lines.append(f"| {library} | {len(scores)} | {np.mean(scores):,.0f} | {span} | {each} | {greedy} |")
     return "\n".join(lines)
 
 
@@ -96,6 +102,7 @@ def main() -> None:
     parser.add_argument("--task", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--greedy-episodes", type=int, default=20)
     args = parser.parse_args()
     if args.verb == "table":
         print(table(args.task, args.steps))
@@ -106,7 +113,7 @@ def main() -> None:
             continue
         begun = time.monotonic()
         if args.library == "surefoot":
-            train_surefoot(args.task, seed, args.steps, out)
+            train_surefoot(args.task, seed, args.steps, args.greedy_episodes, out)
         else:
             peer = [args.python, str(HERE / "peers" / "sb3.py"), "--task", args.task, "--seed", str(seed)]
             subprocess.run([*peer, "--steps", str(args.steps), "--out", str(out)], check=True)

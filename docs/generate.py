@@ -1,0 +1,404 @@
+"""Write docs/reference/ from the code: docstrings, recipe fields, metrics, and the command line's options.
+
+    python docs/generate.py            write the pages
+    python docs/generate.py --check    write nothing; exit 1 and name the pages that are stale
+
+Nothing here depends on the machine or the width of a terminal: docstrings and signatures are taken as they stand in the source,
+and tables are made from names, defaults and meanings alone.
+"""
+
+import argparse
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import click
+import griffe
+
+from surefoot.algorithms import ALGORITHMS, Objective
+from surefoot.cli import cli
+from surefoot.config import recipe_fields
+from surefoot.run.dashboard import SHOWN
+from surefoot.run.metrics import METRICS, TIMING, Metric
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+NOTICE = "<!-- Written by docs/generate.py; change the code it describes instead. -->"
+MATH_PAGE = "[math.md](../math.md)"
+
+FUNCTIONAL = ("returns", "surrogates", "kl", "critics", "groups", "preferences", "likelihood", "shaping", "natural_gradient")
+"""the files of surefoot.functional in the order of the page; masking comes last"""
+TITLES = {"kl": "KL divergence"}
+
+API: dict[str, dict[str, tuple[str, ...]]] = {
+    "The verbs": {"surefoot.api": ("train", "resume", "load", "evaluate")},
+    "What they give": {
+        "surefoot.control.agent": ("Agent",),
+        "surefoot.control.evaluate": ("EvaluationResult",),
+    },
+    "Switches": {"surefoot.algorithms": ("Objective", "Reuse", "Clip")},
+    "Errors": {"surefoot.errors": ("SurefootError", "NotFiniteError", "Interrupted")},
+    "The contract between collecting and learning": {
+        "surefoot.rollout": ("Rollout", "Evaluation", "Credit", "Policy", "Collector", "LearnerState"),
+    },
+    "The loop and its parts": {
+        "surefoot.loop": ("run_loop",),
+        "surefoot.credit": ("assign_credit",),
+        "surefoot.learner": ("Learner",),
+        "surefoot.optimizer": ("AdamSettings",),
+    },
+}
+METHODS = {
+    "Agent": ("predict", "value", "save"),
+    "EvaluationResult": ("to_json",),
+    "Objective": ("needs_whole_episodes",),
+    "Learner": ("__init__", "update", "state_dict", "load_state_dict"),
+}
+"""classes of which only these methods are shown; of others, every public one"""
+
+
+# ---- small pieces of Markdown -----------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; pipes inside cells are escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(header), "|" + "---|" * len(header), *(line(row) for row in rows)])
+
+
+def code(text: object) -> str:
+    return f"`{text}`"
+
+
+def escaped(text: str) -> str:
+    """Prose from the source as Markdown: what is not between backticks is protected from being markup."""
+    parts = re.split(r"(``.+?``|`[^`]+`)", text)
+    return "".join(part if i % 2 else re.sub(r"([\\_*<\[\]])", r"\\\1", part) for i, part in enumerate(parts))
+
+
+def shown(value: Any) -> str:
+    """A default as a recipe would write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def prose(docstring: str) -> str:
+    """A docstring as Markdown: paragraphs as prose, what is lined up in columns as it stands."""
+    text = re.sub(r":\w+:`([^`]+)`", r"`\1`", docstring)
+    done = []
+    for number, paragraph in enumerate(text.split("\n\n")):
+        first, *shapes = re.split(r"\s{3,}", paragraph) if number == 0 else [paragraph]
+        if re.search(r"\S {2,}\S", first) or "\n " in first:
+            done.append(f"```text\n{paragraph}\n```")
+            continue
+        done.append(escaped(first))
+        if shapes:  # "sentence.   [..., T]   source."
+            shape, *source = shapes
+            done.append(f"Shapes: {code(shape.rstrip('.').removeprefix('All ').removesuffix(' alike'))}")
+            done += map(escaped, source)
+    return "\n\n".join(done)
+
+
+def page(title: str, *parts: str) -> str:
+    return "\n\n".join([f"# {title}", NOTICE, *parts]).rstrip() + "\n"
+
+
+# ---- functions and classes, read without importing them ---------------------------------------------------------------
+
+
+def header_of(thing: griffe.Object) -> str:
+    """The first lines of a function, as they stand in the source, without its body."""
+    source = textwrap.dedent(thing.source)
+    node = ast.parse(source).body[0]
+    assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    start, body = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1, node.body[0]
+    lines = source.splitlines()
+    inside = lines[start : body.lineno]
+    if body.lineno - 1 > start:
+        inside.pop()
+    else:
+        inside[-1] = inside[-1].encode()[: body.col_offset].decode()
+    return "\n".join(inside).rstrip().removesuffix(":")
+
+
+def doc_of(thing: griffe.Object | griffe.Alias) -> str:
+    assert thing.docstring is not None, f"{thing.path} has no docstring"
+    return str(thing.docstring.value)
+
+
+def described_function(thing: griffe.Function, level: int, name: str | None = None) -> str:
+    return f"{'#' * level} {code(name or thing.name)}\n\n```py\n{header_of(thing)}\n```\n\n{prose(doc_of(thing))}"
+
+
+def is_field(member: griffe.Object | griffe.Alias) -> bool:
+    plain = isinstance(member, griffe.Attribute) and "property" not in member.labels
+    return plain and member.annotation is not None and "ClassVar" not in str(member.annotation)
+
+
+def described_class(thing: griffe.Class, level: int) -> str:
+    parts = [f"{'#' * level} {code(thing.name)}", prose(doc_of(thing))]
+    methods = METHODS.get(thing.name)
+    constructor = thing.members.get("__init__")
+    if isinstance(constructor, griffe.Function) and "dataclass" not in thing.labels:  # those of dataclasses are made up
+        if methods is None or "__init__" in methods:
+            parts.append(f"```py\n{header_of(constructor)}\n```")
+    else:
+        fields = [m for m in thing.members.values() if is_field(m) and not m.name.startswith("_")]
+        if fields:
+            parts.append(table(("field", "kind", "default", "meaning"), (field_row(field) for field in fields)))
+    for member in thing.members.values():
+        if member.name.startswith("_") or (methods is not None and member.name not in methods):
+            continue
+        if "property" in member.labels:
+            parts.append(f"{code(f'{thing.name}.{member.name}')} (property): {escaped(doc_of(member))}")
+        elif isinstance(member, griffe.Function):
+            parts.append(described_function(member, level + 1, f"{thing.name}.{member.name}"))
+    missing = set(methods or ()) - set(thing.members)
+    assert not missing, f"{thing.path} has no {missing}"
+    return "\n\n".join(parts)
+
+
+def field_row(field: Any) -> tuple[str, str, str, str]:
+    source = ast.parse(textwrap.dedent(field.source)).body[0]
+    assert isinstance(source, ast.AnnAssign)
+    value = "" if source.value is None else code(ast.get_source_segment(textwrap.dedent(field.source), source.value))
+    kind = ast.get_source_segment(textwrap.dedent(field.source), source.annotation)
+    return code(field.name), code(kind), value, escaped(field.docstring.value) if field.docstring else ""
+
+
+def described(thing: griffe.Object | griffe.Alias, level: int) -> str:
+    if isinstance(thing, griffe.Function):
+        return described_function(thing, level)
+    assert isinstance(thing, griffe.Class), thing
+    return described_class(thing, level)
+
+
+def functional_page(package: griffe.Module) -> str:
+    public = set(package["functional"].exports or ())
+    parts = [
+        prose(doc_of(package["functional"])),
+        f"What each formula is for, and how one follows from another: {MATH_PAGE}.",
+    ]
+    found = set()
+    for name in (*FUNCTIONAL, "masking"):
+        module = package[f"functional.{name}"]
+        members = [m for m in module.members.values() if m.name in public and not m.is_alias]
+        found |= {member.name for member in members}
+        source = f"[functional/{name}.py](../../src/surefoot/functional/{name}.py)"
+        parts += [f"## {TITLES.get(name, name.replace('_', ' ').capitalize())}", f"{prose(doc_of(module))}\n\n{source}"]
+        parts += [described(member, 3) for member in members if isinstance(member, (griffe.Function, griffe.Class))]
+    named = {"Aggregation"}  # a type, spelled out where it is used
+    assert found == public, f"not on the page: {public - found}"
+    parts.append(f"The type {code(named.pop())} is the four names that `aggregate` takes.")
+    return page("`surefoot.functional`", *parts)
+
+
+def api_page(package: griffe.Module) -> str:
+    parts = [
+        "The names in the first four sections are those of `surefoot` itself (`surefoot.train`, `surefoot.Objective`, …). The "
+        "last two sections are for those who bring their own world: see "
+        "[write your own collector](../how-to/write-your-own-collector.md)."
+    ]
+    for title, modules in API.items():
+        parts.append(f"## {title}")
+        if title == "Switches":
+            parts.append(algorithms_block(package))
+        for module, names in modules.items():
+            members = package[module.removeprefix("surefoot.")].members
+            origin = f"src/{module.replace('.', '/')}.py"
+            parts.append(f"From [{origin.removeprefix('src/')}](../../{origin}).")
+            parts += [described(members[name], 3) for name in names]
+    exported = set(package.exports or ()) - {"functional", "LADDER", "ALGORITHMS", *ALGORITHMS}
+    listed = {name for modules in API.values() for names in modules.values() for name in names}
+    assert exported <= listed, f"public, but not on the page: {exported - listed}"
+    return page("Python API", *parts)
+
+
+def algorithms_block(package: griffe.Module) -> str:
+    """The algorithms as the source says them."""
+    members = package["algorithms"].members
+    lines = [members[name].source for name in (*ALGORITHMS, "LADDER")]
+    return (
+        "Algorithms are values of `Objective`. This is all that tells them apart:\n\n```py\n" + "\n".join(lines) + "\n```\n\n"
+        "`ALGORITHMS` has the same values by name."
+    )
+
+
+# ---- recipe, metrics, command line ------------------------------------------------------------------------------------
+
+
+def recipe_page() -> str:
+    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    for name, about in recipe_fields():
+        section = name.partition(".")[0] if "." in name else ""
+        default = "required" if name == "task" else code(shown(about.default))
+        kind = about.kind.replace(" | ", " or ")
+        groups.setdefault(section, []).append((code(name), kind, default, escaped(about.meaning)))
+    parts = [
+        "Every field of a recipe. On the command line a field is a flag: `objective.gae_lambda` is `--objective.gae-lambda`. "
+        "In a TOML file it is a key in a table: `[objective]`, then `gae_lambda = 0.9`. From Python it is a keyword argument: "
+        '`objective={"gae_lambda": 0.9}`. The word `none` stands for "not set".',
+        "`task` and `environment` have no flag: the first is the WHAT of `surefoot train`, the second is set in a file. How "
+        "these fields are used: [recipes](../how-to/recipes.md).",
+    ]
+    for section, rows in groups.items():
+        parts.append(f"## {f'`[{section}]`' if section else 'Top level'}")
+        if section == "objective":
+            parts.append(
+                'The defaults below are those of `algorithm = "custom"`, which is REINFORCE. A named algorithm starts from its '
+                "own values, in the table that follows. What each switch does to the loss: " + MATH_PAGE + "."
+            )
+        parts.append(table(("field", "kind", "default", "meaning"), rows))
+        if section == "objective":
+            parts += ["### What the named algorithms set", named_algorithms()]
+    parts += ["## Presets", "The tuned recipes that `surefoot list` shows, as they are shipped."]
+    for path in sorted(resources.files("surefoot.recipes").iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".toml"):
+            parts.append(f"### `{path.name.removesuffix('.toml')}`\n\n```toml\n{path.read_text('utf-8').rstrip()}\n```")
+    return page("Recipe", *parts)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def named_algorithms() -> str:
+    values = {name: dict(flat(asdict(objective))) for name, objective in ALGORITHMS.items()}
+    plain = dict(flat(asdict(Objective())))
+    switches = dict.fromkeys(
+        switch
+        for value in values.values()
+        for switch in value
+        if value[switch] is not None and value[switch] != plain.get(switch)
+    )
+    rows = [(code(name), *(shown(value.get(switch)) for switch in switches)) for name, value in values.items()]
+    return table(("algorithm", *(code(switch) for switch in switches)), rows)
+
+
+def bounds(metric: Metric) -> str:
+    if metric.low is not None and metric.high is not None:
+        return f"{metric.low:g} to {metric.high:g}"
+    if metric.low is not None:
+        return f"{metric.low:g} or more"
+    return "–" if metric.high is None else f"{metric.high:g} or less"
+
+
+def metrics_page() -> str:
+    rows = []
+    for name, metric in METRICS.items():
+        remedies = [why for why in dict.fromkeys((metric.why_low, metric.why_high)) if why]
+        label = SHOWN[name][0] if name in SHOWN else ""
+        rows.append((code(name), label, escaped(metric.meaning), bounds(metric), escaped("; ".join(remedies))))
+    timing = ", ".join(code(name) for name in TIMING)
+    return page(
+        "Metrics",
+        "Every key of `metrics.jsonl`, one JSON object per iteration. TensorBoard has the same names. A value may be `null` "
+        "where it is not defined, and a key is absent where the algorithm has no such thing. How to read them: "
+        "[read the metrics](../how-to/read-the-metrics.md).",
+        "A value outside its healthy range makes the display say what is in the last column. The ranges are rules of thumb: a "
+        "reason to look, not a verdict.",
+        table(("key", "on the display", "meaning", "healthy", "outside that range"), rows),
+        f"Two runs of the same recipe and seed on the same machine agree in every key but {timing}.",
+    )
+
+
+def placeholder(parameter: click.Parameter) -> str:
+    if parameter.metavar:
+        return parameter.metavar
+    kind = parameter.type
+    return {"integer range": "N", "integer": "N", "path": "PATH", "text": "TEXT"}.get(kind.name, kind.name.upper())
+
+
+def option_row(option: click.Option) -> tuple[str, str]:
+    value = "" if option.is_flag else f" {placeholder(option)}"
+    text = option.help or ""
+    if isinstance(option.type, click.IntRange) and option.type.min is not None:
+        text += f" At least {option.type.min}."
+    if option.show_default:
+        text += f" Default: `{option.default}`."
+    return code(f"{', '.join(option.opts)}{value}"), escaped(text.strip())
+
+
+def command_part(name: str, command: click.Command) -> str:
+    arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    own = [option for option in options if not is_recipe_flag(option)]
+    recipe = [option for option in options if is_recipe_flag(option)]
+    usage = " ".join(["surefoot", name, *(str(argument.name).upper() for argument in arguments), "[OPTIONS]"])
+    parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", escaped(command.help or "")]
+    if own:
+        parts.append(table(("option", "meaning"), map(option_row, own)))
+    if recipe:
+        parts.append("And a flag for every field of the [recipe](recipe.md). Values are read as TOML reads them.")
+        parts.append(table(("option", "meaning"), map(option_row, recipe)))
+    return "\n\n".join(parts)
+
+
+def is_recipe_flag(option: click.Option) -> bool:
+    return option.metavar == "VALUE"
+
+
+def cli_page() -> str:
+    commands = [command_part(name, cli.commands[name]) for name in sorted(cli.commands)]
+    return page(
+        "Command line",
+        "`surefoot --help` and `surefoot COMMAND --help` say the same on a terminal; `-h` is short for `--help`. "
+        "`python -m surefoot` is the same program.",
+        table(
+            ("exit code", "meaning"),
+            [
+                ("0", "done"),
+                ("2", "something to mend; one line on stderr says what"),
+                ("130", "stopped by Ctrl-C or SIGTERM; the run is saved and resumes"),
+            ],
+        ),
+        *commands,
+    )
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+def pages() -> dict[Path, str]:
+    package = griffe.load("surefoot", search_paths=[str(ROOT / "src")])
+    assert isinstance(package, griffe.Module)
+    return {
+        REFERENCE / "functional.md": functional_page(package),
+        REFERENCE / "api.md": api_page(package),
+        REFERENCE / "recipe.md": recipe_page(),
+        REFERENCE / "metrics.md": metrics_page(),
+        REFERENCE / "cli.md": cli_page(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is stale")
+    check = parser.parse_args().check
+    stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8", newline="\n")
+        print(f"{path.relative_to(ROOT).as_posix()}: {'stale; run: python docs/generate.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What a person sees: every number the issue of a run needs, unhealthy ones with the reason; plain lines when piped."""
+
+import io
+import json
+
+from rich.console import Console
+
+from surefoot import api
+from surefoot.recipes import find_recipe
+from surefoot.rollout import LearnerState
+from surefoot.run.dashboard import Dashboard, Lines
+from surefoot.run.metrics import METRICS, complaints
+from surefoot.run.tracking import cut_back, read_metrics
+
+HEALTHY = {"episode_return": 20.0, "episode_length": 20.0, "steps_per_second": 1000.0, "policy_loss": -0.01, "value_loss": 1.0}
+HEALTHY |= {"kl": 0.01, "ratio_outside": 0.1, "clip_active": 0.05, "explained_variance": 0.5, "entropy": 0.6}
+
+
+def drawn(metrics):
+    console = Console(width=150, force_terminal=True, record=True, file=io.StringIO())
+    board = Dashboard("PPO_CLIP on CartPole-v1", console)
+    board.show(LearnerState(total_steps=1000, steps=500), metrics)
+    board.close()
+    return console.export_text(styles=True)
+
+
+def test_the_live_table_shows_what_matters():
+    text = drawn(HEALTHY)
+    for word in (
+        "return, last 100",
+        "20.0",
+        "steps/s",
+        "1,000",
+        "KL",
+        "0.0100",
+        "10.0%",
+        "5.0%",
+        "+0.50",
+        "0.600",
+        "500 of 1,000",
+        "left",
+    ):
+        assert word in text
+    assert "lower the learning rate" not in text
+
+
+def test_an_unhealthy_value_is_coloured_and_says_why():
+    text = drawn({**HEALTHY, "kl": 3.0})
+    assert "the policy moves far per batch" in text
+    assert "\x1b[1;33m" in text.split("KL to")[1].split("\n")[0]
+
+
+def test_lines_are_plain_and_few(capsys):
+    lines = Lines("title", every=1000)
+    for steps in range(100, 1100, 100):
+        lines.show(LearnerState(total_steps=1000, steps=steps), {**HEALTHY, "explained_variance": None})
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "title"
+    assert len(out) == 3, "the first and the last iteration"
+    assert "\x1b" not in "".join(out)
+    assert "step 1,000/1,000" in out[-1]
+
+
+def test_complaints_skip_undefined_values():
+    assert complaints({"explained_variance": None, "kl": 0.01, "steps": 5}) == {}
+    assert set(complaints({"explained_variance": -3.0, "clip_active": 0.9})) == {"explained_variance", "clip_active"}
+
+
+def test_every_key_that_a_run_writes_has_its_meaning(tmp_path):
+    changes = {"steps": 512, "evaluation": {"episodes": 1}, "optimizer": {"critic_learning_rate": 1e-3}}
+    changes["objective"] = {"target_kl": 0.5, "kl_estimator": "exact"}
+    api.start(find_recipe("CartPole-v1", changes), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    written = {key for row in rows for key in row}
+    assert written - set(METRICS) == set()
+    assert set(METRICS) - written <= {"reference_loss"}
+    assert [row["iteration"] for row in rows] == [1, 2]
+
+
+def test_metrics_are_cut_back_to_the_checkpoint_and_half_lines_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"iteration": n}) + "\n" for n in range(1, 6)) + '{"iterat')
+    cut_back(path, 3)
+    assert [row["iteration"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_tensorboard_gets_the_same_scalars(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    api.start(find_recipe("CartPole-v1", {"steps": 512, "evaluation": {"episodes": 0}}), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    written = [(event.step, round(event.value, 4)) for event in events.Scalars("policy_loss")]
+    assert written == [(row["steps"], round(row["policy_loss"], 4)) for row in rows]

@@ -1,0 +1,130 @@
+"""The command line as a user types it."""
+
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from surefoot import PPO_CLIP, Objective, cli
+from surefoot.config import make_recipe, parse_value, recipe_fields, to_toml
+from surefoot.recipes import find_recipe, presets, recipe_for
+
+
+@pytest.fixture
+def surefoot(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        captured = capsys.readouterr()
+        assert (leaving.value.code or 0) == 0, captured.err
+        return captured.out
+
+    return run
+
+
+def test_help_waits_for_neither_torch_nor_gymnasium():
+    code = "import sys; from surefoot.cli import cli; cli.main(['train', '--help'], standalone_mode=False); "
+    code += "assert not {'torch', 'gymnasium'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_version(surefoot):
+    assert surefoot("--version").strip().endswith("0.1.0")
+
+
+def test_train_then_evaluate_then_resume(surefoot, tmp_path):
+    out = surefoot("train", "CartPole-v1", "--steps", "512", "--name", "one", "--seed", "3", "--objective.gae-lambda", "0.9")
+    assert "512 steps -> runs/one" in out
+    recipe = tomllib.loads((tmp_path / "runs" / "one" / "config.toml").read_text())
+    assert recipe["objective"]["gae_lambda"] == 0.9
+    assert recipe["seed"] == 3
+    result = json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))
+    assert set(result) == {"mean_return", "std_return", "returns", "lengths", "episodes", "seed", "checkpoint"}
+    assert result["mean_return"] == sum(result["returns"]) / 3
+    assert result["returns"] == [float(n) for n in result["lengths"]], "CartPole pays 1 per step"
+    assert result == json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))
+    assert "1,024 steps" in surefoot("resume", "runs/one", "--steps", "1024", "--quiet")
+
+
+def test_several_seeds_make_several_runs_and_a_spread(surefoot, tmp_path):
+    out = surefoot("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--name", "many", "--quiet")
+    assert "2 seeds: mean" in out
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["many-seed1", "many-seed2"]
+
+
+def test_a_name_made_up_never_collides(surefoot, tmp_path):
+    for _ in range(2):
+        surefoot("train", "CartPole-v1", "--steps", "256", "--quiet")
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["cartpole-v1-ppo_clip-1", "cartpole-v1-ppo_clip-1-2"]
+
+
+def test_a_dry_run_prints_a_recipe_that_can_be_run(surefoot, tmp_path):
+    out = surefoot("train", "CartPole-v1", "--dry-run", "--rollout.environments", "4")
+    assert "# batch: 4 environments x 32 steps = 128 steps" in out
+    assert "# iterations: 100,000 / 128 = 782" in out
+    assert "# parameters: 9,155 in all, 4,545 of them in a separate critic" in out
+    (tmp_path / "mine.toml").write_text(out)
+    assert surefoot("train", "mine.toml", "--dry-run") == out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml"]
+
+
+def test_a_small_recipe_file_inherits_what_is_tuned_for_its_task(surefoot, tmp_path):
+    (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 256\n')
+    assert "learning_rate = 0.001" in surefoot("train", "mine.toml", "--dry-run")
+
+
+def test_the_config_of_a_run_trains_the_same_run_again(surefoot, tmp_path):
+    surefoot("train", "CartPole-v1", "--steps", "256", "--name", "a", "--quiet")
+    surefoot("train", "runs/a/config.toml", "--name", "b", "--quiet")
+    assert (tmp_path / "runs/a/config.toml").read_text() == (tmp_path / "runs/b/config.toml").read_text()
+    weights = [(tmp_path / f"runs/{name}/checkpoints/256/agent.safetensors").read_bytes() for name in "ab"]
+    assert weights[0] == weights[1]
+
+
+def test_list_names_recipes_algorithms_and_ids(surefoot):
+    out = surefoot("list")
+    for word in ("cartpole", "mujoco", "HalfCheetah-v5", "PPO_CLIP", "REINFORCE", "Acrobot-v1"):
+        assert word in out
+
+
+def test_every_preset_is_a_whole_recipe_and_survives_the_round_trip():
+    for name, table in presets().items():
+        if "task" in table:
+            recipe = find_recipe(name)
+            assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+            for task in table["tuned_for"]:
+                assert find_recipe(task).task == task
+
+
+def test_another_algorithm_takes_its_own_switches_and_only_the_discount_of_the_preset():
+    recipe = find_recipe("CartPole-v1", {"algorithm": "REINFORCE"})
+    assert recipe.objective == Objective(gamma=0.98)
+    assert find_recipe("CartPole-v1", {"algorithm": "PPO_CLIP"}) == find_recipe("CartPole-v1")
+
+
+def test_a_value_is_a_name_or_is_taken_as_it_stands():
+    assert recipe_for("CartPole-v1", PPO_CLIP, {}) == find_recipe("CartPole-v1")
+    own = Objective(baseline="critic", gamma=0.5)
+    recipe = recipe_for("CartPole-v1", own, {})
+    assert recipe.objective == own
+    assert recipe.algorithm == "custom"
+    assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0.9", 0.9), ("3", 3), ("true", True), ("[64, 32]", [64, 32]), ("none", "none"), ("PPO_CLIP", "PPO_CLIP")],
+)
+def test_flags_are_read_as_toml(text, value):
+    assert parse_value(text) == value
+
+
+def test_every_field_says_what_it_means():
+    for name, described in recipe_fields():
+        if "." in name or name not in ("rollout", "network"):
+            assert described.meaning, name

@@ -1,0 +1,79 @@
+"""The wheel, built and installed outside the checkout, is the whole product: typed, with its recipes, and it runs."""
+
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built without the network: hatchling comes from the test environment."""
+    out = tmp_path_factory.mktemp("wheel")
+    code = f"import os, hatchling.build as b; os.chdir({str(ROOT)!r}); print(b.build_wheel({str(out)!r}))"
+    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1]
+    return out / name
+
+
+def test_the_wheel_holds_types_recipes_and_licence(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"surefoot/py.typed", "surefoot/recipes/cartpole.toml", "surefoot/recipes/mujoco.toml"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
+
+
+def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
+    subprocess.run(install, check=True)
+    # Its dependencies are the test environment's; the wheel's own folder comes first, so Surefoot itself is the wheel's.
+    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    where = subprocess.run(
+        [python, "-c", "import surefoot; print(surefoot.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert where.stdout.startswith(str(site))
+    surefoot = str(tmp_path / "venv" / "bin" / "surefoot")
+    train = [surefoot, "train", "CartPole-v1", "--steps", "512", "--name", "small", "--quiet", "--evaluation.episodes", "1"]
+    subprocess.run(train, cwd=tmp_path, check=True, capture_output=True)
+    result = subprocess.run(
+        [surefoot, "evaluate", "runs/small", "--episodes", "1"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "over 1 greedy episodes" in result.stdout
+
+
+def test_the_core_stays_small_and_every_dependency_has_its_reason_in_docs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    reasons = (ROOT / "docs" / "dependencies.md").read_text()
+    extras = [name for group in project["optional-dependencies"].values() for name in group]
+    names = [requirement.partition(">")[0].partition("[")[0] for requirement in project["dependencies"] + extras]
+    assert len(project["dependencies"]) <= 10
+    for name in set(names) - {"surefoot"}:
+        assert f"`{name}`" in reasons, f"{name} has no reason in docs/dependencies.md"
+
+
+def test_every_pin_is_exact_and_torch_is_the_small_build():
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(pin.count("==") == 1 for pin in pins)
+    assert "torch==2.13.0" in pins
+    assert not [pin for pin in pins if "+" in pin]
