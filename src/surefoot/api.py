@@ -43,8 +43,7 @@ def train(
 
     Raises SurefootError for anything the user can mend, before training where that can be known.
     """
-    name = task if isinstance(task, str) else f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
-    recipe = recipe_for(name, algorithm, _tables(fields))
+    recipe = recipe_for(_name(task), algorithm, _tables(fields))
     folder = None if run_dir is None else Path(run_dir)
     return start(recipe, folder, None if isinstance(task, str) else task, callback, display or Silent())
 
@@ -133,9 +132,16 @@ def evaluate(
 
     ``task`` defaults to the one the agent was trained on.
     """
-    same = task is None or task == agent.recipe.task
+    same = task is None or _name(task) == agent.recipe.task
     arguments = agent.recipe.environment if same else {}
     return evaluate_agent(agent, task or agent.recipe.task, arguments, episodes, seed, deterministic)
+
+
+def _name(task: Task) -> str:
+    """A callable's name as a recipe writes it, ``module:qualified.name``; a string is its own."""
+    if isinstance(task, str):
+        return task
+    return f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
 
 
 def _tables(fields: Mapping[str, Any]) -> dict[str, Any]:

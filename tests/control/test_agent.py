@@ -222,6 +222,17 @@ def test_the_deterministic_action_is_the_likeliest_and_a_sampled_one_follows_the
     assert agent.predict(many)[0].mean() == pytest.approx(float(probabilities[1]), abs=0.02)
 
 
+def test_predict_sees_observations_through_the_normaliser() -> None:
+    agent = pendulum()
+    observations = np.float32([[1, 0, 0], [0, 1, 3], [-1, 0, -5]])
+    with torch.no_grad():
+        mean = agent.policy.distribution(agent.observation_normaliser(torch.from_numpy(observations))).mean
+    predicted = agent.predict(observations, deterministic=True)[0]
+    np.testing.assert_allclose(predicted, mean.clamp(-2, 2), rtol=1e-5)
+    agent.observation_normaliser.mean += 1.0
+    assert not np.allclose(agent.predict(observations, deterministic=True)[0], predicted, rtol=1e-3)
+
+
 def test_predict_hands_the_state_back_and_reads_lists_and_doubles() -> None:
     agent = cartpole(steps=1)
     action, state = agent.predict(CARTPOLE.astype(np.float64).tolist(), state="mine", episode_start=np.array([True]))
@@ -231,8 +242,10 @@ def test_predict_hands_the_state_back_and_reads_lists_and_doubles() -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 2, 4), (5,)])
 def test_an_observation_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
-        cartpole(steps=1).predict(np.zeros(shape, np.float32))
+    agent = cartpole(steps=1)
+    for ask in (agent.predict, agent.value):
+        with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
+            ask(np.zeros(shape, np.float32))
 
 
 def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> None:

@@ -288,11 +288,12 @@ def assert_sound(world: ControlWorld, rollout: Rollout) -> None:
     ("what", "episode", "at"),
     [
         ("reward", 0, 3),
+        ("reward", 0, 5),  # at the end of an episode
         ("observation", 0, 3),
         ("observation", 0, 5),  # the final observation of a truncated episode
         ("observation", 1, 0),  # the first observation of the next episode
     ],
-    ids=["reward", "observation", "final observation", "observation of a reset"],
+    ids=["reward", "last reward", "observation", "final observation", "observation of a reset"],
 )
 def test_what_is_not_finite_is_named_and_collecting_goes_on(what: str, episode: int, at: int, value: float) -> None:
     ends = [ENDS[0], ((5, "truncated"), (2, "both")), ENDS[2]]

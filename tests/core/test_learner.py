@@ -570,7 +570,7 @@ def test_one_action_scored_a_thousandth_off_is_enough(gap: float) -> None:
 
 def test_an_outside_sampler_may_disagree() -> None:
     policy = TinyPolicy()
-    metrics = update(Learner(policy, PPO_CLIP, ADAM), moved(random_rollout(policy, 0), 0))
+    metrics = update(Learner(policy, A2C, ADAM), moved(random_rollout(policy, 0), 0))
     assert abs(metrics["ratio_at_start"] - 1) > 0.1  # type: ignore[operator]
 
 

@@ -90,10 +90,7 @@ class Agent(nn.Module):
         likeliest action instead of sampling; ``episode_start`` is for recurrent policies.
         Raises SurefootError for an observation of the wrong shape.
         """
-        array = np.asarray(observation, np.float32)
-        expected = self.observation_space.shape
-        if array.shape[-1:] != expected or array.ndim > 2:
-            raise SurefootError(f"observation: has shape {array.shape}; this agent takes {expected}, or a batch of them")
+        array = self._read(observation)
         inputs = self.normaliser()(torch.from_numpy(array).to(self.device))
         distribution = self.policy.distribution(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(self.generator)
@@ -103,12 +100,19 @@ class Agent(nn.Module):
     def value(self, observation: Any) -> Any:
         """V(s) of one observation (a float) or of several (an array [B]).
 
-        Raises SurefootError when the agent was trained without a critic.
+        Raises SurefootError when the agent was trained without a critic, or for an observation of the wrong shape.
         """
         if self.policy.critic_head is None:
             raise SurefootError(f"value: {self.recipe.algorithm} has no critic; train with objective.baseline = 'critic'")
-        values = self.values(observation).cpu().numpy()
+        values = self.values(self._read(observation)).cpu().numpy()
         return float(values) if values.ndim == 0 else values
+
+    def _read(self, observation: Any) -> Array:
+        array = np.asarray(observation, np.float32)
+        expected = self.observation_space.shape
+        if array.shape[-1:] != expected or array.ndim > 2:
+            raise SurefootError(f"observation: has shape {array.shape}; this agent takes {expected}, or a batch of them")
+        return array
 
     def trees(self) -> dict[str, Any]:
         """What a checkpoint holds of an agent."""

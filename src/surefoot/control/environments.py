@@ -282,10 +282,10 @@ def task_name(task: str | MakeEnvironment) -> str:
 
 def making_failed(name: str, error: Exception) -> SurefootError:
     """One line for an environment that could not be made; names the extra where a package is missing."""
-    extras = {"mujoco": "mujoco", "box2d": "box2d", "Box2D": "box2d", "ale": "atari", "swig": "box2d"}
+    extras = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari"}
     text = str(error).replace("\n", " ")
     if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
-        extra = next((value for key, value in extras.items() if key.lower() in text.lower()), None)
+        extra = next((value for key, value in extras.items() if key in text.lower()), None)
         if extra:
             return SurefootError(f"task={name!r}: needs an extra that is not installed; run: pip install 'surefoot[{extra}]'")
     return SurefootError(f"task={name!r}: could not be made ({type(error).__name__}: {text})")

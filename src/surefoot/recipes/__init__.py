@@ -11,7 +11,7 @@ from typing import Any
 
 from surefoot.algorithms import PPO_CLIP, Objective, algorithm_name
 from surefoot.config import Recipe, make_recipe, merged, none_from_text, read_toml
-from surefoot.errors import SurefootError, did_you_mean
+from surefoot.errors import SurefootError, did_you_mean, missing_extra
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -93,13 +93,11 @@ def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
     """Raise SurefootError, with a suggestion, for an id that Gymnasium doesn't know."""
     import gymnasium
 
-    known = set(gymnasium.registry) | set(extra or ())
-    if task.rpartition("/")[2] and task in known:
+    if task in gymnasium.registry:
         return
-    if "/" in task or "-" not in task:
-        module = task.partition(":")[0]
-        if "/" in task and importlib.util.find_spec(module) is not None:
-            return
+    if task.startswith("ALE/") and importlib.util.find_spec("ale_py") is None:
+        raise missing_extra("ale-py", "atari", f"task={task!r}")
+    known = {*gymnasium.registry, *(extra or ())}
     raise SurefootError(
         f"{task!r}: no recipe, .toml file or environment id of that name{did_you_mean(task, known)} (see: surefoot list)"
     )

@@ -1,0 +1,234 @@
+"""The documentation says what is so: its Python runs, its commands run, its links lead somewhere, its reference is fresh.
+
+In README.md and every page under docs/:
+
+- a ``python`` block is run; the blocks of a page share their names, and a temporary folder to work in;
+- a ``python`` or ``toml`` block whose first line is nothing but ``# a_file.py`` or ``# a_file.toml`` is saved under that name;
+- in a ``console`` block the lines that begin with ``$ `` are run by a shell that finds this environment's programs first;
+- a block after the line ``<!-- parse only -->`` is only parsed: Python by Python, ``surefoot`` commands with their flags and
+  their recipe, other commands by their first word.
+"""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from surefoot.cli import changes_from, cli
+from surefoot.recipes import find_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKED = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PARSE_ONLY = "<!-- parse only -->"
+KNOWN = {".", "cd", "git", "kill", "ls", "make", "pip", "python", "sleep", "surefoot", "tensorboard", "torchrun"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, the line its text begins on, and whether it is only parsed."""
+
+    language: str
+    text: str
+    line: int
+    parse_only: bool
+
+    @property
+    def file(self) -> str | None:
+        """The name under which it is to be saved, if it says one."""
+        found = re.match(r"# (\w+\.(?:py|toml))\n", self.text)
+        return found[1] if found and self.language in ("python", "toml") else None
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of a console block; a backslash at the end of a line joins it to the next."""
+        joined = self.text.replace("\\\n", " ")
+        return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
+
+
+def blocks(text: str) -> list[Block]:
+    """Every fenced block of a page, in order."""
+    found, lines = [], text.splitlines()
+    start, language = None, ""
+    for number, line in enumerate(lines):
+        if start is None and (fence := re.match(r"\s*```(\w*)", line)):
+            start, language = number, fence[1]
+        elif start is not None and line.strip() == "```":
+            before = [above.strip() for above in lines[:start] if above.strip()][-1:]
+            body = "\n".join(lines[start + 1 : number]) + "\n"
+            found.append(Block(language, body, start + 2, before == [PARSE_ONLY]))
+            start = None
+    assert start is None, f"a block begins on line {start} and never ends"
+    return found
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def check_command(command: str) -> None:
+    """Raise when a command that is not run has a word or a flag that does not exist."""
+    words = shlex.split(command, comments=True)
+    while words and (words[-1] == "&" or words[0].partition("=")[0].isupper()):
+        words = words[:-1] if words[-1] == "&" else words[1:]
+    assert words[0] in KNOWN, f"{words[0]!r} is not among the known commands {sorted(KNOWN)}"
+    if words[0] == "surefoot":
+        check_surefoot(words[1:])
+
+
+def check_surefoot(words: list[str]) -> None:
+    """Parse the arguments as the command line does; for ``train``, make the recipe as well."""
+    with cli.make_context("surefoot", list(words)) as context:
+        name, command, rest = cli.resolve_command(context, [*context._protected_args, *context.args])
+        assert command is not None
+        with command.make_context(name, rest, parent=context) as below:
+            parameters: dict[str, Any] = dict(below.params)
+    if name == "train" and (not parameters["what"].endswith(".toml") or Path(parameters["what"]).exists()):
+        own = {"what", "seeds", "run_dir", "name", "checkpoint_every", "dry_run", "quiet"}
+        find_recipe(parameters["what"], changes_from({key: value for key, value in parameters.items() if key not in own}))
+
+
+def run_command(command: str, folder: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path, "COLUMNS": "120"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("path", RUN, ids=name_of)
+def test_what_a_page_shows_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict[str, Any] = {"__name__": f"docs_{path.stem.replace('-', '_')}"}
+    before = set(sys.modules)
+    try:
+        for block in blocks(path.read_text("utf-8")):
+            if block.language == "python":
+                ast.parse(block.text)
+            if block.language == "toml":
+                tomllib.loads(block.text)
+            if block.file is not None:
+                Path(block.file).write_text(block.text, "utf-8")
+            elif block.language == "python" and not block.parse_only:
+                exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
+            elif block.language == "console":
+                assert block.commands, f"line {block.line}: a console block without a line that begins with '$ '"
+                for command in block.commands:
+                    check_command(command) if block.parse_only else run_command(command, tmp_path)
+    finally:
+        for module in set(sys.modules) - before:
+            if getattr(sys.modules[module], "__file__", None) and str(tmp_path) in str(sys.modules[module].__file__):
+                del sys.modules[module]
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    done = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    found: dict[str, int] = {}
+    result = set()
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S)
+    for heading in re.findall(r"^#+ +(.*?) *#*$", text, flags=re.M):
+        words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+        result.add(words if words not in found else f"{words}-{found[words]}")
+        found[words] = found.get(words, 0) + 1
+    return result
+
+
+@pytest.mark.parametrize("path", LINKED, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`\n]+`(?!\])", "", path.read_text("utf-8"), flags=re.M | re.S)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = {re.split(r"[<>=!~;\[ ]", requirement)[0] for group in groups for requirement in group}
+    page = (ROOT / "docs" / "dependencies.md").read_text("utf-8")
+    assert {name for name in wanted if f"`{name}" not in page} == set()
+    assert {name for name in project["optional-dependencies"] if f"`{name}`" not in page} == set()
+
+
+def test_no_file_names_a_place_on_the_machine_that_wrote_it() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    places = [f"/{name}".encode() for name in ("work/", "root/", "tmp/w")]  # not written out, or this file would be found
+    files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    assert files
+    assert {name_of(file) for file in files if any(place in file.read_bytes() for place in places)} == set()
+
+
+# ---- the tests' own tools ---------------------------------------------------------------------------------------------
+
+PAGE = f"""
+```python
+x = 1
+```
+
+{PARSE_ONLY}
+```console
+$ surefoot train CartPole-v1 \\
+    --seed 2
+output
+```
+
+```toml
+# some.toml
+a = 1
+```
+"""
+
+
+def test_blocks_are_found() -> None:
+    first, second, third = blocks(PAGE)
+    assert (first.language, first.text, first.line, first.parse_only) == ("python", "x = 1\n", 3, False)
+    assert (second.parse_only, second.commands) == (True, ["surefoot train CartPole-v1      --seed 2"])
+    assert (third.file, first.file) == ("some.toml", None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "surefoot train CartPole-v1 --objective.gea-lambda 0.9",
+        "surefoot train CartPole-v1 --objective.gae-lambda 2",
+        "surefoot train CartPole-v9",
+        "surefoot evaluate",
+        "surefoot fly runs/x",
+        "rm -rf runs",
+    ],
+)
+def test_a_wrong_command_is_noticed(command: str) -> None:
+    with pytest.raises((click.UsageError, ValueError, AssertionError)):
+        check_command(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["surefoot train CartPole-v1 --seeds 3 &", "FOO=1 surefoot list", "kill -9 %1", "surefoot evaluate runs/x --json  # look"],
+)
+def test_a_right_command_is_accepted(command: str) -> None:
+    check_command(command)

@@ -1,0 +1,52 @@
+"""Every example runs, in a folder of its own, on a small budget."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import surefoot
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+BUDGETS = {
+    "cartpole.py": ["--steps", "512"],
+    "ladder.py": ["--steps", "300"],
+    "own_environment.py": ["--steps", "1024"],
+    "stop_early.py": ["--steps", "1024", "--target", "5"],
+    "load_and_act.py": ["--steps", "512"],
+}
+SAYS = {
+    "cartpole.py": "greedy return",
+    "ladder.py": "PPO_CLIP",
+    "own_environment.py": "V = ",
+    "stop_early.py": "was reached after",
+    "load_and_act.py": "return of one greedy episode",
+}
+
+
+def test_every_example_is_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(BUDGETS) == set(SAYS)
+
+
+@pytest.mark.parametrize("name", sorted(BUDGETS))
+def test_example(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / name), *BUDGETS[name]]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert SAYS[name] in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(BUDGETS))
+def test_example_uses_public_names_only(name: str) -> None:
+    tree = ast.parse((EXAMPLES / name).read_text("utf-8"))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module for module in imported if module.startswith("surefoot.")} == set()
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    used = {node.attr for node in attributes if node.value.id == "surefoot"}
+    assert used
+    assert used <= set(surefoot.__all__)
