@@ -62,6 +62,14 @@ CASES = [
     (["train", "CartPole-v1", "--network.shared-trunk", "true", "--optimizer.critic-learning-rate", "1e-3"], ["shared trunk"]),
     (["train", "CartPole-v1", "--device", "gpu0"], ["device='gpu0'", "cpu"]),
     (["train", "CartPole-v1", "--rung", "9"], ["--rung"]),
+    (["train", "CartPole-v1", "--steps", "true"], ["steps=true", "whole number"]),
+    (["train", "CartPole-v1", "--seed", "99999999999999999999"], ["seed=99999999999999999999", "less than or equal"]),
+    (["train", "CartPole-v1", "--algorithm", "[1]"], ["algorithm=[1]", "unknown"]),
+    (["train", "CartPole-v1", "--objective.value-coefficient", "inf"], ["value_coefficient=inf", "finite"]),
+    (["train", "CartPole-v1", "--environment", "{a = nan}"], ["environment={'a': nan}"]),
+    (["train", "CartPole-v1", "--environment", "{wheels = 3}", "--steps", "256"], ["could not be made", "wheels"]),
+    (["train", "CartPole-v1", "--algorithm", "REINFORCE", "--optimizer.critic-learning-rate", "1e-3"], ["has no critic"]),
+    (["train", "CartPole-v1", "--device", "cuda:7", "--dry-run"], ["device='cuda:7'", "can't be used here"]),
     (["train"], ["WHAT"]),
     (["train", "Blackjack-v1", "--steps", "100"], ["observation space Tuple", "not supported"]),
     (["train", "missing.toml"], ["missing.toml", "can't be read"]),
@@ -88,6 +96,9 @@ TOML = [
     ('task = "CartPole-v1"\n[objective.trust_region]\nclop = 1\n', ["clop=1", "did you mean 'clip'?"]),
     ('task = "CartPole-v1"\nobjective = 3\n', ["objective=3", "table"]),
     ('task = "CartPole-v1"\nnetwork = 3\n', ["network=3"]),
+    ('task = "CartPole-v1"\nSteps = 3\n', ["Steps=3", "did you mean 'steps'?"]),
+    ('task = "CartPole-v1"\n[objective]\nGamma = 1\n', ["objective.Gamma=1", "did you mean 'gamma'?"]),
+    ('task = "CartPole-v1"\n[objective.reuse]\nepochs = true\n', ["objective.reuse.epochs=true", "whole number"]),
     ('task = "CartPole-v1"\n[network]\nhidden = ["wide"]\n', ["network.hidden.0='wide'"]),
     ("task = 3\n", ["task=3", "string"]),
     ('task = "CartPole-v1"\nkind = "languag"\n', ["kind='languag'", "control"]),
@@ -299,3 +310,70 @@ def test_checkpoints_hold_what_was_put_in(tmp_path):
     assert back["tree"]["a"]["c"] == [1, 2.5, None, "x", True]
     assert back["tree"]["d"].tolist() == [[1, 0], [0, 1]]
     assert json.dumps(back["tree"]["e"]) == "Infinity"
+
+
+def test_a_checkpoint_whose_first_bytes_look_like_a_pickle_is_read(tmp_path):
+    """A safetensors header of 640 bytes begins with those of a pickle; 19280 with those of a zip."""
+    import torch
+
+    lengths = set()
+    for extra in [*range(540, 660, 4), *range(19180, 19300, 4)]:
+        save_checkpoint(tmp_path / "one", {"tree": {"x" * extra: torch.zeros(1)}})
+        head = (tmp_path / "one" / "tree.safetensors").read_bytes()[:8]
+        if head[:2] in (b"\x80\x02", b"PK") and head[:2] not in lengths:
+            lengths.add(head[:2])
+            assert load_checkpoint(tmp_path / "one")["tree"]["x" * extra].tolist() == [0.0]
+    assert lengths == {b"\x80\x02", b"PK"}
+
+
+def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "one", {"tree": {"n": 1}})
+    real, calls = os.rename, []
+
+    def refuses_the_second(*names):
+        calls.append(names)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(*names)
+
+    monkeypatch.setattr(os, "rename", refuses_the_second)
+    with pytest.raises(SurefootError, match="No space left on device"):
+        save_checkpoint(tmp_path / "one", {"tree": {"n": 2}})
+    assert load_checkpoint(tmp_path / "one")["tree"] == {"n": 1}
+
+
+def test_the_same_environment_twice_and_an_environment_for_a_task_are_refused():
+    one = gymnasium.make("CartPole-v1")
+    with pytest.raises(SurefootError, match="the same environment twice"):
+        api.train(lambda: one, steps=10)
+    with pytest.raises(SurefootError, match="is no task"):
+        api.train(one, steps=10)
+
+
+def test_a_changed_number_of_environments_or_optimizers_is_refused_on_resume(tmp_path):
+    changes = {"steps": 1024, "evaluation": {"episodes": 0}}
+    api.start(find_recipe("CartPole-v1", changes), tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 256)
+    config = tmp_path / "run" / "config.toml"
+    whole = config.read_text()
+    config.write_text(whole.replace("environments = 8", "environments = 4"))
+    with pytest.raises(SurefootError, match=r"rollout.environments=4: the checkpoint has 8"):
+        api.resume(tmp_path / "run", allow_changes=True)
+    config.write_text(whole.replace('critic_learning_rate = "none"', "critic_learning_rate = 0.001"))
+    with pytest.raises(SurefootError, match=r"undo the change of optimizer.critic_learning_rate"):
+        api.resume(tmp_path / "run", allow_changes=True)
+
+
+def test_a_stop_is_no_error_that_an_environment_could_swallow():
+    from surefoot import Interrupted
+
+    assert not issubclass(Interrupted, Exception)
+
+
+def test_the_best_agent_is_the_best_of_this_run_even_after_a_resume_that_went_another_way(tmp_path):
+    changes = {"steps": 768, "evaluation": {"every": 256, "episodes": 1}, "checkpoint": {"every": 256}}
+    api.start(find_recipe("CartPole-v1", changes), tmp_path / "run")
+    stale = tmp_path / "run" / "best" / "99999"
+    shutil.copytree(next((tmp_path / "run" / "best").glob("[0-9]*")), stale)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    api.resume(tmp_path / "run")
+    assert [int(p.name) <= 768 for p in (tmp_path / "run" / "best").glob("[0-9]*")] == [True]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -109,11 +110,11 @@ def test_another_algorithm_takes_its_own_switches_and_only_the_discount_of_the_p
 
 def test_a_value_is_a_name_or_is_taken_as_it_stands():
     assert recipe_for("CartPole-v1", PPO_CLIP, {}) == find_recipe("CartPole-v1")
-    own = Objective(baseline="critic", gamma=0.5)
-    recipe = recipe_for("CartPole-v1", own, {})
-    assert recipe.objective == own
-    assert recipe.algorithm == "custom"
-    assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+    for own in (Objective(baseline="critic", gamma=0.5), replace(PPO_CLIP, gamma=0.9), replace(PPO_CLIP, value_lambda=1.0)):
+        recipe = recipe_for("CartPole-v1", own, {})
+        assert recipe.objective == own
+        assert recipe.algorithm == "custom"
+        assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
 
 
 @pytest.mark.parametrize(

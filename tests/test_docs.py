@@ -4,7 +4,8 @@ In README.md and every page under docs/:
 
 - a ``python`` block is run; the blocks of a page share their names, and a temporary folder to work in;
 - a ``python`` or ``toml`` block whose first line is nothing but ``# a_file.py`` or ``# a_file.toml`` is saved under that name;
-- in a ``console`` block the lines that begin with ``$ `` are run by a shell that finds this environment's programs first;
+- in a ``console`` block the lines that begin with ``$ `` are run: ``surefoot`` commands by the command line's own entry point,
+  in this process, which has loaded torch already; others by a shell that finds this environment's programs first;
 - a block after the line ``<!-- parse only -->`` is only parsed: Python by Python, ``surefoot`` commands with their flags and
   their recipe, other commands by their first word.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import click
 import pytest
 
-from surefoot.cli import changes_from, cli
+from surefoot.cli import changes_from, cli, main
 from surefoot.recipes import find_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,12 +98,17 @@ def check_surefoot(words: list[str]) -> None:
         find_recipe(parameters["what"], changes_from({key: value for key, value in parameters.items() if key not in own}))
 
 
-def run_command(command: str, folder: Path) -> None:
+def run_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command in ``folder``, which is the current one."""
+    if command.startswith("surefoot ") and not set("|&;<>$`*") & set(command):
+        monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        assert not leaving.value.code, f"$ {command}: exit code {leaving.value.code}"
+        return
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "PATH": path, "COLUMNS": "120"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    shell = ["bash", "-euo", "pipefail", "-c", command]
+    done = subprocess.run(shell, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
 
 
@@ -125,7 +131,7 @@ def test_what_a_page_shows_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
             elif block.language == "console":
                 assert block.commands, f"line {block.line}: a console block without a line that begins with '$ '"
                 for command in block.commands:
-                    check_command(command) if block.parse_only else run_command(command, tmp_path)
+                    check_command(command) if block.parse_only else run_command(command, tmp_path, monkeypatch)
     finally:
         for module in set(sys.modules) - before:
             if getattr(sys.modules[module], "__file__", None) and str(tmp_path) in str(sys.modules[module].__file__):

@@ -20,7 +20,7 @@ def _require(condition: bool, field: str, value: object, need: str) -> None:
 class Reuse:
     """Use each batch for several passes, in minibatches; every sample is weighted by the importance ratio ρ."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
     epochs: int = 10
     """passes over each batch"""
@@ -36,7 +36,7 @@ class Reuse:
 class Clip:
     """Trust region by the pessimistic minimum with the clipped ratio (PPO-Clip, arXiv 1707.06347)."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
     clip: float = 0.2
     """how far below 1 (and above, unless clip_high is given) a ratio earns anything"""
@@ -60,7 +60,7 @@ class Clip:
 class Objective:
     """Every switch of a policy-gradient objective. The defaults are REINFORCE, with nothing on."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
     baseline: Literal["mean", "critic"] | None = None
     """what is subtracted from the return: nothing, the batch's mean return, or a learned V(s)"""

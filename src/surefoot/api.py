@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from surefoot.algorithms import Objective
-from surefoot.config import Recipe, Section
+from surefoot.config import Recipe, Section, make_recipe, to_table
 from surefoot.control.agent import Agent
 from surefoot.control.environments import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
@@ -58,8 +58,10 @@ def start(
     """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported."""
     world = _make_world(recipe, task)
     try:
-        folder = None if run_dir is None else RunFolder.create(run_dir, recipe)
-        return _finish(Session(recipe, world, folder, display or Silent(), callback), world)
+        session = Session(recipe, world, None, display or Silent(), callback)
+        if run_dir is not None:  # last: what is refused leaves nothing behind
+            session.folder = RunFolder.create(run_dir, recipe)
+        return _finish(session, world)
     finally:
         world.close()
 
@@ -85,7 +87,7 @@ def resume(
     try:
         recipe = folder.recipe()
         if steps is not None:
-            recipe = recipe.model_copy(update={"steps": steps})
+            recipe = make_recipe({**to_table(recipe), "steps": steps})
         checkpoint = folder.latest()
         world = _make_world(recipe, task)
         session = Session(recipe, world, folder, display or Silent(), callback)
@@ -100,8 +102,6 @@ def resume(
 
 
 def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> ControlWorld:
-    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SurefootError(f"device={recipe.device!r}: PyTorch sees no CUDA device here; set device = 'cpu'")
     torch.set_num_threads(recipe.threads)  # first of all: even the initial weights' last bits depend on it
     return ControlWorld(recipe, task)
 
@@ -141,6 +141,10 @@ def _name(task: Task) -> str:
     """A callable's name as a recipe writes it, ``module:qualified.name``; a string is its own."""
     if isinstance(task, str):
         return task
+    if not callable(task):
+        raise SurefootError(
+            f"task={task!r}: is no task; give a Gymnasium id, 'module:function', or a function that makes an environment"
+        )
     return f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
 
 

@@ -1,6 +1,7 @@
 """The command line: parse, pick a recipe, call. Errors are one line on stderr and exit code 2."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from surefoot import __version__
-from surefoot.config import Recipe, parse_value, recipe_fields, to_toml
+from surefoot.config import MAX_SEED, Recipe, parse_value, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.recipes import find_recipe, presets
 
@@ -22,6 +23,7 @@ SHORT = {"algorithm", "steps", "seed", "device"}
 
 def main() -> NoReturn:
     """Run the command line and exit: 0, 2 for anything the user can mend, 130 after Ctrl-C or SIGTERM."""
+    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's own file, as with python -m
     try:
         sys.exit(cli.main(standalone_mode=False) or 0)
     except Interrupted as stop:
@@ -35,8 +37,8 @@ def main() -> NoReturn:
         fail(f"{error.format_message()} (see: {command} --help)", 2)
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
-    except BrokenPipeError:
-        sys.exit(0)
+    except OSError as error:
+        fail(f"{error.filename or 'writing'}: {error.strerror or error}; mend that, then resume from the last checkpoint", 2)
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -48,7 +50,7 @@ def fail(message: str, code: int) -> NoReturn:
 def recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """A flag for every field of the recipe: --objective.gae-lambda 0.9."""
     for name, described in reversed(list(recipe_fields())):
-        if name in ("kind", "task", "environment"):
+        if name in ("kind", "task"):
             continue
         flag = "--" + name.replace("_", "-")
         help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.kind}]"
@@ -137,7 +139,7 @@ def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> No
 @cli.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--episodes", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
 @click.option("--task", help="Evaluate on another task than the one trained on.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(run: Path, episodes: int, seed: int, task: str | None, as_json: bool) -> None:
@@ -172,7 +174,7 @@ def list_() -> None:
 
 @cli.command()
 @click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
 def demo(run_dir: Path, seed: int) -> None:
     """Train PPO on CartPole-v1, watch it learn, and judge it: under a minute on two cores."""
     from surefoot.demo import control_demo

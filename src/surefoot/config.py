@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 from surefoot.algorithms import ALGORITHMS, Objective
 from surefoot.errors import SurefootError, did_you_mean
 
+MAX_SEED = 2**53
 Steps = Annotated[int, Field(ge=1)]
 
 
@@ -87,7 +88,7 @@ class EvaluationSettings(Section):
     """steps between evaluations; none means a tenth of the budget"""
     episodes: int = Field(10, ge=0)
     """episodes of each; 0 switches evaluation off"""
-    seed: int = Field(1_000_000, ge=0)
+    seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
     """seed of the evaluation episodes"""
 
 
@@ -113,7 +114,7 @@ class Recipe(Section):
     """name of the algorithm that [objective] starts from; \"custom\" starts from nothing"""
     steps: Steps = 100_000
     """environment steps in all"""
-    seed: int = Field(1, ge=0)
+    seed: int = Field(1, ge=0, le=MAX_SEED)
     """decides everything random"""
     device: str = Field("cpu", pattern=r"^(cpu|mps|cuda(:\d+)?)$")
     """where the network lives: cpu, cuda, cuda:1 …"""
@@ -160,6 +161,11 @@ class Recipe(Section):
             raise SurefootError(
                 f"objective.reference_coefficient={objective.reference_coefficient}: control has no reference policy; set 0"
             )
+        if objective.baseline != "critic" and self.optimizer.critic_learning_rate is not None:
+            raise SurefootError(
+                f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: {self.algorithm} has no critic; "
+                "unset it"
+            )
         if self.network.shared_trunk and self.optimizer.critic_learning_rate is not None:
             raise SurefootError(
                 f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: a critic on a shared trunk cannot "
@@ -182,7 +188,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     """
     table = dict(none_from_text(table))
     name = table.get("algorithm", "PPO_CLIP")
-    if name != "custom" and name not in ALGORITHMS:
+    if not isinstance(name, str) or (name != "custom" and name not in ALGORITHMS):
         known = ", ".join(ALGORITHMS)
         raise SurefootError(f"algorithm={name!r}: unknown{did_you_mean(str(name), ALGORITHMS)} (known: {known})")
     changes = table.get("objective", {})
@@ -190,10 +196,39 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
         raise SurefootError(f"objective={changes!r}: must be a table of switches, such as gae_lambda = 0.95")
     base = Objective() if name == "custom" else ALGORITHMS[name]
     table["objective"] = merged(asdict(base), changes)
+    _refuse_truth_for_numbers(table)
     try:
-        return Recipe.model_validate(table)
+        recipe = Recipe.model_validate(table)
     except pydantic.ValidationError as error:
         raise SurefootError(explain(error)) from None
+    _refuse_what_toml_cannot_hold(recipe)
+    return recipe
+
+
+def _refuse_truth_for_numbers(table: Mapping[str, Any]) -> None:
+    """Python takes True for 1; a recipe doesn't."""
+    kinds = {name: described.kind for name, described in recipe_fields()}
+    for name, value in _flat(table):
+        if isinstance(value, bool) and "number" in kinds.get(name, ""):
+            raise SurefootError(f"{name}={str(value).lower()}: must be a {kinds[name]}")
+
+
+def _refuse_what_toml_cannot_hold(recipe: Recipe) -> None:
+    """What config.toml could not bring back would make a resumed run another run."""
+    try:
+        kept = none_from_text(tomllib.loads(tomli_w.dumps({"value": none_to_text(recipe.environment)})))["value"]
+    except (TypeError, ValueError):
+        kept = None
+    if kept != recipe.environment:
+        raise SurefootError(f"environment={recipe.environment!r}: only numbers, text, lists and tables can be kept in a recipe")
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +244,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def explain(error: pydantic.ValidationError) -> str:
     """The first complaint of a validation as one line: field, value, remedy."""
     first = error.errors(include_url=False)[0]
-    place = [str(part) for part in first["loc"] if not str(part)[:1].isupper()]
+    place = [str(part) for part in first["loc"] if part not in ("Reuse", "Clip")]
     field = ".".join(place)
     if isinstance(cause := first.get("ctx", {}).get("error"), SurefootError):
         return str(cause)

@@ -12,8 +12,11 @@ class NotFiniteError(SurefootError):
     """An observation, reward, loss or gradient is NaN or infinite: the update it belongs to is not taken."""
 
 
-class Interrupted(SurefootError):
-    """The run was asked to stop and has stopped; it resumes exactly."""
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop and has stopped; it resumes exactly.
+
+    No Exception, so that nothing on the way (an environment, a callback) takes it for an error of its own.
+    """
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

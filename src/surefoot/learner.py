@@ -1,5 +1,6 @@
 """One batch of experience into updates of θ: epochs × minibatches × micro-batches, and the early stop."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -175,7 +176,7 @@ class _Trail:
 def number(tensor: Tensor) -> float | None:
     """A metric's value; None (null) where it is not defined, such as the explained variance of constant returns."""
     value = float(tensor)
-    return value if value == value else None
+    return value if math.isfinite(value) else None
 
 
 def rows_of(rollout: Rollout, credit: Credit) -> Batch:

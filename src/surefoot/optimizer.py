@@ -68,7 +68,7 @@ class FlatAdam:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
         if state:
-            self.adam.state[self.values] = {name: tensor.clone() for name, tensor in state.items()}
+            self.adam.state[self.values] = {name: tensor.to(self.values.device, copy=True) for name, tensor in state.items()}
 
 
 def finite(norms: Iterable[float]) -> bool:

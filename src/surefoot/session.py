@@ -1,5 +1,6 @@
 """A run from its recipe to its end: what hangs on the loop (evaluation, tracking, checkpoints, display, signals)."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from surefoot.learner import Learner
 from surefoot.loop import run_loop
 from surefoot.optimizer import AdamSettings
 from surefoot.rollout import Collector, LearnerState, Metrics, Policy
-from surefoot.run.checkpoint import load_checkpoint, prune, save_checkpoint
+from surefoot.run.checkpoint import keep_only_this, load_checkpoint, prune, require, save_checkpoint
 from surefoot.run.dashboard import Display
 from surefoot.run.folder import RunFolder, recipe_differences
 from surefoot.run.stopping import StopOnSignal
@@ -79,6 +80,7 @@ class Session:
         Raises SurefootError when the recipe has changed since (unless allowed), or the run has nothing left to do.
         """
         trees = load_checkpoint(checkpoint)
+        require(trees, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
         changed = recipe_differences(trees["recipe"], self.recipe)
         if changed and not allow_changes:
             raise SurefootError(
@@ -92,6 +94,11 @@ class Session:
             )
         for line in self.world.load(trees, checkpoint):
             self.display.say(line)
+        if set(trees["learner"]) != set(self.learner.optimizers):
+            raise SurefootError(
+                f"{checkpoint}: has optimizers for {', '.join(trees['learner'])}, the recipe asks for "
+                f"{', '.join(self.learner.optimizers)}; undo the change of optimizer.critic_learning_rate"
+            )
         self.learner.load_state_dict(trees["learner"])
         self.state.load_state_dict(trees["state"])
         self.best = trees["progress"]["best"]
@@ -135,10 +142,12 @@ class Session:
 
     def _evaluate(self) -> float:
         score = self.world.evaluate()
-        if self.best is None or score > self.best:
+        if math.isfinite(score) and (self.best is None or score > self.best):
             self.best = score
             if self.folder is not None:
-                save_checkpoint(self.folder.best / str(self.state.steps), self.world.trees())
+                best = self.folder.best / str(self.state.steps)
+                save_checkpoint(best, self.world.trees())
+                keep_only_this(best)
                 prune(self.folder.best, keep=1)
         return score
 

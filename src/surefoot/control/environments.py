@@ -67,9 +67,13 @@ class Environments(Protocol):
     def close(self) -> None: ...
 
 
-def episode_seed(seed: int, environment: int, episode: int) -> int:
-    """The seed of one episode: a function of run, environment and episode number, so that any episode can be replayed."""
-    return int(np.random.SeedSequence([seed, environment, episode]).generate_state(1)[0])
+def episode_seed(seed: int, environment: int, episode: int, purpose: str = "training") -> int:
+    """The seed of one episode: a function of run, environment and episode number, so that any episode can be replayed.
+
+    Training and evaluation draw from different seeds, whatever the numbers: an agent is not judged on what it has seen.
+    """
+    words = [seed, environment, episode] + ([1] if purpose == "evaluation" else [])
+    return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
 class LoopedEnvironments:
@@ -79,8 +83,8 @@ class LoopedEnvironments:
     an environment back by replaying them.
     """
 
-    def __init__(self, make: MakeEnvironment, count: int, seed: int, name: str) -> None:
-        self.count, self.seed, self.name = count, seed, name
+    def __init__(self, make: MakeEnvironment, count: int, seed: int, name: str, purpose: str = "training") -> None:
+        self.count, self.seed, self.name, self.purpose = count, seed, name, purpose
         self.environments = [make() for _ in range(count)]
         self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
         self.action_space: gymnasium.Space[Any] = self.environments[0].action_space
@@ -103,7 +107,7 @@ class LoopedEnvironments:
         self.episodes[index] = episode
         self.actions[index] = []
         try:
-            observation, _ = self.environments[index].reset(seed=episode_seed(self.seed, index, episode))
+            observation, _ = self.environments[index].reset(seed=episode_seed(self.seed, index, episode, self.purpose))
         except Exception as error:
             raise self._failure(index, "reset()", error) from error
         self._store(index, observation, "reset()")
@@ -125,7 +129,7 @@ class LoopedEnvironments:
     def _act(self, index: int, action: Any) -> tuple[float, bool, bool]:
         """One action in one environment, remembered for replay: reward, terminated, truncated."""
         action = int(action) if self._discrete else action
-        self.actions[index].append(action)
+        self.actions[index].append(np.copy(action))  # the environment may change what it is given
         try:
             observation, reward, terminated, truncated, _ = self.environments[index].step(action)
             reward = float(reward)  # an array would take None for NaN
@@ -156,18 +160,27 @@ class LoopedEnvironments:
         return {"episodes": list(self.episodes), "actions": logs, "observations": self.observations.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
-        lost = []
+        if len(state["episodes"]) != self.count:
+            raise SurefootError(
+                f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"
+            )
         expected = torch.as_tensor(state["observations"]).numpy()
+        lost = []
         for index, episode in enumerate(state["episodes"]):
             self._begin(index, episode)
-            ended = False
-            for action in torch.as_tensor(state["actions"].get(str(index), ())).numpy():
-                _, terminated, truncated = self._act(index, action)
-                ended = ended or terminated or truncated
-            if ended or not np.array_equal(self.observations[index], expected[index], equal_nan=True):
+            actions = torch.as_tensor(state["actions"].get(str(index), ())).numpy()
+            same = self._replays(index, actions) and np.array_equal(self.observations[index], expected[index], equal_nan=True)
+            if not same:
                 lost.append(index)
                 self._begin(index, episode + 1)
         return self.observations.copy(), lost
+
+    def _replays(self, index: int, actions: Array) -> bool:
+        """Whether the episode takes the same actions again without ending or failing."""
+        try:
+            return not any(terminated or truncated for _, terminated, truncated in (self._act(index, a) for a in actions))
+        except SurefootError:
+            return False
 
     def close(self) -> None:
         for environment in self.environments:
@@ -236,14 +249,16 @@ class VectorEnvironments:
         self.environments.close()
 
 
-def make_environments(task: str | MakeEnvironment, arguments: dict[str, Any], count: int, seed: int) -> Environments:
+def make_environments(
+    task: str | MakeEnvironment, arguments: dict[str, Any], count: int, seed: int, purpose: str = "training"
+) -> Environments:
     """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env or a VectorEnv.
 
     Raises SurefootError when the task can't be made, naming the extra to install where that is the reason.
     """
     name = task_name(task)
-    make = maker(task, arguments)
     try:
+        make = maker(task, arguments)
         first = make()
         single = not isinstance(first, VectorEnv)
         rest: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(count - 1)] if single else []
@@ -255,8 +270,10 @@ def make_environments(task: str | MakeEnvironment, arguments: dict[str, Any], co
         return VectorEnvironments(first, seed, name)
     if not isinstance(first, gymnasium.Env):
         raise SurefootError(f"task={name!r}: made a {type(first).__name__}, not a gymnasium.Env")
+    if len({id(environment) for environment in (first, *rest)}) < count:
+        raise SurefootError(f"task={name!r}: gave the same environment twice; make a new one on every call")
     ready = iter([first, *rest])
-    return LoopedEnvironments(lambda: next(ready), count, seed, name)
+    return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose)
 
 
 def maker(task: str | MakeEnvironment, arguments: dict[str, Any]) -> Callable[[], Any]:
@@ -269,8 +286,11 @@ def maker(task: str | MakeEnvironment, arguments: dict[str, Any]) -> Callable[[]
 
         try:
             found = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise SurefootError(f"task={task!r}: can't be imported ({error}); it must name module:function") from None
+        except Exception as error:
+            raise SurefootError(
+                f"task={task!r}: can't be imported ({type(error).__name__}: {error}); it must name module:function; a function "
+                "that can't be imported is passed itself, as in surefoot.resume(run, task=make)"
+            ) from None
         return lambda: found(**arguments)
     return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)
 

@@ -41,13 +41,14 @@ def evaluate_agent(
 ) -> EvaluationResult:
     """Run ``episodes`` whole episodes, the likeliest action at every step unless ``deterministic`` is False.
 
-    Episode i is reset from (seed, i mod width, i div width), so the same call always gives the same result.
+    Episode i is reset from (seed, i mod width, i div width, "evaluation"): the same call always gives the same result, on
+    episodes that training has not seen.
     Raises SurefootError when the task's spaces are not the agent's.
     """
     if episodes < 1:
         raise SurefootError(f"episodes={episodes}: must be at least 1")
     width = min(episodes, SIDE_BY_SIDE)
-    environments = make_environments(task, arguments, width, seed)
+    environments = make_environments(task, arguments, width, seed, "evaluation")
     try:
         if not isinstance(environments, LoopedEnvironments):
             raise SurefootError(f"task={task_name(task)!r}: evaluation needs single environments, not a vector environment")

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from surefoot.config import Recipe
 from surefoot.control.agent import Agent, load_weights
 from surefoot.control.collect import ControlCollector
@@ -15,12 +17,13 @@ class ControlWorld:
     """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable."""
 
     def __init__(self, recipe: Recipe, task: MakeEnvironment | None = None) -> None:
+        check_device(recipe.device)
         self.recipe = recipe
         self.task: str | MakeEnvironment = task or recipe.task
         rollout = recipe.rollout
         self.environments = make_environments(self.task, recipe.environment, rollout.environments, recipe.seed)
         if isinstance(self.environments, VectorEnvironments):
-            _check_vector(recipe, task_name(self.task))
+            _check_vector(recipe, task_name(self.task), self.environments.count)
         spaces = (self.environments.observation_space, self.environments.action_space)
         self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))
         self.policy = self.agent.policy
@@ -53,7 +56,16 @@ class ControlWorld:
         self.environments.close()
 
 
-def _check_vector(recipe: Recipe, task: str) -> None:
+def check_device(device: str) -> None:
+    """Raise SurefootError unless PyTorch can use the device here."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SurefootError(f"device={device!r}: can't be used here ({reason}); set device = 'cpu'") from None
+
+
+def _check_vector(recipe: Recipe, task: str, count: int) -> None:
     """Refuse at the start what a vector environment can't do in the middle of a run."""
     if recipe.objective.needs_whole_episodes:
         raise SurefootError(
@@ -64,4 +76,8 @@ def _check_vector(recipe: Recipe, task: str) -> None:
         raise SurefootError(
             f"evaluation.episodes={recipe.evaluation.episodes}: evaluation needs single environments, and task={task!r} makes "
             "a vector environment; set evaluation.episodes = 0"
+        )
+    if recipe.rollout.environments != count:
+        raise SurefootError(
+            f"rollout.environments={recipe.rollout.environments}: task={task!r} makes a vector of {count}; set it to that"
         )

@@ -5,6 +5,7 @@ A preset may say ``tuned_for = [ids]``: the tasks that it serves. Everything els
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def preset_for(task: str) -> dict[str, Any]:
     """The preset tuned for an environment id, or the default one, with the task filled in."""
     tables = presets()
     found = next((t for t in tables.values() if task in t.get("tuned_for", ())), tables["default"])
-    return {**{key: value for key, value in found.items() if key != "tuned_for"}, "task": task}
+    return {**without_label(found), "task": task}
 
 
 def find_recipe(what: str, changes: Mapping[str, Any] | None = None) -> Recipe:
@@ -34,21 +35,28 @@ def find_recipe(what: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     ``changes`` are laid over it; one of another algorithm takes that algorithm's own switches (see ``with_changes``).
     Raises SurefootError when nothing answers to the name.
     """
+    return make_recipe(with_changes(base_table(what), changes or {}))
+
+
+def base_table(what: str) -> dict[str, Any]:
+    """The tables that a word names, before any change."""
     tables = presets()
     if what.endswith(".toml"):
         table = read_toml(Path(what))
-        if "task" in table and "algorithm" not in table and "objective" not in table:
-            table = merged(preset_for(str(table["task"])), table)
-    elif what in tables:
-        table = tables[what]
-        if "task" not in table:
+        alone = "task" in table and "algorithm" not in table and "objective" not in table
+        return merged(preset_for(str(table["task"])), table) if alone else table
+    if what in tables:
+        if "task" not in tables[what]:
             raise SurefootError(f"{what!r}: this preset is a starting point for any task; name an environment id instead")
-    elif ":" in what:
-        table = preset_for(what)
-    else:
+        return tables[what]
+    if ":" not in what:
         check_id(what, extra=tables)
-        table = preset_for(what)
-    return make_recipe(with_changes(table, changes or {}))
+    return preset_for(what)
+
+
+def without_label(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's tables without the list of tasks that it serves."""
+    return {key: value for key, value in table.items() if key != "tuned_for"}
 
 
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,11 +64,11 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
     What a preset sets under ``objective`` was tuned for its own algorithm. Asked for another, only the discount stays.
     """
-    table = {key: value for key, value in table.items() if key != "tuned_for"}
+    table = without_label(table)
     wanted = changes.get("algorithm")
     if wanted is not None and wanted != table.get("algorithm", "PPO_CLIP"):
-        tuned = table.get("objective", {})
-        table["objective"] = {"gamma": tuned["gamma"]} if "gamma" in tuned else {}
+        tuned = table.get("objective")
+        table["objective"] = {"gamma": tuned["gamma"]} if isinstance(tuned, Mapping) and "gamma" in tuned else {}
     return merged(table, none_from_text(dict(changes)))
 
 
@@ -73,20 +81,12 @@ def recipe_for(task: str, algorithm: Objective | str | None, changes: Mapping[st
     if isinstance(algorithm, Objective):
         name = algorithm_name(algorithm)
         if name is None:
-            table = preset_for(task)
-            table["algorithm"], table["objective"] = "custom", {}
-            table["objective"] = _plain(vars(algorithm))
-            return make_recipe(merged(table, none_from_text(changes)))
+            table = {**base_table(task), "algorithm": "custom", "objective": asdict(algorithm)}
+            return make_recipe(merged(without_label(table), none_from_text(changes)))
         algorithm = name
     if algorithm is not None:
         changes["algorithm"] = algorithm
     return find_recipe(task, changes)
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
 def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:

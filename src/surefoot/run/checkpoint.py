@@ -69,8 +69,11 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     names = json.loads((folder / MANIFEST).read_text())["files"]
     trees = {}
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
-        tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
-        trees[name] = _unpack(json.loads((folder / f"{name}.json").read_text()), tensors)
+        try:
+            tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
+            trees[name] = _unpack(json.loads((folder / f"{name}.json").read_text()), tensors)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise SurefootError(f"{folder}: {name} can't be read ({error})") from None
     return trees
 
 
@@ -121,15 +124,31 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if problem is None:
         return candidates[-1]
     sound = next((path for path in reversed(candidates[:-1]) if fault_of(path) is None), None)
-    remedy = f"to go back to {sound}, remove {candidates[-1]}" if sound else "there is no other checkpoint here"
+    remedy = f"to go back to {sound}, remove {candidates[-1]}" if sound else f"remove it to do without {folder.name}/"
     raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` sound checkpoints, and what a kill left half-written."""
-    for path in checkpoints_in(folder)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove all but the last ``keep`` checkpoints, and what a kill left half-written."""
+    _remove(checkpoints_in(folder)[:-keep])
     for path in folder.glob(".*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def keep_only_this(checkpoint: Path) -> None:
+    """Remove every other checkpoint beside this one, later ones too: a resumed run may have gone another way."""
+    _remove([path for path in checkpoints_in(checkpoint.parent) if path != checkpoint])
+
+
+def require(trees: Trees, names: tuple[str, ...], where: Path) -> None:
+    """Raise SurefootError unless a checkpoint holds all these trees."""
+    missing = [name for name in names if name not in trees]
+    if missing:
+        raise SurefootError(f"{where}: holds no {', '.join(missing)}; it is not a checkpoint of that kind")
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -161,7 +180,12 @@ def _replace(temporary: Path, folder: Path) -> None:
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
     if folder.exists():
         os.rename(folder, old)
-    os.rename(temporary, folder)
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if old.exists():
+            os.rename(old, folder)
+        raise
     _flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -189,5 +213,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 def _is_pickle(path: Path) -> bool:
     """Whether a file is a pickle or a zip of one, by its first bytes."""
     with path.open("rb") as file:
-        head = file.read(2)
-    return (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or head == b"PK"
+        head = file.read(9)
+    if head[8:] == b"{":  # a safetensors file: the length of its header may begin with any byte, its header with this
+        return False
+    return (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or head[:2] == b"PK"

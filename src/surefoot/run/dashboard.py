@@ -1,5 +1,6 @@
 """What training looks like on a terminal: a live table with unhealthy values explained; plain lines when piped."""
 
+import contextlib
 import time
 from typing import Protocol
 
@@ -74,16 +75,17 @@ class Lines:
         if now - self.last < self.every and state.steps < state.total_steps:
             return
         if self.last == -float("inf"):  # not before: a run may be refused until now
-            print(self.title, flush=True)
+            self.say(self.title)
         self.last = now
         parts = [f"step {state.steps:,}/{state.total_steps:,}"]
         parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
-        print("  ".join(parts), f" left {self.clock.left(state)}", flush=True)
+        self.say(f"{'  '.join(parts)}  left {self.clock.left(state)}")
         for name, why in complaints(metrics).items():
-            print(f"  ! {name}: {why}", flush=True)
+            self.say(f"  ! {name}: {why}")
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # whoever listened has gone; the run goes on
+            print(line, flush=True)
 
     def close(self) -> None:
         pass

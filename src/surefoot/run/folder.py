@@ -63,6 +63,8 @@ class RunFolder:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
             raise SurefootError(f"{self.path}: in use by another process; wait for it, or stop it") from None
+        except OSError as error:
+            raise SurefootError(f"{self.path}: can't be written ({error.strerror}); a run needs a folder of its own") from None
 
     def recipe(self) -> Recipe:
         """The recipe as config.toml has it now."""

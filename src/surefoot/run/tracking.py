@@ -1,5 +1,6 @@
 """Where metrics go: metrics.jsonl, always flushed, and TensorBoard."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -21,7 +22,7 @@ class Tracker:
         self.file = self.path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter
 
-        self.board: Any = SummaryWriter(str(folder), purge_step=step + 1 if iteration else None)
+        self.board: Any = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, metrics: Metrics, step: int) -> None:
         """One iteration's metrics."""
@@ -35,9 +36,10 @@ class Tracker:
                 self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush everything to the disk."""
-        self.file.close()
-        self.board.close()
+        """Flush everything to the disk; of one that is full now the run has complained already."""
+        for part in (self.file, self.board):
+            with contextlib.suppress(OSError):
+                part.close()
 
 
 def cut_back(path: Path, iteration: int) -> None:
@@ -53,9 +55,12 @@ def cut_back(path: Path, iteration: int) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The iterations in a metrics.jsonl, up to the first line that is not whole."""
     rows = []
-    for line in path.read_text("utf-8").splitlines():
+    for line in path.read_text("utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict) or "iteration" not in row:
+            break
+        rows.append(row)
     return rows
