@@ -250,8 +250,7 @@ def recipe_page() -> str:
         "Every field of a recipe. On the command line a field is a flag: `objective.gae_lambda` is `--objective.gae-lambda`. "
         "In a TOML file it is a key in a table: `[objective]`, then `gae_lambda = 0.9`. From Python it is a keyword argument: "
         '`objective={"gae_lambda": 0.9}`. The word `none` stands for "not set".',
-        "`task` and `environment` have no flag: the first is the WHAT of `surefoot train`, the second is set in a file. How "
-        "these fields are used: [recipes](../how-to/recipes.md).",
+        "`task` has no flag: it is the WHAT of `surefoot train`. How these fields are used: [recipes](../how-to/recipes.md).",
     ]
     for section, rows in groups.items():
         parts.append(f"## {f'`[{section}]`' if section else 'Top level'}")

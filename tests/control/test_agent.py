@@ -327,7 +327,7 @@ def test_an_evaluation_is_whole_episodes_each_from_its_own_seed() -> None:
     result = surefoot.evaluate(agent, episodes=13, seed=5)
     returns, env = [], gymnasium.make("CartPole-v1")
     for i in range(13):
-        observation, _ = env.reset(seed=episode_seed(5, i % 10, i // 10))
+        observation, _ = env.reset(seed=episode_seed(5, i % 10, i // 10, "evaluation"))
         total, over = 0.0, False
         while not over:
             observation, reward, terminated, truncated, _ = env.step(agent.predict(observation, deterministic=True)[0])

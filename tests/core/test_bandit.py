@@ -73,7 +73,7 @@ class Pulls:
 
 
 OBJECTIVE = Objective(
-    baseline="critic", gae_lambda=PPO_CLIP.gae_lambda, reuse=Reuse(4, 4), trust_region=PPO_CLIP.trust_region, gamma=1.0
+    baseline="critic", gae_lambda=PPO_CLIP.gae_lambda, reuse=Reuse(2, 2), trust_region=PPO_CLIP.trust_region, gamma=1.0
 )
 
 
@@ -81,7 +81,7 @@ OBJECTIVE = Objective(
 def learned(beta: float) -> Tensor:
     """The policy after 60 batches of pulls."""
     policy = Arms()
-    learner = Learner(policy, OBJECTIVE, AdamSettings(0.03, max_grad_norm=None), schedule="linear")
+    learner = Learner(policy, OBJECTIVE, AdamSettings(0.05, max_grad_norm=None), schedule="linear")
     run_loop(Pulls(policy, beta), learner, LearnerState.seeded(0, 60 * PULLS), lambda state, metrics: False)
     return policy.logits.detach().softmax(-1)
 

@@ -25,7 +25,7 @@ NOT_OURS = {
     "categorical_invalid_action_mask": "tested in tests/control",
     "multidiscrete": "tested in tests/control",
     "diag_gaussian": "tested in tests/control",
-    "lr_linear_anneal": "tests/test_learner.py",
+    "lr_linear_anneal": "tested in tests/core/test_learner.py",
     "adam_torch_vs_tf_eps": "torch.optim.Adam is used as it is; the TensorFlow variant is a neighbour's",
     "rm_gain_bias_normalisation": "not a pure function of this layer: reward-model normalisation belongs to language",
     "rlhf_nplus_trl_compat_score_after_eos": "a neighbour's variant: here the score sits on the last response token",
