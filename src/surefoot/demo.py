@@ -15,6 +15,7 @@ SOLVED = 475.0
 def control_demo(run_dir: Path, seed: int, display_for: Callable[[Recipe, Path], Display]) -> None:
     """Train, judge over 20 greedy episodes, and say what to try next."""
     from surefoot import api
+    from surefoot.run.tracking import read_metrics
 
     recipe = find_recipe("cartpole", {"seed": seed})
     folder, number = run_dir / "demo", 2
@@ -27,7 +28,8 @@ def control_demo(run_dir: Path, seed: int, display_for: Callable[[Recipe, Path],
     verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"
     print()
     print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
-    print(f"{SOLVED:.0f} was {verdict}, with {recipe.steps:,} steps in {seconds:.0f} s. The run is in {folder}/")
+    steps = read_metrics(folder / "metrics.jsonl")[-1]["steps"]
+    print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {folder}/")
     print("Try next:")
     print(f"  surefoot evaluate {folder} --episodes 100 --json")
     print("  surefoot train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")

@@ -205,7 +205,10 @@ class VectorEnvironments:
     def reset(self) -> Array:
         # Each time other episodes. The seed is annotated int by Gymnasium.
         seeds: Any = [episode_seed(self.seed, index, self.resets) for index in range(self.count)]
-        observations, _ = self.environments.reset(seed=seeds)
+        try:
+            observations, _ = self.environments.reset(seed=seeds)
+        except (TypeError, gymnasium.error.Error):  # some take one whole number for all
+            observations, _ = self.environments.reset(seed=seeds[0])
         self.resets += 1
         self.over = np.zeros(self.count, bool)
         return np.array(observations, np.float32)

@@ -43,8 +43,8 @@ def base_table(what: str) -> dict[str, Any]:
     tables = presets()
     if what.endswith(".toml"):
         table = read_toml(Path(what))
-        alone = "task" in table and "algorithm" not in table and "objective" not in table
-        return merged(preset_for(str(table["task"])), table) if alone else table
+        partial = "task" in table and "algorithm" not in table  # a resolved recipe always names its algorithm
+        return merged(preset_for(str(table["task"])), table) if partial else table
     if what in tables:
         if "task" not in tables[what]:
             raise SurefootError(f"{what!r}: this preset is a starting point for any task; name an environment id instead")

@@ -117,6 +117,8 @@ class Dashboard:
             value = metrics.get(name)
             text = "–" if value is None else form.format(value)
             table.add_row(label, Text(text, style="bold yellow" if name in unhealthy else "bold"), unhealthy.get(name, ""))
+        for name in unhealthy.keys() - SHOWN.keys():
+            table.add_row(name, Text(f"{metrics[name]:.4g}", style="bold yellow"), unhealthy[name])
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
             f"step {state.steps:,} of {state.total_steps:,}",
@@ -147,6 +149,8 @@ class _Clock:
             self.per_step = (now - self.begun[0]) / (state.steps - self.begun[1])
 
     def left(self, state: LearnerState) -> str:
+        if not self.per_step:
+            return "–"
         seconds = round(self.per_step * max(0, state.total_steps - state.steps))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 

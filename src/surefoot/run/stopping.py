@@ -29,7 +29,7 @@ class StopOnSignal:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave back
-        if self._before and hasattr(signal, "setitimer"):
+        if self.requested and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
