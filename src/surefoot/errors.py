@@ -12,7 +12,7 @@ class NotFiniteError(SurefootError):
     """An observation, reward, loss or gradient is NaN or infinite: the update it belongs to is not taken."""
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(BaseException):
     """The run was asked to stop and has stopped; it resumes exactly.
 
     No Exception, so that nothing on the way (an environment, a callback) takes it for an error of its own.
