@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from surefoot.seeding import stream
+
 Metrics = dict[str, float | None]
 
 
@@ -143,8 +145,7 @@ class LearnerState:
     def seeded(cls, seed: int, total_steps: int, names: Iterable[str] = ("sample", "shuffle")) -> "LearnerState":
         """A fresh state with one independent CPU stream per name."""
         state = cls(total_steps=total_steps)
-        for index, name in enumerate(names):
-            state.generators[name] = torch.Generator().manual_seed(seed * 1000 + index)
+        state.generators = {name: stream(seed, name) for name in names}
         return state
 
     @property
@@ -161,5 +162,5 @@ class LearnerState:
         """Continue from there; the budget stays this state's own, so that a run can be extended."""
         for name in ("steps", "iteration", "updates", "faults"):
             setattr(self, name, state[name])
-        for name, stream in state["generators"].items():
-            self.generators[name].set_state(stream)
+        for name, saved in state["generators"].items():
+            self.generators[name].set_state(saved)

@@ -16,6 +16,7 @@ from surefoot.control.policies import ActorCritic
 from surefoot.control.spaces import check_action_space, check_observation_space, space_from_json, space_to_json
 from surefoot.errors import SurefootError
 from surefoot.run.checkpoint import save_checkpoint
+from surefoot.seeding import stream
 
 
 class Agent(nn.Module):
@@ -28,7 +29,7 @@ class Agent(nn.Module):
     def __init__(self, recipe: Recipe, observation_space: spaces.Box, action_space: spaces.Box | spaces.Discrete) -> None:
         super().__init__()
         self.recipe, self.observation_space, self.action_space = recipe, observation_space, action_space
-        generator = torch.Generator().manual_seed(recipe.seed)
+        generator = stream(recipe.seed, "weights")
         size = observation_space.shape[0]
         critic = recipe.objective.baseline == "critic"
         self.policy = ActorCritic(size, action_space, recipe.network, critic, generator)
@@ -36,7 +37,7 @@ class Agent(nn.Module):
         self.observation_normaliser = ObservationNormaliser((size,), normalise.clip) if normalise.observations else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
         self.policy.to(recipe.device)
-        self.generator = torch.Generator().manual_seed(recipe.seed)
+        self.generator = stream(recipe.seed, "predict")
 
     @classmethod
     def for_spaces(cls, recipe: Recipe, observation_space: Any, action_space: Any, task: str) -> "Agent":

@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from surefoot.errors import SurefootError
+from surefoot.seeding import derived_seed
 
 Array = NDArray[Any]
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
@@ -73,7 +74,7 @@ def episode_seed(seed: int, environment: int, episode: int, purpose: str = "trai
     Training and evaluation draw from different seeds, whatever the numbers: an agent is not judged on what it has seen.
     """
     words = [seed, environment, episode] + ([1] if purpose == "evaluation" else [])
-    return int(np.random.SeedSequence(words).generate_state(1)[0])
+    return derived_seed(*words)
 
 
 class LoopedEnvironments:

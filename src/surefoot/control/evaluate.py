@@ -9,6 +9,7 @@ import torch
 from surefoot.control.agent import Agent
 from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, make_environments, task_name
 from surefoot.errors import SurefootError
+from surefoot.seeding import stream
 
 SIDE_BY_SIDE = 10
 
@@ -70,7 +71,7 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
     lengths: list[list[int]] = [[] for _ in range(width)]
     running, length = np.zeros(width), np.zeros(width, np.int64)
     normalise, send, policy = agent.normaliser(), agent.sender(), agent.policy
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "evaluation")
     observations = environments.reset()
     while (active := quota > 0).any():
         distribution = policy.distribution(normalise(torch.from_numpy(observations).to(agent.device)))

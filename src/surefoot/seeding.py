@@ -1,0 +1,23 @@
+"""Every stream of randomness of a run, derived from its one seed.
+
+Streams differ by name, never by adding to the seed: seed 1's second stream must not be seed 2's first.
+"""
+
+import zlib
+
+import numpy as np
+import torch
+
+
+def derived_seed(*words: int | str) -> int:
+    """A 32-bit seed that depends on every word and on their order (numpy's SeedSequence; names enter as their CRC-32)."""
+    return int(_sequence(words).generate_state(1)[0])
+
+
+def stream(*words: int | str) -> torch.Generator:
+    """A CPU generator of its own for the run's seed and the stream's name: ``stream(seed, "weights")``."""
+    return torch.Generator().manual_seed(int(_sequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+
+def _sequence(words: tuple[int | str, ...]) -> np.random.SeedSequence:
+    return np.random.SeedSequence([zlib.crc32(word.encode()) if isinstance(word, str) else word for word in words])
