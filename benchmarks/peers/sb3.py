@@ -1,16 +1,19 @@
-"""Train one Stable-Baselines3 PPO cell in the PPO paper's MuJoCo setting and write its result as JSON.
+"""Train one Stable-Baselines3 PPO cell, by default in the PPO paper's MuJoCo setting, and write its result as JSON.
 
 Run with the Python of an environment that has stable-baselines3, not Surefoot's:
 
     python benchmarks/peers/sb3.py --task HalfCheetah-v5 --seed 1 --steps 1000000 --out cell.json
 
 Hyperparameters are the ones of `src/surefoot/recipes/mujoco.toml`, spelled in SB3's names; VecNormalize is SB3's own.
+`--setting cartpole` takes those of `cartpole.toml` instead, and no normaliser.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -19,7 +22,32 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
+
+
+def falling(start: float) -> Callable[[float], float]:
+    """SB3's spelling of a linear schedule to zero."""
+    return lambda remaining: start * remaining
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "batch_size": 64,
+        "n_epochs": 10,
+        "learning_rate": falling(3e-4),
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "clip_range": 0.2,
+    },
+    "cartpole": {
+        "batch_size": 256,
+        "n_epochs": 20,
+        "learning_rate": falling(1e-3),
+        "gamma": 0.98,
+        "gae_lambda": 0.8,
+        "clip_range": falling(0.2),
+    },
+}
 
 
 class Episodes(BaseCallback):
@@ -43,27 +71,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--environments", type=int, default=1)
     parser.add_argument("--horizon", type=int, default=2048)
+    parser.add_argument("--setting", choices=list(SETTINGS), default="paper")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    environments = VecNormalize(
-        DummyVecEnv([lambda: Monitor(gymnasium.make(args.task)) for _ in range(args.environments)]), gamma=0.99
-    )
+    environments: VecEnv = DummyVecEnv([lambda: Monitor(gymnasium.make(args.task)) for _ in range(args.environments)])
+    if args.setting == "paper":
+        environments = VecNormalize(environments, gamma=0.99)
     model = PPO(
         "MlpPolicy",
         environments,
         seed=args.seed,
         n_steps=args.horizon,
-        batch_size=64,
-        n_epochs=10,
-        learning_rate=lambda remaining: 3e-4 * remaining,
-        gamma=0.99,
-        gae_lambda=0.95,
-        clip_range=0.2,
         ent_coef=0.0,
         vf_coef=0.5,
         max_grad_norm=0.5,
         device="cpu",
+        **SETTINGS[args.setting],
     )
     episodes = Episodes()
     start = time.perf_counter()
