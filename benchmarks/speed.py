@@ -30,8 +30,11 @@ def surefoot_cell(work: dict[str, Any], seed: int, steps: int) -> dict[str, Any]
     """One training by Surefoot in this process."""
     import time
 
+    import torch  # the peer's script has imported it, too, when its clock starts
+
     import surefoot
 
+    torch.set_num_threads(1)
     seen: list[float | None] = []
 
     def remember(metrics: dict[str, float | None]) -> None:
