@@ -1,6 +1,7 @@
 """The switches of an objective, and the algorithms as values of them.
 
 PPO is REINFORCE plus five fixes. Each line of ``LADDER`` below turns one switch; nothing else tells two algorithms apart.
+The other trust regions turn the last switch another way.
 This file imports no torch, so that a recipe can be read, and ``--help`` printed, at once. What the switches do to a loss is
 in ``objective.py``, what they do to advantages in ``credit.py``, what they do to a batch in ``learner.py``.
 """
@@ -57,6 +58,59 @@ class Clip:
 
 
 @dataclass(frozen=True)
+class Penalty:
+    """Trust region by a price on the KL: J = ρÂ − β·KL(π_old‖π_θ), with β fixed or adapted (arXiv 1707.06347, section 4)."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+
+    beta: float = 1.0
+    """β; where it is adapted, that of the first batch"""
+    target: float | None = None
+    """the KL per batch that β is adapted to, halved or doubled after each; 0.01 is usual. none: β stays"""
+
+    def __post_init__(self) -> None:
+        field = "objective.trust_region"
+        _require(self.beta >= 0, f"{field}.beta", self.beta, "must not be negative; 1 is usual")
+        if self.target is not None:
+            _require(self.target > 0, f"{field}.target", self.target, 'must be positive; 0.01 is usual, "none" fixes β')
+            _require(self.beta > 0, f"{field}.beta", self.beta, "0 stays 0 when halved or doubled; start from 1")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Trust region by a bound on the KL: one natural-gradient step per batch, mean KL(π_old‖π_θ) ≤ δ (TRPO, arXiv 1502.05477).
+
+    The critic is fitted separately, by its own optimizer, with the passes and minibatches of ``Objective.reuse``.
+    """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+
+    delta: float = 0.01
+    """δ, the largest mean KL of a step"""
+    damping: float = 0.1
+    """added to the diagonal of the Fisher matrix"""
+    cg_iterations: int = 10
+    """iterations of conjugate gradient, one Fisher-vector product each"""
+    shrink: float = 0.8
+    """each try of the line search is this much shorter than the one before"""
+    tries: int = 10
+    """lengths that the line search tries before it gives the step up"""
+
+    def __post_init__(self) -> None:
+        field = "objective.trust_region"
+        _require(self.delta > 0, f"{field}.delta", self.delta, "must be positive; 0.01 is usual")
+        _require(self.damping >= 0, f"{field}.damping", self.damping, "must not be negative; 0.1 is usual")
+        _require(self.cg_iterations >= 1, f"{field}.cg_iterations", self.cg_iterations, "must be at least 1; 10 is usual")
+        _require(0 < self.shrink < 1, f"{field}.shrink", self.shrink, "must lie between 0 and 1; 0.8 is usual")
+        _require(self.tries >= 1, f"{field}.tries", self.tries, "must be at least 1; 10 is usual")
+
+
+TrustRegion = Clip | Penalty | Constraint
+TRUST_REGIONS: tuple[type[TrustRegion], ...] = (Clip, Penalty, Constraint)
+"""what ``Objective.trust_region`` may be; no two have a field of the same name, so a table's keys say which is meant"""
+
+
+@dataclass(frozen=True)
 class Objective:
     """Every switch of a policy-gradient objective. The defaults are REINFORCE, with nothing on."""
 
@@ -68,8 +122,8 @@ class Objective:
     """λ of the advantages: 1 is Monte-Carlo return minus value, 0 the TD residual; needs a critic"""
     reuse: Reuse | None = None
     """none: one update per batch, log π weighted by Â. Else epochs and minibatches, weighted by ρ"""
-    trust_region: Clip | None = None
-    """what keeps θ near θ_old while a batch is reused"""
+    trust_region: Clip | Penalty | Constraint | None = None
+    """what keeps θ near θ_old: a clip of the ratio, a price on the KL, or a bound on it. Its keys say which"""
 
     gamma: float = 0.99
     """discount γ per step"""
@@ -120,9 +174,15 @@ class Objective:
             _require(self.gae_lambda == 1, "objective.gae_lambda", self.gae_lambda, why)
             for name in ("value_lambda", "value_clip"):
                 _require(getattr(self, name) is None, f"objective.{name}", getattr(self, name), why)
-        if self.trust_region is not None:
+        if self.constraint is not None:
+            alone = "is the critic's passes under a KL constraint, and there is no critic; unset it"
+            _require(self.baseline == "critic" or self.reuse is None, "objective.reuse", self.reuse, alone)
+            bounded = 'every step is bounded by objective.trust_region.delta already; set "none"'
+            _require(self.target_kl is None, "objective.target_kl", self.target_kl, bounded)
+        elif self.trust_region is not None:
             why = "a trust region acts on the ratio of a reused batch; set objective.reuse too"
-            _require(self.reuse is not None, "objective.trust_region", "clip", why)
+            name = type(self.trust_region).__name__.lower()
+            _require(self.reuse is not None, "objective.trust_region", name, why)
         if self.target_kl is not None:
             _require(self.reuse is not None, "objective.target_kl", self.target_kl, "needs objective.reuse")
 
@@ -136,6 +196,21 @@ class Objective:
         """The clip, where the trust region is one."""
         return self.trust_region if isinstance(self.trust_region, Clip) else None
 
+    @property
+    def penalty(self) -> Penalty | None:
+        """The price on the KL, where the trust region is one."""
+        return self.trust_region if isinstance(self.trust_region, Penalty) else None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The bound on the KL, where the trust region is one."""
+        return self.trust_region if isinstance(self.trust_region, Constraint) else None
+
+    @property
+    def leaves_old_policy(self) -> bool:
+        """Whether J is needed away from θ_old, and so with the ratio; one update from θ_old needs its gradient there only."""
+        return self.reuse is not None or self.constraint is not None
+
 
 REINFORCE = Objective()
 REINFORCE_BASELINE = replace(REINFORCE, baseline="mean")
@@ -143,6 +218,10 @@ ACTOR_CRITIC = replace(REINFORCE_BASELINE, baseline="critic")
 A2C = replace(ACTOR_CRITIC, gae_lambda=0.95)
 PPO_UNCLIPPED = replace(A2C, reuse=Reuse(epochs=10, minibatches=32))
 PPO_CLIP = replace(PPO_UNCLIPPED, trust_region=Clip(0.2))
+
+PPO_PENALTY = replace(PPO_UNCLIPPED, trust_region=Penalty(beta=1.0))
+PPO_PENALTY_ADAPTIVE = replace(PPO_UNCLIPPED, trust_region=Penalty(beta=1.0, target=0.01))
+TRPO = replace(PPO_UNCLIPPED, trust_region=Constraint(delta=0.01))
 
 LADDER = (REINFORCE, REINFORCE_BASELINE, ACTOR_CRITIC, A2C, PPO_UNCLIPPED, PPO_CLIP)
 
@@ -153,6 +232,9 @@ ALGORITHMS: dict[str, Objective] = {
     "A2C": A2C,
     "PPO_UNCLIPPED": PPO_UNCLIPPED,
     "PPO_CLIP": PPO_CLIP,
+    "PPO_PENALTY": PPO_PENALTY,
+    "PPO_PENALTY_ADAPTIVE": PPO_PENALTY_ADAPTIVE,
+    "TRPO": TRPO,
 }
 
 

@@ -198,15 +198,23 @@ def describe(recipe: Recipe) -> str:
             f"= {episodes} episodes"
         )
         return "\n".join(lines)
-    reuse = recipe.objective.reuse
+    reuse, constraint = recipe.objective.reuse, recipe.objective.constraint
     epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
     iterations = -(-recipe.steps // recipe.batch_size)
+    updates, of_the_critic = epochs * minibatches + (constraint is not None), " of the critic" if constraint else ""
     lines += [
         f"# batch: {recipe.rollout.environments} environments x {recipe.rollout.steps} steps = {recipe.batch_size:,} steps",
-        f"# minibatch: {recipe.batch_size:,} / {minibatches} = {recipe.batch_size // minibatches:,} steps",
-        f"# updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
+        f"# minibatch{of_the_critic}: {recipe.batch_size:,} / {minibatches} = {recipe.batch_size // minibatches:,} steps",
+        f"# updates{of_the_critic}: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
+    ]
+    if constraint is not None:
+        lines.append(
+            f"# updates of the policy: 1 natural step per iteration on all {recipe.batch_size:,} steps: "
+            f"{constraint.cg_iterations} + 1 Fisher-vector products, at most {constraint.tries} tries of the line search"
+        )
+    lines += [
         f"# iterations: {recipe.steps:,} / {recipe.batch_size:,} = {iterations:,}",
-        f"# updates in all: {iterations * epochs * minibatches:,}",
+        f"# updates in all: {iterations * updates:,}",
     ]
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ later. No torch is imported here, so that ``--help`` is quick.
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ import pydantic
 import tomli_w
 from pydantic import ConfigDict, Field
 
-from surefoot.algorithms import ALGORITHMS, Objective
+from surefoot.algorithms import ALGORITHMS, TRUST_REGIONS, Objective
 from surefoot.errors import SurefootError, did_you_mean
 
 MAX_SEED = 2**53
@@ -166,6 +166,11 @@ class Recipe(Section):
                 f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: {self.algorithm} has no critic; "
                 "unset it"
             )
+        if self.network.shared_trunk and objective.constraint is not None and objective.baseline == "critic":
+            raise SurefootError(
+                f"network.shared_trunk=true: under a KL constraint ({self.algorithm}) the critic is fitted apart from the "
+                "policy and can't share its trunk; set network.shared_trunk = false"
+            )
         if self.network.shared_trunk and self.optimizer.critic_learning_rate is not None:
             raise SurefootError(
                 f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: a critic on a shared trunk cannot "
@@ -196,11 +201,12 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
         raise SurefootError(f"objective={changes!r}: must be a table of switches, such as gae_lambda = 0.95")
     base = Objective() if name == "custom" else ALGORITHMS[name]
     table["objective"] = merged(asdict(base), changes)
+    region = _region_meant(table["objective"].get("trust_region"))
     _refuse_truth_for_numbers(table)
     try:
         recipe = Recipe.model_validate(table)
     except pydantic.ValidationError as error:
-        raise SurefootError(explain(error)) from None
+        raise SurefootError(explain(error, region)) from None
     _refuse_what_toml_cannot_hold(recipe)
     return recipe
 
@@ -232,19 +238,40 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes`` laid over it, table by table."""
+    """``base`` with ``changes`` laid over it, table by table. A table of another trust region replaces the one below."""
     result = dict(base)
     for key, value in changes.items():
         below = result.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        if both and key == "trust_region" and _regions(value):
+            both = _regions(value) == _regions(below)
         result[key] = merged(dict(below or {}), value) if both else value
     return result
 
 
-def explain(error: pydantic.ValidationError) -> str:
-    """The first complaint of a validation as one line: field, value, remedy."""
-    first = error.errors(include_url=False)[0]
-    place = [str(part) for part in first["loc"] if part not in ("Reuse", "Clip")]
+def _regions(table: Mapping[str, Any] | None) -> list[str]:
+    """The trust regions that a table's keys belong to, by the names of their classes."""
+    return [kind.__name__ for kind in TRUST_REGIONS if {f.name for f in fields(kind)} & set(table or ())]
+
+
+def _region_meant(value: Any) -> str:
+    """Which trust region a recipe's value means. Raises SurefootError when it is no table, or the keys of two."""
+    if value is None or isinstance(value, TRUST_REGIONS):
+        return ""
+    field = "objective.trust_region"
+    if not isinstance(value, Mapping):
+        raise SurefootError(f'{field}={value!r}: must be "none" or a table, such as {{ clip = 0.2 }} or {{ beta = 1.0 }}')
+    meant = _regions(value)
+    if len(meant) > 1:
+        raise SurefootError(f"{field}: has keys of a {' and a '.join(meant).lower()} ({', '.join(value)}); give those of one")
+    return meant[0] if meant else TRUST_REGIONS[0].__name__
+
+
+def explain(error: pydantic.ValidationError, region: str = "") -> str:
+    """The first complaint of a validation as one line: field, value, remedy. ``region`` is the trust region that is meant."""
+    kinds = {kind.__name__ for kind in TRUST_REGIONS}
+    first = next(e for e in error.errors(include_url=False) if not (kinds - {region}) & set(e["loc"]))
+    place = [str(part) for part in first["loc"] if part not in ("Reuse", *kinds)]
     field = ".".join(place)
     if isinstance(cause := first.get("ctx", {}).get("error"), SurefootError):
         return str(cause)
@@ -327,8 +354,8 @@ def _leaves(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str
     for name, described in node["properties"].items():
         dotted = f"{prefix}{name}"
         options = described.get("anyOf", [described])
-        below = next((o["$ref"].rpartition("/")[2] for o in options if "$ref" in o), None)
-        if below is None:
+        below = [o["$ref"].rpartition("/")[2] for o in options if "$ref" in o]
+        if not below:
             kinds = [_kind(option) for option in options]
             yield (
                 dotted,
@@ -337,7 +364,8 @@ def _leaves(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str
             continue
         if len(options) > 1:  # a switch that is off by default and is turned on by its own table
             yield dotted, RecipeField(dotted, "table | none", "none", described.get("description", ""))
-        yield from _leaves(definitions[below], definitions, f"{dotted}.")
+        for kind in below:
+            yield from _leaves(definitions[kind], definitions, f"{dotted}.")
 
 
 def _kind(option: Mapping[str, Any]) -> str:

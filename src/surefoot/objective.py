@@ -1,4 +1,4 @@
-"""The loss that the switches add up to: L = −J + c_v·L_V − c_e·H + β_ref·KL(π_θ‖π_ref).
+"""The loss that the switches add up to: L = −J + c_v·L_V − c_e·H + β_ref·KL(π_θ‖π_ref), with −β·KL(π_old‖π_θ) in J if asked.
 
 A pure function of an evaluation and a batch: no state, no randomness, no data-dependent shape. Every term is elementwise
 until ``aggregate`` reduces it with the global count, so that the parts of a split batch add up to the whole.
@@ -24,7 +24,7 @@ from surefoot.functional import (
     value_loss,
 )
 from surefoot.functional.masking import keep_only
-from surefoot.rollout import Evaluation
+from surefoot.rollout import Evaluation, map_tensors
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ def surrogate(
 ) -> tuple[Tensor, Tensor]:
     """What is maximised, elementwise, and the ratio ρ.   [...], [...]
 
-    Without reuse ρ is 1 throughout and log π·Â has the same gradient; that is how REINFORCE is written.
+    Where θ is θ_old throughout, ρ is 1 and log π·Â has the same gradient; that is how REINFORCE is written.
     ``clip_scale`` shrinks the clip's bounds, for schedules.
     """
     ratio = importance_ratio(log_probs, old_log_probs)
-    if objective.reuse is None:
+    if not objective.leaves_old_policy:
         return log_probs * advantages, ratio
     if objective.clip is None:
         return unclipped_surrogate(ratio, advantages), ratio
@@ -75,13 +75,53 @@ def reference_kl(log_probs: Tensor, ratio: Tensor, ref_log_probs: Tensor, estima
     return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator](log_probs, ref_log_probs)
 
 
+def old_kl(evaluation: Evaluation, batch: Batch) -> Tensor:
+    """KL(π_old‖π_θ), elementwise: exact where both distributions are known, else ρ − 1 − log ρ on the samples of π_old.   [...]
+
+    The sampled form is k3: unbiased, never negative, and with the gradient of the KL in expectation, also away from θ_old.
+    """
+    if evaluation.distribution is None or batch.old_distribution is None:
+        return kl_k3(keep_only(batch.old_log_probs, batch.mask), keep_only(evaluation.log_probs, batch.mask))
+    return keep_only(_old_distribution(evaluation, batch).kl(evaluation.distribution), batch.mask)
+
+
+def _old_distribution(evaluation: Evaluation, batch: Batch) -> Any:
+    """π_old where kept. Elsewhere its parameters may be NaN, so there it is π_θ itself, which is in any case a distribution."""
+    if batch.mask is None:
+        return batch.old_distribution
+    new: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        new.append(x.detach())
+        return x
+
+    def overlaid(x: Tensor) -> Tensor:
+        return torch.where(mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())), x, new.pop(0))
+
+    mask = batch.mask.bool()
+    map_tensors(note, evaluation.distribution)
+    return map_tensors(overlaid, batch.old_distribution)
+
+
+def mean_old_kl(evaluation: Evaluation, batch: Batch, objective: Objective, denominator: Tensor | float) -> Tensor:
+    """The mean of ``old_kl`` as the objective aggregates: what a penalty weighs and a constraint bounds.   []"""
+    mode, length = objective.aggregation, objective.aggregation_length
+    return aggregate(old_kl(evaluation, batch), batch.mask, mode, denominator, length)
+
+
 def loss(
-    evaluation: Evaluation, batch: Batch, objective: Objective, *, denominator: Tensor | float, clip_scale: float = 1.0
+    evaluation: Evaluation,
+    batch: Batch,
+    objective: Objective,
+    *,
+    denominator: Tensor | float,
+    clip_scale: float = 1.0,
+    beta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The scalar to minimise, its parts and companions as metrics (detached), and ρ (detached; 1 where not kept).
 
     ``denominator`` is the global count that ``aggregate`` divides by. Loss and metrics alike are sums over it, so those of
-    micro-batches and ranks add up to the whole batch's.
+    micro-batches and ranks add up to the whole batch's. ``beta`` is the weight of a KL penalty at this moment.
     """
 
     def kept(x: Tensor) -> Tensor:  # before any arithmetic: what is not kept may be NaN, in the gradient too
@@ -94,6 +134,9 @@ def loss(
     gain, ratio = surrogate(log_probs, old_log_probs, kept(batch.advantages), objective, clip_scale)
     terms = {"policy_loss": -mean(gain), "entropy": mean(kept(evaluation.entropy))}
     total = terms["policy_loss"]
+    if objective.penalty is not None:
+        terms["penalty_kl"] = mean_old_kl(evaluation, batch, objective, denominator)
+        total = total + beta * terms["penalty_kl"]
     if objective.entropy_coefficient:
         total = total - objective.entropy_coefficient * terms["entropy"]
     if objective.baseline == "critic":

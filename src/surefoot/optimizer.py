@@ -25,24 +25,31 @@ class AdamSettings:
     """the gradient of the whole group is scaled down to this norm"""
 
 
-class FlatAdam:
-    """One group of parameters, its gradients and its optimizer.
+def flattened(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """One tensor of all their values and one of all their gradients; the parameters become views of the two.   [n], [n]
 
-    The parameters handed in keep working as before: only their storage moves. They must share dtype and device.
+    They keep working as before: only their storage moves. They must share dtype and device.
     """
+    values = torch.cat([p.detach().reshape(-1) for p in parameters])
+    gradients = torch.zeros_like(values)
+    start = 0
+    for parameter in parameters:
+        end = start + parameter.numel()
+        parameter.data = values[start:end].view_as(parameter)
+        parameter.grad = gradients[start:end].view_as(parameter)
+        start = end
+    return values, gradients
+
+
+class FlatAdam:
+    """One group of parameters, its gradients and its optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
         self.parameters: Sequence[nn.Parameter] = list(parameters)
         self.settings = settings
-        self.values = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
-        self.gradients = torch.zeros_like(self.values)
+        values, self.gradients = flattened(self.parameters)
+        self.values = nn.Parameter(values)
         self.values.grad = self.gradients
-        start = 0
-        for parameter in self.parameters:
-            end = start + parameter.numel()
-            parameter.data = self.values.data[start:end].view_as(parameter)
-            parameter.grad = self.gradients[start:end].view_as(parameter)
-            start = end
         self.adam = torch.optim.Adam([self.values], lr=settings.learning_rate, eps=settings.epsilon, fused=True)
 
     def zero(self) -> None:

@@ -138,6 +138,8 @@ class LearnerState:
     """optimizer steps taken"""
     faults: int = 0
     """iterations in a row whose update was not taken because something was not finite"""
+    coefficients: dict[str, float] = field(default_factory=dict)
+    """weights that adapt as the run goes, by name: ``beta`` of the KL penalty"""
     generators: dict[str, torch.Generator] = field(default_factory=dict)
     """named streams of randomness; the global generator is never used"""
 
@@ -154,13 +156,15 @@ class LearnerState:
         return max(0.0, 1 - self.steps / self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and the state of every stream."""
+        """Counts, coefficients and the state of every stream."""
         counts = {name: getattr(self, name) for name in ("total_steps", "steps", "iteration", "updates", "faults")}
-        return {**counts, "generators": {name: g.get_state() for name, g in self.generators.items()}}
+        streams = {name: g.get_state() for name, g in self.generators.items()}
+        return {**counts, "coefficients": dict(self.coefficients), "generators": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there; the budget stays this state's own, so that a run can be extended."""
         for name in ("steps", "iteration", "updates", "faults"):
             setattr(self, name, state[name])
+        self.coefficients = dict(state["coefficients"])
         for name, saved in state["generators"].items():
             self.generators[name].set_state(saved)

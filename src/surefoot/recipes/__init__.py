@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from surefoot.algorithms import PPO_CLIP, Objective, algorithm_name
+from surefoot.algorithms import ALGORITHMS, PPO_CLIP, Objective, algorithm_name, switches_between
 from surefoot.config import Recipe, make_recipe, merged, none_from_text, read_toml
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 
@@ -62,14 +62,25 @@ def without_label(table: Mapping[str, Any]) -> dict[str, Any]:
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A preset's tables with changes laid over.
 
-    What a preset sets under ``objective`` was tuned for its own algorithm. Asked for another, only the discount stays.
+    What a preset sets under ``objective`` was tuned for its own algorithm. Asked for one that differs in nothing but the kind
+    of its trust region, all but that table stays; asked for any other, only the discount.
     """
     table = without_label(table)
-    wanted = changes.get("algorithm")
-    if wanted is not None and wanted != table.get("algorithm", "PPO_CLIP"):
+    own, wanted = table.get("algorithm", "PPO_CLIP"), changes.get("algorithm")
+    if wanted is not None and wanted != own:
         tuned = table.get("objective")
-        table["objective"] = {"gamma": tuned["gamma"]} if isinstance(tuned, Mapping) and "gamma" in tuned else {}
+        tuned = tuned if isinstance(tuned, Mapping) else {}
+        staying = set(tuned) - {"trust_region"} if _another_trust_region(own, wanted) else {"gamma"}
+        table["objective"] = {name: value for name, value in tuned.items() if name in staying}
     return merged(table, none_from_text(dict(changes)))
+
+
+def _another_trust_region(own: Any, wanted: Any) -> bool:
+    """Whether two names are those of algorithms that both have a trust region and differ in nothing else."""
+    one, other = ALGORITHMS.get(str(own)), ALGORITHMS.get(str(wanted))
+    if one is None or other is None or one.trust_region is None or other.trust_region is None:
+        return False
+    return set(switches_between(one, other)) == {"trust_region"}
 
 
 def recipe_for(task: str, algorithm: Objective | str | None, changes: Mapping[str, Any]) -> Recipe:

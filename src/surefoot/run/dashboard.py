@@ -21,6 +21,9 @@ SHOWN = {
     "policy_loss": ("policy loss", "{:+.4f}"),
     "value_loss": ("value loss", "{:.4f}"),
     "kl": ("KL to π_old (k3)", "{:.4f}"),
+    "kl_after": ("KL after the batch", "{:.4f}"),
+    "beta": ("β of the penalty", "{:.3g}"),
+    "step_taken": ("step taken", "{:.0f}"),
     "ratio_outside": ("ratio outside clip", "{:.1%}"),
     "clip_active": ("clip active", "{:.1%}"),
     "explained_variance": ("explained variance", "{:+.2f}"),
@@ -114,7 +117,9 @@ class Dashboard:
         table.add_column(justify="right", min_width=10)
         table.add_column(style="yellow", max_width=70)
         for name, (label, form) in SHOWN.items():
-            value = metrics.get(name)
+            if name not in metrics:  # this algorithm has no such thing
+                continue
+            value = metrics[name]
             text = "–" if value is None else form.format(value)
             table.add_row(label, Text(text, style="bold yellow" if name in unhealthy else "bold"), unhealthy.get(name, ""))
         for name in unhealthy.keys() - SHOWN.keys():

@@ -51,6 +51,22 @@ METRICS: dict[str, Metric] = {
         high=0.1,
         why_high="the policy moves far per batch: lower the learning rate or epochs, or set target_kl",
     ),
+    "penalty_kl": Metric(
+        "the KL(π_old‖π_θ) that a penalty weighs, mean over the minibatches; exact where the distributions are known"
+    ),
+    "kl_after": Metric(
+        "mean KL(π_old‖π_θ) over the whole batch when its updates are over; exact where the distributions are known. Only with "
+        "a KL penalty or constraint",
+        high=0.1,
+        why_high="the penalty does not hold the policy: raise beta, or lower the learning rate or epochs",
+    ),
+    "beta": Metric("weight of the KL penalty on this batch; where it is adapted, it is halved or doubled after the batch"),
+    "step_taken": Metric(
+        "TRPO: 1 when the policy moved. 0 with no tries: the gradient or the KL's curvature was zero; 0 after tries: no length "
+        "improved the surrogate within δ, and θ was restored"
+    ),
+    "line_search_tries": Metric("TRPO: lengths of the step that were tried; 1 when the full one was taken"),
+    "surrogate_improvement": Metric("TRPO: how much the step raised the surrogate over the whole batch; 0 when none was taken"),
     "ratio_outside": Metric(
         "share of samples with |ρ − 1| > ε, whichever way the gradient goes",
         high=0.5,
@@ -84,8 +100,10 @@ METRICS: dict[str, Metric] = {
     "advantage_std": Metric("standard deviation of the advantages before normalisation"),
     "gradient_norm_policy": Metric("mean gradient norm before clipping (all parameters, or all but a separate critic's)"),
     "gradient_norm_critic": Metric("the same for a critic with its own optimizer"),
-    "learning_rate": Metric("of the policy's optimizer, after its schedule"),
-    "epochs": Metric("passes over the batch that were finished"),
+    "learning_rate": Metric(
+        "of the policy's optimizer, after its schedule; of the critic's under TRPO, where the policy has none"
+    ),
+    "epochs": Metric("passes over the batch that were finished; of the critic's fit under TRPO"),
     "stopped_early": Metric("1 when target_kl ended the epochs"),
     "seconds_collecting": Metric("time spent acting and scoring"),
     "seconds_learning": Metric("time spent on credit and updates"),
