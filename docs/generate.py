@@ -42,7 +42,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
         "surefoot.control.agent": ("Agent",),
         "surefoot.control.evaluate": ("EvaluationResult",),
     },
-    "Switches": {"surefoot.algorithms": ("Objective", "Reuse", "Clip")},
+    "Switches": {"surefoot.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
     "Errors": {"surefoot.errors": ("SurefootError", "NotFiniteError", "Interrupted")},
     "The contract between collecting and learning": {
         "surefoot.rollout": ("Rollout", "Evaluation", "Credit", "Policy", "Collector", "LearnerState"),

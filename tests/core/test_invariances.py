@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surefoot import PPO_CLIP, Clip, Objective, Reuse
+from surefoot import PPO_CLIP, Clip, Objective, Penalty, Reuse
 from surefoot.rollout import Rollout, map_tensors
 
 from .worlds import ACTIONS, DOUBLE, FEATURES, TinyPolicy, gradient, moved, random_rollout
@@ -41,6 +41,7 @@ OBJECTIVES = {
     **MODES,
     "normalised over the batch": replace(EVERYTHING, normalise_advantages="batch"),
     "mean baseline": Objective(baseline="mean", entropy_coefficient=0.05),
+    "penalty": replace(EVERYTHING, trust_region=Penalty(3.0)),
     "reference by ratio_k3": replace(EVERYTHING, reference_estimator="ratio_k3"),
 }
 rows_objectives = st.sampled_from(list(OBJECTIVES.values()))

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from surefoot import A2C, PPO_CLIP, REINFORCE_BASELINE, Objective, Reuse
+from surefoot import A2C, PPO_CLIP, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, REINFORCE_BASELINE, Objective, Reuse
 from surefoot.credit import assign_credit
 from surefoot.learner import Learner
 from surefoot.loop import run_loop
@@ -121,6 +121,8 @@ def test_padding_tokens_are_not_read() -> None:
     [
         pytest.param(LANGUAGE, 1, 40, 3e-3, id="PPO_CLIP-1"),
         pytest.param(LANGUAGE, 3, 40, 3e-3, id="PPO_CLIP-3"),
+        pytest.param(replace(LANGUAGE, trust_region=PPO_PENALTY.trust_region), 1, 40, 3e-3, id="PPO_PENALTY"),
+        pytest.param(replace(LANGUAGE, trust_region=PPO_PENALTY_ADAPTIVE.trust_region), 1, 40, 3e-3, id="PPO_PENALTY_ADAPTIVE"),
         pytest.param(replace(A2C, gamma=1.0, value_coefficient=0.1), 1, 120, 1e-2, id="A2C"),
         pytest.param(replace(REINFORCE_BASELINE, gamma=1.0), 1, 120, 1e-2, id="REINFORCE_BASELINE"),
     ],

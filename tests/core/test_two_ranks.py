@@ -16,7 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surefoot import A2C, PPO_CLIP, REINFORCE_BASELINE, NotFiniteError, Objective, Reuse
+from surefoot import (
+    A2C,
+    PPO_CLIP,
+    PPO_PENALTY_ADAPTIVE,
+    REINFORCE_BASELINE,
+    TRPO,
+    NotFiniteError,
+    Objective,
+    Penalty,
+    Reuse,
+)
 from surefoot.credit import assign_credit
 from surefoot.learner import Learner, normalised, rows_of
 from surefoot.loop import run_loop
@@ -34,11 +44,15 @@ OBJECTIVES: dict[str, tuple[str, Objective]] = {
     "steps, batch normalised": ("step", replace(ROWS, normalise_advantages="batch")),
     "steps, mean baseline": ("step", REINFORCE_BASELINE),
     "token-mean": ("row", ROWS),
+    "steps, penalty": ("step", replace(ROWS, trust_region=Penalty(2.0))),
+    "rows, penalty": ("row", replace(ROWS, trust_region=Penalty(2.0))),
     "sequence-mean": ("row", replace(ROWS, aggregation="sequence-mean")),
     "sequence-sum": ("row", replace(ROWS, aggregation="sequence-sum")),
     "constant": ("row", replace(ROWS, aggregation="constant", aggregation_length=8)),
 }
 EARLY = replace(A2C, reuse=Reuse(epochs=8, minibatches=1), normalise_advantages="batch", target_kl=0.0225)
+ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=4, minibatches=1), normalise_advantages="batch")
+NATURAL = replace(TRPO, reuse=Reuse(epochs=2, minibatches=1), normalise_advantages="batch", entropy_coefficient=0.01)
 
 
 def policy(unit: str = "step") -> TinyPolicy:
@@ -60,9 +74,11 @@ def both(unit: str = "step") -> Rollout:
     return joined(*(share(rank, unit) for rank in range(RANKS)))
 
 
-def trained(rollout: Rollout, objective: Objective, seed: int, updates: int = 3) -> tuple[Tensor, list[Metrics]]:
+def trained(
+    rollout: Rollout, objective: Objective, seed: int, updates: int = 3, micro_batch: int | None = None
+) -> tuple[Tensor, list[Metrics]]:
     """Parameters after some updates on the same experience, and what each update said."""
-    learner = Learner(policy(rollout.unit), objective, AdamSettings(0.02))
+    learner = Learner(policy(rollout.unit), objective, AdamSettings(0.02), micro_batch=micro_batch)
     state = LearnerState.seeded(seed, 100)
     said = []
     for _ in range(updates):
@@ -136,6 +152,9 @@ def answers(rank: int) -> Answers:
     for estimator in ("k3", "exact"):
         found[f"early {estimator}"] = trained(share(rank), replace(EARLY, kl_estimator=estimator), seed=rank, updates=1)
     found["many updates"] = trained(share(rank), replace(PPO_CLIP, reuse=Reuse(3, 4)), seed=rank)
+    found["adaptive"] = trained(share(rank), ADAPTIVE, seed=rank, updates=4)
+    for unit in ("step", "row"):
+        found[f"natural {unit}"] = trained(share(rank, unit), NATURAL, seed=rank, micro_batch=4 if rank else None)
     found["loop"] = looped(share(rank), total=100)
     broken = share(rank)
     found["broken"] = refusal(replace(broken, rewards=broken.rewards * (torch.inf if rank else 1.0)), policy())
@@ -236,6 +255,35 @@ def test_after_many_updates_both_ranks_have_the_same_parameters_bit_for_bit(rank
     assert not torch.equal(here, parameters(policy()))
     assert torch.equal(here, there)
     assert first == second, "and tell the same metrics"
+
+
+def test_beta_follows_the_kl_over_both_ranks(ranks: list[Answers]) -> None:
+    """Which halves or doubles it where a rank's own would not."""
+    expected, said = trained(both(), ADAPTIVE, seed=0, updates=4)
+    (here, first), (there, second) = (found["adaptive"] for found in ranks)
+    assert first == second
+    assert torch.equal(here, there)
+    close(here, expected)
+    assert len({metrics["beta"] for metrics in said}) > 1
+    for mine, whole in zip(first, said, strict=True):
+        assert mine["beta"] == whole["beta"]
+        assert mine["kl_after"] == pytest.approx(whole["kl_after"], rel=1e-8)
+
+
+@pytest.mark.parametrize("unit", ["step", "row"])
+def test_the_natural_step_is_that_of_one_process_and_the_same_on_both_ranks_bit_for_bit(
+    ranks: list[Answers], unit: str
+) -> None:
+    """One rank in micro-batches, the other not: both still make as many sums."""
+    expected, said = trained(both(unit), NATURAL, seed=0)
+    (here, first), (there, second) = (found[f"natural {unit}"] for found in ranks)
+    assert torch.equal(here, there)
+    assert first == second
+    torch.testing.assert_close(here, expected, rtol=1e-7, atol=1e-9)
+    for mine, whole in zip(first, said, strict=True):
+        assert mine["step_taken"] == whole["step_taken"] == 1.0
+        for name in ("kl_after", "surrogate_improvement", "line_search_tries", "gradient_norm_policy"):
+            assert mine[name] == pytest.approx(whole[name], rel=1e-6)
 
 
 def test_explained_variance_is_that_of_one_process(ranks: list[Answers]) -> None:

@@ -50,6 +50,13 @@ def test_an_unhealthy_value_is_coloured_and_says_why():
     assert "\x1b[1;33m" in text.split("KL to")[1].split("\n")[0]
 
 
+def test_a_row_is_there_for_what_the_algorithm_has_and_for_nothing_else():
+    assert "β of the penalty" not in drawn(HEALTHY)
+    assert "0.25" in drawn({**HEALTHY, "beta": 0.25}).split("β of the penalty")[1].split("\n")[0]
+    without = drawn({**HEALTHY, "explained_variance": None})
+    assert "–" in without.split("explained variance")[1].split("\n")[0], "what is not defined now is shown as such"
+
+
 def test_lines_are_plain_and_few(capsys):
     lines = Lines("title", every=1000)
     for steps in range(100, 1100, 100):
@@ -66,15 +73,17 @@ def test_complaints_skip_undefined_values():
     assert set(complaints({"explained_variance": -3.0, "clip_active": 0.9})) == {"explained_variance", "clip_active"}
 
 
-def test_every_key_that_a_run_writes_has_its_meaning(tmp_path):
-    changes = {"steps": 512, "evaluation": {"episodes": 1}, "optimizer": {"critic_learning_rate": 1e-3}}
-    changes["objective"] = {"target_kl": 0.5, "kl_estimator": "exact"}
-    api.start(find_recipe("CartPole-v1", changes), tmp_path / "run")
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    written = {key for row in rows for key in row}
+def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(tmp_path):
+    written = set()
+    for algorithm in ("PPO_CLIP", "PPO_PENALTY_ADAPTIVE", "TRPO"):
+        changes = {"steps": 512, "evaluation": {"episodes": 1}, "optimizer": {"critic_learning_rate": 1e-3}}
+        changes["objective"] = {"target_kl": "none" if algorithm == "TRPO" else 0.5, "kl_estimator": "exact"}
+        api.start(find_recipe("CartPole-v1", {**changes, "algorithm": algorithm}), tmp_path / algorithm)
+        rows = read_metrics(tmp_path / algorithm / "metrics.jsonl")
+        assert [row["iteration"] for row in rows] == [1, 2]
+        written |= {key for row in rows for key in row}
     assert written - set(METRICS) == set()
     assert set(METRICS) - written <= {"reference_loss"}
-    assert [row["iteration"] for row in rows] == [1, 2]
 
 
 def test_metrics_are_cut_back_to_the_checkpoint_and_half_lines_dropped(tmp_path):

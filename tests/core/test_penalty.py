@@ -1,0 +1,309 @@
+"""The penalty on the KL: which gradient it has, where it has none, and when β moves."""
+
+import copy
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surefoot import PPO_PENALTY, PPO_PENALTY_ADAPTIVE, PPO_UNCLIPPED, Objective, Penalty, Reuse, SurefootError
+from surefoot.credit import assign_credit
+from surefoot.learner import BETA_RANGE, Learner
+from surefoot.loop import run_loop
+from surefoot.objective import Batch, old_kl
+from surefoot.optimizer import AdamSettings
+from surefoot.rollout import Evaluation, LearnerState, Metrics, Rollout, map_tensors
+
+from .worlds import TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
+
+SEEDS = [0, 1, 2]
+GOLDEN = Path(__file__).parent.parent / "golden" / "golden.json"
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    assert a.abs().max() > 1e-3, "a gradient of zero would prove nothing"
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def priced(beta: float, **changes: Any) -> Objective:
+    return replace(PPO_PENALTY, trust_region=Penalty(beta), **changes)
+
+
+def sampled(rollout: Rollout) -> Rollout:
+    """The same where no distribution is known, as on text."""
+    return replace(rollout, old_distribution=None)
+
+
+def elsewhere(seed: int, unit: str = "step") -> tuple[TinyPolicy, Rollout]:
+    """A policy, and experience of another one: ratios and both distributions differ everywhere."""
+    policy, other = (TinyPolicy(s, memory=unit == "row") for s in (seed, seed + 50))
+    return policy, moved(random_rollout(other, seed, rows=6, unit=unit), seed, size=0.0)
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("known", [True, False], ids=["exact", "sampled"])
+def test_a_penalty_of_weight_zero_has_the_unclipped_gradient(seed: int, known: bool) -> None:
+    policy, rollout = elsewhere(seed)
+    rollout = rollout if known else sampled(rollout)
+    same(gradient(policy, rollout, priced(0.0)), gradient(policy, rollout, PPO_UNCLIPPED))
+    gap = gradient(policy, rollout, priced(1.0)) - gradient(policy, rollout, PPO_UNCLIPPED)
+    assert gap.abs().max() > 1e-3, "and of another weight it has not"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("unit", ["step", "row"])
+@pytest.mark.parametrize("known", [True, False], ids=["exact", "sampled"])
+def test_at_the_old_policy_a_penalty_of_any_weight_has_the_unclipped_gradient(seed: int, unit: str, known: bool) -> None:
+    """There the KL is 0, its smallest."""
+    policy = TinyPolicy(seed, memory=unit == "row")
+    rollout = random_rollout(policy, seed, unit=unit)
+    rollout = rollout if known else sampled(rollout)
+    same(gradient(policy, rollout, priced(1000.0)), gradient(policy, rollout, PPO_UNCLIPPED))
+
+
+def written_out(policy: TinyPolicy, rollout: Rollout, known: bool) -> Tensor:
+    """The gradient of the mean KL over kept entries: from every action's probability, or from the samples."""
+    here = policy(rollout.inputs, rollout.actions)
+    log_new = here.distribution.logits.log_softmax(-1)
+    if known:
+        log_old = rollout.old_distribution.logits.log_softmax(-1)
+        kl = (log_old.exp() * (log_old - log_new)).sum(-1)
+    else:
+        ratio = (here.log_probs - rollout.old_log_probs).exp()
+        kl = ratio - 1 - ratio.log()
+    found = torch.autograd.grad(kl[rollout.mask].mean(), list(policy.parameters()), allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("unit", ["step", "row"])
+@pytest.mark.parametrize("known", [True, False], ids=["exact", "sampled"])
+def test_the_penalty_adds_beta_times_the_gradient_of_the_kl_written_out(seed: int, unit: str, known: bool) -> None:
+    policy, rollout = elsewhere(seed, unit)
+    rollout = rollout if known else sampled(rollout)
+    credit = assign_credit(rollout, PPO_UNCLIPPED)
+    plain, with_price = (gradient_of(policy, rollout, credit, o) for o in (PPO_UNCLIPPED, priced(2.5)))
+    same(with_price - plain, 2.5 * written_out(policy, rollout, known))
+
+
+def test_the_sampled_penalty_has_the_exact_gradient_in_expectation_also_away_from_the_old_policy() -> None:
+    """Every action of every state once, weighted by π_old: no samples, so no noise."""
+    policy, rollout = elsewhere(3)
+    old = rollout.old_distribution.logits.log_softmax(-1)
+    total = torch.zeros(())
+    for action in range(old.shape[-1]):
+        here = policy(rollout.inputs, torch.full_like(rollout.actions, action))
+        batch = Batch(None, rollout.actions, None, old[..., action], *[rollout.values] * 3)
+        total = total + (old[..., action].exp() * old_kl(replace(here, distribution=None), batch))[rollout.mask].mean()
+    found = torch.autograd.grad(total, list(policy.parameters()), allow_unused=True, materialize_grads=True)
+    same(torch.cat([g.flatten() for g in found]), written_out(policy, rollout, known=True))
+
+
+def test_where_nothing_is_kept_the_old_distribution_may_be_nan() -> None:
+    policy, rollout = elsewhere(1, "row")
+    assert not rollout.mask.all()
+    nan = map_tensors(lambda x: torch.where(rollout.mask.unsqueeze(-1), x, torch.nan), rollout.old_distribution)
+    expected = gradient(policy, rollout, priced(2.0))
+    same(gradient(policy, replace(rollout, old_distribution=nan), priced(2.0)), expected)
+
+
+# ---- β ------------------------------------------------------------------------------------------------------------------
+
+
+def run(
+    objective: Objective, learning_rate: float, batches: int, state: LearnerState | None = None, **settings: Any
+) -> tuple[list[Metrics], list[float], LearnerState]:
+    """Updates on fresh batches: their metrics, and the mean KL from old to new policy, computed here from probabilities."""
+    policy, told, moves = TinyPolicy(5), [], []
+    learner = Learner(policy, objective, AdamSettings(learning_rate), **settings)
+    state = state or LearnerState.seeded(0, 1000)
+    for number in range(batches):
+        rollout = random_rollout(policy, number, rows=6)
+        before = copy.deepcopy(policy)
+        told.append(learner.update(rollout, assign_credit(rollout, objective), state))
+        with torch.no_grad():
+            old, new = (p(rollout.inputs, rollout.actions).distribution.logits.log_softmax(-1) for p in (before, policy))
+        moves.append(float((old.exp() * (old - new)).sum(-1)[rollout.mask].mean()))
+    return told, moves, state
+
+
+def rule(beta: float, kl: float, target: float) -> float:
+    """The paper's, once more."""
+    if kl < target / 1.5:
+        return beta / 2
+    return beta * 2 if kl > 1.5 * target else beta
+
+
+ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=4, minibatches=3))
+
+
+def test_beta_moves_once_per_batch_by_the_kl_over_the_whole_of_it() -> None:
+    told, moves, state = run(ADAPTIVE, 0.012, 30)
+    beta = 1.0
+    for metrics, kl in zip(told, moves, strict=True):
+        assert metrics["kl_after"] == pytest.approx(kl, rel=1e-9)
+        assert metrics["beta"] == beta, "what is told is the weight that was used"
+        beta = rule(beta, kl, 0.01)
+    assert state.coefficients == {"beta": beta}
+    steps = [b["beta"] / a["beta"] for a, b in pairwise(told)]  # type: ignore[operator]
+    assert set(steps) == {0.5, 1.0, 2.0}, "this example shows all three cases"
+
+
+def test_a_larger_beta_keeps_the_policy_closer() -> None:
+    free, held = (run(priced(beta, reuse=Reuse(4, 3)), 0.02, 5)[1] for beta in (0.0, 30.0))
+    assert sum(held) < sum(free) / 3
+
+
+def test_a_fixed_beta_stays_and_is_the_recipes_and_not_the_states() -> None:
+    state = LearnerState.seeded(0, 1000)
+    state.coefficients["beta"] = 7.0
+    told, moves, _ = run(priced(3.0, reuse=Reuse(4, 3)), 0.05, 4, state)
+    assert [metrics["beta"] for metrics in told] == [3.0] * 4
+    assert [metrics["kl_after"] for metrics in told] == pytest.approx(moves)
+    assert state.coefficients == {"beta": 7.0}
+
+
+def test_beta_adapts_after_an_early_stop_too() -> None:
+    told, moves, state = run(replace(ADAPTIVE, target_kl=0.001), 0.05, 3)
+    assert all(metrics["stopped_early"] for metrics in told)
+    beta = 1.0
+    for kl in moves:
+        beta = rule(beta, kl, 0.01)
+    assert state.coefficients["beta"] == beta != 1.0
+
+
+def test_micro_batches_do_not_change_the_kl_that_beta_follows() -> None:
+    whole, parts = (run(ADAPTIVE, 0.012, 4, micro_batch=size)[0] for size in (None, 4))
+    for a, b in zip(whole, parts, strict=True):
+        assert a["kl_after"] == pytest.approx(b["kl_after"], rel=1e-9)
+        assert a["beta"] == b["beta"]
+
+
+class Told:
+    """A distribution that says what its KL is."""
+
+    def __init__(self, like: Tensor, value: float) -> None:
+        self.like, self.value = like, value
+
+    def kl(self, other: "Told") -> Tensor:
+        return torch.zeros_like(self.like) + other.value
+
+
+class Saying(TinyPolicy):
+    """A policy whose KL to any other is a number that was given."""
+
+    kl = 0.0
+
+    def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        found = super().forward(inputs, actions, mask)
+        return replace(found, distribution=Told(found.log_probs, self.kl))
+
+
+def betas(kls: list[float], penalty: Penalty) -> list[float]:
+    """β after each batch of which the KL is given."""
+    policy, state, found = Saying(0), LearnerState.seeded(0, 1000), []
+    objective = replace(ADAPTIVE, reuse=Reuse(1, 1), trust_region=penalty)
+    learner = Learner(policy, objective, AdamSettings(0.0))
+    rollout = random_rollout(policy, 0, holes=False)
+    for kl in kls:
+        policy.kl = kl
+        metrics = learner.update(rollout, assign_credit(rollout, objective), state)
+        assert metrics["kl_after"] == pytest.approx(kl)
+        found.append(state.coefficients["beta"])
+    return found
+
+
+def test_beta_follows_the_golden_case() -> None:
+    (case,) = (case for case in json.loads(GOLDEN.read_text("utf-8")) if case["name"] == "ppo_penalty_adaptive_beta")
+    x = case["inputs"]
+    found = [betas([kl], Penalty(x["beta"], x["d_targ"]))[0] for kl in x["d"]]
+    assert found == pytest.approx(case["expected"]["beta_next"], abs=case["tolerance"])
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.5), (1.0, 2.0)])
+def test_a_kl_that_beta_does_not_govern_takes_it_no_further_than_its_range(kl: float, factor: float) -> None:
+    found = betas([kl] * 24, Penalty(3.0, target=0.01))
+    assert found == [3.0 * factor ** min(batch, 20) for batch in range(1, 25)]
+    assert BETA_RANGE == 2**20
+
+
+def test_the_penalised_kl_is_told() -> None:
+    """Over the minibatches on the way, so less than at the end; and 0 in the first."""
+    told, _, _ = run(priced(1.0, reuse=Reuse(4, 1)), 0.01, 1)
+    assert 0 < told[0]["penalty_kl"] < told[0]["kl_after"]  # type: ignore[operator]
+    assert run(priced(1.0, reuse=Reuse(1, 1)), 0.01, 1)[0][0]["penalty_kl"] == pytest.approx(0, abs=1e-12)
+
+
+class Fresh:
+    """A collector of random batches, another one each iteration."""
+
+    def __init__(self, policy: TinyPolicy) -> None:
+        self.policy = policy
+
+    def collect(self, state: LearnerState) -> Rollout:
+        return replace(random_rollout(self.policy, state.iteration), steps=10)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_run_continues_with_the_beta_that_it_had() -> None:
+    def go(policy: TinyPolicy, learner: Learner, state: LearnerState, until: int) -> None:
+        run_loop(Fresh(policy), learner, state, lambda at, _: at.iteration == until)
+
+    def fresh() -> tuple[TinyPolicy, Learner, LearnerState]:
+        policy = TinyPolicy(5)
+        return policy, Learner(policy, ADAPTIVE, AdamSettings(0.05)), LearnerState.seeded(0, 80)
+
+    whole, stopped, resumed = fresh(), fresh(), fresh()
+    go(*whole, until=8)
+    go(*stopped, until=5)
+    assert stopped[2].coefficients["beta"] != 1.0
+    resumed[0].load_state_dict(stopped[0].state_dict())
+    resumed[1].load_state_dict(copy.deepcopy(stopped[1].state_dict()))
+    resumed[2].load_state_dict(json_and_back(stopped[2].state_dict()))
+    go(*resumed, until=8)
+    assert resumed[2].coefficients == whole[2].coefficients
+    assert torch.equal(parameters(resumed[0]), parameters(whole[0]))
+    resumed[2].coefficients["beta"] *= 2
+    assert stopped[2].coefficients != resumed[2].coefficients, "a saved state does not move on"
+
+
+def json_and_back(tree: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint keeps it, the streams aside."""
+    numbers = {name: value for name, value in tree.items() if name != "generators"}
+    return {**json.loads(json.dumps(numbers)), "generators": tree["generators"]}
+
+
+# ---- the switch ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_penalties_are_one_switch_away_from_the_unclipped() -> None:
+    for objective in (PPO_PENALTY, PPO_PENALTY_ADAPTIVE):
+        assert replace(objective, trust_region=None) == PPO_UNCLIPPED
+    assert (PPO_PENALTY.penalty, PPO_PENALTY_ADAPTIVE.penalty) == (Penalty(1.0), Penalty(1.0, target=0.01))
+    assert PPO_PENALTY.clip is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"beta": -1.0}, "beta=-1.0"), ({"target": 0.0}, "target=0.0"), ({"beta": 0.0, "target": 0.01}, "beta=0.0")],
+)
+def test_a_penalty_that_means_nothing_is_refused(wrong: dict[str, float], said: str) -> None:
+    with pytest.raises(SurefootError, match=said):
+        Penalty(**wrong)
+
+
+def test_a_penalty_needs_a_batch_that_is_reused() -> None:
+    with pytest.raises(SurefootError, match=r"trust_region='penalty'.*objective.reuse"):
+        replace(PPO_PENALTY, reuse=None)
