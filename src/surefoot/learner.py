@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from surefoot.algorithms import Objective
+from surefoot.batches import global_count, normalised, rows_of, shuffled, slices
+from surefoot.engine import Attempt, CompiledStep
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.functional import adapt_kl_penalty, masked_moments, whiten
+from surefoot.functional import adapt_kl_penalty, masked_moments
 from surefoot.natural_step import NaturalStep
-from surefoot.objective import Batch, loss, mean_old_kl
+from surefoot.objective import Batch, loss, mean_old_kl, outermost
 from surefoot.optimizer import AdamSettings, FlatAdam, finite
 from surefoot.rollout import Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
-from surefoot.run.distributed import all_max, all_sum, merge_across_ranks, world_size
+from surefoot.run.distributed import all_max, all_sum, merge_across_ranks
 
 Optimizers = Mapping[str, FlatAdam | NaturalStep]
 
@@ -33,6 +35,7 @@ class Learner:
                    rate, and the critic always an optimizer of its own: this one, or else ``adam``
     schedule       of the learning rate: "linear" falls to zero over the budget
     micro_batch    rows per backward pass, to bound memory; the gradient does not depend on it
+    compiled_rows  run the updates of batches of exactly so many single steps as a compiled program
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Learner:
         critic_adam: AdamSettings | None = None,
         schedule: Literal["constant", "linear"] = "constant",
         micro_batch: int | None = None,
+        compiled_rows: int | None = None,
     ) -> None:
         self.policy = policy
         self.objective = objective
@@ -68,6 +72,10 @@ class Learner:
         }
         if critic_adam is not None:
             self.optimizers["critic"] = FlatAdam(critic, critic_adam)
+        self.compiled = None
+        if compiled_rows is not None:
+            adams = {name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatAdam)}
+            self.compiled = CompiledStep(policy, objective, adams, compiled_rows)
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
         """Improve the policy by one rollout and say what happened.
@@ -98,17 +106,36 @@ class Learner:
         objective = self.objective
         epochs, minibatches = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
         for epoch in range(epochs):
-            for minibatch in shuffled(batch, minibatches, state.generators["shuffle"]):
-                if objective.normalise_advantages == "minibatch":
-                    minibatch = normalised(minibatch)
-                terms, ratio = self._gradient(minibatch, moving, state)
+            for attempt in self._attempts(batch, minibatches, moving, state):
                 if not trail.seen:
-                    trail.ratio_at_start = _check_ratio_at_start(ratio, rollout)
-                trail.add(terms, ratio)
-                if objective.target_kl is not None and self._kl(terms) > 1.5 * objective.target_kl:
+                    trail.ratio_at_start = _check_ratio_at_start(attempt.ratios, rollout)
+                trail.add(attempt.terms, attempt.ratios)
+                if objective.target_kl is not None and self._kl(attempt.terms) > 1.5 * objective.target_kl:
                     return epoch, True
-                self._step(terms, moving, trail, state)
+                self._check_finite(attempt.terms, attempt.norms, state)
+                attempt.take()
+                trail.took(attempt.norms)
+                state.updates += 1
         return epochs, False
+
+    def _attempts(self, batch: Batch, minibatches: int, moving: Optimizers, state: LearnerState) -> Iterator["Attempt"]:
+        """One pass: for each minibatch in a new order, the step that is due. The next is made when this one was taken."""
+        if self.compiled is not None and self.compiled.fits(batch):
+            scales = (self._rate_scale(state), self._clip_scale(state), self._beta(state))
+            yield from self.compiled.attempts(batch, minibatches, scales, state.generators["shuffle"])
+            return
+        for minibatch in shuffled(batch, minibatches, state.generators["shuffle"]):
+            if self.objective.normalise_advantages == "minibatch":
+                minibatch = normalised(minibatch)
+            terms, ratios = self._gradient(minibatch, moving, state)
+            norms = {name: optimizer.gradient_norm() for name, optimizer in moving.items()}
+
+            def take(norms: dict[str, float] = norms) -> None:
+                for name, optimizer in moving.items():
+                    assert isinstance(optimizer, FlatAdam)
+                    optimizer.step(norms[name], self._rate_scale(state))
+
+            yield Attempt(terms, ratios, norms, take)
 
     def _natural_step(self, batch: Batch, trail: "_Trail", rollout: Rollout, state: LearnerState) -> None:
         """Move the policy by one step on the whole batch, and leave the critic alone."""
@@ -117,12 +144,14 @@ class Learner:
         if self.objective.normalise_advantages == "minibatch":
             batch = normalised(batch)  # the only minibatch there is
         moving: Optimizers = {"policy": optimizer}
-        terms, ratio = self._gradient(batch, moving, state)
-        trail.ratio_at_start = _check_ratio_at_start(ratio, rollout)
-        trail.norms["policy"] = list(self._norms(terms, moving, state).values())
+        terms, ratios = self._gradient(batch, moving, state)
+        trail.ratio_at_start = _check_ratio_at_start(ratios, rollout)
+        norms = {"policy": optimizer.gradient_norm()}
+        self._check_finite(terms, norms, state)
+        trail.took(norms)
         parts, denominator = list(slices(batch, self.micro_batch)), global_count(batch, self.objective.aggregation)
         trail.outcome, end = optimizer.step(self.policy, parts, self.objective, denominator)
-        trail.add(end.terms, end.ratio)
+        trail.add(end.terms, end.ratios)
         state.updates += int(trail.outcome["step_taken"] or 0)
 
     def _adapt_penalty(self, batch: Batch, trail: "_Trail", state: LearnerState) -> None:
@@ -148,60 +177,54 @@ class Learner:
             return 0.0
         return penalty.beta if penalty.target is None else state.coefficients.get("beta", penalty.beta)
 
-    def _gradient(self, minibatch: Batch, moving: Optimizers, state: LearnerState) -> tuple[dict[str, Tensor], Tensor]:
-        """Sum the gradients of the micro-batches; give the loss's terms over all ranks, and this rank's ratios."""
+    def _gradient(
+        self, minibatch: Batch, moving: Optimizers, state: LearnerState
+    ) -> tuple[dict[str, float], tuple[float, float]]:
+        """Sum the gradients of the micro-batches; the loss's terms over all ranks, this rank's smallest and largest ratio."""
         for optimizer in moving.values():
             optimizer.zero()
         everything = len(moving) == len(self.optimizers)
         wanted = None if everything else [p for optimizer in moving.values() for p in optimizer.parameters]
         denominator = global_count(minibatch, self.objective.aggregation)
-        clip = self.objective.clip
-        clip_scale = state.remaining if clip is not None and clip.schedule == "linear" else 1.0
-        beta = self._beta(state)
-        totals: dict[str, Tensor] = {}
-        ratios = []
+        clip_scale, beta = self._clip_scale(state), self._beta(state)
+        sums: list[Tensor] = []
+        extremes: list[Tensor] = []
         for part in slices(minibatch, self.micro_batch):
             evaluation = self.policy(part.inputs, part.actions, part.mask)
             total, terms, ratio = loss(
                 evaluation, part, self.objective, denominator=denominator, clip_scale=clip_scale, beta=beta
             )
             total.backward(inputs=wanted)  # type: ignore[no-untyped-call]
-            totals = {name: totals[name] + term if totals else term for name, term in terms.items()}
-            ratios.append(ratio)
-        summed = all_sum(torch.stack(list(totals.values())))
-        return dict(zip(totals, summed.unbind(), strict=True)), torch.cat(ratios)
+            sums.append(torch.stack(list(terms.values())))
+            extremes.append(torch.stack(ratio.aminmax()))
+        summed = all_sum(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
+        return dict(zip(terms, summed.tolist(), strict=True)), outermost(extremes)
 
-    def _norms(self, terms: dict[str, Tensor], moving: Optimizers, state: LearnerState) -> dict[str, float]:
-        """The norms of the gradients over all ranks. Raises NotFiniteError where one, or the loss, is not finite."""
-        norms = {name: optimizer.gradient_norm() for name, optimizer in moving.items()}
+    def _check_finite(self, terms: dict[str, float], norms: dict[str, float], state: LearnerState) -> None:
+        """Raise NotFiniteError where the loss, or the norm of a gradient, is not finite."""
         if not finite([*norms.values(), self._loss(terms)]):
-            broken = [name for name, term in terms.items() if not term.isfinite()]
+            broken = [name for name, term in terms.items() if not math.isfinite(term)]
             what = f"{' and '.join(broken)} not finite" if broken else f"gradient norm {norms} with finite losses"
             raise NotFiniteError(f"update {state.updates + 1}: {what}; the step was not taken")
-        return norms
 
-    def _step(self, terms: dict[str, Tensor], moving: Optimizers, trail: "_Trail", state: LearnerState) -> None:
-        norms = self._norms(terms, moving, state)
-        for name, optimizer in moving.items():
-            assert isinstance(optimizer, FlatAdam)
-            optimizer.step(norms[name], self._rate_scale(state))
-            trail.norms.setdefault(name, []).append(norms[name])
-        state.updates += 1
+    def _clip_scale(self, state: LearnerState) -> float:
+        clip = self.objective.clip
+        return state.remaining if clip is not None and clip.schedule == "linear" else 1.0
 
     def _rate_scale(self, state: LearnerState) -> float:
         return state.remaining if self.schedule == "linear" else 1.0
 
-    def _loss(self, terms: dict[str, Tensor]) -> float:
+    def _loss(self, terms: dict[str, float]) -> float:
         """Finite where every term of the loss is; a metric beside them may be anything."""
         entropy = ("entropy",) if self.objective.entropy_coefficient else ()
         names = ("policy_loss", "penalty_kl", "value_loss", "reference_loss", *entropy)
-        return float(sum(terms[name] for name in names if name in terms))
+        return sum(terms[name] for name in names if name in terms)
 
-    def _kl(self, terms: dict[str, Tensor]) -> float:
+    def _kl(self, terms: dict[str, float]) -> float:
         name = "kl_exact" if self.objective.kl_estimator == "exact" else "kl"
         if name not in terms:
             raise SurefootError("objective.kl_estimator='exact': this policy has no distribution to compare; set k3")
-        return float(terms[name])
+        return terms[name]
 
     def _metrics(
         self, trail: "_Trail", epochs: int, stopped: bool, rollout: Rollout, credit: Credit, state: LearnerState
@@ -231,11 +254,11 @@ class Learner:
 
 
 class _Trail:
-    """What the updates on one rollout did, kept as tensors until the end: reading a number is a synchronisation."""
+    """What the updates on one rollout did."""
 
     def __init__(self) -> None:
-        self.terms: list[dict[str, Tensor]] = []
-        self.extremes: list[Tensor] = []
+        self.terms: list[dict[str, float]] = []
+        self.ratios: list[tuple[float, float]] = []
         self.norms: dict[str, list[float]] = {}
         self.ratio_at_start = 1.0
         self.outcome: Metrics = {}
@@ -244,87 +267,34 @@ class _Trail:
     def seen(self) -> bool:
         return bool(self.terms)
 
-    def add(self, terms: dict[str, Tensor], ratio: Tensor) -> None:
+    def add(self, terms: dict[str, float], ratios: tuple[float, float]) -> None:
         self.terms.append(terms)
-        self.extremes.append(torch.stack([ratio.amax(), -ratio.amin()]))
+        self.ratios.append(ratios)
+
+    def took(self, norms: dict[str, float]) -> None:
+        for name, norm in norms.items():
+            self.norms.setdefault(name, []).append(norm)
 
     def summary(self) -> Metrics:
-        metrics: Metrics = {name: number(torch.stack([t[name] for t in self.terms]).mean()) for name in self.terms[0]}
-        highest, lowest = all_max(torch.stack(self.extremes).amax(0)).tolist()
-        metrics["ratio_max"], metrics["ratio_min"] = highest, -lowest
+        metrics: Metrics = {name: number(sum(t[name] for t in self.terms) / len(self.terms)) for name in self.terms[0]}
+        smallest, largest = zip(*self.ratios, strict=True)
+        metrics["ratio_min"], metrics["ratio_max"] = over_ranks(min(smallest), max(largest))
         metrics["ratio_at_start"] = self.ratio_at_start
         for name, norms in self.norms.items():
             metrics[f"gradient_norm_{name}"] = sum(norms) / len(norms)
         return metrics
 
 
-def number(tensor: Tensor) -> float | None:
+def over_ranks(smallest: float, largest: float) -> tuple[float, float]:
+    """The smallest and the largest over all ranks."""
+    lowest, highest = all_max(torch.tensor([-smallest, largest])).tolist()
+    return -lowest, highest
+
+
+def number(tensor: Tensor | float) -> float | None:
     """A metric's value; None (null) where it is not defined, such as the explained variance of constant returns."""
     value = float(tensor)
     return value if math.isfinite(value) else None
-
-
-def rows_of(rollout: Rollout, credit: Credit) -> Batch:
-    """The rows that are shuffled: kept single steps [N], or whole rows [N, T] with their mask."""
-    batch = Batch(
-        inputs=rollout.inputs,
-        actions=rollout.actions,
-        mask=rollout.mask,
-        old_log_probs=rollout.old_log_probs,
-        advantages=credit.advantages,
-        returns=credit.returns,
-        old_values=rollout.values,
-        old_distribution=rollout.old_distribution,
-        ref_log_probs=rollout.ref_log_probs,
-    )
-    if rollout.unit == "row":
-        return batch
-    kept = rollout.mask.reshape(-1).nonzero().squeeze(-1)
-    steps: Batch = map_tensors(lambda x: x.flatten(0, 1).index_select(0, kept), batch)
-    return Batch(**{**vars(steps), "mask": None})
-
-
-def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[Batch]:
-    """The rows in a new random order, in ``parts`` nearly equal parts. The order is drawn on the CPU from ``generator``."""
-    order = torch.randperm(len(batch.advantages), generator=generator).to(batch.advantages.device)
-    if len(order) < parts and world_size() > 1:  # a rank that skips a minibatch would leave the others waiting
-        raise SurefootError(f"objective.reuse.minibatches={parts}: this rank has only {len(order)} rows; use fewer")
-    # One gather for the whole pass; the parts are views of it.
-    whole = map_tensors(lambda x: x.index_select(0, order), batch) if parts > 1 else batch
-    size, larger = divmod(len(order), parts)
-    start = 0
-    for part in range(parts):
-        end = start + size + (part < larger)
-        if end > start:
-            yield rows(whole, start, end)
-        start = end
-
-
-def slices(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """Consecutive micro-batches of at most ``size`` rows."""
-    total = len(batch.advantages)
-    step = size or total
-    for start in range(0, total, step):
-        yield rows(batch, start, min(start + step, total)) if step < total else batch
-
-
-def rows(batch: Batch, start: int, end: int) -> Batch:
-    """Rows start … end − 1, as views."""
-    part: Batch = map_tensors(lambda x: x[start:end], batch)
-    return part
-
-
-def normalised(batch: Batch) -> Batch:
-    """The batch with advantages of mean 0 and variance 1 over its kept entries on all ranks."""
-    moments = merge_across_ranks(masked_moments(batch.advantages, batch.mask))
-    return Batch(**{**vars(batch), "advantages": whiten(batch.advantages, batch.mask, moments=moments)})
-
-
-def global_count(batch: Batch, aggregation: str) -> Tensor:
-    """What ``aggregate`` divides by: kept entries, or sequences with one, over all ranks."""
-    kept = torch.ones_like(batch.advantages) if batch.mask is None else batch.mask.to(batch.advantages.dtype)
-    mine = kept.sum() if aggregation == "token-mean" else (kept.sum(-1) > 0).sum().to(kept.dtype)
-    return all_sum(mine).clamp(min=1)
 
 
 def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
@@ -334,11 +304,11 @@ def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
     return number(1 - residual.var / spread.var) if spread.var > 0 else None
 
 
-def _check_ratio_at_start(ratio: Tensor, rollout: Rollout) -> float:
+def _check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout) -> float:
     """The ratio furthest from 1 before anything moved. It is 1 unless something is wrong, so it is checked on every batch."""
-    highest, lowest = all_max(torch.stack([ratio.amax(), -ratio.amin()])).tolist()
-    furthest: float = highest if highest - 1 > 1 + lowest else -lowest
-    exact = ratio.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
+    smallest, largest = over_ranks(*ratios)
+    furthest = largest if largest - 1 > 1 - smallest else smallest
+    exact = rollout.old_log_probs.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
     if exact and abs(furthest - 1) > 1e-4:
         raise SurefootError(
             f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± 1e-4); the policy scores "

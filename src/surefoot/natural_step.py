@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from surefoot.algorithms import Constraint, Objective
 from surefoot.errors import SurefootError
 from surefoot.functional import conjugate_gradient, fisher_vector_product, line_search
-from surefoot.objective import Batch, loss, mean_old_kl
+from surefoot.objective import Batch, loss, mean_old_kl, outermost
 from surefoot.optimizer import flattened
 from surefoot.rollout import Metrics, Policy, map_tensors
 from surefoot.run.distributed import all_sum
@@ -29,10 +29,10 @@ class Judgement:
     """what is maximised: J, and the entropy bonus where there is one, less the KL to a reference"""
     kl: float
     """mean KL(π_old‖π_θ), exact where the distributions are known"""
-    terms: dict[str, Tensor]
+    terms: dict[str, float]
     """of the loss"""
-    ratio: Tensor
-    """ρ of this rank's samples"""
+    ratios: tuple[float, float]
+    """the smallest and the largest ρ of this rank's samples"""
 
 
 class NaturalStep:
@@ -129,23 +129,22 @@ def _refuse_shared(policy: Policy, part: Batch, parameters: Sequence[nn.Paramete
 @torch.no_grad()
 def judged(policy: Policy, parts: Sequence[Batch], objective: Objective, denominator: Tensor) -> Judgement:
     """The policy on a whole batch as it is now, over all ranks."""
-    totals: dict[str, Tensor] = {}
-    ratios = []
+    sums: list[Tensor] = []
+    extremes: list[Tensor] = []
     for part in parts:
         evaluation = policy(part.inputs, part.actions, part.mask)
         _, terms, ratio = loss(evaluation, part, objective, denominator=denominator)
         terms["kl_after"] = mean_old_kl(evaluation, part, objective, denominator)
-        totals = {name: totals[name] + term if totals else term for name, term in terms.items()}
-        ratios.append(ratio)
-    summed = all_sum(torch.stack(list(totals.values())))
-    found = dict(zip(totals, summed.unbind(), strict=True))
-    kl = float(found.pop("kl_after"))
+        sums.append(torch.stack(list(terms.values())))
+        extremes.append(torch.stack(ratio.aminmax()))
+    found: dict[str, float] = dict(zip(terms, all_sum(torch.stack(sums).sum(0)).tolist(), strict=True))
+    kl = found.pop("kl_after")
     gain = -found["policy_loss"]
     if objective.entropy_coefficient:
-        gain = gain + objective.entropy_coefficient * found["entropy"]
+        gain += objective.entropy_coefficient * found["entropy"]
     if objective.reference_coefficient:
-        gain = gain - objective.reference_coefficient * found["reference_loss"]
-    return Judgement(float(gain), kl, found, torch.cat(ratios))
+        gain -= objective.reference_coefficient * found["reference_loss"]
+    return Judgement(gain, kl, found, outermost(extremes))
 
 
 def damped_fisher(

@@ -159,3 +159,13 @@ def loss(
         if objective.kl_estimator == "exact" and known:
             terms["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
     return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()
+
+
+def outermost(extremes: list[Tensor]) -> tuple[float, float]:
+    """The smallest and the largest ratio of several parts.   each [2]: smallest, largest"""
+    if len(extremes) == 1:
+        smallest, largest = extremes[0].tolist()
+    else:
+        both = torch.stack(extremes)
+        smallest, largest = torch.stack([both[:, 0].amin(), both[:, 1].amax()]).tolist()
+    return smallest, largest

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from surefoot.run.distributed import all_sum
 
+BETAS = (0.9, 0.999)
+"""how much of its two moments Adam keeps per step"""
+
 
 @dataclass(frozen=True)
 class AdamSettings:
@@ -50,7 +53,7 @@ class FlatAdam:
         values, self.gradients = flattened(self.parameters)
         self.values = nn.Parameter(values)
         self.values.grad = self.gradients
-        self.adam = torch.optim.Adam([self.values], lr=settings.learning_rate, eps=settings.epsilon, fused=True)
+        self.adam = torch.optim.Adam([self.values], lr=settings.learning_rate, betas=BETAS, eps=settings.epsilon, fused=True)
 
     def zero(self) -> None:
         """Forget the gradients; backward then adds into the flat buffer."""
@@ -67,6 +70,22 @@ class FlatAdam:
             self.gradients.mul_(limit / (norm + 1e-6))
         self.adam.param_groups[0]["lr"] = self.settings.learning_rate * scale
         self.adam.step()
+
+    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps taken [] and the running means of gradient and squared gradient [n], zeros before the first step."""
+        state = self.adam.state[self.values]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self.values.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.gradients), torch.zeros_like(self.gradients)
+        return state["step"], state["exp_avg"], state["exp_avg_sq"]
+
+    def move(self, values: Tensor, first: Tensor, second: Tensor) -> None:
+        """Take a step that was computed elsewhere: the parameters and both moments after it.   all [n]"""
+        step, own_first, own_second = self.moments()
+        self.values.data.copy_(values)
+        own_first.copy_(first)
+        own_second.copy_(second)
+        step += 1
 
     def state_dict(self) -> dict[str, Tensor]:
         """Adam's moments and step count; empty before the first step."""

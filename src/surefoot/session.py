@@ -51,6 +51,7 @@ def make_learner(recipe: Recipe, policy: Policy) -> Learner:
         critic,
         settings.schedule,
         settings.micro_batch,
+        recipe.batch_size if recipe.engine == "compiled" else None,
     )
 
 

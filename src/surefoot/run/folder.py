@@ -142,7 +142,7 @@ def environment(recipe: Recipe) -> dict[str, Any]:
         "versions": versions,
         "seed": recipe.seed,
         "threads": recipe.threads,
-        "engine": "eager",
+        "engine": recipe.engine,
         "git": _git_commit(),
         "command": sys.argv,
     }

@@ -1,0 +1,80 @@
+"""A rollout with its credit as rows, and the rows in passes, minibatches and micro-batches."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from surefoot.errors import SurefootError
+from surefoot.functional import masked_moments, whiten
+from surefoot.objective import Batch
+from surefoot.rollout import Credit, Rollout, map_tensors
+from surefoot.run.distributed import all_sum, merge_across_ranks, world_size
+
+
+def rows_of(rollout: Rollout, credit: Credit) -> Batch:
+    """The rows that are shuffled: kept single steps [N], or whole rows [N, T] with their mask."""
+    batch = Batch(
+        inputs=rollout.inputs,
+        actions=rollout.actions,
+        mask=rollout.mask,
+        old_log_probs=rollout.old_log_probs,
+        advantages=credit.advantages,
+        returns=credit.returns,
+        old_values=rollout.values,
+        old_distribution=rollout.old_distribution,
+        ref_log_probs=rollout.ref_log_probs,
+    )
+    if rollout.unit == "row":
+        return batch
+    kept = rollout.mask.reshape(-1).nonzero().squeeze(-1)
+    steps: Batch = map_tensors(lambda x: x.flatten(0, 1).index_select(0, kept), batch)
+    return Batch(**{**vars(steps), "mask": None})
+
+
+def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[Batch]:
+    """The rows in a new random order, in ``parts`` nearly equal parts. The order is drawn on the CPU from ``generator``."""
+    order = order_of(len(batch.advantages), generator).to(batch.advantages.device)
+    if len(order) < parts and world_size() > 1:  # a rank that skips a minibatch would leave the others waiting
+        raise SurefootError(f"objective.reuse.minibatches={parts}: this rank has only {len(order)} rows; use fewer")
+    # One gather for the whole pass; the parts are views of it.
+    whole = map_tensors(lambda x: x.index_select(0, order), batch) if parts > 1 else batch
+    size, larger = divmod(len(order), parts)
+    start = 0
+    for part in range(parts):
+        end = start + size + (part < larger)
+        if end > start:
+            yield rows(whole, start, end)
+        start = end
+
+
+def order_of(count: int, generator: torch.Generator) -> Tensor:
+    """A random order of so many rows, drawn on the CPU.   [count]"""
+    return torch.randperm(count, generator=generator)
+
+
+def slices(batch: Batch, size: int | None) -> Iterator[Batch]:
+    """Consecutive micro-batches of at most ``size`` rows."""
+    total = len(batch.advantages)
+    step = size or total
+    for start in range(0, total, step):
+        yield rows(batch, start, min(start + step, total)) if step < total else batch
+
+
+def rows(batch: Batch, start: int, end: int) -> Batch:
+    """Rows start … end − 1, as views."""
+    part: Batch = map_tensors(lambda x: x[start:end], batch)
+    return part
+
+
+def normalised(batch: Batch) -> Batch:
+    """The batch with advantages of mean 0 and variance 1 over its kept entries on all ranks."""
+    moments = merge_across_ranks(masked_moments(batch.advantages, batch.mask))
+    return Batch(**{**vars(batch), "advantages": whiten(batch.advantages, batch.mask, moments=moments)})
+
+
+def global_count(batch: Batch, aggregation: str) -> Tensor:
+    """What ``aggregate`` divides by: kept entries, or sequences with one, over all ranks."""
+    kept = torch.ones_like(batch.advantages) if batch.mask is None else batch.mask.to(batch.advantages.dtype)
+    mine = kept.sum() if aggregation == "token-mean" else (kept.sum(-1) > 0).sum().to(kept.dtype)
+    return all_sum(mine).clamp(min=1)

@@ -1,0 +1,143 @@
+"""The compiled update against the eager one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.control.world import ControlWorld
+from surefoot.credit import assign_credit
+from surefoot.engine import CompiledStep
+from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.learner import Learner
+from surefoot.rollout import Credit, LearnerState, Metrics
+from surefoot.session import make_learner
+
+TINY: dict[str, Any] = {
+    "rollout": {"environments": 2, "steps": 32},
+    "network": {"hidden": [8]},
+    "objective": {"reuse": {"epochs": 2, "minibatches": 4}, "normalise_advantages": "minibatch"},
+    "optimizer": {"learning_rate": 1e-2},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Libraries are compiled anew, whatever the user's cache holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def trained(engine: str, iterations: int, **changes: Any) -> tuple[list[Metrics], torch.Tensor, Learner]:
+    """A few iterations on a task: their metrics, all parameters, and the learner."""
+    table = {"task": "Pendulum-v1", "engine": engine, **TINY, **changes}
+    recipe = make_recipe(table)
+    world = ControlWorld(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
+    history = []
+    for _ in range(iterations):
+        rollout = world.collector.collect(state)
+        history.append(learner.update(rollout, assign_credit(rollout, recipe.objective), state))
+    world.close()
+    return history, torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]), learner
+
+
+def agree(**changes: Any) -> None:
+    eager, theirs, _ = trained("eager", 1, **changes)
+    compiled, ours, learner = trained("compiled", 1, **changes)
+    assert learner.compiled is not None
+    assert learner.compiled.program is not None, "nothing was compiled"
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert set(compiled[0]) == set(eager[0])
+    for name, value in eager[0].items():
+        assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
+    agree()
+
+
+def test_an_update_that_is_not_finite_is_not_taken() -> None:
+    recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
+    world = ControlWorld(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
+    rollout = world.collector.collect(state)
+    credit = assign_credit(rollout, recipe.objective)
+    before = [p.detach().clone() for p in world.policy.parameters()]
+    returns = credit.returns.clone()
+    returns[0] = torch.nan  # half of all rows: in the first minibatch, too
+    with pytest.raises(NotFiniteError, match="update 1: value_loss not finite; the step was not taken"):
+        learner.update(rollout, Credit(credit.advantages, returns), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, world.policy.parameters(), strict=True))
+    world.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"task": "CartPole-v1"}, id="categorical"),
+        pytest.param({"network": {"hidden": [8], "shared_trunk": True}}, id="shared-trunk"),
+        pytest.param({"optimizer": {"learning_rate": 1e-2, "critic_learning_rate": 3e-3}}, id="critic-apart"),
+        pytest.param({"algorithm": "PPO_PENALTY_ADAPTIVE"}, id="penalty"),
+        pytest.param({"algorithm": "A2C", "objective": {}}, id="one-update"),
+        pytest.param({"optimizer": {"learning_rate": 1e-1}, "objective": TINY["objective"] | {"target_kl": 0.01}}, id="stop"),
+        pytest.param({"objective": TINY["objective"] | {"value_clip": 0.1, "entropy_coefficient": 0.01}}, id="more-terms"),
+    ],
+)
+def test_compiled_updates_agree_with_eager_ones_whatever_the_switches(changes: dict[str, Any]) -> None:
+    agree(**changes)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    settings = {**TINY, "engine": "compiled", "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, "seed": 3}
+    whole = surefoot.train("Pendulum-v1", steps=384, run_dir=tmp_path / "whole", **settings)
+    half: list[float] = []
+
+    def stop(metrics: Metrics) -> bool:
+        half.append(float(metrics["steps"] or 0))
+        return half[-1] >= 192
+
+    surefoot.train("Pendulum-v1", steps=384, run_dir=tmp_path / "cut", callback=stop, **settings)
+    resumed = surefoot.resume(tmp_path / "cut")
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_batches_of_another_size_take_the_eager_path() -> None:
+    recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
+    world = ControlWorld(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
+    learner.compiled = CompiledStep(world.policy, recipe.objective, learner.compiled.optimizers, 63)  # type: ignore[union-attr]
+    rollout = world.collector.collect(state)
+    learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+    assert learner.compiled.program is None
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"algorithm": "TRPO", "objective": {}}, "TRPO takes natural steps"),
+        ({"algorithm": "REINFORCE", "objective": {}}, "REINFORCE collects whole episodes, whose lengths differ"),
+        ({"device": "cuda"}, "device = 'cuda' is not the CPU"),
+        ({"optimizer": {"micro_batch": 4}}, "optimizer.micro_batch splits the minibatch"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_at_once(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SurefootError, match=f"engine='compiled': {reason}; set engine = 'eager'"):
+        make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, **changes})
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(SurefootError, match=r"engine='compiled': needs a C\+\+ compiler \(g\+\+ or clang\+\+\); install one"):
+        trained("compiled", 1)
