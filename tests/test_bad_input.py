@@ -71,7 +71,6 @@ CASES = [
     (["train", "CartPole-v1", "--algorithm", "REINFORCE", "--optimizer.critic-learning-rate", "1e-3"], ["has no critic"]),
     (["train", "CartPole-v1", "--device", "cuda:7", "--dry-run"], ["device='cuda:7'", "can't be used here"]),
     (["train"], ["WHAT"]),
-    (["train", "Blackjack-v1", "--steps", "100"], ["observation space Tuple", "not supported"]),
     (["train", "missing.toml"], ["missing.toml", "can't be read"]),
     (["train", "nowhere:make", "--steps", "10"], ["nowhere:make", "can't be imported"]),
     (["trian", "CartPole-v1"], ["trian", "train"]),

@@ -38,6 +38,8 @@ class Network(Section):
     """let actor and critic share all layers but the last"""
     log_std: float = 0.0
     """initial log standard deviation of Box actions"""
+    custom: str | None = None
+    """module:factory of a network of your own, in place of encoders and hidden layers"""
 
 
 class OptimizerSettings(Section):

@@ -15,7 +15,7 @@ from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, SurefootError
 from surefoot.algorithms import algorithm_name
 from surefoot.control.environments import episode_seed
 
-from .tiny import Clockwork, small
+from .tiny import Clockwork, bare, small
 
 QUICK: dict[str, Any] = {
     "rollout": {"environments": 4, "steps": 64},
@@ -163,8 +163,8 @@ def test_a_shared_trunk_serves_both_and_separate_ones_share_nothing() -> None:
     inputs = torch.randn(5, 4)
     for policy, reaches in ((shared, True), (apart, False)):
         policy.zero_grad()
-        policy.values(inputs).sum().backward()
-        gradient = policy.actor_trunk[0].weight.grad
+        policy.values(bare(inputs)).sum().backward()
+        gradient = policy.actor_trunk.layers[0].weight.grad
         assert (gradient is not None and bool(gradient.any())) is reaches
 
 
@@ -173,8 +173,8 @@ def test_a_shared_trunk_serves_both_and_separate_ones_share_nothing() -> None:
 
 def test_predict_has_the_signature_that_stable_baselines3s_tools_call() -> None:
     parameters = inspect.signature(surefoot.Agent.predict).parameters
-    assert list(parameters) == ["self", "observation", "state", "episode_start", "deterministic"]
-    assert [parameters[name].default for name in list(parameters)[2:]] == [None, None, False]
+    assert list(parameters) == ["self", "observation", "state", "episode_start", "deterministic", "action_mask"]
+    assert [parameters[name].default for name in list(parameters)[2:]] == [None, None, False, None]
 
 
 def test_discrete_actions_come_as_integers_of_their_space_one_or_many() -> None:
@@ -216,7 +216,7 @@ def test_the_deterministic_action_is_the_likeliest_and_a_sampled_one_follows_the
     agent = cartpole(steps=3000)
     many = np.stack([CARTPOLE] * 20_000)
     with torch.no_grad():
-        probabilities = agent.policy.distribution(torch.from_numpy(CARTPOLE)).logits.softmax(-1)
+        probabilities = agent.policy.distribution(bare(torch.from_numpy(CARTPOLE))).logits.softmax(-1)
     assert agent.predict(CARTPOLE, deterministic=True)[0] == int(probabilities.argmax())
     assert len(set(agent.predict(many[:50], deterministic=True)[0].tolist())) == 1
     assert agent.predict(many)[0].mean() == pytest.approx(float(probabilities[1]), abs=0.02)
@@ -226,7 +226,7 @@ def test_predict_sees_observations_through_the_normaliser() -> None:
     agent = pendulum()
     observations = np.float32([[1, 0, 0], [0, 1, 3], [-1, 0, -5]])
     with torch.no_grad():
-        mean = agent.policy.distribution(agent.observation_normaliser(torch.from_numpy(observations))).mean
+        mean = agent.policy.distribution(agent.observation_normaliser(bare(torch.from_numpy(observations)))).mean
     predicted = agent.predict(observations, deterministic=True)[0]
     np.testing.assert_allclose(predicted, mean.clamp(-2, 2), rtol=1e-5)
     agent.observation_normaliser.mean += 1.0
@@ -258,7 +258,7 @@ def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> Non
         assert isinstance(one, float)
         assert one == pytest.approx(float(expected), rel=1e-5)
     with torch.no_grad():
-        normalised = agent.observation_normaliser(torch.from_numpy(observations))
+        normalised = agent.observation_normaliser(bare(torch.from_numpy(observations)))
         features = agent.policy.critic_trunk(normalised)
         torch.testing.assert_close(agent.policy.critic_head(features).squeeze(-1), torch.from_numpy(values))
 

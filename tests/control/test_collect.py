@@ -17,7 +17,7 @@ from surefoot.control.collect import EPISODES_REMEMBERED
 from surefoot.control.world import ControlWorld
 from surefoot.rollout import Rollout
 
-from .tiny import ENDS, Clockwork, Endless, clockworks, fresh_state, one_by_one, world_of
+from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, world_of
 
 BOX = spaces.Box(np.float32([-0.5, -1.0]), np.float32([0.25, 2.0]))
 
@@ -48,7 +48,7 @@ def raw_observations(single: Sequence[Clockwork], rollout: Rollout) -> torch.Ten
 
 def test_every_tensor_of_a_rollout_is_environments_by_steps() -> None:
     rollout = collecting(clockworks(), steps=12).collector.collect(fresh_state())
-    assert rollout.inputs.shape == (3, 12, 4)
+    assert rollout.inputs["observation"].shape == (3, 12, 4)
     assert rollout.actions.shape == (3, 12)
     for name in ("mask", "old_log_probs", "values", "next_values", "rewards", "terminated", "truncated"):
         assert getattr(rollout, name).shape == (3, 12), name
@@ -71,7 +71,7 @@ def test_a_rollout_holds_what_happened_in_order() -> None:
     for part in range(3):  # rollouts follow on one another without a gap
         rollout = collector.collect(fresh_state())
         happened = [env.log[9 * part : 9 * part + 9] for env in single]
-        assert rollout.inputs.tolist() == [[step.observation.tolist() for step in row] for row in happened]
+        assert rollout.inputs["observation"].tolist() == [[step.observation.tolist() for step in row] for row in happened]
         assert rollout.actions.tolist() == [[int(step.action) for step in row] for row in happened]
         assert rollout.rewards.tolist() == [[step.reward for step in row] for row in happened]
         assert rollout.terminated.tolist() == [[step.terminated for step in row] for row in happened]
@@ -87,8 +87,8 @@ def test_next_values_are_those_of_the_true_successors_in_every_autoreset_mode(mo
     for b, env in enumerate(single):
         kept = rollout.mask[b]
         happened = env.log[: int(kept.sum())]
-        values = world.agent.values(np.stack([step.observation for step in happened]))
-        following = world.agent.values(np.stack([step.successor for step in happened]))
+        values = world.agent.values(bare(np.stack([step.observation for step in happened])))
+        following = world.agent.values(bare(np.stack([step.successor for step in happened])))
         torch.testing.assert_close(rollout.values[b][kept], values)
         goes_on = ~rollout.terminated[b][kept]
         torch.testing.assert_close(rollout.next_values[b][kept][goes_on], following[goes_on])
@@ -277,7 +277,8 @@ def with_poison(what: str, value: float, episode: int, at: int, ends: Sequence[A
 
 
 def assert_sound(world: ControlWorld, rollout: Rollout) -> None:
-    for name in ("inputs", "old_log_probs", "values", "next_values", "rewards"):
+    assert rollout.inputs["observation"].isfinite().all()
+    for name in ("old_log_probs", "values", "next_values", "rewards"):
         assert getattr(rollout, name).isfinite().all(), name
     for name, buffer in world.agent.named_buffers():
         assert buffer.isfinite().all(), name
@@ -372,7 +373,7 @@ def test_collecting_goes_on_with_a_vector_environment_too(mode: str) -> None:
         world.collector.collect(fresh_state())
     rollout = world.collector.collect(fresh_state())
     assert_sound(world, rollout)
-    assert rollout.inputs[:, 0, 2].tolist() == [0, 0, 0]  # all began anew
+    assert rollout.inputs["observation"][:, 0, 2].tolist() == [0, 0, 0]  # all began anew
 
 
 def always(value: float) -> Callable[[], Any]:
@@ -407,7 +408,8 @@ def test_a_restored_collector_continues_bit_for_bit() -> None:
     again.load({**original.trees(), "collector": original.collector.state_dict()}, "here")
     for part in range(2, 5):
         a, b = original.collector.collect(fresh_state(part)), again.collector.collect(fresh_state(part))
-        for name in ("inputs", "actions", "rewards", "old_log_probs", "values", "next_values", "terminated", "truncated"):
+        assert torch.equal(a.inputs["observation"], b.inputs["observation"])
+        for name in ("actions", "rewards", "old_log_probs", "values", "next_values", "terminated", "truncated"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
         assert a.metrics == b.metrics
     for (name, buffer), (_, other) in zip(original.agent.named_buffers(), again.agent.named_buffers(), strict=True):

@@ -56,7 +56,7 @@ def play(environments: Environments, act: Callable[[int, int], Any], kept: int) 
     seen, actions, steps = [], [], []
     while count.min() < kept:
         sent = np.array([act(b, int(k)) for b, k in enumerate(count)])
-        seen.append(observations)
+        seen.append(observations["observation"])
         actions.append(sent)
         step = environments.step(sent)
         steps.append(step)
@@ -64,11 +64,11 @@ def play(environments: Environments, act: Callable[[int, int], Any], kept: int) 
         observations = step.observations
     values = value_of(np.stack(seen, 1))
     truncated = torch.from_numpy(np.stack([step.truncated for step in steps], 1))
-    final_values = successor_values(values, value_of(observations))
+    final_values = successor_values(values, value_of(observations["observation"]))
     for t, step in enumerate(steps):
         for b, final in step.final_observations.items():
-            final_values[b, t] = value_of(final)
-    following = successor_values(values, value_of(observations), truncated=truncated, final_values=final_values)
+            final_values[b, t] = value_of(final["observation"])
+    following = successor_values(values, value_of(observations["observation"]), truncated=truncated, final_values=final_values)
     rows: list[Kept] = [[] for _ in range(environments.count)]
     for t, step in enumerate(steps):
         for b in np.flatnonzero(~step.ignored):
@@ -157,7 +157,7 @@ def test_whole_episodes_side_by_side_step_only_the_active_environments() -> None
     step = environments.step(np.zeros(3, int), np.array([True, False, True]))
     assert [len(env.log) for env in single] == [1, 0, 1]
     assert step.ignored.tolist() == [False, True, False]
-    assert np.array_equal(step.observations[1], before[1])
+    assert np.array_equal(step.observations["observation"][1], before["observation"][1])
     assert step.rewards[1] == 0
 
 
@@ -194,11 +194,11 @@ def test_a_restart_begins_another_episode_and_not_the_first_one_again(mode: str)
     environments.step(np.zeros(3, int))
     observations, anew = environments.restart(1)
     assert 1 in anew
-    assert observations[1].tolist() == [1, 1, 0, 0]
+    assert observations["observation"][1].tolist() == [1, 1, 0, 0]
     assert len(set(single[1].seeds)) == len(single[1].seeds) == 2
     if mode == "looped":
         assert anew == [1]
-        assert observations[0].tolist() == [0, 0, 1, 0]
+        assert observations["observation"][0].tolist() == [0, 0, 1, 0]
 
 
 # ---- replay -----------------------------------------------------------------------------------------------------------
@@ -226,11 +226,12 @@ def test_a_saved_state_brings_every_environment_back_exactly(task: str, steps: i
         observations = environments.step(actions).observations
     restored, lost = again.load_state_dict(through_a_file(environments.state_dict(), tmp_path / "state"))
     assert lost == []
-    assert np.array_equal(restored, observations)
+    assert np.array_equal(restored["observation"], observations["observation"])
     ends = 0
     for actions in script[steps:]:
         a, b = environments.step(actions), again.step(actions)
-        for name in ("observations", "rewards", "terminated", "truncated", "ignored"):
+        assert np.array_equal(a.observations["observation"], b.observations["observation"])
+        for name in ("rewards", "terminated", "truncated", "ignored"):
             assert np.array_equal(getattr(a, name), getattr(b, name)), name
         assert a.final_observations.keys() == b.final_observations.keys()
         ends += int((a.terminated | a.truncated).sum())
@@ -276,7 +277,7 @@ def test_an_environment_whose_episode_ends_earlier_than_it_did_is_reported_lost(
     again = LoopedEnvironments(lambda: Clockwork(ends=((5, "terminated"),)), 1, SEED, "clock")
     observations, lost = again.load_state_dict(environments.state_dict())
     assert lost == [0]
-    assert observations.tolist() == [[0, 1, 0, 0]]
+    assert observations["observation"].tolist() == [[0, 1, 0, 0]]
 
 
 def test_a_vector_environment_says_that_all_its_episodes_begin_anew_and_they_are_not_the_first_ones_again() -> None:
@@ -286,7 +287,7 @@ def test_a_vector_environment_says_that_all_its_episodes_begin_anew_and_they_are
     single = clockworks()
     observations, lost = together("NEXT_STEP", single).load_state_dict(environments.state_dict())
     assert lost == [0, 1, 2]
-    assert observations[:, 2].tolist() == [0, 0, 0]
+    assert observations["observation"][:, 2].tolist() == [0, 0, 0]
     assert not {env.seeds[-1] for env in single} & {episode_seed(SEED, b, 0) for b in range(3)}
 
 
@@ -456,18 +457,21 @@ def endless_with(**space: spaces.Space[Any]) -> Callable[[], Endless]:
     return strange
 
 
+NODES = spaces.Graph(spaces.Box(0, 1, (2,)), None)
+
+
 @pytest.mark.parametrize(
     ("observation", "named"),
     [
-        (spaces.Discrete(3), "Discrete"),
-        (spaces.MultiDiscrete([2, 3]), "MultiDiscrete"),
-        (spaces.MultiBinary(4), "MultiBinary"),
-        (spaces.Dict({"a": spaces.Box(0, 1, (2,))}), "Dict"),
-        (spaces.Tuple([spaces.Discrete(2)]), "Tuple"),
-        (spaces.Box(0, 255, (8, 8, 3), np.uint8), r"Box\(8, 8, 3\)"),
-        (spaces.Box(0, 1, ()), r"Box\(\)"),
+        (spaces.Text(5), "Text"),
+        (NODES, "Graph"),
+        (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
+        (spaces.OneOf([spaces.Discrete(2)]), "OneOf"),
+        (spaces.Box(0, 1, (0,)), r"Box\(0,\)"),
+        (spaces.Dict({"camera": spaces.Dict({"depth": NODES}), "x": spaces.Discrete(2)}), r'leaf "camera\.depth": Graph'),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), 'leaf "1": Text'),
     ],
-    ids=lambda x: type(x).__name__ if isinstance(x, spaces.Space) else None,
+    ids=["text", "graph", "sequence", "one of", "empty", "in a dict", "in a tuple"],
 )
 def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any], named: str) -> None:
     with pytest.raises(SurefootError, match=rf"strange.*: observation space {named}.* is not supported"):
@@ -475,16 +479,32 @@ def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any
 
 
 @pytest.mark.parametrize(
+    ("observation", "said"),
+    [
+        (
+            spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}),
+            r'leaf "a\.b": .* two of that name',
+        ),
+        (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), r'leaf "action_mask": .*info\["action_mask"\]'),
+        (spaces.Dict({}), "Dict is empty"),
+    ],
+    ids=["the same path twice", "a mask among the observations", "nothing"],
+)
+def test_an_observation_space_of_odd_names_is_refused(observation: spaces.Space[Any], said: str) -> None:
+    with pytest.raises(SurefootError, match=rf"strange.*: observation space {said}"):
+        surefoot.train(endless_with(observation=observation), surefoot.PPO_CLIP, steps=100)
+
+
+@pytest.mark.parametrize(
     ("action", "named"),
     [
-        (spaces.MultiDiscrete([2, 3]), "MultiDiscrete"),
-        (spaces.MultiBinary(4), "MultiBinary"),
         (spaces.Dict({"a": spaces.Discrete(2)}), "Dict"),
         (spaces.Tuple([spaces.Discrete(2)]), "Tuple"),
-        (spaces.Box(0, 1, (2, 2)), r"Box\(2, 2\)"),
+        (spaces.Text(2), "Text"),
+        (spaces.Box(0, 1, (2, 0)), r"Box\(2, 0\)"),
         (spaces.Box(0, 5, (2,), np.int64), "Box"),
     ],
-    ids=lambda x: type(x).__name__ if isinstance(x, spaces.Space) else None,
+    ids=["dict", "tuple", "text", "empty", "whole numbers"],
 )
 def test_an_unsupported_action_space_is_named(action: spaces.Space[Any], named: str) -> None:
     with pytest.raises(SurefootError, match=rf"strange.*: action space {named}.* is not supported"):

@@ -17,7 +17,7 @@ from surefoot import PPO_CLIP
 from surefoot.control.normalise import ObservationNormaliser, RewardNormaliser, running_returns
 from surefoot.control.world import ControlWorld
 
-from .tiny import Clockwork, Endless, clockworks, fresh_state, one_by_one, world_of
+from .tiny import Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, world_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(GOLDEN.read_text("utf-8"))}
@@ -64,7 +64,7 @@ def discounted_of(single: Sequence[Clockwork]) -> np.ndarray:
 @given(seed=st.integers(0, 2**31 - 1), parts=st.integers(1, 5), scale=st.sampled_from([1e-3, 1.0, 1e4]))
 def test_running_moments_are_numpys_over_all_kept_data(seed: int, parts: int, scale: float) -> None:
     generator = np.random.default_rng(seed)
-    normaliser, kept = ObservationNormaliser((3,), 10.0), []
+    normaliser, kept = ObservationNormaliser(bare((3,)), 10.0), []
     for _ in range(parts):
         x = scale * (generator.standard_normal((2, 5, 3)) + 2).astype(np.float32)
         mask = generator.random((2, 5)) < 0.7
@@ -81,14 +81,14 @@ def test_running_moments_are_numpys_over_all_kept_data(seed: int, parts: int, sc
 
 def test_an_update_in_which_nothing_is_kept_changes_nothing() -> None:
     for rows in (0, 7):
-        normaliser = ObservationNormaliser((2,), 10.0)
+        normaliser = ObservationNormaliser(bare((2,)), 10.0)
         if rows:
             normaliser.update(torch.rand(1, rows, 2), torch.ones(1, rows, dtype=torch.bool))
         before = {name: buffer.clone() for name, buffer in normaliser.named_buffers()}
         normaliser.update(torch.full((1, 4, 2), torch.nan), torch.zeros(1, 4, dtype=torch.bool))
         if rows:
             assert_same(before, dict(normaliser.named_buffers()))
-        assert normaliser(torch.rand(2)).isfinite().all()
+        assert normaliser(bare(torch.rand(2)))["observation"].isfinite().all()
 
 
 def test_moments_of_observations_are_those_of_every_step_ever_taken() -> None:
@@ -169,7 +169,7 @@ def test_statistics_are_frozen_within_a_rollout_and_updated_after_it() -> None:
         rewards = torch.tensor([[step.reward for step in env.log[-10:]] for env in single])
         mean, var = before["observation_normaliser.mean"], before["observation_normaliser.var"]
         expected = ((raw - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
-        torch.testing.assert_close(rollout.inputs, expected.float())
+        torch.testing.assert_close(rollout.inputs["observation"], expected.float())
         expected = (rewards / (before["reward_normaliser.var"] + 1e-8).sqrt()).clamp(-10, 10)
         torch.testing.assert_close(rollout.rewards, expected.float())
         assert torch.equal(rollout.reward_parts["environment"], rewards)
@@ -179,12 +179,12 @@ def test_statistics_are_frozen_within_a_rollout_and_updated_after_it() -> None:
 
 
 def test_what_was_prepared_for_acting_does_not_follow_a_later_update() -> None:
-    normaliser = ObservationNormaliser((2,), 10.0)
+    normaliser = ObservationNormaliser(bare((2,)), 10.0)
     frozen, x = normaliser.frozen(), torch.rand(2)
-    before = frozen(x)
+    before = frozen(bare(x))["observation"]
     normaliser.update(torch.rand(1, 9, 2) + 5, torch.ones(1, 9, dtype=torch.bool))
-    assert torch.equal(frozen(x), before)
-    assert not torch.allclose(normaliser(x), before)
+    assert torch.equal(frozen(bare(x))["observation"], before)
+    assert not torch.allclose(normaliser(bare(x))["observation"], before)
 
 
 def test_the_final_observation_is_seen_through_the_same_statistics() -> None:
@@ -196,7 +196,7 @@ def test_the_final_observation_is_seen_through_the_same_statistics() -> None:
     rollout = world.collector.collect(fresh_state())
     t = int(rollout.truncated[0].nonzero()[0])
     final = torch.from_numpy(single[0].log[10 + t].successor)
-    torch.testing.assert_close(rollout.next_values[0, t], world.policy.values(frozen(final)).detach())
+    torch.testing.assert_close(rollout.next_values[0, t], world.policy.values(frozen(bare(final))).detach())
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------------------
@@ -204,9 +204,10 @@ def test_the_final_observation_is_seen_through_the_same_statistics() -> None:
 
 def test_what_is_normalised_is_clipped_at_ten() -> None:
     one = torch.ones(1, 100, dtype=torch.bool)
-    observation = ObservationNormaliser((1,), 10.0)
+    observation = ObservationNormaliser(bare((1,)), 10.0)
     observation.update(torch.linspace(-1, 1, 100).reshape(1, 100, 1), one)
-    assert observation(torch.tensor([[1e6], [-1e6], [0.0]])).flatten().tolist() == pytest.approx([10, -10, 0])
+    seen = observation(bare(torch.tensor([[1e6], [-1e6], [0.0]])))["observation"]
+    assert seen.flatten().tolist() == pytest.approx([10, -10, 0])
     reward = RewardNormaliser(0.9, 10.0)
     reward.update(torch.linspace(-1, 1, 100).reshape(1, 100), one)
     assert reward(torch.tensor([1e6, -1e6, 0.0])).tolist() == [10, -10, 0]
@@ -216,7 +217,7 @@ def test_the_clip_is_a_setting() -> None:
     world = normalising(clockworks(), clip=0.5)
     world.collector.collect(fresh_state())
     rollout = world.collector.collect(fresh_state())
-    for part in (rollout.inputs, rollout.rewards):
+    for part in (rollout.inputs["observation"], rollout.rewards):
         assert part.abs().max() == 0.5
 
 
@@ -238,9 +239,9 @@ def test_a_constant_feature_stays_finite(constant: float) -> None:
     world = normalising([Constant(), Constant()], steps=10)
     for part in range(3):
         rollout = world.collector.collect(fresh_state(part))
-        assert rollout.inputs.isfinite().all()
+        assert rollout.inputs["observation"].isfinite().all()
         assert all(buffer.isfinite().all() for buffer in buffers(world.agent).values())
-    assert rollout.inputs[..., 0].abs().max() < 1e-3
+    assert rollout.inputs["observation"][..., 0].abs().max() < 1e-3
 
 
 def test_constant_rewards_stay_finite() -> None:

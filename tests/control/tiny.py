@@ -106,6 +106,11 @@ def small(algorithm: Objective) -> dict[str, Any]:
     return {"reuse": {"epochs": 2, "minibatches": 1}} if algorithm.reuse else {}
 
 
+def bare(values: Any) -> dict[str, Any]:
+    """Observations that are one leaf, as everything after the environments has them."""
+    return {"observation": values}
+
+
 def fresh_state(seed: int = 1) -> LearnerState:
     return LearnerState.seeded(seed, 1_000_000)
 

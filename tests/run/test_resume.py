@@ -173,7 +173,7 @@ def test_another_architecture_is_refused_by_tensor(tmp_path):
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
     config = path / "config.toml"
     config.write_text(re.sub(r"hidden = \[\s*64,\s*64,\s*\]", "hidden = [32, 64]", config.read_text()))
-    with pytest.raises(SurefootError, match=r"another architecture: policy.actor_trunk.0.bias is \(64,\).*\(32,\)"):
+    with pytest.raises(SurefootError, match=r"another architecture: policy.actor_trunk.layers.0.bias is \(64,\).*\(32,\)"):
         api.resume(path, allow_changes=True)
 
 

@@ -1,6 +1,6 @@
 """An agent: a policy with its normalisers and spaces, ready to act in the environment it was trained for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,20 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.config import Recipe, make_recipe, to_table
-from surefoot.control.environments import Array
-from surefoot.control.normalise import ObservationNormaliser, RewardNormaliser
+from surefoot.control.normalise import Normalise, ObservationNormaliser, RewardNormaliser
 from surefoot.control.policies import ActorCritic
-from surefoot.control.spaces import check_action_space, check_observation_space, space_from_json, space_to_json
+from surefoot.control.spaces import (
+    MASK,
+    Array,
+    Misfit,
+    Observations,
+    check_action_space,
+    choices,
+    leaves,
+    read_mask,
+    space_from_json,
+    space_to_json,
+)
 from surefoot.errors import SurefootError
 from surefoot.run.checkpoint import save_checkpoint
 from surefoot.seeding import stream
@@ -26,15 +36,17 @@ class Agent(nn.Module):
     evaluation and another program: the running statistics are buffers and are saved with the weights.
     """
 
-    def __init__(self, recipe: Recipe, observation_space: spaces.Box, action_space: spaces.Box | spaces.Discrete) -> None:
+    def __init__(self, recipe: Recipe, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         self.recipe, self.observation_space, self.action_space = recipe, observation_space, action_space
+        self.leaves = leaves(observation_space)
         generator = stream(recipe.seed, "weights")
-        size = observation_space.shape[0]
         critic = recipe.objective.baseline == "critic"
-        self.policy = ActorCritic(size, action_space, recipe.network, critic, generator)
+        self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator)
         normalise = recipe.normalise
-        self.observation_normaliser = ObservationNormaliser((size,), normalise.clip) if normalise.observations else None
+        vectors = {path: leaf.shape for path, leaf in self.leaves.items() if leaf.vector}
+        wanted = normalise.observations and vectors
+        self.observation_normaliser = ObservationNormaliser(vectors, normalise.clip) if wanted else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
         self.policy.to(recipe.device)
         self.generator = stream(recipe.seed, "predict")
@@ -42,61 +54,81 @@ class Agent(nn.Module):
     @classmethod
     def for_spaces(cls, recipe: Recipe, observation_space: Any, action_space: Any, task: str) -> "Agent":
         """An untrained agent; SurefootError when a space is not supported."""
-        return cls(recipe, check_observation_space(observation_space, task), check_action_space(action_space, task))
+        leaves(observation_space, task)
+        return cls(recipe, observation_space, check_action_space(action_space, task))
 
     @property
     def device(self) -> torch.device:
         """Where the policy lives."""
         return self.policy.actor_head.weight.device
 
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
-        """What observations [..., n] go through before the policy reads them, with the statistics as they stand now."""
-        return (
-            (lambda observations: observations) if self.observation_normaliser is None else self.observation_normaliser.frozen()
-        )
+    def normaliser(self) -> Normalise:
+        """What the leaves of observations go through before the policy reads them, with the statistics as they stand now."""
+        return dict if self.observation_normaliser is None else self.observation_normaliser.frozen()
 
-    def actor(self, generator: torch.Generator) -> Callable[[Array], tuple[Tensor, Array]]:
-        """A function that samples actions for observations [B, n] while nothing else changes: (as stored, as sent)."""
+    def tensors(self, observations: Mapping[str, Array]) -> dict[str, Tensor]:
+        """Leaves as tensors where the policy lives, not normalised."""
+        device = self.device
+        return {path: torch.from_numpy(values).to(device) for path, values in observations.items()}
+
+    def actor(self, generator: torch.Generator) -> Callable[[Observations], tuple[Tensor, Array]]:
+        """A function that samples actions for observations [B, ...] while nothing else changes: (as stored, as sent)."""
         policy, device, normalise, send = self.policy, self.device, self.normaliser(), self.sender()
 
         @torch.inference_mode()
-        def act(observations: Array) -> tuple[Tensor, Array]:
-            inputs = normalise(torch.from_numpy(observations).to(device))
+        def act(observations: Observations) -> tuple[Tensor, Array]:
+            inputs = normalise({path: torch.from_numpy(values).to(device) for path, values in observations.items()})
             actions = policy.distribution(inputs).sample(generator).cpu()
             return actions, send(actions)
 
         return act
 
     def sender(self) -> Callable[[Tensor], Array]:
-        """What an environment gets for actions as stored: within a Box's bounds, or counted from a Discrete's start."""
+        """What an environment gets for actions as stored: within a Box's bounds, counted from a start, of the space's shape."""
         space = self.action_space
         if isinstance(space, spaces.Discrete):
             start = int(space.start)
             return lambda actions: actions.numpy() + start if start else actions.numpy()
-        low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
-        return lambda actions: torch.minimum(torch.maximum(actions, low), high).numpy()
+        if isinstance(space, spaces.Box):
+            low, high = torch.from_numpy(space.low.reshape(-1)), torch.from_numpy(space.high.reshape(-1))
+            if len(space.shape) == 1 and space.dtype == np.float32:
+                return lambda actions: torch.minimum(torch.maximum(actions, low), high).numpy()
+            return lambda actions: _shaped(torch.minimum(torch.maximum(actions, low), high).numpy(), space)
+        first = space.start.reshape(-1) if isinstance(space, spaces.MultiDiscrete) else 0
+        return lambda actions: _shaped(actions.numpy() + first, space)
 
     @torch.no_grad()
-    def values(self, observations: Array) -> Tensor:
-        """V of observations [..., n] as a tensor on the policy's device."""
-        return self.policy.values(self.normaliser()(torch.from_numpy(np.asarray(observations, np.float32)).to(self.device)))
+    def values(self, observations: Mapping[str, Array]) -> Tensor:
+        """V of the leaves of observations [..., *leaf] as a tensor on the policy's device."""
+        return self.policy.values(self.normaliser()(self.tensors(observations)))
 
     @torch.inference_mode()
     def predict(
-        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+        action_mask: Any = None,
     ) -> tuple[Any, Any]:
-        """The action for one observation [n], or actions for several [B, n], and the recurrent state (None here).
+        """The action for one observation, or actions for several [B, ...], and the recurrent state (None here).
 
-        The signature is Stable-Baselines3's, so that its tools work on agents from here. ``deterministic`` takes the
-        likeliest action instead of sampling; ``episode_start`` is for recurrent policies.
-        Raises SurefootError for an observation of the wrong shape.
+        The signature is Stable-Baselines3's, so that its tools work on agents from here. Observations come as the environment
+        gives them: an array, or a dict or tuple of them. ``deterministic`` takes the likeliest action instead of sampling;
+        ``episode_start`` is for recurrent policies. ``action_mask`` [choices] or [B, choices] is True where an action may be
+        taken; without it all may.
+        Raises SurefootError for an observation or a mask of the wrong shape.
         """
-        array = self._read(observation)
-        inputs = self.normaliser()(torch.from_numpy(array).to(self.device))
-        distribution = self.policy.distribution(inputs)
+        leaves_, batch = self._read(observation)
+        if action_mask is not None:
+            try:
+                leaves_[MASK] = read_mask(action_mask, choices(self.action_space), batch)
+            except Misfit as misfit:
+                raise SurefootError(f"action_mask: is {misfit}") from None
+        distribution = self.policy.distribution(self.normaliser()(self.tensors(leaves_)))
         actions = distribution.mode() if deterministic else distribution.sample(self.generator)
         sent = self.sender()(actions.cpu())
-        return (sent if sent.ndim or array.ndim > 1 else sent[()]), state
+        return (sent if sent.ndim else sent[()]), state
 
     def value(self, observation: Any) -> Any:
         """V(s) of one observation (a float) or of several (an array [B]).
@@ -105,15 +137,31 @@ class Agent(nn.Module):
         """
         if self.policy.critic_head is None:
             raise SurefootError(f"value: {self.recipe.algorithm} has no critic; train with objective.baseline = 'critic'")
-        values = self.values(self._read(observation)).cpu().numpy()
+        values = self.values(self._read(observation)[0]).cpu().numpy()
         return float(values) if values.ndim == 0 else values
 
-    def _read(self, observation: Any) -> Array:
-        array = np.asarray(observation, np.float32)
-        expected = self.observation_space.shape
-        if array.shape[-1:] != expected or array.ndim > 2:
-            raise SurefootError(f"observation: has shape {array.shape}; this agent takes {expected}, or a batch of them")
-        return array
+    def _read(self, observation: Any) -> tuple[Observations, tuple[int, ...]]:
+        """The leaves of one observation, or of several, and their leading shape: () or (B,)."""
+        found: Observations = {}
+        batches = set()
+        for path, leaf in self.leaves.items():
+            try:
+                part = leaf.part_of(observation)
+                array = np.asarray(part, leaf.dtype if leaf.vector else None)
+                batch = array.shape[: array.ndim - len(leaf.shape)]
+                if array.shape[len(batch) :] != leaf.shape or len(batch) > 1:
+                    raise SurefootError(f"{path}: has shape {array.shape}; this agent takes {leaf.shape}, or a batch of them")
+                if not leaf.vector:
+                    leaf.check_kind(array)
+            except Misfit as misfit:
+                raise SurefootError(f"observation: is {misfit}") from None
+            except (TypeError, ValueError) as error:
+                raise error if isinstance(error, SurefootError) else SurefootError(f"{path}: {error}") from None
+            found[path] = array.astype(leaf.dtype, copy=False)
+            batches.add(batch)
+        if len(batches) > 1:
+            raise SurefootError(f"observation: its leaves are of {len(batches)} batch sizes: {sorted(batches)}")
+        return found, batches.pop()
 
     def trees(self) -> dict[str, Any]:
         """What a checkpoint holds of an agent."""
@@ -131,6 +179,10 @@ class Agent(nn.Module):
         agent = cls(recipe, *(space_from_json(trees["spaces"][name]) for name in ("observation", "action")))
         load_weights(agent, trees["agent"], where)
         return agent
+
+
+def _shaped(actions: Array, space: Any) -> Array:
+    return actions.reshape(actions.shape[:-1] + space.shape).astype(space.dtype, copy=False)
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from surefoot.control.agent import Agent
-from surefoot.control.environments import Array, Environments, Step
+from surefoot.control.environments import Environments, Step, broken_parts, not_finite
+from surefoot.control.spaces import Array, Observations
 from surefoot.errors import NotFiniteError
 from surefoot.functional import successor_values
 from surefoot.rollout import LearnerState, Metrics, Rollout
@@ -31,7 +32,7 @@ class ControlCollector:
 
     def __init__(self, environments: Environments, agent: Agent, steps: int | None, episodes: int = 1) -> None:
         self.environments, self.agent, self.steps, self.episodes = environments, agent, steps, episodes
-        self.observations: Array = environments.reset()
+        self.observations: Observations = environments.reset()
         count = environments.count
         self.discounted = torch.zeros(count, dtype=torch.float64)  # the running return of the reward normaliser
         self.running_return = np.zeros(count)
@@ -49,7 +50,7 @@ class ControlCollector:
         agent, count = self.agent, self.environments.count
         self._check_start()
         act = agent.actor(state.generators["sample"])
-        observed: list[Array] = []
+        observed: list[Observations] = []
         taken: list[Tensor] = []
         outcomes: list[Step] = []
         remaining = np.full(count, self.episodes)
@@ -66,22 +67,23 @@ class ControlCollector:
             self.observations = step.observations
             self._count(step)
             remaining -= (step.terminated | step.truncated).astype(int)
-        return self._rollout(np.stack(observed, 1), torch.stack(taken, 1), outcomes)
+        together = {path: np.stack([seen[path] for seen in observed], 1) for path in self.observations}
+        return self._rollout(together, torch.stack(taken, 1), outcomes)
 
-    def _rollout(self, observed: Array, actions: Tensor, outcomes: list[Step]) -> Rollout:
+    def _rollout(self, observed: Observations, actions: Tensor, outcomes: list[Step]) -> Rollout:
         agent = self.agent
         mask = ~torch.from_numpy(np.stack([step.ignored for step in outcomes], 1))
         rewards = torch.from_numpy(np.stack([step.rewards for step in outcomes], 1))
         terminated = torch.from_numpy(np.stack([step.terminated for step in outcomes], 1))
         truncated = torch.from_numpy(np.stack([step.truncated for step in outcomes], 1))
-        raw = torch.from_numpy(observed)
+        raw = {path: torch.from_numpy(values) for path, values in observed.items()}
         with torch.no_grad():
-            inputs = agent.normaliser()(raw.to(agent.device))
+            inputs = agent.normaliser()({path: values.to(agent.device) for path, values in raw.items()})
             evaluation = agent.policy(inputs, actions.to(agent.device))
             values, next_values = self._values(evaluation.values, truncated, outcomes)
             shaped = rewards if agent.reward_normaliser is None else agent.reward_normaliser(rewards)
         if agent.observation_normaliser is not None:
-            agent.observation_normaliser.update(raw, mask)
+            agent.observation_normaliser.add(raw, mask)
         if agent.reward_normaliser is not None:
             ended = terminated | truncated
             self.discounted = agent.reward_normaliser.observe(rewards, ended, mask, self.discounted)
@@ -111,26 +113,19 @@ class ControlCollector:
         places = [(b, t) for t, step in enumerate(outcomes) for b in step.final_observations]
         following = successor_values(values, last, truncated=truncated.to(values.device))
         if places:
-            finals = np.stack([outcomes[t].final_observations[b] for b, t in places])
+            seen = [outcomes[t].final_observations[b] for b, t in places]
+            finals = {path: np.stack([final[path] for final in seen]) for path in seen[0]}
             rows, columns = zip(*places, strict=True)
             following[list(rows), list(columns)] = self.agent.values(finals)
         return values, following
 
     def _check_start(self) -> None:
-        if not np.isfinite(self.observations).all():
-            bad = np.flatnonzero(~np.isfinite(self.observations).all(-1))
-            self._refuse(dict.fromkeys(bad.tolist(), "observation"), self.running_length.copy())
+        bad = broken_parts(self.observations, None, {})
+        if bad:
+            self._refuse(bad, self.running_length.copy())
 
     def _check(self, step: Step) -> None:
-        if np.isfinite(step.observations).all() and np.isfinite(step.rewards).all() and not step.final_observations:
-            return
-        bad = {}
-        for index in range(self.environments.count):
-            seen = [step.observations[index], *(final for b, final in step.final_observations.items() if b == index)]
-            if not all(np.isfinite(part).all() for part in seen):
-                bad[index] = "observation"
-            elif not np.isfinite(step.rewards[index]):
-                bad[index] = "reward"
+        bad = broken_parts(step.observations, step.rewards, step.final_observations)
         if bad:
             at = self.running_length + 1
             self._count(step, set(bad))
@@ -142,10 +137,8 @@ class ControlCollector:
             self._forget(restarted)
         self.discounted.zero_()  # what the discarded rollout would have added, ends included, is lost
         index, what = next(iter(bad.items()))
-        raise NotFiniteError(
-            f"{self.environments.name}: the {what} of environment {index} at step {at[index]} of its episode is not finite; "
-            "the rollout was discarded and no update taken"
-        )
+        where = not_finite(self.environments.name, what, index, at[index])
+        raise NotFiniteError(f"{where}; the rollout was discarded and no update taken")
 
     def _forget(self, restarted: list[int]) -> None:
         for index in restarted:

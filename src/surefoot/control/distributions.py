@@ -4,10 +4,12 @@ Leading shape is any [...]. Randomness comes from the generator that is passed i
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from surefoot.functional import categorical_kl, gaussian_kl, token_entropy, token_log_probs
 
@@ -32,12 +34,54 @@ class Categorical:
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """One action per state, by the Gumbel-max trick.   [...] integer"""
-        exponential = torch.empty(self.logits.shape, dtype=self.logits.dtype).exponential_(generator=generator)
-        return (self.logits - exponential.to(self.logits.device).log()).argmax(-1)
+        return _gumbel_max(self.logits, generator)
 
     def mode(self) -> Tensor:
         """The likeliest action.   [...] integer"""
         return self.logits.argmax(-1)
+
+
+@dataclass(frozen=True)
+class MultiCategorical:
+    """Several independent choices at once.   logits [..., d, n]; −inf is what can't be chosen, and fills choices of fewer."""
+
+    logits: Tensor
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """log π(a), summed over the choices.   [..., d] integer -> [...]"""
+        return token_log_probs(self.logits, actions).sum(-1)
+
+    def entropy(self) -> Tensor:
+        """In nats, summed over the choices.   [...]"""
+        return token_entropy(self.logits).sum(-1)
+
+    def kl(self, other: "MultiCategorical") -> Tensor:
+        """Exact KL(self‖other).   [...]"""
+        return categorical_kl(self.logits, other.logits).sum(-1)
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """Every choice once per state.   [..., d] integer"""
+        return _gumbel_max(self.logits, generator)
+
+    def mode(self) -> Tensor:
+        """The likeliest of every choice.   [..., d] integer"""
+        return self.logits.argmax(-1)
+
+
+def side_by_side(logits: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The logits of choices among n₁, n₂ …, as rows of equal length filled with −inf.   [..., Σ n] -> [..., d, longest]"""
+    longest = max(sizes)
+    if min(sizes) == longest:
+        return logits.reshape(*logits.shape[:-1], len(sizes), longest)
+    parts = torch.split(logits, list(sizes), -1)
+    return torch.stack([functional.pad(part, (0, longest - part.shape[-1]), value=-math.inf) for part in parts], -2)
+
+
+def _gumbel_max(logits: Tensor, generator: torch.Generator) -> Tensor:
+    exponential = torch.empty(logits.shape, dtype=logits.dtype).exponential_(generator=generator)
+    # Were one exactly 0, −inf − log 0 would be NaN, which argmax takes for the largest: a forbidden action.
+    exponential.clamp_(min=torch.finfo(logits.dtype).tiny)
+    return (logits - exponential.to(logits.device).log()).argmax(-1)
 
 
 @dataclass(frozen=True)

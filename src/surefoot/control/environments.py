@@ -1,7 +1,8 @@
 """Environments stepped together, behind one small interface: a lean loop of our own, or any Gymnasium vector environment.
 
 Whatever the autoreset mode underneath, ``step`` says which observation comes next, which one an episode ended on, and
-whether a row's action was ignored; so all modes yield the same kept transitions.
+whether a row's action was ignored; so all modes yield the same kept transitions. Observations are dicts of their leaves;
+where a task masks actions, which its first reset tells, the mask of the next action is one entry of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +14,12 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
-from numpy.typing import NDArray
 
+from surefoot.control.dotted import imported
+from surefoot.control.spaces import BARE, MASK, Array, Misfit, Observations, check_action_space, choices, leaves, read_mask
 from surefoot.errors import SurefootError
 from surefoot.seeding import derived_seed
 
-Array = NDArray[Any]
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
 
 
@@ -26,15 +27,15 @@ MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
 class Step:
     """What one step of B environments gave.   All [B] unless said."""
 
-    observations: Array
-    """[B, ...] what the next action is chosen from"""
+    observations: Observations
+    """what the next action is chosen from: leaves [B, ...], and "action_mask" [B, choices] where the task masks"""
     rewards: Array
     terminated: Array
     truncated: Array
     ignored: Array
     """True where this row's action was not taken (the row in which a NEXT_STEP environment resets)"""
-    final_observations: dict[int, Array] = field(default_factory=dict)
-    """environment -> the observation its episode was truncated on, where it is not the next row's"""
+    final_observations: dict[int, Observations] = field(default_factory=dict)
+    """environment -> the leaves its episode was truncated on, where they are not the next row's"""
 
 
 class Environments(Protocol):
@@ -47,25 +48,55 @@ class Environments(Protocol):
     action_space: gymnasium.Space[Any]
     """of one environment"""
 
-    def reset(self) -> Array:
-        """Begin; the first observations [B, ...]."""
+    def reset(self) -> Observations:
+        """Begin; the first observations."""
         ...
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         """Act in every environment, or in the active ones only; an ended one is ready for its next episode after."""
         ...
 
-    def restart(self, index: int) -> tuple[Array, list[int]]:
+    def restart(self, index: int) -> tuple[Observations, list[int]]:
         """Abandon one environment's episode and begin its next: the current observations, and who began anew."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
         """Continue from there: the current observations, and the environments that could not be brought back exactly."""
         ...
 
     def close(self) -> None: ...
+
+
+UNLIKE_BEFORE = {False: "no action mask, unlike at its first reset", True: "an action mask, unlike at its first reset"}
+
+
+def copied(observations: Observations) -> Observations:
+    """The same with arrays of its own."""
+    return {path: values.copy() for path, values in observations.items()}
+
+
+def broken_parts(observations: Observations, rewards: Array | None, finals: dict[int, Observations]) -> dict[int, str]:
+    """environment -> what of its observations (final ones too) or its reward is not finite."""
+    found: dict[int, str] = {}
+    floats = [path for path, values in observations.items() if values.dtype.kind == "f"]
+    if finals or not all(np.isfinite(observations[path]).all() for path in floats):
+        for path in floats:
+            named = "observation" if path == BARE else f'observation "{path}"'
+            for index, values in enumerate(observations[path]):
+                seen = (values, *([finals[index][path]] if index in finals else []))
+                if not all(np.isfinite(part).all() for part in seen):
+                    found.setdefault(index, named)
+    if rewards is not None:
+        for index in np.flatnonzero(~np.isfinite(rewards)).tolist():
+            found.setdefault(index, "reward")
+    return dict(sorted(found.items()))
+
+
+def not_finite(name: str, what: str, index: int, step: int) -> str:
+    """How a message about it begins."""
+    return f"{name}: the {what} of environment {index} at step {step} of its episode is not finite"
 
 
 def episode_seed(seed: int, environment: int, episode: int, purpose: str = "training") -> int:
@@ -89,29 +120,32 @@ class LoopedEnvironments:
         self.environments = [make() for _ in range(count)]
         self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
         self.action_space: gymnasium.Space[Any] = self.environments[0].action_space
-        shape = self.observation_space.shape or ()
-        self.observations: Array = np.zeros((count, *shape), dtype=np.float32)
+        self.leaves = leaves(self.observation_space, name)
+        self.choices = choices(check_action_space(self.action_space, name))
+        self.masked: bool | None = None
+        """whether the task masks actions; its first reset tells"""
+        self.observations: Observations = {p: np.zeros((count, *leaf.shape), leaf.dtype) for p, leaf in self.leaves.items()}
         self.episodes = [-1] * count
         self.actions: list[list[Any]] = [[] for _ in range(count)]
         self._discrete = isinstance(self.action_space, spaces.Discrete)
 
-    def reset(self) -> Array:
+    def reset(self) -> Observations:
         for index in range(self.count):
             self._begin(index, self.episodes[index] + 1)
-        return self.observations.copy()
+        return copied(self.observations)
 
-    def restart(self, index: int) -> tuple[Array, list[int]]:
+    def restart(self, index: int) -> tuple[Observations, list[int]]:
         self._begin(index, self.episodes[index] + 1)
-        return self.observations.copy(), [index]
+        return copied(self.observations), [index]
 
     def _begin(self, index: int, episode: int) -> None:
         self.episodes[index] = episode
         self.actions[index] = []
         try:
-            observation, _ = self.environments[index].reset(seed=episode_seed(self.seed, index, episode, self.purpose))
+            observation, info = self.environments[index].reset(seed=episode_seed(self.seed, index, episode, self.purpose))
         except Exception as error:
             raise self._failure(index, "reset()", error) from error
-        self._store(index, observation, "reset()")
+        self._store(index, observation, info, "reset()")
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
@@ -122,32 +156,45 @@ class LoopedEnvironments:
             terminated[index], truncated[index] = term, trunc
             if term or trunc:
                 if trunc and not term:
-                    finals[index] = self.observations[index].copy()
+                    finals[index] = {path: self.observations[path][index].copy() for path in self.leaves}
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
-        return Step(self.observations.copy(), rewards, terminated, truncated, ignored, finals)
+        return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals)
 
     def _act(self, index: int, action: Any) -> tuple[float, bool, bool]:
         """One action in one environment, remembered for replay: reward, terminated, truncated."""
         action = int(action) if self._discrete else action
         self.actions[index].append(np.copy(action))  # the environment may change what it is given
         try:
-            observation, reward, terminated, truncated, _ = self.environments[index].step(action)
+            observation, reward, terminated, truncated, info = self.environments[index].step(action)
             reward = float(reward)  # an array would take None for NaN
         except Exception as error:
             raise self._failure(index, "step()", error) from error
-        self._store(index, observation, "step()")
-        return reward, bool(terminated), bool(truncated)
+        terminated, truncated = bool(terminated), bool(truncated)
+        self._store(index, observation, None if terminated or truncated else info, "step()")
+        return reward, terminated, truncated
 
-    def _store(self, index: int, observation: Any, call: str) -> None:
-        shape = self.observations.shape[1:]
-        if getattr(observation, "shape", None) != shape:
-            got = f"shape {observation.shape}" if hasattr(observation, "shape") else f"type {type(observation).__name__}"
-            raise self._failure(index, call, f"an observation of {got} where its space says shape {shape}")
+    def _store(self, index: int, observation: Any, info: Any, call: str) -> None:
+        """Keep an observation's leaves, and its mask unless no action follows (``info`` None)."""
         try:
-            self.observations[index] = observation
+            for path, leaf in self.leaves.items():
+                self.observations[path][index] = leaf.read(observation)
+            if info is not None and self._masks(info):
+                self.observations[MASK][index] = read_mask(info[MASK], self.choices)
+        except Misfit as misfit:
+            raise self._failure(index, call, str(misfit)) from None
         except (TypeError, ValueError) as error:
             raise self._failure(index, call, error) from error
+
+    def _masks(self, info: dict[str, Any]) -> bool:
+        given = MASK in info
+        if self.masked is None:
+            self.masked = given
+            if given:
+                self.observations[MASK] = np.ones((self.count, sum(self.choices or ())), bool)
+        if given != self.masked:
+            raise Misfit(UNLIKE_BEFORE[given])
+        return given
 
     def _failure(self, index: int, call: str, error: Exception | str) -> SurefootError:
         what = f"gave {error}" if isinstance(error, str) else f"raised {type(error).__name__}: {error}"
@@ -158,23 +205,21 @@ class LoopedEnvironments:
 
     def state_dict(self) -> dict[str, Any]:
         logs = {str(i): np.array(log, self.action_space.dtype) for i, log in enumerate(self.actions) if log}
-        return {"episodes": list(self.episodes), "actions": logs, "observations": self.observations.copy()}
+        return {"episodes": list(self.episodes), "actions": logs, "observations": copied(self.observations)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
         if len(state["episodes"]) != self.count:
             raise SurefootError(
                 f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"
             )
-        expected = torch.as_tensor(state["observations"]).numpy()
         lost = []
         for index, episode in enumerate(state["episodes"]):
             self._begin(index, episode)
             actions = torch.as_tensor(state["actions"].get(str(index), ())).numpy()
-            same = self._replays(index, actions) and np.array_equal(self.observations[index], expected[index], equal_nan=True)
-            if not same:
+            if not (self._replays(index, actions) and self._stands_at(index, state["observations"])):
                 lost.append(index)
                 self._begin(index, episode + 1)
-        return self.observations.copy(), lost
+        return copied(self.observations), lost
 
     def _replays(self, index: int, actions: Array) -> bool:
         """Whether the episode takes the same actions again without ending or failing."""
@@ -182,6 +227,13 @@ class LoopedEnvironments:
             return not any(terminated or truncated for _, terminated, truncated in (self._act(index, a) for a in actions))
         except SurefootError:
             return False
+
+    def _stands_at(self, index: int, expected: dict[str, Any]) -> bool:
+        """Whether the observation is the one it was, its mask included."""
+        if set(expected) != set(self.observations):
+            return False
+        pairs = ((self.observations[path][index], torch.as_tensor(expected[path]).numpy()[index]) for path in expected)
+        return all(np.array_equal(now, before, equal_nan=True) for now, before in pairs)
 
     def close(self) -> None:
         for environment in self.environments:
@@ -199,22 +251,27 @@ class VectorEnvironments:
         self.count = environments.num_envs
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
+        self.leaves = leaves(self.observation_space, name)
+        self.choices = choices(check_action_space(self.action_space, name))
         self.mode = AutoresetMode(environments.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self.masked: bool | None = None
         self.over = np.zeros(self.count, bool)
-        self.resets = 0
+        self.resets, self.steps = 0, 0
 
-    def reset(self) -> Array:
+    def reset(self) -> Observations:
         # Each time other episodes. The seed is annotated int by Gymnasium.
         seeds: Any = [episode_seed(self.seed, index, self.resets) for index in range(self.count)]
         try:
-            observations, _ = self.environments.reset(seed=seeds)
+            observations, infos = self.environments.reset(seed=seeds)
         except (TypeError, gymnasium.error.Error):  # some take one whole number for all
-            observations, _ = self.environments.reset(seed=seeds[0])
-        self.resets += 1
+            observations, infos = self.environments.reset(seed=seeds[0])
+        self.resets, self.steps = self.resets + 1, 0
         self.over = np.zeros(self.count, bool)
-        return np.array(observations, np.float32)
+        if self.masked is None:
+            self.masked = MASK in infos
+        return self._leaves(observations) | self._mask(infos, ~self.over)
 
-    def restart(self, index: int) -> tuple[Array, list[int]]:
+    def restart(self, index: int) -> tuple[Observations, list[int]]:
         return self.reset(), list(range(self.count))  # a vector environment can't be restarted in part
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
@@ -223,29 +280,64 @@ class VectorEnvironments:
                 f"{self.name}: a vector environment can't run whole episodes side by side; use an objective with a critic, "
                 "or a task that makes single environments"
             )
+        self.steps += 1
         try:
             observations, rewards, terminated, truncated, infos = self.environments.step(actions)
         except Exception as error:
             raise SurefootError(f"{self.name}: raised {type(error).__name__}: {error} in step()") from error
         ended, ignored, finals = terminated | truncated, np.zeros(self.count, bool), {}
+        needed = np.ones(self.count, bool)  # whose mask is
         cut = np.flatnonzero(truncated & ~terminated)
         if self.mode is AutoresetMode.SAME_STEP:
-            finals = {int(i): np.array(infos["final_obs"][i], np.float32) for i in cut}
+            finals = {int(i): self._leaves(infos["final_obs"][i], ()) for i in cut}
         elif self.mode is AutoresetMode.DISABLED:
-            finals = {int(i): np.array(observations[i], np.float32) for i in cut}
-            if ended.any():
-                observations, _ = self.environments.reset(options={"reset_mask": ended})
+            needed = ~ended
+            last = self._leaves(observations)
+            finals = {int(i): {path: values[i] for path, values in last.items()} for i in cut}
         else:  # NEXT_STEP: a row after an end resets, whatever its action; its observation before was the final one
             ignored = self.over
             terminated, truncated = terminated & ~ignored, truncated & ~ignored
             self.over = terminated | truncated
-        observations = np.array(observations, np.float32)
-        return Step(observations, np.where(ignored, 0, rewards).astype(np.float32), terminated, truncated, ignored, finals)
+            needed = ~self.over
+        masks = self._mask(infos, needed)
+        if self.mode is AutoresetMode.DISABLED and ended.any():
+            observations, infos = self.environments.reset(options={"reset_mask": ended})
+            masks = {path: np.where(ended[:, None], anew, masks[path]) for path, anew in self._mask(infos, ended).items()}
+        rewards = np.where(ignored, 0, rewards).astype(np.float32)
+        return Step(self._leaves(observations) | masks, rewards, terminated, truncated, ignored, finals)
+
+    def _leaves(self, observations: Any, batch: tuple[int, ...] | None = None) -> Observations:
+        """Copies of the leaves of all environments' observations, or of one with batch ()."""
+        batch = (self.count,) if batch is None else batch
+        try:
+            return {path: np.array(leaf.read(observations, batch), leaf.dtype) for path, leaf in self.leaves.items()}
+        except Misfit as misfit:
+            raise self._misfit(misfit) from None
+
+    def _mask(self, infos: dict[str, Any], needed: Array) -> Observations:
+        """The masks of all environments, or nothing where the task does not mask; all true where none is needed."""
+        given = MASK in infos
+        absent = needed & ~np.asarray(infos.get(f"_{MASK}", given))
+        if not self.masked and not given:
+            return {}
+        masks = np.ones((self.count, sum(self.choices or ())), bool)
+        for index in np.flatnonzero(needed):
+            try:
+                if not self.masked or absent[index]:
+                    raise Misfit(UNLIKE_BEFORE[given and not absent[index]])
+                masks[index] = read_mask(infos[MASK][index], self.choices)
+            except Misfit as misfit:
+                raise self._misfit(misfit, f"environment {index} ") from None
+        return {MASK: masks}
+
+    def _misfit(self, misfit: Misfit, who: str = "") -> SurefootError:
+        call = f"call {self.steps} of step()" if self.steps else "reset()"
+        return SurefootError(f"{self.name}: {who}gave {misfit} in {call}; mend the environment")
 
     def state_dict(self) -> dict[str, Any]:
         return {"resets": self.resets}
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, list[int]]:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
         self.resets = state["resets"]
         return self.reset(), list(range(self.count))
 
@@ -284,17 +376,11 @@ def maker(task: str | MakeEnvironment, arguments: dict[str, Any]) -> Callable[[]
     """The function of no arguments that makes one environment of a task."""
     if callable(task):
         return lambda: task(**arguments)
-    module, _, function = task.partition(":")
+    function = task.partition(":")[2]
     if function and not function.rpartition("-v")[2].isdigit():
-        import importlib
-
-        try:
-            found = getattr(importlib.import_module(module), function)
-        except Exception as error:
-            raise SurefootError(
-                f"task={task!r}: can't be imported ({type(error).__name__}: {error}); it must name module:function; a function "
-                "that can't be imported is passed itself, as in surefoot.resume(run, task=make)"
-            ) from None
+        found = imported(
+            "task", task, "a function that can't be imported is passed itself, as in surefoot.resume(run, task=make)"
+        )
         return lambda: found(**arguments)
     return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)
 

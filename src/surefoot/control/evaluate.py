@@ -7,11 +7,20 @@ import numpy as np
 import torch
 
 from surefoot.control.agent import Agent
-from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, make_environments, task_name
-from surefoot.errors import SurefootError
+from surefoot.control.environments import (
+    LoopedEnvironments,
+    MakeEnvironment,
+    broken_parts,
+    make_environments,
+    not_finite,
+    task_name,
+)
+from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.seeding import stream
 
 SIDE_BY_SIDE = 10
+LONGEST_EPISODE = 1_000_000
+"""steps after which an episode is taken for one that never ends"""
 
 
 @dataclass(frozen=True)
@@ -73,17 +82,24 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
     normalise, send, policy = agent.normaliser(), agent.sender(), agent.policy
     generator = stream(seed, "evaluation")
     observations = environments.reset()
+    _check(environments.name, broken_parts(observations, None, {}), length)
     while (active := quota > 0).any():
-        distribution = policy.distribution(normalise(torch.from_numpy(observations).to(agent.device)))
+        distribution = policy.distribution(normalise(agent.tensors(observations)))
         actions = distribution.mode() if deterministic else distribution.sample(generator)
         step = environments.step(send(actions.cpu()), active)
         running += step.rewards
         length += active
+        _check(environments.name, broken_parts(step.observations, step.rewards, step.final_observations), length)
         for index in np.flatnonzero(step.terminated | step.truncated):
             returns[index].append(float(running[index]))
             lengths[index].append(int(length[index]))
             running[index], length[index] = 0.0, 0
             quota[index] -= 1
+        if length.max() >= LONGEST_EPISODE:
+            raise SurefootError(
+                f"task={environments.name!r}: an episode did not end within {LONGEST_EPISODE:,} steps of evaluation; limit it "
+                "(gymnasium.wrappers.TimeLimit, or max_episode_steps), or set evaluation.episodes = 0"
+            )
         observations = step.observations
     ordered = [(returns[i % width][i // width], lengths[i % width][i // width]) for i in range(episodes)]
     values = [row[0] for row in ordered]
@@ -95,3 +111,9 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
         episodes=episodes,
         seed=seed,
     )
+
+
+def _check(name: str, bad: dict[int, str], length: Any) -> None:
+    if bad:
+        index, what = next(iter(bad.items()))
+        raise NotFiniteError(f"{not_finite(name, what, index, length[index])}; the evaluation was stopped")

@@ -1,6 +1,7 @@
 """Running normalisers. They belong to the agent: saved with it, frozen within a rollout and in evaluation."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 from surefoot.functional import Moments, masked_moments, merge_moments
 from surefoot.run.distributed import merge_across_ranks
+
+Normalise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 class RunningMoments(nn.Module):
@@ -38,18 +41,39 @@ class RunningMoments(nn.Module):
 
 
 class ObservationNormaliser(RunningMoments):
-    """(o − μ)/σ, clipped to ±clip.   [..., n]"""
+    """(o − μ)/σ of every number, clipped to ±clip.   [..., *shape] each
 
-    def forward(self, observations: Tensor) -> Tensor:
+    ``shapes`` names the leaves that are vectors of numbers. Other leaves (images, choices, masks) pass through untouched.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], clip: float) -> None:
+        self.shapes = dict(shapes)
+        super().__init__((sum(map(math.prod, self.shapes.values())),), clip)
+
+    def add(self, observations: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Add the kept observations of a batch, of all ranks.   [B, T, *shape] each, [B, T]"""
+        parts = [
+            observations[path].flatten(mask.dim()) if shape else observations[path].unsqueeze(-1)
+            for path, shape in self.shapes.items()
+        ]
+        self.update(parts[0] if len(parts) == 1 else torch.cat(parts, -1), mask)
+
+    def forward(self, observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Normalise with the statistics as they stand."""
         return self.frozen()(observations)
 
-    def frozen(self) -> Callable[[Tensor], Tensor]:
+    def frozen(self) -> Normalise:
         """The same as a function that later updates don't change, prepared once for a loop over single observations."""
-        mean, scale, clip = self.mean.float(), self.scale, self.clip
+        clip, sizes = self.clip, [math.prod(shape) for shape in self.shapes.values()]
+        pieces = zip(self.shapes.items(), torch.split(self.mean.float(), sizes), torch.split(self.scale, sizes), strict=True)
+        prepared = [(path, mean.reshape(shape), scale.reshape(shape)) for (path, shape), mean, scale in pieces]
 
-        def normalise(observations: Tensor) -> Tensor:
-            return ((observations - mean.to(observations.device)) * scale.to(observations.device)).clamp(-clip, clip)
+        def normalise(observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            result = dict(observations)
+            for path, mean, scale in prepared:
+                x = observations[path]
+                result[path] = ((x - mean.to(x.device)) * scale.to(x.device)).clamp(-clip, clip)
+            return result
 
         return normalise
 
