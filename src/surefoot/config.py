@@ -38,6 +38,8 @@ class Network(Section):
     """let actor and critic share all layers but the last"""
     log_std: float = 0.0
     """initial log standard deviation of Box actions"""
+    lstm: int | None = Field(None, ge=1)
+    """width of an LSTM behind the hidden layers, for observations that don't tell all; none: no memory"""
     custom: str | None = None
     """module:factory of a network of your own, in place of encoders and hidden layers"""
 
@@ -150,6 +152,12 @@ class Recipe(Section):
     @pydantic.model_validator(mode="after")
     def _fits(self) -> "Recipe":
         reuse, objective = self.objective.reuse, self.objective
+        if reuse and self.network.lstm and self.rollout.environments % reuse.minibatches:
+            raise SurefootError(
+                f"objective.reuse.minibatches={reuse.minibatches}: an LSTM learns from whole sequences, one per environment, "
+                f"and this does not divide rollout.environments={self.rollout.environments}; choose a divisor, such as "
+                f"{_nearest_divisor(self.rollout.environments, reuse.minibatches)}"
+            )
         if reuse and not objective.needs_whole_episodes and self.batch_size % reuse.minibatches:
             raise SurefootError(
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the batch of {self.batch_size} steps "
@@ -190,6 +198,7 @@ class Recipe(Section):
             f"{self.algorithm} takes natural steps": self.objective.constraint is not None,
             f"{self.algorithm} collects whole episodes, whose lengths differ": self.objective.needs_whole_episodes,
             f"device = {self.device!r} is not the CPU": self.device != "cpu",
+            "network.lstm learns from whole sequences": self.network.lstm is not None,
             "optimizer.micro_batch splits the minibatch": self.optimizer.micro_batch is not None,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):

@@ -216,7 +216,7 @@ def test_the_deterministic_action_is_the_likeliest_and_a_sampled_one_follows_the
     agent = cartpole(steps=3000)
     many = np.stack([CARTPOLE] * 20_000)
     with torch.no_grad():
-        probabilities = agent.policy.distribution(bare(torch.from_numpy(CARTPOLE))).logits.softmax(-1)
+        probabilities = agent.policy.step(bare(torch.from_numpy(CARTPOLE)))[0].logits.softmax(-1)
     assert agent.predict(CARTPOLE, deterministic=True)[0] == int(probabilities.argmax())
     assert len(set(agent.predict(many[:50], deterministic=True)[0].tolist())) == 1
     assert agent.predict(many)[0].mean() == pytest.approx(float(probabilities[1]), abs=0.02)
@@ -226,7 +226,7 @@ def test_predict_sees_observations_through_the_normaliser() -> None:
     agent = pendulum()
     observations = np.float32([[1, 0, 0], [0, 1, 3], [-1, 0, -5]])
     with torch.no_grad():
-        mean = agent.policy.distribution(agent.observation_normaliser(bare(torch.from_numpy(observations)))).mean
+        mean = agent.policy.step(agent.observation_normaliser(bare(torch.from_numpy(observations))))[0].mean
     predicted = agent.predict(observations, deterministic=True)[0]
     np.testing.assert_allclose(predicted, mean.clamp(-2, 2), rtol=1e-5)
     agent.observation_normaliser.mean += 1.0

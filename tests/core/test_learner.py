@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import A2C, PPO_CLIP, PPO_UNCLIPPED, REINFORCE, Clip, NotFiniteError, Objective, Reuse, SurefootError
+from surefoot.batches import global_count, rows_of
 from surefoot.credit import assign_credit
-from surefoot.learner import Learner, global_count, rows_of
+from surefoot.learner import Learner
 from surefoot.loop import run_loop
 from surefoot.objective import Batch, loss
 from surefoot.optimizer import AdamSettings, FlatAdam

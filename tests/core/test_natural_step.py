@@ -17,11 +17,13 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot import PPO_UNCLIPPED, TRPO, Constraint, Interrupted, NotFiniteError, Objective, Reuse, SurefootError
+from surefoot.batches import global_count, rows_of, slices
 from surefoot.config import Network
 from surefoot.control.policies import ActorCritic
+from surefoot.control.spaces import BARE
 from surefoot.credit import assign_credit
 from surefoot.functional import token_entropy, token_log_probs
-from surefoot.learner import Learner, global_count, rows_of, slices
+from surefoot.learner import Learner
 from surefoot.natural_step import NaturalStep, damped_fisher
 from surefoot.optimizer import AdamSettings
 from surefoot.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
@@ -75,12 +77,12 @@ def in_control(box: bool) -> tuple[Policy, Rollout]:
     """A policy of control in float64, off its initial symmetry, and what it would have done."""
     action_space = spaces.Box(-1, 1, (2,)) if box else spaces.Discrete(3)
     generator = torch.Generator().manual_seed(1)
-    policy = ActorCritic(3, action_space, Network(hidden=(4, 3)), True, generator).double()
+    policy = ActorCritic(spaces.Box(-9, 9, (3,)), action_space, Network(hidden=(4, 3)), True, generator).double()
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=DOUBLE) / 3)
-        inputs = torch.randn(3, 4, 3, generator=generator, dtype=DOUBLE)
-        actions = policy.distribution(inputs).sample(generator)
+        inputs = {BARE: torch.randn(3, 4, 3, generator=generator, dtype=DOUBLE)}
+        actions = policy.step(inputs)[0].sample(generator)
         here = policy(inputs, actions)
     mask = torch.rand(3, 4, generator=generator) < 0.8
     zeros, none = torch.zeros_like(mask, dtype=DOUBLE), torch.zeros_like(mask)

@@ -27,8 +27,9 @@ from surefoot import (
     Penalty,
     Reuse,
 )
+from surefoot.batches import normalised, rows_of
 from surefoot.credit import assign_credit
-from surefoot.learner import Learner, normalised, rows_of
+from surefoot.learner import Learner
 from surefoot.loop import run_loop
 from surefoot.optimizer import AdamSettings
 from surefoot.rollout import Evaluation, LearnerState, Metrics, Policy, Rollout

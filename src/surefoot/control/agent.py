@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.config import Recipe, make_recipe, to_table
+from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.normalise import Normalise, ObservationNormaliser, RewardNormaliser
 from surefoot.control.policies import ActorCritic
 from surefoot.control.spaces import (
@@ -27,6 +28,8 @@ from surefoot.control.spaces import (
 from surefoot.errors import SurefootError
 from surefoot.run.checkpoint import save_checkpoint
 from surefoot.seeding import stream
+
+Act = Callable[[Observations, Tensor | None, Array], tuple[Tensor, Array, Tensor | None]]
 
 
 class Agent(nn.Module):
@@ -71,15 +74,19 @@ class Agent(nn.Module):
         device = self.device
         return {path: torch.from_numpy(values).to(device) for path, values in observations.items()}
 
-    def actor(self, generator: torch.Generator) -> Callable[[Observations], tuple[Tensor, Array]]:
-        """A function that samples actions for observations [B, ...] while nothing else changes: (as stored, as sent)."""
+    def actor(self, generator: torch.Generator) -> "Act":
+        """A function that samples actions while nothing else changes.
+
+        observations [B, ...], memory or None, episode starts [B] -> actions as stored, actions as sent, memory after the step
+        """
         policy, device, normalise, send = self.policy, self.device, self.normaliser(), self.sender()
 
         @torch.inference_mode()
-        def act(observations: Observations) -> tuple[Tensor, Array]:
+        def act(observations: Observations, memory: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
             inputs = normalise({path: torch.from_numpy(values).to(device) for path, values in observations.items()})
-            actions = policy.distribution(inputs).sample(generator).cpu()
-            return actions, send(actions)
+            distribution, memory = policy.step(remembering(inputs, memory, starts))
+            actions = distribution.sample(generator).cpu()
+            return actions, send(actions), memory
 
         return act
 
@@ -98,9 +105,15 @@ class Agent(nn.Module):
         return lambda actions: _shaped(actions.numpy() + first, space)
 
     @torch.no_grad()
-    def values(self, observations: Mapping[str, Array]) -> Tensor:
-        """V of the leaves of observations [..., *leaf] as a tensor on the policy's device."""
-        return self.policy.values(self.normaliser()(self.tensors(observations)))
+    def values(self, observations: Mapping[str, Array], memory: Tensor | None = None, starts: Array | None = None) -> Tensor:
+        """V of the leaves of observations [..., *leaf] as a tensor on the policy's device.
+
+        With memory [N, ...] the observations are [N, *leaf]; ``starts`` [N] is False everywhere where it is not given.
+        """
+        inputs = self.normaliser()(self.tensors(observations))
+        if memory is not None and starts is None:
+            starts = np.zeros(len(memory), bool)
+        return self.policy.values(remembering(inputs, memory, starts))
 
     @torch.inference_mode()
     def predict(
@@ -111,12 +124,12 @@ class Agent(nn.Module):
         deterministic: bool = False,
         action_mask: Any = None,
     ) -> tuple[Any, Any]:
-        """The action for one observation, or actions for several [B, ...], and the recurrent state (None here).
+        """The action for one observation, or actions for several [B, ...], and what the policy remembers (None without LSTM).
 
         The signature is Stable-Baselines3's, so that its tools work on agents from here. Observations come as the environment
-        gives them: an array, or a dict or tuple of them. ``deterministic`` takes the likeliest action instead of sampling;
-        ``episode_start`` is for recurrent policies. ``action_mask`` [choices] or [B, choices] is True where an action may be
-        taken; without it all may.
+        gives them: an array, or a dict or tuple of them. ``deterministic`` takes the likeliest action instead of sampling.
+        ``state`` is what the step before returned, None at first; ``episode_start``, one flag or [B], makes it forgotten.
+        ``action_mask`` [choices] or [B, choices] is True where an action may be taken; without it all may.
         Raises SurefootError for an observation or a mask of the wrong shape.
         """
         leaves_, batch = self._read(observation)
@@ -125,20 +138,46 @@ class Agent(nn.Module):
                 leaves_[MASK] = read_mask(action_mask, choices(self.action_space), batch)
             except Misfit as misfit:
                 raise SurefootError(f"action_mask: is {misfit}") from None
-        distribution = self.policy.distribution(self.normaliser()(self.tensors(leaves_)))
+        inputs, single = self._remembering(leaves_, batch, state, episode_start)
+        distribution, memory = self.policy.step(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(self.generator)
-        sent = self.sender()(actions.cpu())
-        return (sent if sent.ndim else sent[()]), state
+        sent = self.sender()((actions.squeeze(0) if single else actions).cpu())
+        return (sent if sent.ndim else sent[()]), state if memory is None else memory.cpu().numpy()
 
-    def value(self, observation: Any) -> Any:
-        """V(s) of one observation (a float) or of several (an array [B]).
+    def value(self, observation: Any, state: Any = None, episode_start: Any = None) -> Any:
+        """V(s) of one observation (a float) or of several (an array [B]); state and starts as in ``predict``.
 
         Raises SurefootError when the agent was trained without a critic, or for an observation of the wrong shape.
         """
         if self.policy.critic_head is None:
             raise SurefootError(f"value: {self.recipe.algorithm} has no critic; train with objective.baseline = 'critic'")
-        values = self.values(self._read(observation)[0]).cpu().numpy()
+        with torch.inference_mode():
+            inputs, single = self._remembering(*self._read(observation), state, episode_start)
+            values = self.policy.values(inputs).cpu().numpy()
+        values = values[0] if single else values
         return float(values) if values.ndim == 0 else values
+
+    def _remembering(
+        self, leaves_: Observations, batch: tuple[int, ...], state: Any, episode_start: Any
+    ) -> tuple[dict[str, Tensor], bool]:
+        """Normalised inputs of a step, and whether a single observation was made a batch of one for the memory's sake."""
+        inputs = self.normaliser()(self.tensors(leaves_))
+        single = self.policy.actor_memory is not None and batch == ()
+        if single:
+            inputs = {path: x.unsqueeze(0) for path, x in inputs.items()}
+        count = batch[0] if batch else 1
+        memory = self.policy.nothing_remembered(count)
+        if memory is None:
+            return inputs, False
+        starts = np.broadcast_to(np.asarray(False if episode_start is None else episode_start, bool).reshape(-1), count)
+        if state is not None:
+            given = torch.as_tensor(state, device=self.device)
+            if given.shape != memory.shape:
+                raise SurefootError(
+                    f"state: has shape {tuple(given.shape)}; for these observations it is {tuple(memory.shape)}"
+                )
+            memory = given
+        return remembering(inputs, memory, starts), single
 
     def _read(self, observation: Any) -> tuple[Observations, tuple[int, ...]]:
         """The leaves of one observation, or of several, and their leading shape: () or (B,)."""
@@ -179,6 +218,13 @@ class Agent(nn.Module):
         agent = cls(recipe, *(space_from_json(trees["spaces"][name]) for name in ("observation", "action")))
         load_weights(agent, trees["agent"], where)
         return agent
+
+
+def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array | None) -> dict[str, Tensor]:
+    """The inputs of a policy with memory; without, the inputs as they are."""
+    if memory is None:
+        return inputs
+    return inputs | {REMEMBERED: memory, STARTS: torch.tensor(starts, device=memory.device)}
 
 
 def _shaped(actions: Array, space: Any) -> Array:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surefoot.control.agent import Agent
 from surefoot.control.environments import Environments, Step, broken_parts, not_finite
+from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import NotFiniteError
 from surefoot.functional import successor_values
@@ -40,6 +41,8 @@ class ControlCollector:
         self.finished: deque[tuple[float, int]] = deque(maxlen=EPISODES_REMEMBERED)
         self.finished_count = 0
         self.lost: list[int] = []
+        self.memory = agent.policy.nothing_remembered(count)
+        self.starts = np.ones(count, bool)  # whose next observation may be the first of an episode
 
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout under the current policy.
@@ -53,12 +56,16 @@ class ControlCollector:
         observed: list[Observations] = []
         taken: list[Tensor] = []
         outcomes: list[Step] = []
+        before = self.memory
+        starts: list[Array] = []
+        at_cuts: dict[tuple[int, int], Tensor] = {}
         remaining = np.full(count, self.episodes)
         active = None
         while len(outcomes) < self.steps if self.steps is not None else remaining.any():
             if self.steps is None:
                 active = remaining > 0
-            actions, sent = act(self.observations)
+            starts.append(self.starts)
+            actions, sent, self.memory = act(self.observations, self.memory, self.starts)
             observed.append(self.observations)
             step = self.environments.step(sent, active)
             self._check(step)
@@ -66,11 +73,24 @@ class ControlCollector:
             outcomes.append(step)
             self.observations = step.observations
             self._count(step)
-            remaining -= (step.terminated | step.truncated).astype(int)
+            ended = step.terminated | step.truncated
+            self.starts = ended | step.ignored
+            if self.memory is not None:
+                at_cuts |= {(index, len(outcomes) - 1): self.memory[index] for index in step.final_observations}
+            remaining -= ended.astype(int)
         together = {path: np.stack([seen[path] for seen in observed], 1) for path in self.observations}
-        return self._rollout(together, torch.stack(taken, 1), outcomes)
+        if before is not None:  # an ignored row shows the observation that the episode before it ended on
+            together[STARTS] = np.stack(starts, 1) & ~np.stack([step.ignored for step in outcomes], 1)
+        return self._rollout(together, torch.stack(taken, 1), outcomes, before, at_cuts)
 
-    def _rollout(self, observed: Observations, actions: Tensor, outcomes: list[Step]) -> Rollout:
+    def _rollout(
+        self,
+        observed: Observations,
+        actions: Tensor,
+        outcomes: list[Step],
+        before: Tensor | None,
+        at_cuts: dict[tuple[int, int], Tensor],
+    ) -> Rollout:
         agent = self.agent
         mask = ~torch.from_numpy(np.stack([step.ignored for step in outcomes], 1))
         rewards = torch.from_numpy(np.stack([step.rewards for step in outcomes], 1))
@@ -79,8 +99,10 @@ class ControlCollector:
         raw = {path: torch.from_numpy(values) for path, values in observed.items()}
         with torch.no_grad():
             inputs = agent.normaliser()({path: values.to(agent.device) for path, values in raw.items()})
+            if before is not None:
+                inputs[REMEMBERED] = before.clone()  # made in inference mode, where nothing may be learned from it
             evaluation = agent.policy(inputs, actions.to(agent.device))
-            values, next_values = self._values(evaluation.values, truncated, outcomes)
+            values, next_values = self._values(evaluation.values, truncated, outcomes, at_cuts)
             shaped = rewards if agent.reward_normaliser is None else agent.reward_normaliser(rewards)
         if agent.observation_normaliser is not None:
             agent.observation_normaliser.add(raw, mask)
@@ -99,24 +121,28 @@ class ControlCollector:
             rewards=shaped.to(device),
             terminated=terminated.to(device),
             truncated=truncated.to(device),
+            unit="step" if before is None else "row",
             reward_parts={"environment": rewards},
             steps=int(mask.sum()),
             metrics=self._metrics(),
         )
 
-    def _values(self, values: Tensor | None, truncated: Tensor, outcomes: list[Step]) -> tuple[Tensor, Tensor]:
+    def _values(
+        self, values: Tensor | None, truncated: Tensor, outcomes: list[Step], at_cuts: dict[tuple[int, int], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """V of every observation, and of every true successor: the final observation where an episode was truncated."""
         if values is None:
             zeros = torch.zeros(truncated.shape, device=self.agent.device)
             return zeros, zeros
-        last = self.agent.values(self.observations)
+        last = self.agent.values(self.observations, self.memory)
         places = [(b, t) for t, step in enumerate(outcomes) for b in step.final_observations]
         following = successor_values(values, last, truncated=truncated.to(values.device))
         if places:
             seen = [outcomes[t].final_observations[b] for b, t in places]
             finals = {path: np.stack([final[path] for final in seen]) for path in seen[0]}
+            memory = torch.stack([at_cuts[place] for place in places]) if at_cuts else None
             rows, columns = zip(*places, strict=True)
-            following[list(rows), list(columns)] = self.agent.values(finals)
+            following[list(rows), list(columns)] = self.agent.values(finals, memory)
         return values, following
 
     def _check_start(self) -> None:
@@ -143,6 +169,7 @@ class ControlCollector:
     def _forget(self, restarted: list[int]) -> None:
         for index in restarted:
             self.running_return[index], self.running_length[index], self.discounted[index] = 0.0, 0, 0.0
+            self.starts[index] = True
 
     def _count(self, step: Step, but: Collection[int] = ()) -> None:
         self.running_return += step.rewards
@@ -171,6 +198,8 @@ class ControlCollector:
         return {
             "environments": self.environments.state_dict(),
             "discounted": self.discounted,
+            "memory": self.memory,
+            "starts": self.starts,
             "running_return": self.running_return,
             "running_length": self.running_length,
             "finished": [list(row) for row in self.finished],
@@ -181,6 +210,8 @@ class ControlCollector:
         """Continue from there. ``lost`` then lists environments that did not replay and began a new episode instead."""
         self.observations, self.lost = self.environments.load_state_dict(state["environments"])
         self.discounted = state["discounted"].clone()
+        self.memory = None if state["memory"] is None else state["memory"].to(self.agent.device)
+        self.starts = torch.as_tensor(state["starts"]).numpy().copy()
         self.running_return = torch.as_tensor(state["running_return"]).numpy().copy()
         self.running_length = torch.as_tensor(state["running_length"]).numpy().copy()
         self.finished = deque(((float(r), int(n)) for r, n in state["finished"]), maxlen=EPISODES_REMEMBERED)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.control.agent import Agent
+from surefoot.control.agent import Agent, remembering
 from surefoot.control.environments import (
     LoopedEnvironments,
     MakeEnvironment,
@@ -82,15 +82,17 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
     normalise, send, policy = agent.normaliser(), agent.sender(), agent.policy
     generator = stream(seed, "evaluation")
     observations = environments.reset()
+    memory, starts = policy.nothing_remembered(width), np.ones(width, bool)
     _check(environments.name, broken_parts(observations, None, {}), length)
     while (active := quota > 0).any():
-        distribution = policy.distribution(normalise(agent.tensors(observations)))
+        distribution, memory = policy.step(remembering(normalise(agent.tensors(observations)), memory, starts))
         actions = distribution.mode() if deterministic else distribution.sample(generator)
         step = environments.step(send(actions.cpu()), active)
         running += step.rewards
         length += active
         _check(environments.name, broken_parts(step.observations, step.rewards, step.final_observations), length)
-        for index in np.flatnonzero(step.terminated | step.truncated):
+        starts = step.terminated | step.truncated
+        for index in np.flatnonzero(starts):
             returns[index].append(float(running[index]))
             lengths[index].append(int(length[index]))
             running[index], length[index] = 0.0, 0

@@ -1,0 +1,256 @@
+"""Policies with an LSTM: what is remembered, what is forgotten, and when."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
+
+import surefoot
+from surefoot.config import Recipe, make_recipe
+from surefoot.control.memory import REMEMBERED, STARTS, Memory
+from surefoot.control.world import ControlWorld
+from surefoot.errors import SurefootError
+from surefoot.rollout import LearnerState, Metrics, Rollout
+
+SMALL: dict[str, Any] = {
+    "rollout": {"environments": 2, "steps": 12},
+    "network": {"hidden": [8], "lstm": 6},
+    "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
+    "evaluation": {"episodes": 0},
+}
+
+
+class Counting(gymnasium.Env[np.ndarray, int]):
+    """Shows the step number; rewards 1; never ends of itself."""
+
+    observation_space = spaces.Box(-1, 99, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.at, self.kind = 0, float(self.np_random.random())
+        return self._seen(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.at += 1
+        return self._seen(), 1.0, False, False, {}
+
+    def _seen(self) -> np.ndarray:
+        return np.array([self.at / 10, self.kind], np.float32)
+
+
+def cut_after_five() -> gymnasium.Env[Any, Any]:
+    return gymnasium.wrappers.TimeLimit(Counting(), 5)
+
+
+class PositionsOnly(gymnasium.ObservationWrapper[np.ndarray, int, np.ndarray]):
+    """CartPole without its velocities: one look does not tell where the pole is going."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return observation[[0, 2]]
+
+
+def recipe(**changes: Any) -> Recipe:
+    return make_recipe({"task": "tests.control.test_memory:cut_after_five", **SMALL, **changes})
+
+
+def collected(rollouts: int = 1, **changes: Any) -> tuple[ControlWorld, list[Rollout]]:
+    world = ControlWorld(recipe(**changes))
+    state = LearnerState.seeded(1, 10_000)
+    return world, [world.collector.collect(state) for _ in range(rollouts)]
+
+
+# ---- the LSTM ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4), st.integers(0, 99))
+def test_what_was_before_a_start_does_not_matter(starts: list[list[bool]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    memory, flags = Memory(3, 4, generator), torch.tensor(starts)
+    features, state = torch.randn(len(starts), 7, 3, generator=generator), torch.randn(len(starts), 2, 4, generator=generator)
+    outputs, after = memory(features, flags, state)
+    for row in range(len(starts)):
+        hidden = state[row : row + 1]
+        for t in range(7):  # the law, one step at a time
+            hidden = torch.zeros_like(hidden) if flags[row, t] else hidden
+            single, hidden = memory(features[row : row + 1, t : t + 1], torch.zeros(1, 1, dtype=torch.bool), hidden)
+            torch.testing.assert_close(outputs[row, t], single[0, 0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(after[row], hidden[0], rtol=1e-5, atol=1e-6)
+
+
+def test_no_gradient_crosses_a_start() -> None:
+    memory = Memory(3, 4, torch.Generator().manual_seed(1))
+    features = torch.randn(1, 6, 3, requires_grad=True)
+    starts = torch.tensor([[False, False, False, True, False, False]])
+    outputs, _ = memory(features, starts, torch.zeros(1, 2, 4))
+    outputs[:, 3:].sum().backward()
+    assert features.grad is not None
+    assert features.grad[:, :3].abs().max() == 0 < features.grad[:, 3:].abs().min()
+
+
+# ---- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_scoring_a_rollout_remembers_what_acting_did() -> None:
+    world, rollouts = collected(3)
+    for rollout, following in pairwise(rollouts):
+        policy, inputs = world.policy, rollout.inputs
+        state = inputs[REMEMBERED]
+        for t in range(12):
+            step = {path: x if path == REMEMBERED else x[:, t] for path, x in (inputs | {REMEMBERED: state}).items()}
+            distribution, state = policy.step(step)
+            torch.testing.assert_close(distribution.log_prob(rollout.actions[:, t]), rollout.old_log_probs[:, t])
+        torch.testing.assert_close(state, following.inputs[REMEMBERED])
+    world.close()
+
+
+def test_an_episode_starts_where_the_one_before_ended() -> None:
+    world, (first, second) = collected(2)
+    starts = torch.cat([first.inputs[STARTS], second.inputs[STARTS]], 1)
+    ended = torch.cat([first.truncated, second.truncated], 1)
+    assert starts[:, 0].all()
+    assert torch.equal(starts[:, 1:], ended[:, :-1])
+    assert ended[:, 4::5].all()
+    world.close()
+
+
+def test_the_value_after_a_truncation_is_that_of_the_final_observation_remembering_its_episode() -> None:
+    world, (rollout,) = collected()
+    policy, kind = world.policy, rollout.inputs["observation"][:, :, 1]
+    for row in range(2):
+        for t in (4, 9):  # steps 5 and 10 truncate
+            episode = torch.tensor([[at / 10, kind[row, t]] for at in range(6)])  # its five observations and the final one
+            starts = torch.tensor([[True, *[False] * 5]])
+            inputs = {
+                "observation": episode[None],
+                STARTS: starts,
+                REMEMBERED: torch.zeros_like(rollout.inputs[REMEMBERED][:1]),
+            }
+            values = policy(inputs, torch.zeros(1, 6, dtype=torch.int64)).values
+            assert values is not None
+            torch.testing.assert_close(rollout.next_values[row, t], values[0, -1].detach())
+            torch.testing.assert_close(rollout.values[row, t], values[0, -2].detach())
+    world.close()
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_every_autoreset_mode_gives_the_same_values_and_successors(mode: AutoresetMode) -> None:
+    def vector() -> Any:
+        return SyncVectorEnv([cut_after_five] * 2, autoreset_mode=mode)
+
+    def kept(rollout: Rollout) -> dict[str, torch.Tensor]:
+        # V and its successors as functions of (step, kind of episode): actions change nothing in this environment.
+        observations = rollout.inputs["observation"][rollout.mask]
+        order = np.lexsort(observations.T.numpy())
+        pairs = torch.stack([rollout.values[rollout.mask], rollout.next_values[rollout.mask]], -1)
+        return {"observations": observations[order], "values": pairs[order]}
+
+    changes = {"rollout": {"environments": 2, "steps": 18 if mode is AutoresetMode.NEXT_STEP else 15}}
+    settings = make_recipe({"task": "x", **SMALL, **changes})
+    world = ControlWorld(settings, vector)
+    rollout = world.collector.collect(LearnerState.seeded(1, 10_000))
+    assert int(rollout.mask.sum()) == 30
+    found = kept(rollout)
+    policy = world.policy
+    for observation, (value, following) in zip(found["observations"], found["values"], strict=True):
+        at, kind = round(float(observation[0]) * 10), float(observation[1])
+        episode = torch.tensor([[step / 10, kind] for step in range(at + 2)])
+        inputs = {
+            "observation": episode[None],
+            STARTS: torch.tensor([[True, *[False] * (at + 1)]]),
+            REMEMBERED: torch.zeros(1, 2, 2, 6),
+        }
+        values = policy(inputs, torch.zeros(1, at + 2, dtype=torch.int64)).values
+        assert values is not None
+        torch.testing.assert_close(values[0, -2].detach(), value)
+        torch.testing.assert_close(values[0, -1].detach(), following)
+    world.close()
+
+
+# ---- agents and runs --------------------------------------------------------------------------------------------------
+
+
+def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
+    agent = surefoot.train("tests.control.test_memory:cut_after_five", steps=24, run_dir=None, **SMALL)
+    one, other = np.array([0.3, 0.1], np.float32), np.array([0.9, 0.7], np.float32)
+    _, fresh = agent.predict(one, deterministic=True)
+    assert fresh.shape == (1, 2, 2, 6)
+    _, after = agent.predict(other, fresh, deterministic=True)
+    _, again = agent.predict(one, after, episode_start=True, deterministic=True)
+    np.testing.assert_array_equal(again, fresh)
+    assert not np.array_equal(agent.predict(one, after)[1], fresh)
+    assert agent.value(one) != agent.value(one, after)
+    assert agent.value(one) == agent.value(one, after, episode_start=True)
+    actions, states = agent.predict(np.stack([one, one]), np.concatenate([after, fresh]), np.array([True, False]))
+    assert actions.shape == (2,)
+    np.testing.assert_allclose(states[:1], fresh, rtol=1e-4, atol=1e-6)
+    with pytest.raises(SurefootError, match=r"state: has shape \(1, 2, 2, 6\); for these observations it is \(2, 2, 2, 6\)"):
+        agent.predict(np.stack([one, one]), fresh)
+
+
+@pytest.mark.parametrize("algorithm", ["A2C", "PPO_CLIP", "PPO_PENALTY", "TRPO", "REINFORCE_BASELINE"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_kind_of_objective_trains_an_lstm(algorithm: str, shared: bool) -> None:
+    if algorithm == "TRPO" and shared:
+        pytest.skip("a shared trunk is refused")
+    network = {**SMALL["network"], "shared_trunk": shared}
+    objective = {} if algorithm in ("A2C", "REINFORCE_BASELINE") else SMALL["objective"]
+    settings = {**SMALL, "network": network, "objective": objective}
+    history: list[Metrics] = []
+    agent = surefoot.train("CartPole-v1", algorithm=algorithm, steps=48, run_dir=None, callback=history.append, **settings)
+    assert history[-1]["policy_loss"] is not None
+    assert surefoot.evaluate(agent, episodes=2, seed=1).episodes == 2
+
+
+def test_a_run_with_memory_resumes_bit_for_bit(tmp_path: Path) -> None:
+    settings = {**SMALL, "checkpoint": {"every": 24}, "seed": 4}
+    whole = surefoot.train("CartPole-v1", steps=192, run_dir=tmp_path / "whole", **settings)
+    surefoot.train("CartPole-v1", steps=192, run_dir=tmp_path / "cut", callback=lambda m: m["steps"] >= 72, **settings)  # type: ignore[operator]
+    resumed = surefoot.resume(tmp_path / "cut")
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    loaded = surefoot.load(tmp_path / "cut")
+    observation = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    np.testing.assert_array_equal(loaded.predict(observation)[1], resumed.predict(observation)[1])
+
+
+def test_sequences_that_minibatches_would_break_are_refused() -> None:
+    with pytest.raises(
+        SurefootError, match=r"objective.reuse.minibatches=4: an LSTM learns from whole sequences.*choose a divisor"
+    ):
+        recipe(objective={"reuse": {"epochs": 1, "minibatches": 4}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lstm", "solved"), [(32, True), (None, False)], ids=["lstm", "feed-forward"])
+def test_cartpole_without_velocities_is_solved_with_memory_alone(lstm: int | None, solved: bool) -> None:
+    agent = surefoot.train(
+        PositionsOnly,
+        steps=120_000,
+        seed=1,
+        run_dir=None,
+        network={"lstm": lstm, "hidden": [32]},
+        rollout={"environments": 8, "steps": 128},
+        objective={
+            "gamma": 0.98,
+            "gae_lambda": 0.9,
+            "normalise_advantages": "minibatch",
+            "reuse": {"epochs": 10, "minibatches": 2},
+        },
+        optimizer={"learning_rate": 3e-3, "schedule": "linear"},
+        evaluation={"episodes": 0},
+    )
+    score = surefoot.evaluate(agent, PositionsOnly, episodes=20, seed=5).mean_return
+    assert score >= 475 if solved else score < 200
