@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from surefoot import PPO_CLIP, Objective, cli
+from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, cli
+from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.config import make_recipe, parse_value, recipe_fields, to_toml
 from surefoot.recipes import find_recipe, presets, recipe_for
 
@@ -106,6 +107,54 @@ def test_another_algorithm_takes_its_own_switches_and_only_the_discount_of_the_p
     recipe = find_recipe("CartPole-v1", {"algorithm": "REINFORCE"})
     assert recipe.objective == Objective(gamma=0.98)
     assert find_recipe("CartPole-v1", {"algorithm": "PPO_CLIP"}) == find_recipe("CartPole-v1")
+
+
+@pytest.mark.parametrize("name", ["PPO_PENALTY", "PPO_PENALTY_ADAPTIVE", "TRPO"])
+def test_another_trust_region_keeps_all_that_is_tuned_but_the_trust_region(name):
+    tuned = find_recipe("CartPole-v1")
+    recipe = find_recipe("CartPole-v1", {"algorithm": name})
+    assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
+    assert recipe.objective.trust_region == ALGORITHMS[name].trust_region
+    assert recipe_for("CartPole-v1", ALGORITHMS[name], {}) == recipe
+    assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "table", "expected"),
+    [
+        ("PPO_CLIP", {"clip_high": 0.3}, Clip(0.2, clip_high=0.3, schedule="linear")),
+        ("PPO_CLIP", {"beta": 3}, Penalty(3.0)),
+        ("PPO_CLIP", {"target": 0.02}, Penalty(1.0, target=0.02)),
+        ("PPO_CLIP", {"delta": 0.02}, Constraint(0.02)),
+        ("PPO_CLIP", "none", None),
+        ("PPO_PENALTY_ADAPTIVE", {"beta": 3}, Penalty(3.0, target=0.01)),
+        ("PPO_PENALTY_ADAPTIVE", {"target": "none"}, Penalty(1.0)),
+        ("TRPO", {"tries": 5}, Constraint(tries=5)),
+        ("TRPO", {}, Constraint()),
+        ("TRPO", {"clip": 0.1}, Clip(0.1)),
+        ("custom", {"beta": 3}, Penalty(3.0)),
+        ("custom", {"schedule": "linear"}, Clip(schedule="linear")),
+    ],
+)
+def test_a_trust_region_is_the_one_whose_keys_are_given_and_replaces_any_other(algorithm, table, expected):
+    changes = {"algorithm": algorithm, "objective": {"trust_region": table}}
+    if algorithm == "custom":
+        changes["objective"]["reuse"] = {"epochs": 2}
+    recipe = find_recipe("CartPole-v1", changes)
+    assert recipe.objective.trust_region == expected
+    assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+
+
+def test_no_two_trust_regions_share_a_key():
+    names = [field.name for kind in TRUST_REGIONS for field in fields(kind)]
+    assert len(names) == len(set(names))
+
+
+def test_the_arithmetic_of_trpo_tells_policy_and_critic_apart(surefoot, tmp_path):
+    out = surefoot("train", "CartPole-v1", "--algorithm", "TRPO", "--dry-run")
+    assert "# updates of the critic: 20 epochs x 1 minibatches = 20 per iteration" in out
+    assert "# updates of the policy: 1 natural step per iteration on all 256 steps: 10 + 1 Fisher-vector products" in out
+    assert f"# updates in all: {391 * 21:,}" in out
 
 
 def test_a_value_is_a_name_or_is_taken_as_it_stands():

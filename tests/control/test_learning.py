@@ -7,7 +7,7 @@ import pytest
 from gymnasium import spaces
 
 import surefoot
-from surefoot import LADDER, PPO_CLIP
+from surefoot import LADDER, PPO_CLIP, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO
 from surefoot.algorithms import algorithm_name
 from surefoot.demo import SOLVED
 
@@ -20,14 +20,21 @@ def test_cartpole_with_its_tuned_recipe_is_well_on_its_way_after_25000_steps() -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO], ids=algorithm_name)
+def test_cartpole_with_its_tuned_recipe_and_another_trust_region_is_well_on_its_way_after_25000_steps(algorithm: Any) -> None:
+    agent = surefoot.train("CartPole-v1", algorithm, steps=25_000, seed=2, evaluation={"episodes": 0})
+    assert surefoot.evaluate(agent, episodes=20).mean_return > 150
+
+
+@pytest.mark.slow
 def test_cartpole_with_its_tuned_recipe_is_solved_after_100000_steps() -> None:
     agent = surefoot.train("CartPole-v1", PPO_CLIP, seed=1, evaluation={"episodes": 0})
     assert agent.recipe.steps == 100_000
     assert surefoot.evaluate(agent, episodes=100).mean_return >= SOLVED == 475
 
 
-@pytest.mark.parametrize("algorithm", LADDER, ids=algorithm_name)
-def test_every_rung_improves_over_its_start_in_a_few_thousand_steps(algorithm: Any) -> None:
+@pytest.mark.parametrize("algorithm", [*LADDER, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO], ids=algorithm_name)
+def test_every_rung_and_every_trust_region_improves_over_its_start_in_a_few_thousand_steps(algorithm: Any) -> None:
     """Sampled returns, because at the start the likeliest action says little. Measured: 2 to 10 times the start."""
     once = {"learning_rate": 3e-3, "schedule": "constant"}
     again = {"learning_rate": 1e-3, "schedule": "constant"}

@@ -142,11 +142,11 @@ def rule(beta: float, kl: float, target: float) -> float:
     return beta * 2 if kl > 1.5 * target else beta
 
 
-ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=4, minibatches=3))
+ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=2, minibatches=2))
 
 
 def test_beta_moves_once_per_batch_by_the_kl_over_the_whole_of_it() -> None:
-    told, moves, state = run(ADAPTIVE, 0.012, 30)
+    told, moves, state = run(ADAPTIVE, 0.025, 16)
     beta = 1.0
     for metrics, kl in zip(told, moves, strict=True):
         assert metrics["kl_after"] == pytest.approx(kl, rel=1e-9)
@@ -158,7 +158,7 @@ def test_beta_moves_once_per_batch_by_the_kl_over_the_whole_of_it() -> None:
 
 
 def test_a_larger_beta_keeps_the_policy_closer() -> None:
-    free, held = (run(priced(beta, reuse=Reuse(4, 3)), 0.02, 5)[1] for beta in (0.0, 30.0))
+    free, held = (run(priced(beta, reuse=Reuse(4, 2)), 0.03, 3)[1] for beta in (0.0, 30.0))
     assert sum(held) < sum(free) / 3
 
 
@@ -172,16 +172,15 @@ def test_a_fixed_beta_stays_and_is_the_recipes_and_not_the_states() -> None:
 
 
 def test_beta_adapts_after_an_early_stop_too() -> None:
-    told, moves, state = run(replace(ADAPTIVE, target_kl=0.001), 0.05, 3)
+    stopping = replace(ADAPTIVE, reuse=Reuse(4, 1), target_kl=0.001, trust_region=Penalty(1.0, target=1e-4))
+    told, moves, state = run(stopping, 0.05, 3)
     assert all(metrics["stopped_early"] for metrics in told)
-    beta = 1.0
-    for kl in moves:
-        beta = rule(beta, kl, 0.01)
-    assert state.coefficients["beta"] == beta != 1.0
+    assert min(moves) > 1.5e-4
+    assert state.coefficients["beta"] == 8.0
 
 
 def test_micro_batches_do_not_change_the_kl_that_beta_follows() -> None:
-    whole, parts = (run(ADAPTIVE, 0.012, 4, micro_batch=size)[0] for size in (None, 4))
+    whole, parts = (run(ADAPTIVE, 0.025, 3, micro_batch=size)[0] for size in (None, 9))
     for a, b in zip(whole, parts, strict=True):
         assert a["kl_after"] == pytest.approx(b["kl_after"], rel=1e-9)
         assert a["beta"] == b["beta"]
@@ -275,7 +274,7 @@ def test_a_run_continues_with_the_beta_that_it_had() -> None:
     go(*resumed, until=8)
     assert resumed[2].coefficients == whole[2].coefficients
     assert torch.equal(parameters(resumed[0]), parameters(whole[0]))
-    resumed[2].coefficients["beta"] *= 2
+    resumed[2].coefficients["beta"] = 123.0
     assert stopped[2].coefficients != resumed[2].coefficients, "a saved state does not move on"
 
 

@@ -219,3 +219,20 @@ def test_a_run_in_use_is_refused(tmp_path):
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=second_writer)
     assert "in use by another process" in seen[0]
     assert Path(path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("algorithm", "trust_region"), [("PPO_PENALTY_ADAPTIVE", {"target": 1e-4}), ("TRPO", {"delta": 0.02})])
+def test_a_stopped_run_of_another_trust_region_resumes_exactly(tmp_path, algorithm, trust_region):
+    """With the β it had by then, and with a policy that has no optimizer's moments to remember."""
+    objective = {"reuse": {"epochs": 4, "minibatches": 4}, "trust_region": trust_region}
+    changes = {"algorithm": algorithm, "steps": 1024, "objective": objective, "evaluation": {"every": 512, "episodes": 1}}
+    recipe = find_recipe("CartPole-v1", changes)
+    api.start(recipe, tmp_path / "whole")
+    api.start(recipe, tmp_path / "stopped", callback=lambda metrics: metrics["steps"] >= 512)
+    stopped = outcome_without_best(tmp_path / "stopped")["state"]
+    api.resume(tmp_path / "stopped")
+    whole = outcome(tmp_path / "whole")
+    assert_same(whole, outcome(tmp_path / "stopped"))
+    if algorithm == "PPO_PENALTY_ADAPTIVE":
+        assert stopped["coefficients"]["beta"] != 1.0, "this example would not show a β that was forgotten"
+        assert len({row["beta"] for row in whole["rows"]}) > 2
