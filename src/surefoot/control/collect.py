@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from surefoot.control.agent import Agent
-from surefoot.control.environments import Environments, Step, broken_parts, not_finite
+from surefoot.control.environments import Environments, Step
 from surefoot.control.memory import REMEMBERED, STARTS
+from surefoot.control.observations import broken_parts, not_finite
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import NotFiniteError
 from surefoot.functional import successor_values

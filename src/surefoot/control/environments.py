@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from surefoot.control.dotted import imported
-from surefoot.control.spaces import BARE, MASK, Array, Misfit, Observations, check_action_space, choices, leaves, read_mask
+from surefoot.control.observations import Reader, copied
+from surefoot.control.spaces import MASK, Array, Misfit, Observations
 from surefoot.errors import SurefootError
 from surefoot.seeding import derived_seed
 
@@ -69,36 +69,6 @@ class Environments(Protocol):
     def close(self) -> None: ...
 
 
-UNLIKE_BEFORE = {False: "no action mask, unlike at its first reset", True: "an action mask, unlike at its first reset"}
-
-
-def copied(observations: Observations) -> Observations:
-    """The same with arrays of its own."""
-    return {path: values.copy() for path, values in observations.items()}
-
-
-def broken_parts(observations: Observations, rewards: Array | None, finals: dict[int, Observations]) -> dict[int, str]:
-    """environment -> what of its observations (final ones too) or its reward is not finite."""
-    found: dict[int, str] = {}
-    floats = [path for path, values in observations.items() if values.dtype.kind == "f"]
-    if finals or not all(np.isfinite(observations[path]).all() for path in floats):
-        for path in floats:
-            named = "observation" if path == BARE else f'observation "{path}"'
-            for index, values in enumerate(observations[path]):
-                seen = (values, *([finals[index][path]] if index in finals else []))
-                if not all(np.isfinite(part).all() for part in seen):
-                    found.setdefault(index, named)
-    if rewards is not None:
-        for index in np.flatnonzero(~np.isfinite(rewards)).tolist():
-            found.setdefault(index, "reward")
-    return dict(sorted(found.items()))
-
-
-def not_finite(name: str, what: str, index: int, step: int) -> str:
-    """How a message about it begins."""
-    return f"{name}: the {what} of environment {index} at step {step} of its episode is not finite"
-
-
 def episode_seed(seed: int, environment: int, episode: int, purpose: str = "training") -> int:
     """The seed of one episode: a function of run, environment and episode number, so that any episode can be replayed.
 
@@ -120,11 +90,8 @@ class LoopedEnvironments:
         self.environments = [make() for _ in range(count)]
         self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
         self.action_space: gymnasium.Space[Any] = self.environments[0].action_space
-        self.leaves = leaves(self.observation_space, name)
-        self.choices = choices(check_action_space(self.action_space, name))
-        self.masked: bool | None = None
-        """whether the task masks actions; its first reset tells"""
-        self.observations: Observations = {p: np.zeros((count, *leaf.shape), leaf.dtype) for p, leaf in self.leaves.items()}
+        self.reader = Reader(self.observation_space, self.action_space, count, name)
+        self.observations = self.reader.empty()
         self.episodes = [-1] * count
         self.actions: list[list[Any]] = [[] for _ in range(count)]
         self._discrete = isinstance(self.action_space, spaces.Discrete)
@@ -156,7 +123,7 @@ class LoopedEnvironments:
             terminated[index], truncated[index] = term, trunc
             if term or trunc:
                 if trunc and not term:
-                    finals[index] = {path: self.observations[path][index].copy() for path in self.leaves}
+                    finals[index] = self.reader.one_of(self.observations, index)
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
         return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals)
@@ -175,26 +142,12 @@ class LoopedEnvironments:
         return reward, terminated, truncated
 
     def _store(self, index: int, observation: Any, info: Any, call: str) -> None:
-        """Keep an observation's leaves, and its mask unless no action follows (``info`` None)."""
         try:
-            for path, leaf in self.leaves.items():
-                self.observations[path][index] = leaf.read(observation)
-            if info is not None and self._masks(info):
-                self.observations[MASK][index] = read_mask(info[MASK], self.choices)
+            self.reader.one_into(self.observations, index, observation, info)
         except Misfit as misfit:
             raise self._failure(index, call, str(misfit)) from None
         except (TypeError, ValueError) as error:
             raise self._failure(index, call, error) from error
-
-    def _masks(self, info: dict[str, Any]) -> bool:
-        given = MASK in info
-        if self.masked is None:
-            self.masked = given
-            if given:
-                self.observations[MASK] = np.ones((self.count, sum(self.choices or ())), bool)
-        if given != self.masked:
-            raise Misfit(UNLIKE_BEFORE[given])
-        return given
 
     def _failure(self, index: int, call: str, error: Exception | str) -> SurefootError:
         what = f"gave {error}" if isinstance(error, str) else f"raised {type(error).__name__}: {error}"
@@ -215,7 +168,7 @@ class LoopedEnvironments:
         lost = []
         for index, episode in enumerate(state["episodes"]):
             self._begin(index, episode)
-            actions = torch.as_tensor(state["actions"].get(str(index), ())).numpy()
+            actions = np.asarray(state["actions"].get(str(index), ()))
             if not (self._replays(index, actions) and self._stands_at(index, state["observations"])):
                 lost.append(index)
                 self._begin(index, episode + 1)
@@ -232,7 +185,7 @@ class LoopedEnvironments:
         """Whether the observation is the one it was, its mask included."""
         if set(expected) != set(self.observations):
             return False
-        pairs = ((self.observations[path][index], torch.as_tensor(expected[path]).numpy()[index]) for path in expected)
+        pairs = ((self.observations[path][index], np.asarray(expected[path])[index]) for path in expected)
         return all(np.array_equal(now, before, equal_nan=True) for now, before in pairs)
 
     def close(self) -> None:
@@ -251,10 +204,8 @@ class VectorEnvironments:
         self.count = environments.num_envs
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
-        self.leaves = leaves(self.observation_space, name)
-        self.choices = choices(check_action_space(self.action_space, name))
+        self.reader = Reader(self.observation_space, self.action_space, self.count, name)
         self.mode = AutoresetMode(environments.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
-        self.masked: bool | None = None
         self.over = np.zeros(self.count, bool)
         self.resets, self.steps = 0, 0
 
@@ -267,9 +218,7 @@ class VectorEnvironments:
             observations, infos = self.environments.reset(seed=seeds[0])
         self.resets, self.steps = self.resets + 1, 0
         self.over = np.zeros(self.count, bool)
-        if self.masked is None:
-            self.masked = MASK in infos
-        return self._leaves(observations) | self._mask(infos, ~self.over)
+        return self._read(observations, infos, ~self.over)
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         return self.reset(), list(range(self.count))  # a vector environment can't be restarted in part
@@ -286,53 +235,33 @@ class VectorEnvironments:
         except Exception as error:
             raise SurefootError(f"{self.name}: raised {type(error).__name__}: {error} in step()") from error
         ended, ignored, finals = terminated | truncated, np.zeros(self.count, bool), {}
-        needed = np.ones(self.count, bool)  # whose mask is
-        cut = np.flatnonzero(truncated & ~terminated)
+        cut = np.flatnonzero(truncated & ~terminated).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
-            finals = {int(i): self._leaves(infos["final_obs"][i], ()) for i in cut}
+            seen = self._read(observations, infos, ~ignored)
+            finals = {i: self.reader.one(infos["final_obs"][i]) for i in cut}
         elif self.mode is AutoresetMode.DISABLED:
-            needed = ~ended
-            last = self._leaves(observations)
-            finals = {int(i): {path: values[i] for path, values in last.items()} for i in cut}
+            seen = self._read(observations, infos, ~ended)
+            finals = {i: self.reader.one_of(seen, i) for i in cut}
+            if ended.any():
+                masks = seen.get(MASK)
+                observations, infos = self.environments.reset(options={"reset_mask": ended})
+                seen = self._read(observations, infos, ended)
+                if masks is not None:
+                    seen[MASK] = np.where(ended[:, None], seen[MASK], masks)
         else:  # NEXT_STEP: a row after an end resets, whatever its action; its observation before was the final one
             ignored = self.over
             terminated, truncated = terminated & ~ignored, truncated & ~ignored
             self.over = terminated | truncated
-            needed = ~self.over
-        masks = self._mask(infos, needed)
-        if self.mode is AutoresetMode.DISABLED and ended.any():
-            observations, infos = self.environments.reset(options={"reset_mask": ended})
-            masks = {path: np.where(ended[:, None], anew, masks[path]) for path, anew in self._mask(infos, ended).items()}
-        rewards = np.where(ignored, 0, rewards).astype(np.float32)
-        return Step(self._leaves(observations) | masks, rewards, terminated, truncated, ignored, finals)
+            seen = self._read(observations, infos, ~self.over)
+        return Step(seen, np.where(ignored, 0, rewards).astype(np.float32), terminated, truncated, ignored, finals)
 
-    def _leaves(self, observations: Any, batch: tuple[int, ...] | None = None) -> Observations:
-        """Copies of the leaves of all environments' observations, or of one with batch ()."""
-        batch = (self.count,) if batch is None else batch
+    def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
+        """The leaves, and the masks of those who act next."""
         try:
-            return {path: np.array(leaf.read(observations, batch), leaf.dtype) for path, leaf in self.leaves.items()}
+            return self.reader.all(observations) | self.reader.masks(infos, acting)
         except Misfit as misfit:
-            raise self._misfit(misfit) from None
-
-    def _mask(self, infos: dict[str, Any], needed: Array) -> Observations:
-        """The masks of all environments, or nothing where the task does not mask; all true where none is needed."""
-        given = MASK in infos
-        absent = needed & ~np.asarray(infos.get(f"_{MASK}", given))
-        if not self.masked and not given:
-            return {}
-        masks = np.ones((self.count, sum(self.choices or ())), bool)
-        for index in np.flatnonzero(needed):
-            try:
-                if not self.masked or absent[index]:
-                    raise Misfit(UNLIKE_BEFORE[given and not absent[index]])
-                masks[index] = read_mask(infos[MASK][index], self.choices)
-            except Misfit as misfit:
-                raise self._misfit(misfit, f"environment {index} ") from None
-        return {MASK: masks}
-
-    def _misfit(self, misfit: Misfit, who: str = "") -> SurefootError:
-        call = f"call {self.steps} of step()" if self.steps else "reset()"
-        return SurefootError(f"{self.name}: {who}gave {misfit} in {call}; mend the environment")
+            call = f"call {self.steps} of step()" if self.steps else "reset()"
+            raise SurefootError(f"{self.name}: gave {misfit}, in {call}; mend the environment") from None
 
     def state_dict(self) -> dict[str, Any]:
         return {"resets": self.resets}

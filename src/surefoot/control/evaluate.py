@@ -10,11 +10,10 @@ from surefoot.control.agent import Agent, remembering
 from surefoot.control.environments import (
     LoopedEnvironments,
     MakeEnvironment,
-    broken_parts,
     make_environments,
-    not_finite,
     task_name,
 )
+from surefoot.control.observations import broken_parts, not_finite
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.seeding import stream
 
