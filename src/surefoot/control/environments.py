@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from surefoot.control.dotted import imported
 from surefoot.control.observations import Reader, copied
+from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
 from surefoot.errors import SurefootError
 from surefoot.seeding import derived_seed
@@ -284,7 +285,9 @@ def make_environments(
     name = task_name(task)
     try:
         make = maker(task, arguments)
+        mujoco_to_logging(task)
         first = make()
+        mujoco_to_logging(task)  # for those who import it when called
         single = not isinstance(first, VectorEnv)
         rest: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(count - 1)] if single else []
     except SurefootError:

@@ -1,0 +1,43 @@
+"""What MuJoCo has to say is heard once, where it matters, and leaves no files."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surefoot.control import simulator
+from surefoot.control.environments import make_environments
+
+SCRIPT = """
+import numpy as np
+from surefoot.control.environments import make_environments
+
+environments = make_environments("HalfCheetah-v5", {}, 3, 1)
+environments.reset()
+for env in environments.environments:
+    env.unwrapped.data.qvel[:] = 1e12
+environments.step(np.zeros((3, 6), np.float32))
+environments.close()
+"""
+
+
+def test_a_deprecation_is_not_shown_an_unstable_simulation_once_and_no_log_is_left(tmp_path: Path) -> None:
+    """In a process of its own: what is shown where nobody has configured logging, and by C code."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert "unstable" in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_deprecation_is_there_once_for_those_who_debug(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator, "_heard", set())
+    with caplog.at_level(logging.DEBUG, "surefoot.mujoco"):
+        make_environments("HalfCheetah-v5", {}, 2, 1).close()
+    assert [(record.levelname, "deprecated" in record.message) for record in caplog.records] == [("DEBUG", True)]
