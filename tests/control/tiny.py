@@ -1,5 +1,6 @@
 """Tiny environments whose every step can be told in advance, and short ways to the objects under test."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from surefoot.algorithms import PPO_CLIP, Objective
+from surefoot.control.spaces import choices
 from surefoot.control.world import ControlWorld
 from surefoot.recipes import recipe_for
 from surefoot.rollout import LearnerState
@@ -127,3 +129,51 @@ class Endless(gymnasium.Env[np.ndarray, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+class Sampled(gymnasium.Env[Any, Any]):
+    """Shows samples of its space; episodes are cut after four steps. Keeps what it showed, what it masked, what it was sent.
+
+    A mask allows one random choice per part of an action, and sometimes all; an action it forbids is an error.
+    """
+
+    latest: "Sampled"
+
+    def __init__(self, observation_space: Any, action_space: Any, masked: bool = False, seed: int = 0) -> None:
+        self.observation_space, self.action_space, self.masked = observation_space, action_space, masked
+        self.observation_space.seed(seed)
+        self.generator = np.random.default_rng(seed)
+        self.shown: Any = None
+        self.last: Any = None
+        self.mask: Any = None
+        self.t, self.over = 0, False
+        self.taken: list[Any] = []
+        Sampled.latest = self
+
+    def show(self) -> tuple[Any, dict[str, Any]]:
+        self.shown = copy.deepcopy(self.observation_space.sample())
+        if not self.masked:
+            return self.shown, {}
+        rows = [self.generator.permutation(n) == 0 for n in choices(self.action_space) or ()]
+        self.mask = np.concatenate(rows) | (self.generator.random() < 0.25)
+        return self.shown, {"action_mask": self.mask}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.observation_space.seed(seed)
+            self.generator = np.random.default_rng(seed)
+        self.t, self.over = 0, False
+        return self.show()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), f"{action!r} is not of {self.action_space}"
+        if self.masked:
+            start = np.asarray(getattr(self.action_space, "start", 0)).reshape(-1)
+            parts = np.cumsum([0, *(choices(self.action_space) or ())[:-1]]) + np.asarray(action).reshape(-1) - start
+            assert self.mask[parts].all(), "a forbidden action"
+        self.taken.append(np.copy(action))
+        self.t += 1
+        self.over = self.t == 4
+        shown, info = self.show()
+        self.last = shown
+        return shown, float(np.sum(action)), False, self.over, {} if self.over else info

@@ -131,7 +131,7 @@ class LoopedEnvironments:
 
     def _act(self, index: int, action: Any) -> tuple[float, bool, bool]:
         """One action in one environment, remembered for replay: reward, terminated, truncated."""
-        action = int(action) if self._discrete else action
+        action = int(action) if self._discrete else np.asarray(action)
         self.actions[index].append(np.copy(action))  # the environment may change what it is given
         try:
             observation, reward, terminated, truncated, info = self.environments[index].step(action)

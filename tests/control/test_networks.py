@@ -1,0 +1,279 @@
+"""Laws of trunks: what each encoder computes, and what a network of the user's own must be and may rely on."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn import functional
+
+import surefoot
+from surefoot import PPO_CLIP, SurefootError
+from surefoot.config import Network
+from surefoot.control import networks
+from surefoot.control.networks import NatureCNN, OneHot, Trunk, Vector
+from surefoot.control.policies import ActorCritic
+from surefoot.seeding import stream
+
+from .tiny import Sampled, small
+
+TINY: dict[str, Any] = {
+    "rollout": {"environments": 2, "steps": 8},
+    "evaluation": {"episodes": 0},
+    "objective": small(PPO_CLIP),
+}
+PAIR = spaces.Dict({"where": spaces.Discrete(3, start=1), "x": spaces.Box(-1, 1, (2,))})
+
+
+# ---- encoders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("space", "seen", "encoded"),
+    [
+        (spaces.Discrete(3), [0, 2], [[1, 0, 0], [0, 0, 1]]),
+        (spaces.Discrete(3, start=-1), [-1, 0, 1], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+        (spaces.MultiDiscrete([2, 3]), [[1, 0]], [[0, 1, 1, 0, 0]]),
+        (spaces.MultiDiscrete([2, 3], start=[5, -1]), [[5, 1]], [[1, 0, 0, 0, 1]]),
+        (spaces.MultiDiscrete(np.array([[2], [2]])), [[[1], [0]]], [[0, 1, 1, 0]]),
+    ],
+)
+def test_choices_become_ones_among_zeros(space: Any, seen: Any, encoded: Any) -> None:
+    layer = OneHot(space)
+    out = layer(torch.tensor(seen))
+    assert out.tolist() == encoded
+    assert out.shape[-1] == layer.width
+    assert layer(torch.tensor([seen])).tolist() == [encoded]  # any leading shape
+    assert not list(layer.state_dict())
+
+
+def test_numbers_of_any_shape_lie_side_by_side() -> None:
+    for shape in ((), (3,), (2, 3)):
+        x = torch.rand(4, 5, *shape)
+        assert torch.equal(Vector(shape)(x), x.reshape(4, 5, -1))
+    assert Vector((2,))(torch.tensor([[1, 0]], dtype=torch.int8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(36, 40), (36, 40, 3), (3, 36, 40), (2, 36, 40, 3), (2, 3, 36, 40)])
+def test_the_image_network_is_that_of_the_nature_paper(shape: tuple[int, ...]) -> None:
+    network = NatureCNN(shape, stream(1))
+    seen = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, *shape), np.uint8))
+    x = seen.reshape(6, *shape).double()
+    if shape[-1] == 3:
+        x = x.permute(0, *range(1, len(shape) - 2), len(shape), len(shape) - 2, len(shape) - 1)
+    x = x.reshape(6, -1, 36, 40) / 255
+    for index, stride in ((0, 4), (2, 2), (4, 1)):
+        layer = network.convolutions[index]
+        x = functional.relu(functional.conv2d(x, layer.weight.double(), layer.bias.double(), stride))
+    x = functional.relu(functional.linear(x.flatten(1), network.layer.weight.double(), network.layer.bias.double()))
+    assert network.width == 512
+    torch.testing.assert_close(network(seen), x.reshape(2, 3, 512).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_images_in_pieces_give_the_same_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, seen = NatureCNN((36, 36), stream(1)), torch.randint(256, (7, 36, 36), dtype=torch.uint8)
+    whole = network(seen)
+    monkeypatch.setattr(networks, "PASS_AT_ONCE", 3)
+    with torch.no_grad():
+        torch.testing.assert_close(network(seen), whole)
+
+
+def test_leaves_stand_side_by_side_in_order() -> None:
+    trunk = Trunk(PAIR, Network(hidden=()), stream(1))
+    assert trunk.width == 5
+    features = trunk({"x": torch.tensor([[0.5, -0.5]]), "where": torch.tensor([2]), "action_mask": torch.ones(1, 4)})
+    assert features.tolist() == [[0, 1, 0, 0.5, -0.5]]
+
+
+def test_weights_are_orthogonal_and_come_from_the_runs_stream_alone() -> None:
+    before = torch.get_rng_state()
+    one, same, other = (NatureCNN((36, 36), stream(seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, weight in one.named_parameters():
+        assert torch.equal(weight, dict(same.named_parameters())[name])
+        if weight.dim() > 1:
+            assert not torch.equal(weight, dict(other.named_parameters())[name])
+            rows = weight.detach().flatten(1)
+            rows = rows if rows.shape[0] <= rows.shape[1] else rows.T
+            torch.testing.assert_close(rows @ rows.T, 2 * torch.eye(len(rows)), rtol=0, atol=1e-4)
+
+
+# ---- networks of the user's own ---------------------------------------------------------------------------------------
+
+
+class Mine(nn.Module):
+    """A good one: an embedding beside the numbers."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.layer = nn.Linear(6, 7)
+        self.seen: list[Any] = []
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        self.seen.append({name: (tuple(x.shape), x.dtype) for name, x in inputs.items()})
+        return torch.tanh(self.layer(torch.cat([self.table(inputs["where"]), inputs["x"]], -1)))
+
+
+class Bare(nn.Module):
+    """For an observation that is one leaf: it gets the tensor itself."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(observation_space.shape[0], 3)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        return self.layer(observations)
+
+
+SHARED = nn.Linear(2, 2)
+
+
+class Passing(nn.Module):
+    """Gives whatever a function makes of x."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.layer = nn.Linear(2, 4)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.function(self.layer(inputs["x"]))
+
+
+@pytest.fixture(autouse=True)
+def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module ``mine`` that can be imported by name, as a user's file can."""
+    module = ModuleType("mine")
+    module.Mine, module.Bare = Mine, Bare  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mine", module)
+    return module
+
+
+def trained(space: Any = PAIR, path: str = "mine:Mine", **network: Any) -> surefoot.Agent:
+    fields = {**TINY, "network": {"custom": path, **network}}
+    return surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_network_of_ones_own_is_trained_saved_and_loaded(shared: bool, tmp_path: Path) -> None:
+    agent = trained(shared_trunk=shared)
+    policy = agent.policy
+    assert policy.actor_head.weight.shape == (2, 7)
+    assert (policy.critic_trunk is None) == shared
+    first = ActorCritic(PAIR, spaces.Discrete(2), agent.recipe.network, True, stream(1, "weights"))
+    for name, weight in first.named_parameters():
+        assert not torch.equal(weight, dict(policy.named_parameters())[name]), name
+    agent.save(tmp_path / "agent")
+    observation = PAIR.sample()
+    again = surefoot.load(tmp_path / "agent")
+    assert isinstance(again.policy.actor_trunk.module, Mine)
+    assert again.value(observation) == agent.value(observation)
+
+
+def test_it_gets_rows_of_leaves_as_documented() -> None:
+    agent = trained()
+    shapes = agent.policy.actor_trunk.module.seen
+    assert all(set(row) == {"where", "x"} for row in shapes)
+    for row in shapes:
+        count = row["x"][0][0]
+        assert row == {"where": ((count,), torch.int64), "x": ((count, 2), torch.float32)}
+    assert {row["x"][0][0] for row in shapes} == {2, 16}
+
+
+def test_one_leaf_is_handed_over_as_a_tensor() -> None:
+    agent = trained(spaces.Box(-1, 1, (4,)), "mine:Bare")
+    assert agent.policy.actor_head.weight.shape == (2, 3)
+
+
+def test_its_weights_depend_on_the_runs_seed_and_on_nothing_else() -> None:
+    def weights(seed: int) -> list[Tensor]:
+        policy = ActorCritic(PAIR, spaces.Discrete(2), Network(custom="mine:Mine"), True, stream(seed, "weights"))
+        return list(policy.parameters())
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = weights(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert all(torch.equal(a, b) for a, b in zip(one, weights(1), strict=True))
+    assert not torch.equal(one[0], weights(2)[0])
+    actor, critic = one[0], one[5]
+    assert actor.shape == critic.shape == (5, 4)
+    assert not torch.equal(actor, critic)
+
+
+def boom(x: Any) -> Any:
+    raise RuntimeError("the wheels\ncame off")
+
+
+BAD = {
+    "not there": (None, r"can't be imported \(AttributeError"),
+    "raises": (lambda space: boom(space), r"called with the observation space, it raised RuntimeError: the wheels came off"),
+    "no module": (lambda space: {}, r"made a dict; it must make a torch\.nn\.Module"),
+    "wrong input": (lambda space: nn.Linear(2, 2), r"forward raised TypeError: .*\(for where \[2\] torch\.int64, x \[2, 2\]"),
+    "wrong width": (lambda space: Passing(nn.Linear(3, 2)), r"forward raised RuntimeError: .*shapes cannot be multiplied"),
+    "no tensor": (lambda space: Passing(lambda x: [x]), r"forward gave a list; it must give a tensor of features \[N, k\]"),
+    "one number": (lambda space: Passing(lambda x: x.sum(-1)), r"shape \[2\] for 2 observations, not \[2, k\]"),
+    "a sum over rows": (lambda space: Passing(lambda x: x.sum(0, True)), r"shape \[1, 4\] for 2 observations, not \[2, k\]"),
+    "nothing": (lambda space: Passing(lambda x: x[:, :0]), r"shape \[2, 0\] for 2 observations"),
+    "another width later": (
+        lambda space: Passing(lambda x: x[:, : 3 if len(x) > 2 else 4]),
+        r"\[16, 3\] for 16 .* not \[16, 4\]",
+    ),
+    "doubles": (lambda space: Passing(lambda x: x.double()), r"features of torch\.float64; they must be float32"),
+    "double weights": (
+        lambda space: Passing(nn.Sequential(nn.Identity(), nn.Linear(4, 4), _Extra())),
+        r"parameters of torch\.float64; they must be float32",
+    ),
+    "the same twice": (
+        lambda space: Passing(nn.Sequential(nn.Linear(4, 2), SHARED)),
+        "the same parameters for actor and critic",
+    ),
+}
+
+
+class _Extra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_network_that_does_not_fit_is_refused_in_one_line(name: str, mine: ModuleType) -> None:
+    factory, said = BAD[name]
+    if factory is not None:
+        mine.bad = factory  # type: ignore[attr-defined]
+    with pytest.raises(SurefootError, match=rf"^network\.custom='mine:bad': .*{said}") as caught:
+        trained(path="mine:bad")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_agent_whose_network_is_not_here_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained().save(tmp_path / "agent")
+    monkeypatch.delitem(sys.modules, "mine")
+    with pytest.raises(SurefootError, match=r"network\.custom='mine:Mine': can't be imported \(ModuleNotFoundError"):
+        surefoot.load(tmp_path / "agent")
+
+
+def test_parameters_that_are_frozen_stay_as_they_are(mine: ModuleType) -> None:
+    def frozen(space: Any) -> nn.Module:
+        module = Mine(space)
+        module.table.requires_grad_(False)
+        return module
+
+    mine.frozen = frozen  # type: ignore[attr-defined]
+    fields = {**TINY, "network": {"custom": "mine:frozen"}, "optimizer": {"critic_learning_rate": 1e-2}}
+    agent = surefoot.train(lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
+    first = ActorCritic(PAIR, spaces.Discrete(2), agent.recipe.network, True, stream(1, "weights"))
+    for before, after in ((first.actor_trunk, agent.policy.actor_trunk), (first.critic_trunk, agent.policy.critic_trunk)):
+        assert torch.equal(before.module.table.weight, after.module.table.weight)
+        assert not torch.equal(before.module.layer.weight, after.module.layer.weight)
