@@ -67,11 +67,17 @@ class RolloutSettings(Section):
     """How much experience is collected before each update."""
 
     environments: int = Field(8, ge=1)
-    """environments stepped together in one process"""
+    """environments stepped together"""
     steps: int = Field(128, ge=1)
     """steps of each environment per iteration"""
     episodes: int = Field(1, ge=1)
     """whole episodes of each environment per iteration, instead of steps, where the objective has no critic"""
+    backend: Literal["loop", "workers", "native", "envpool"] = "loop"
+    """where environments run: in this process, in worker processes, or in the id's own vector environment or EnvPool's"""
+    workers: int | None = Field(None, ge=1)
+    """how many processes for backend "workers"; none means one per core"""
+    deadline: float = Field(60.0, gt=0)
+    """seconds that one step or reset of an environment may take in a worker process"""
 
 
 class NormaliseSettings(Section):
@@ -163,6 +169,22 @@ class Recipe(Section):
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the batch of {self.batch_size} steps "
                 f"(rollout.environments={self.rollout.environments} x rollout.steps={self.rollout.steps}); "
                 f"choose a divisor, such as {_nearest_divisor(self.batch_size, reuse.minibatches)}"
+            )
+        rollout = self.rollout
+        if rollout.workers is not None and rollout.backend != "workers":
+            raise SurefootError(
+                f"rollout.workers={rollout.workers}: environments run in backend {rollout.backend!r}; set rollout.backend = "
+                "'workers', or unset it"
+            )
+        if rollout.workers is not None and rollout.workers > rollout.environments:
+            raise SurefootError(
+                f"rollout.workers={rollout.workers}: more processes than rollout.environments={rollout.environments}; set at "
+                "most that many"
+            )
+        if rollout.backend in ("native", "envpool") and objective.needs_whole_episodes:
+            raise SurefootError(
+                f"rollout.backend={rollout.backend!r}: can't run whole episodes side by side, and {self.algorithm} needs them; "
+                "set 'workers' or 'loop', or use an objective with a critic"
             )
         if objective.aggregation != "token-mean":
             raise SurefootError(

@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+LONGEST_CAUSE = 500
+"""characters of a foreign exception that still make a line"""
+
 
 class SurefootError(ValueError):
     """Something the user can mend. The command line prints its one line and exits with 2."""
@@ -17,6 +20,16 @@ class Interrupted(BaseException):
 
     No Exception, so that nothing on the way (an environment, a callback) takes it for an error of its own.
     """
+
+
+def cause_of(error: BaseException) -> str:
+    """An exception of any kind as one line, ``RuntimeError: the wheels came off``; its own text may fail to be made."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "(its message can't be shown)"
+    text = text if len(text) <= LONGEST_CAUSE else text[:LONGEST_CAUSE] + " …"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

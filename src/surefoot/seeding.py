@@ -4,9 +4,12 @@ Streams differ by name, never by adding to the seed: seed 1's second stream must
 """
 
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def derived_seed(*words: int | str) -> int:
@@ -14,8 +17,10 @@ def derived_seed(*words: int | str) -> int:
     return int(_sequence(words).generate_state(1)[0])
 
 
-def stream(*words: int | str) -> torch.Generator:
+def stream(*words: int | str) -> "torch.Generator":
     """A CPU generator of its own for the run's seed and the stream's name: ``stream(seed, "weights")``."""
+    import torch  # not above: a worker process needs seeds and no torch, which takes seconds and 200 MB
+
     return torch.Generator().manual_seed(int(_sequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 

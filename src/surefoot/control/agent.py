@@ -142,7 +142,9 @@ class Agent(nn.Module):
         distribution, memory = self.policy.step(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(self.generator)
         sent = self.sender()((actions.squeeze(0) if single else actions).cpu())
-        return (sent[()] if isinstance(self.action_space, spaces.Discrete) else sent), state if memory is None else memory.cpu().numpy()
+        return (
+            sent[()] if isinstance(self.action_space, spaces.Discrete) else sent
+        ), state if memory is None else memory.cpu().numpy()
 
     def value(self, observation: Any, state: Any = None, episode_start: Any = None) -> Any:
         """V(s) of one observation (a float) or of several (an array [B]); state and starts as in ``predict``.

@@ -74,11 +74,10 @@ class ControlCollector:
             outcomes.append(step)
             self.observations = step.observations
             self._count(step)
-            ended = step.terminated | step.truncated
-            self.starts = ended | step.ignored
+            self.starts = step.over | step.ignored
             if self.memory is not None:
                 at_cuts |= {(index, len(outcomes) - 1): self.memory[index] for index in step.final_observations}
-            remaining -= ended.astype(int)
+            remaining -= step.over.astype(int)
         together = {path: np.stack([seen[path] for seen in observed], 1) for path in self.observations}
         if before is not None:  # an ignored row shows the observation that the episode before it ended on
             together[STARTS] = np.stack(starts, 1) & ~np.stack([step.ignored for step in outcomes], 1)
@@ -173,12 +172,11 @@ class ControlCollector:
             self.starts[index] = True
 
     def _count(self, step: Step, but: Collection[int] = ()) -> None:
-        self.running_return += step.rewards
+        self.running_return += step.rewards if step.scores is None else step.scores
         self.running_length += ~step.ignored
-        ended = step.terminated | step.truncated
-        if not ended.any():
+        if not step.over.any():
             return
-        for index in np.flatnonzero(ended):
+        for index in np.flatnonzero(step.over):
             if index in but:
                 continue
             self.finished.append((float(self.running_return[index]), int(self.running_length[index])))

@@ -14,11 +14,13 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from surefoot.control.atari import ATARI, make_atari
 from surefoot.control.dotted import imported
 from surefoot.control.observations import Reader, copied
 from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
-from surefoot.errors import SurefootError
+from surefoot.control.vector import SAID, check_infos, said, stated_mode
+from surefoot.errors import SurefootError, cause_of
 from surefoot.seeding import derived_seed
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
@@ -37,6 +39,16 @@ class Step:
     """True where this row's action was not taken (the row in which a NEXT_STEP environment resets)"""
     final_observations: dict[int, Observations] = field(default_factory=dict)
     """environment -> the leaves its episode was truncated on, where they are not the next row's"""
+    scores: Array | None = None
+    """what the task itself counts, for episode returns, where ``rewards`` are changed for learning (Atari: their signs)"""
+    going_on: Array | None = None
+    """True where ``terminated`` ends the value only and the episode goes on (Atari: a lost life); None where nowhere"""
+
+    @property
+    def over(self) -> Array:
+        """[B] True where an episode ended."""
+        ended: Array = self.terminated | self.truncated
+        return ended if self.going_on is None else ended & ~self.going_on
 
 
 class Environments(Protocol):
@@ -96,6 +108,8 @@ class LoopedEnvironments:
         self.episodes = [-1] * count
         self.actions: list[list[Any]] = [[] for _ in range(count)]
         self._discrete = isinstance(self.action_space, spaces.Discrete)
+        self.first = 0  # the number of environment 0, where these are a part of more
+        self.place: Any = [0, -1, -1]  # environment, episode and step of the last call, for whoever must say what went wrong
 
     def reset(self) -> Observations:
         for index in range(self.count):
@@ -109,38 +123,44 @@ class LoopedEnvironments:
     def _begin(self, index: int, episode: int) -> None:
         self.episodes[index] = episode
         self.actions[index] = []
+        number = self.first + index
+        self.place[:] = number, episode, 0
         try:
-            observation, info = self.environments[index].reset(seed=episode_seed(self.seed, index, episode, self.purpose))
+            observation, info = self.environments[index].reset(seed=episode_seed(self.seed, number, episode, self.purpose))
         except Exception as error:
             raise self._failure(index, "reset()", error) from error
         self._store(index, observation, info, "reset()")
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
-        rewards, finals = np.zeros(count, np.float32), {}
-        terminated, truncated = np.zeros(count, bool), np.zeros(count, bool)
+        rewards, scores, finals = np.zeros(count, np.float32), np.zeros(count, np.float32), {}
+        terminated, truncated, going_on = np.zeros(count, bool), np.zeros(count, bool), np.zeros(count, bool)
         for index in range(count) if active is None else np.flatnonzero(active).tolist():
-            rewards[index], term, trunc = self._act(index, actions[index])
-            terminated[index], truncated[index] = term, trunc
+            rewards[index], term, trunc, scores[index], life_lost = self._act(index, actions[index])
+            going_on[index] = life_lost and not (term or trunc)
+            terminated[index], truncated[index] = term or going_on[index], trunc
             if term or trunc:
                 if trunc and not term:
                     finals[index] = self.reader.one_of(self.observations, index)
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
-        return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals)
+        return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, going_on)
 
-    def _act(self, index: int, action: Any) -> tuple[float, bool, bool]:
-        """One action in one environment, remembered for replay: reward, terminated, truncated."""
+    def _act(self, index: int, action: Any) -> tuple[float, bool, bool, float, bool]:
+        """One action in one environment, remembered for replay: reward, terminated, truncated, score, life lost."""
         action = int(action) if self._discrete else np.asarray(action)
         self.actions[index].append(np.copy(action))  # the environment may change what it is given
+        self.place[:] = self.first + index, self.episodes[index], len(self.actions[index])
         try:
             observation, reward, terminated, truncated, info = self.environments[index].step(action)
             reward = float(reward)  # an array would take None for NaN
+            says = info.get(SAID, {}) if isinstance(info, dict) else {}
+            score, life_lost = float(says.get("score", reward)), bool(says.get("life_lost", False))
         except Exception as error:
             raise self._failure(index, "step()", error) from error
         terminated, truncated = bool(terminated), bool(truncated)
         self._store(index, observation, None if terminated or truncated else info, "step()")
-        return reward, terminated, truncated
+        return reward, terminated, truncated, score, life_lost
 
     def _store(self, index: int, observation: Any, info: Any, call: str) -> None:
         try:
@@ -151,9 +171,9 @@ class LoopedEnvironments:
             raise self._failure(index, call, error) from error
 
     def _failure(self, index: int, call: str, error: Exception | str) -> SurefootError:
-        what = f"gave {error}" if isinstance(error, str) else f"raised {type(error).__name__}: {error}"
+        what = f"gave {error}" if isinstance(error, str) else f"raised {cause_of(error)}"
         return SurefootError(
-            f"{self.name}: environment {index} {what} in {call}, episode {self.episodes[index]}, "
+            f"{self.name}: environment {self.first + index} {what} in {call}, episode {self.episodes[index]}, "
             f"step {len(self.actions[index])}; mend the environment, then resume from the last checkpoint"
         )
 
@@ -178,7 +198,7 @@ class LoopedEnvironments:
     def _replays(self, index: int, actions: Array) -> bool:
         """Whether the episode takes the same actions again without ending or failing."""
         try:
-            return not any(terminated or truncated for _, terminated, truncated in (self._act(index, a) for a in actions))
+            return not any(terminated or truncated for _, terminated, truncated, *_ in (self._act(index, a) for a in actions))
         except SurefootError:
             return False
 
@@ -206,7 +226,7 @@ class VectorEnvironments:
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
         self.reader = Reader(self.observation_space, self.action_space, self.count, name)
-        self.mode = AutoresetMode(environments.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self.mode = stated_mode(environments, name)
         self.over = np.zeros(self.count, bool)
         self.resets, self.steps = 0, 0
 
@@ -234,8 +254,9 @@ class VectorEnvironments:
         try:
             observations, rewards, terminated, truncated, infos = self.environments.step(actions)
         except Exception as error:
-            raise SurefootError(f"{self.name}: raised {type(error).__name__}: {error} in step()") from error
-        ended, ignored, finals = terminated | truncated, np.zeros(self.count, bool), {}
+            raise SurefootError(f"{self.name}: raised {cause_of(error)} in step()") from error
+        given, ended, ignored, finals = infos, terminated | truncated, np.zeros(self.count, bool), {}
+        check_infos(self.mode, ended, self.over, infos, self.name)
         cut = np.flatnonzero(truncated & ~terminated).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
             seen = self._read(observations, infos, ~ignored)
@@ -254,7 +275,10 @@ class VectorEnvironments:
             terminated, truncated = terminated & ~ignored, truncated & ~ignored
             self.over = terminated | truncated
             seen = self._read(observations, infos, ~self.over)
-        return Step(seen, np.where(ignored, 0, rewards).astype(np.float32), terminated, truncated, ignored, finals)
+        rewards = np.where(ignored, 0, rewards).astype(np.float32)
+        scores = np.where(ignored, 0, said(given, "score", rewards)).astype(np.float32)
+        going_on = said(given, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
+        return Step(seen, rewards, terminated | going_on, truncated, ignored, finals, scores, going_on)
 
     def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
         """The leaves, and the masks of those who act next."""
@@ -284,7 +308,7 @@ def make_environments(
     """
     name = task_name(task)
     try:
-        make = maker(task, arguments)
+        make = maker(task, arguments, purpose)
         mujoco_to_logging(task)
         first = make()
         mujoco_to_logging(task)  # for those who import it when called
@@ -304,8 +328,8 @@ def make_environments(
     return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose)
 
 
-def maker(task: str | MakeEnvironment, arguments: dict[str, Any]) -> Callable[[], Any]:
-    """The function of no arguments that makes one environment of a task."""
+def maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str = "training") -> Callable[[], Any]:
+    """The function of no arguments that makes one environment of a task; Atari's are others for evaluation."""
     if callable(task):
         return lambda: task(**arguments)
     function = task.partition(":")[2]
@@ -314,6 +338,8 @@ def maker(task: str | MakeEnvironment, arguments: dict[str, Any]) -> Callable[[]
             "task", task, "a function that can't be imported is passed itself, as in surefoot.resume(run, task=make)"
         )
         return lambda: found(**arguments)
+    if task.startswith(ATARI):
+        return lambda: make_atari(task, purpose, **arguments)
     return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)
 
 
@@ -324,7 +350,7 @@ def task_name(task: str | MakeEnvironment) -> str:
 
 def making_failed(name: str, error: Exception) -> SurefootError:
     """One line for an environment that could not be made; names the extra where a package is missing."""
-    extras = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari"}
+    extras = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari", "opencv": "atari"}
     text = str(error).replace("\n", " ")
     if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
         extra = next((value for key, value in extras.items() if key in text.lower()), None)

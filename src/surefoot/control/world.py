@@ -7,8 +7,9 @@ import torch
 
 from surefoot.config import Recipe
 from surefoot.control.agent import Agent, load_weights
+from surefoot.control.backends import training_environments
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments import MakeEnvironment, VectorEnvironments, make_environments, task_name
+from surefoot.control.environments import MakeEnvironment, task_name
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.errors import SurefootError
 
@@ -21,14 +22,16 @@ class ControlWorld:
         self.recipe = recipe
         self.task: str | MakeEnvironment = task or recipe.task
         rollout = recipe.rollout
-        self.environments = make_environments(self.task, recipe.environment, rollout.environments, recipe.seed)
-        if isinstance(self.environments, VectorEnvironments):
-            _check_vector(recipe, task_name(self.task), self.environments.count)
-        spaces = (self.environments.observation_space, self.environments.action_space)
-        self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))
-        self.policy = self.agent.policy
-        steps = None if recipe.objective.needs_whole_episodes else rollout.steps
-        self.collector = ControlCollector(self.environments, self.agent, steps, rollout.episodes)
+        self.environments = training_environments(self.task, recipe)
+        try:
+            spaces = (self.environments.observation_space, self.environments.action_space)
+            self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))
+            self.policy = self.agent.policy
+            steps = None if recipe.objective.needs_whole_episodes else rollout.steps
+            self.collector = ControlCollector(self.environments, self.agent, steps, rollout.episodes)
+        except BaseException:
+            self.environments.close()  # nobody else could: no process is left behind
+            raise
 
     def trees(self) -> dict[str, Any]:
         """What a checkpoint holds of the trained thing itself."""
@@ -63,21 +66,3 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise SurefootError(f"device={device!r}: can't be used here ({reason}); set device = 'cpu'") from None
-
-
-def _check_vector(recipe: Recipe, task: str, count: int) -> None:
-    """Refuse at the start what a vector environment can't do in the middle of a run."""
-    if recipe.objective.needs_whole_episodes:
-        raise SurefootError(
-            f"task={task!r}: a vector environment can't run whole episodes side by side, and {recipe.algorithm} needs them; "
-            "use an objective with a critic, or a task that makes single environments"
-        )
-    if recipe.evaluation.episodes:
-        raise SurefootError(
-            f"evaluation.episodes={recipe.evaluation.episodes}: evaluation needs single environments, and task={task!r} makes "
-            "a vector environment; set evaluation.episodes = 0"
-        )
-    if recipe.rollout.environments != count:
-        raise SurefootError(
-            f"rollout.environments={recipe.rollout.environments}: task={task!r} makes a vector of {count}; set it to that"
-        )
