@@ -312,7 +312,7 @@ def _part(state: dict[str, Any], worker: Worker) -> dict[str, Any]:
     return {
         "episodes": list(state["episodes"][worker.rows]),
         "actions": {str(local): np.asarray(log) for local, log in logs.items() if log is not None},
-        "observations": _each(state["observations"], lambda leaf: np.array(leaf)[worker.rows]),
+        "observations": _each(state["observations"], lambda leaf: np.asarray(leaf)[worker.rows]),
     }
 
 

@@ -1,0 +1,359 @@
+"""Laws of worker processes: the same steps to the last bit, and whatever goes wrong is named and leaves nothing behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.control.environments import Environments, LoopedEnvironments, Step, episode_seed, make_environments
+from surefoot.control.workers import WorkerEnvironments
+from surefoot.recipes import find_recipe
+from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
+
+from .misbehaving import Misbehaving, Odd, vector
+
+SEED = 7
+TESTS = Path(__file__).parent.parent
+
+
+def in_workers(task: Any, count: int, workers: int, deadline: float = 60.0, **arguments: Any) -> WorkerEnvironments:
+    return WorkerEnvironments(task, arguments, count, SEED, workers, deadline)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After every test no process is left but the one that Python itself keeps for spawning."""
+    yield
+    assert multiprocessing.active_children() == []
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return np.array_equal(a, b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)
+
+
+def assert_same_steps(a: Environments, b: Environments, steps: int, active: Callable[[int], Any] = lambda t: None) -> Step:
+    generator = np.random.default_rng(0)
+    for t in range(steps):
+        actions = generator.integers(0, 2, a.count)
+        first, second = a.step(actions, active(t)), b.step(actions, active(t))
+        for field in fields(Step):
+            assert same(getattr(first, field.name), getattr(second, field.name)), (t, field.name)
+    return first
+
+
+# ---- the same ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_steps_whatever_the_number_of_workers_and_states_move_between_them(tmp_path: Path) -> None:
+    """Also with only some environments active, after a restart, and from a checkpoint of another number of workers."""
+    task, arguments, some = "CartPole-v1", {"max_episode_steps": 20}, np.array([True, False, True, False, False])
+    loop = make_environments(task, arguments, 5, SEED)
+    two = in_workers(task, 5, 2, **arguments)
+    try:
+        assert np.array_equal(loop.reset(), two.reset())
+        last = assert_same_steps(loop, two, 60)
+        assert last.scores is not None
+        assert loop.restart(3)[1] == two.restart(3)[1] == [3]
+        assert_same_steps(loop, two, 10, lambda t: some if t % 2 else None)
+        assert same(loop.state_dict(), two.state_dict())
+        save_checkpoint(tmp_path / "state", {"environments": two.state_dict()})
+        expected = loop.step(np.ones(5, int)).observations
+    finally:
+        two.close()
+    state = load_checkpoint(tmp_path / "state")["environments"]
+    three, alone = in_workers(task, 5, 3, **arguments), make_environments(task, arguments, 5, SEED)
+    try:
+        for again in (three, alone):
+            _, lost = again.load_state_dict(state)
+            assert lost == []
+            assert np.array_equal(again.step(np.ones(5, int)).observations, expected)
+        assert_same_steps(three, loop, 30)
+        assert loop.first == 0
+        with pytest.raises(SurefootError, match=r"rollout.environments=5: the checkpoint has 4 environments"):
+            three.load_state_dict({**state, "episodes": [0] * 4})
+    finally:
+        three.close()
+
+
+def test_final_observations_and_lost_environments_are_counted_from_the_first_of_all() -> None:
+    environments = in_workers("CartPole-v1", 4, 2, max_episode_steps=2)
+    try:
+        environments.reset()
+        environments.step(np.zeros(4, int))
+        step = environments.step(np.zeros(4, int))
+        assert step.truncated.all()
+        assert sorted(step.final_observations) == [0, 1, 2, 3]
+        environments.step(np.zeros(4, int))
+        state = environments.state_dict()
+        state["observations"][[1, 3]] += 1
+        assert environments.load_state_dict(state)[1] == [1, 3]
+    finally:
+        environments.close()
+
+
+def test_a_run_learns_the_same_in_workers_as_in_one_process() -> None:
+    def rows(**rollout: Any) -> list[Any]:
+        seen: list[Any] = []
+        fields = {**RUN, "steps": 192, "evaluation": {"episodes": 1, "every": 128}}
+        fields["rollout"] = {"environments": 4, "steps": 16, **rollout}
+        surefoot.train("CartPole-v1", callback=lambda row: seen.append(dict(row)), **fields)
+        return [{k: v for k, v in row.items() if "second" not in k} for row in seen]
+
+    assert rows() == rows(backend="workers", workers=2)
+
+
+def test_environments_are_spread_as_evenly_as_can_be_over_at_most_as_many_processes() -> None:
+    environments = in_workers(Misbehaving, 3, 2)
+    assert [worker.count for worker in environments._crew] == [2, 1]
+    environments.close()
+    environments.close()
+
+
+def test_an_id_that_was_registered_by_hand_is_known_to_the_workers() -> None:
+    gymnasium.register("ByHand-v0", entry_point=Misbehaving)
+    try:
+        environments = in_workers("ByHand-v0", 1, 1)
+        environments.reset()
+        environments.close()
+    finally:
+        del gymnasium.registry["ByHand-v0"]
+
+
+def test_a_worker_needs_no_torch() -> None:
+    command = "import sys, surefoot.control.worker; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ---- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def go_on(environments: Environments) -> None:
+    environments.reset()
+    for _ in range(9):
+        environments.step(np.zeros(environments.count, int))
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "said"),
+    [
+        ("raises", 2, "raised RuntimeError: the wheels came off in step(), episode 1, step 2;"),
+        ("unpicklable", 0, "raised Unpicklable: holds a lock in reset(), episode 1, step 0;"),
+        ("speechless", 1, "raised Speechless: (its message can't be shown) in step(), episode 1, step 1;"),
+        ("exits", 2, "raised SystemExit: 3 in step(), episode 1, step 2;"),
+        ("interrupts", 0, "raised KeyboardInterrupt in reset(), episode 1, step 0;"),
+        ("leaves", 2, "ended its worker process (exit code 7) in step(), episode 1, step 2;"),
+        ("segfaults", 2, "ended its worker process (SIGSEGV) in step(), episode 1, step 2;"),
+        ("is killed", 0, "ended its worker process (SIGKILL, perhaps out of memory) in reset(), episode 1, step 0;"),
+        ("sleeps", 1, "did not come back within 1 s (rollout.deadline) in step(), episode 1, step 1;"),
+        ("spins", 0, "did not come back within 1 s (rollout.deadline) in reset(), episode 1, step 0;"),
+    ],
+)
+def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(how: str, at: int, said: str) -> None:
+    environments = in_workers(Misbehaving, 3, 2, 1.0, how=how, at=at, doom=episode_seed(SEED, 2, 1))
+    pids = [worker.process.pid for worker in environments._crew]
+    begun = time.monotonic()
+    with pytest.raises(SurefootError) as caught:
+        go_on(environments)
+    line = str(caught.value)
+    assert line == f"Misbehaving: environment 2 {said} mend the environment, then resume from the last checkpoint"
+    assert time.monotonic() - begun < 20
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    if how in ("raises", "exits"):
+        assert "misbehaving.py" in caught.value.__notes__[0]
+
+
+def test_a_slow_environment_is_no_hanging_one_as_long_as_each_call_comes_back() -> None:
+    environments = in_workers(Misbehaving, 4, 1, 1.0, how="dawdles", doom=None, at=0)
+    begun = time.monotonic()
+    environments.reset()
+    assert time.monotonic() - begun > 2
+    environments.close()
+
+
+def test_a_worker_that_is_killed_between_two_steps_is_said_to_be_so() -> None:
+    environments = in_workers(Misbehaving, 3, 2)
+    environments.reset()
+    os.kill(environments._crew[0].process.pid or 0, signal.SIGKILL)
+    with pytest.raises(SurefootError, match=r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) while"):
+        environments.step(np.zeros(3, int))
+
+
+def test_what_can_not_be_made_in_a_worker_is_said_in_one_line() -> None:
+    with pytest.raises(SurefootError, match="Misbehaving: environment 0 raised SystemExit: 5 while it was made"):
+        in_workers(Misbehaving, 2, 1, how="while made")
+    with pytest.raises(SurefootError, match=r"task='Misbehaving': could not be made \(TypeError"):
+        in_workers(Misbehaving, 1, 1, wheels=3)
+    with pytest.raises(SurefootError, match=r"task='vector': makes a vector environment.*rollout.backend = 'loop'"):
+        in_workers(vector, 2, 1)
+
+
+def test_a_task_that_can_not_be_sent_is_refused_with_the_remedy() -> None:
+    with pytest.raises(SurefootError, match=r"task='<lambda>': can't be sent to a worker process .*module:function"):
+        in_workers(lambda: Misbehaving(), 1, 1)
+
+
+def test_a_run_that_is_refused_leaves_no_process_behind() -> None:
+    with pytest.raises(SurefootError, match=r"observation space Text.* not supported"):
+        surefoot.train(Odd, steps=64, rollout={"backend": "workers", "workers": 1, "environments": 1})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"workers": 2}, "rollout.workers=2: environments run in backend 'loop'; set rollout.backend = 'workers'"),
+        ({"backend": "workers", "workers": 9}, "rollout.workers=9: more processes than rollout.environments=8"),
+        ({"backend": "threads"}, "rollout.backend='threads'"),
+        ({"backend": "workers", "deadline": 0}, "rollout.deadline=0"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(rollout: dict[str, Any], said: str) -> None:
+    with pytest.raises(SurefootError) as caught:
+        find_recipe("CartPole-v1", {"rollout": rollout})
+    assert str(caught.value).startswith(said)
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------------
+
+RUN = {
+    "steps": 512,
+    "rollout": {"environments": 4, "steps": 16},
+    "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
+    "checkpoint": {"every": 64},
+    "evaluation": {"episodes": 0},
+}
+WORKERS = {"rollout": {**RUN["rollout"], "backend": "workers", "workers": 2}}  # type: ignore[dict-item]
+
+
+def test_a_crash_in_the_middle_of_a_run_leaves_its_checkpoint_from_which_it_goes_on_exactly(tmp_path: Path) -> None:
+    fuse = tmp_path / "fuse"
+    fuse.touch()
+    trouble = {"how": "segfaults", "doom": episode_seed(1, 3, 20), "at": 1, "fuse": str(fuse)}
+    fields = {**RUN, "environment": trouble}
+    with pytest.raises(SurefootError, match=r"environment 3 ended .*SIGSEGV.*episode 20, step 1; .*resume from the last"):
+        surefoot.train(Misbehaving, "PPO_CLIP", run_dir=tmp_path / "crashed", **{**fields, **WORKERS})
+    assert len(list((tmp_path / "crashed" / "checkpoints").iterdir())) == 2
+    fuse.unlink()
+    resumed = surefoot.resume(tmp_path / "crashed", task=Misbehaving)
+    whole = surefoot.train(Misbehaving, "PPO_CLIP", **fields)
+    for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert np.array_equal(mine.detach().numpy(), theirs.detach().numpy())
+
+
+def interrupted(number: int, folder: Path) -> None:
+    """Train in a process group of its own, which gets a signal in the second iteration."""
+    os.setpgid(0, 0)
+
+    def once(row: dict[str, Any]) -> None:
+        if row["iteration"] == 2:
+            os.killpg(0, number)
+
+    with pytest.raises(surefoot.Interrupted, match="stopped at step 128; continue with"):
+        surefoot.train("CartPole-v1", run_dir=folder, callback=once, **{**RUN, **WORKERS})
+    (folder / "in order").touch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_reaches_the_workers_too_and_the_run_stops_in_order(number: int, tmp_path: Path) -> None:
+    """A terminal sends its Ctrl-C so, and some systems their SIGTERM."""
+    child = multiprocessing.get_context("fork").Process(target=interrupted, args=(number, tmp_path / "run"))
+    child.start()
+    child.join()
+    assert (tmp_path / "run" / "in order").exists()
+    assert (tmp_path / "run" / "checkpoints" / "128").exists()
+
+
+def run_python(text: str, folder: Path, name: str = "script.py") -> "subprocess.CompletedProcess[str]":
+    """In a process of its own, with a file as its main module."""
+    (folder / name).write_text(textwrap.dedent(text))
+    places = os.pathsep.join([str(TESTS), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": places}
+    return subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_workers_end_when_their_parent_is_killed_even_the_one_that_hangs(tmp_path: Path) -> None:
+    text = """
+        import os, signal, threading, time
+        import numpy as np
+        from control.misbehaving import Misbehaving
+        from surefoot.control.workers import WorkerEnvironments
+        how = {"how": "spins", "doom": DOOM, "at": 1}
+        environments = WorkerEnvironments(Misbehaving, how, 2, SEED, 2, 60)
+        print(*[worker.process.pid for worker in environments._crew], flush=True)
+        environments.reset()
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        environments.step(np.zeros(2, int))
+    """.replace("DOOM", str(episode_seed(SEED, 1, 0))).replace("SEED", str(SEED))
+    done = run_python(text, tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    until = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+OWN = """
+    import gymnasium
+    import numpy as np
+    from surefoot.control.workers import WorkerEnvironments
+    class Own(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(2, np.float32), {}
+    def go(task):
+        print("began")
+        environments = WorkerEnvironments(task, {}, 1, 1, 1, 60)
+        print(environments.reset().shape)
+"""
+
+
+def test_a_script_may_define_its_environment_where_its_main_part_is_guarded(tmp_path: Path) -> None:
+    done = run_python(OWN + "    if __name__ == '__main__':\n        go(Own)\n", tmp_path)
+    assert (done.stdout, done.stderr) == ("began\n(1, 2)\n", "")
+
+
+def test_a_script_without_a_guard_is_told_so_only_where_a_worker_must_import_it(tmp_path: Path) -> None:
+    done = run_python(OWN + "    go('CartPole-v1')\n    go(Own)\n", tmp_path)
+    assert done.stdout.startswith("began\n(1, 4)\nbegan\n")
+    assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
+
+
+def test_an_environment_that_no_other_process_can_import_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    text = textwrap.dedent(OWN) + "go(Own)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    line = next(line for line in done.stderr.splitlines() if "can't be imported by a worker process" in line)
+    assert "module of its own" in line
+
+
+def test_loops_do_not_know_that_they_are_parts() -> None:
+    """The numbers in messages and seeds count from the first environment of all."""
+    environments = LoopedEnvironments(Misbehaving, 2, SEED, "tiny")
+    environments.first = 4
+    environments.reset()
+    assert list(environments.place) == [5, 0, 0]
+    assert environments.environments[1].np_random_seed == episode_seed(SEED, 5, 0)
