@@ -121,7 +121,7 @@ class Objective:
     gae_lambda: float = 1.0
     """λ of the advantages: 1 is Monte-Carlo return minus value, 0 the TD residual; needs a critic"""
     reuse: Reuse | None = None
-    """none: one update per batch, log π weighted by Â. Else epochs and minibatches, weighted by ρ"""
+    """none: one update per batch, log π weighted by Â. Else epochs and minibatches, weighted by ρ; under TRPO the critic's"""
     trust_region: Clip | Penalty | Constraint | None = None
     """what keeps θ near θ_old: a clip of the ratio, a price on the KL, or a bound on it. Its keys say which"""
 

@@ -48,13 +48,13 @@ class OptimizerSettings(Section):
     """How θ moves."""
 
     learning_rate: float = Field(3e-4, gt=0)
-    """Adam's learning rate"""
+    """Adam's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
     schedule: Literal["constant", "linear"] = "constant"
     """linear falls to zero over the budget"""
     epsilon: float = Field(1e-5, gt=0)
     """Adam's epsilon"""
     max_grad_norm: float | None = Field(0.5, gt=0)
-    """scale larger gradients down to this norm"""
+    """scale larger gradients down to this norm; TRPO's own step is bounded by its KL and not by this"""
     critic_learning_rate: float | None = Field(None, gt=0)
     """give the critic its own optimizer, with this learning rate"""
     critic_max_grad_norm: float | None = Field(0.5, gt=0)
@@ -318,7 +318,8 @@ def _region_meant(value: Any) -> str:
 def explain(error: pydantic.ValidationError, region: str = "") -> str:
     """The first complaint of a validation as one line: field, value, remedy. ``region`` is the trust region that is meant."""
     kinds = {kind.__name__ for kind in TRUST_REGIONS}
-    first = next(e for e in error.errors(include_url=False) if not (kinds - {region}) & set(e["loc"]))
+    complaints = error.errors(include_url=False)  # one for every kind of trust region that a table is not
+    first = next((e for e in complaints if not (kinds - {region}) & set(e["loc"])), complaints[0])
     place = [str(part) for part in first["loc"] if part not in ("Reuse", *kinds)]
     field = ".".join(place)
     if isinstance(cause := first.get("ctx", {}).get("error"), SurefootError):

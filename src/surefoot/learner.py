@@ -58,11 +58,9 @@ class Learner:
             critic_adam = critic_adam or adam
         critic = [] if critic_adam is None else list(policy.critic_parameters())
         if critic_adam is not None and not critic:
+            field = "optimizer.critic_learning_rate" if constraint is None else "objective.trust_region='constraint'"
             raise SurefootError(
-                "objective.trust_region='constraint': the critic is fitted apart from the policy, and this one has no "
-                "parameters of its own; give it some (network.shared_trunk = false)"
-                if constraint is not None
-                else "optimizer.critic_learning_rate: the critic has no parameters of its own to move separately; "
+                f"{field}: the critic has no parameters of its own to move separately; "
                 "unset it, or set network.shared_trunk = false"
             )
         own = {id(p) for p in critic}

@@ -98,7 +98,7 @@ class Session:
         if set(trees["learner"]) != set(self.learner.optimizers):
             raise SurefootError(
                 f"{checkpoint}: has optimizers for {', '.join(trees['learner'])}, the recipe asks for "
-                f"{', '.join(self.learner.optimizers)}; undo the change of optimizer.critic_learning_rate"
+                f"{', '.join(self.learner.optimizers)}; undo the change of optimizer.critic_learning_rate or of the algorithm"
             )
         self.learner.load_state_dict(trees["learner"])
         self.state.load_state_dict(trees["state"])
