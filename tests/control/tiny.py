@@ -140,7 +140,9 @@ class Sampled(gymnasium.Env[Any, Any]):
     latest: "Sampled"
 
     def __init__(self, observation_space: Any, action_space: Any, masked: bool = False, seed: int = 0) -> None:
-        self.observation_space, self.action_space, self.masked = observation_space, action_space, masked
+        # Spaces of its own: they hold the generator that samples are drawn from.
+        self.observation_space, self.action_space = copy.deepcopy((observation_space, action_space))
+        self.masked = masked
         self.observation_space.seed(seed)
         self.generator = np.random.default_rng(seed)
         self.shown: Any = None

@@ -138,13 +138,15 @@ class NatureCNN(nn.Module):
 
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
     """A layer with orthogonal weights from the generator, and no bias yet."""
-    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")  # its own init would draw from the global stream
+    with torch.random.fork_rng(devices=[]):  # its own initial weights, which are not kept, are drawn from the global stream
+        layer = nn.Linear(inputs, outputs)
     _initialise(layer, gain, generator)
     return layer
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int, generator: torch.Generator) -> nn.Conv2d:
-    layer = nn.Conv2d(inputs, outputs, size, stride, device="meta").to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        layer = nn.Conv2d(inputs, outputs, size, stride)
     _initialise(layer, math.sqrt(2), generator)
     return layer
 

@@ -1,0 +1,355 @@
+"""Laws of action masks: what is forbidden is never done, has no probability and gets no gradient; faults are named."""
+
+import math
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import surefoot
+from surefoot import PPO_CLIP, REINFORCE, SurefootError
+from surefoot.config import Network
+from surefoot.control.environments import LoopedEnvironments, VectorEnvironments
+from surefoot.control.policies import ActorCritic
+from surefoot.functional import fisher_vector_product
+from surefoot.seeding import stream
+
+from .tiny import Endless, Sampled, fresh_state, small, world_of
+
+SEEN = spaces.Box(-1, 1, (3,))
+MANY = {
+    "discrete": spaces.Discrete(1000),
+    "multidiscrete": spaces.MultiDiscrete([700, 2, 298]),
+    "multibinary": spaces.MultiBinary(500),
+}
+SIZES = {"discrete": (1000,), "multidiscrete": (700, 2, 298), "multibinary": (2,) * 500}
+
+
+def masks(name: str, rows: int, share: float, seed: int = 0) -> torch.Tensor:
+    """[rows, 1000] random ones that allow about ``share``, and something in every part."""
+    generator = np.random.default_rng(seed)
+    allowed = generator.random((rows, 1000)) < share
+    start = 0
+    for size in SIZES[name]:
+        allowed[np.arange(rows), start + generator.integers(size, size=rows)] = True
+        start += size
+    return torch.from_numpy(allowed)
+
+
+def policy_of(name: str, shift: float = 0.0) -> ActorCritic:
+    policy = ActorCritic(SEEN, MANY[name], Network(hidden=(8,)), True, stream(1))
+    with torch.no_grad():
+        policy.actor_head.weight.mul_(100)  # logits that differ
+        policy.actor_head.bias.add_(shift * torch.randn(1000, generator=stream(2)))
+    return policy
+
+
+def at(name: str, actions: torch.Tensor) -> torch.Tensor:
+    """Where an action's entries are among the 1,000 choices.   [...] or [..., d] -> [..., d]"""
+    if name == "discrete":
+        return actions.unsqueeze(-1)
+    return actions + torch.tensor([0, *SIZES[name][:-1]]).cumsum(0)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3])
+@pytest.mark.parametrize("name", MANY)
+def test_of_a_thousand_actions_no_forbidden_one_is_ever_sampled_or_likeliest(name: str, share: float) -> None:
+    policy, allowed = policy_of(name), masks(name, 100, share)
+    distribution = policy.distribution({"observation": torch.randn(100, 3, generator=stream(3)), "action_mask": allowed})
+    generator = stream(4)
+    for actions in (distribution.mode(), *(distribution.sample(generator) for _ in range(30))):
+        assert allowed.gather(-1, at(name, actions)).all()
+        assert distribution.log_prob(actions).isfinite().all()
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_forbidden_action_has_probability_zero_and_the_others_share_the_rest(name: str) -> None:
+    policy, allowed = policy_of(name), masks(name, 40, 0.2)
+    seen = torch.randn(40, 3, generator=stream(3))
+    with torch.no_grad():
+        logits = policy.distribution({"observation": seen, "action_mask": allowed}).logits
+        free = policy.actor_head(policy.actor_trunk({"observation": seen})).double().exp() * allowed
+    for part, size in enumerate(SIZES[name]):
+        start = sum(SIZES[name][:part])
+        weights = free[:, start : start + size]
+        wanted = weights / weights.sum(-1, keepdim=True)
+        row = logits if name == "discrete" else logits[:, part, :size]
+        found = row.softmax(-1)
+        assert (found[~allowed[:, start : start + size]] == 0).all()
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
+        if part > 20:
+            break
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_nothing_forbidden_gets_a_gradient_and_none_is_nan(name: str) -> None:
+    policy, allowed = policy_of(name), masks(name, 30, 0.05)
+    allowed[:, 7] = False  # in no row
+    allowed[:, 6] = True
+    inputs = {"observation": torch.randn(30, 3, generator=stream(3)), "action_mask": allowed}
+    with torch.no_grad():
+        old = policy_of(name, 0.1).distribution(inputs)
+        actions = old.sample(stream(5))
+    evaluation = policy(inputs, actions)
+    kl = old.kl(evaluation.distribution)
+    assert (kl >= -1e-5).all()
+    assert evaluation.entropy.isfinite().all()
+    assert (evaluation.entropy >= -1e-5).all()
+    for number in (evaluation.log_probs, evaluation.entropy, kl):
+        (bias,) = torch.autograd.grad(number.sum(), policy.actor_head.bias, retain_graph=True)
+        assert number.isfinite().all()
+        assert bias.isfinite().all()
+        assert bias[7] == 0
+        assert bias.abs().max() > 0
+        (first,) = torch.autograd.grad(number.sum(), policy.actor_trunk.layers[0].weight, retain_graph=True)
+        assert first.isfinite().all()
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_curvature_of_the_kl_is_finite_and_zero_where_forbidden(name: str) -> None:
+    """What a natural gradient needs: a second derivative through the mask."""
+    policy, allowed = policy_of(name), masks(name, 10, 0.05)
+    allowed[:, 7], allowed[:, 6] = False, True
+    inputs = {"observation": torch.randn(10, 3, generator=stream(3)), "action_mask": allowed}
+    with torch.no_grad():
+        old = policy.distribution(inputs)
+    kl = old.kl(policy.distribution(inputs)).mean()
+    product = fisher_vector_product(kl, [policy.actor_head.bias], damping=0.0)(torch.ones(1000) + torch.arange(1000) / 1000)
+    assert product.isfinite().all()
+    assert product[7] == 0
+    assert product.abs().max() > 0
+
+
+def test_an_only_choice_is_certain_and_has_no_entropy() -> None:
+    policy = policy_of("discrete")
+    allowed = torch.zeros(1, 1000, dtype=torch.bool)
+    allowed[0, 123] = True
+    evaluation = policy({"observation": torch.zeros(1, 3), "action_mask": allowed}, torch.tensor([123]))
+    assert evaluation.log_probs.item() == evaluation.entropy.item() == 0
+    evaluation.log_probs.sum().backward()
+    assert not policy.actor_head.weight.grad.any()
+
+
+# ---- in training ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_keeps_the_mask_of_every_step_and_scores_actions_under_it() -> None:
+    world = world_of(lambda: Sampled(SEEN, spaces.Discrete(6), masked=True), PPO_CLIP, rollout={"environments": 2, "steps": 30})
+    rollout = world.collector.collect(fresh_state())
+    allowed = rollout.inputs["action_mask"]
+    assert allowed.dtype == torch.bool
+    assert allowed.shape == (2, 30, 6)
+    assert allowed.gather(-1, rollout.actions.unsqueeze(-1)).all()
+    assert torch.equal(rollout.old_distribution.logits > -math.inf, allowed)
+    lonely = allowed.sum(-1) == 1
+    assert lonely.any()
+    assert (rollout.old_log_probs[lonely] == 0).all()
+    again = world.policy(rollout.inputs, rollout.actions)
+    assert torch.equal(again.log_probs, rollout.old_log_probs)
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in AutoresetMode])
+def test_a_masking_vector_environment_trains_without_a_forbidden_action(mode: str) -> None:
+    """The fake fails when it is sent one."""
+
+    def vector() -> SyncVectorEnv:
+        makers = [partial(Sampled, SEEN, spaces.MultiDiscrete([3, 4]), True, b) for b in range(3)]
+        return SyncVectorEnv(makers, autoreset_mode=AutoresetMode[mode])
+
+    fields: dict[str, Any] = {"rollout": {"environments": 3, "steps": 16}, "evaluation": {"episodes": 0}}
+    seen: list[Any] = []
+    surefoot.train(vector, PPO_CLIP, steps=200, objective=small(PPO_CLIP), callback=seen.append, **fields)
+    assert seen[-1]["updates"] >= 8
+
+
+def test_whole_episodes_of_unequal_length_are_masked_too() -> None:
+    class Uneven(Sampled):
+        def step(self, action: Any) -> Any:
+            *rest, truncated, info = super().step(action)
+            return *rest, truncated or (self.t == 2 and self.generator.random() < 0.5), info
+
+    agent = surefoot.train(lambda: Uneven(SEEN, spaces.Discrete(5), True), REINFORCE, steps=100)
+    assert surefoot.evaluate(agent, lambda: Uneven(SEEN, spaces.Discrete(5), True), episodes=3).episodes == 3
+
+
+# ---- judging and acting -----------------------------------------------------------------------------------------------
+
+
+@cache
+def masked_agent() -> surefoot.Agent:
+    return surefoot.train(
+        lambda: Sampled(SEEN, spaces.MultiDiscrete([3, 4]), True), PPO_CLIP, steps=1, objective=small(PPO_CLIP)
+    )
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_predict_and_evaluate_obey_masks(deterministic: bool) -> None:
+    agent = masked_agent()
+    make = partial(Sampled, SEEN, spaces.MultiDiscrete([3, 4]), True)
+    surefoot.evaluate(agent, make, episodes=12, deterministic=deterministic)  # the fake would say so
+    mask = np.array([0, 0, 1, 0, 1, 1, 0], np.int8)
+    rows = np.stack([SEEN.sample() for _ in range(200)])
+    sent, _ = agent.predict(rows, deterministic=deterministic, action_mask=np.tile(mask, (200, 1)))
+    assert set(map(tuple, sent.tolist())) <= {(2, 1), (2, 2)}
+    one, _ = agent.predict(rows[0], deterministic=deterministic, action_mask=mask)
+    assert one[0] == 2
+    free, _ = agent.predict(rows, action_mask=None)
+    assert set(free[:, 0].tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ([1, 1], "length 2 where its action space needs length 7"),
+        ([0, 0, 0, 1, 1, 1, 1], "allows nothing"),
+        ([[1] * 7], r"shape \(1, 7\) where"),
+    ],
+)
+def test_predict_refuses_a_mask_that_can_not_be_meant(mask: Any, said: str) -> None:
+    with pytest.raises(SurefootError, match=f"action_mask: is an action mask .*{said}"):
+        masked_agent().predict(SEEN.sample(), action_mask=mask)
+
+
+# ---- faults -----------------------------------------------------------------------------------------------------------
+
+RIGHT = {"action_mask": np.array([1, 0, 1], np.int8)}
+
+
+class Odd(Endless):
+    """Gives a list of infos, one per step, the last over and over. Ends every third step."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, *infos: dict[str, Any], action_space: Any = None) -> None:
+        self.infos, self.t = infos, 0
+        self.action_space = action_space or self.action_space
+
+    def info(self) -> dict[str, Any]:
+        return self.infos[min(self.t, len(self.infos) - 1)]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return super().reset(seed=seed)[0], self.info()
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.zeros(2, np.float32), 1.0, self.t % 3 == 0, False, self.info()
+
+
+FAULTS = [
+    ([RIGHT, {"action_mask": np.zeros(3, np.int8)}], r"an action mask that allows nothing \(all false\)"),
+    ([RIGHT, {"action_mask": np.ones(4, np.int8)}], "an action mask of length 4 where its action space needs length 3"),
+    ([RIGHT, {}], "no action mask, unlike at its first reset"),
+    ([{}, RIGHT], "an action mask, unlike at its first reset"),
+]
+
+
+@pytest.mark.parametrize(("infos", "said"), FAULTS)
+def test_a_wrong_mask_stops_training_in_a_line_that_names_environment_and_step(infos: Any, said: str) -> None:
+    with pytest.raises(SurefootError, match=rf"environment 0 gave {said} in step\(\), episode 0, step 1;"):
+        surefoot.train(lambda: Odd(*infos), PPO_CLIP, steps=100)
+
+
+@pytest.mark.parametrize(("infos", "said"), FAULTS[:2])
+def test_a_wrong_mask_of_a_vector_environment_names_environment_and_call(infos: Any, said: str) -> None:
+    single = iter([Odd(RIGHT), Odd(*infos)])
+    vector = SyncVectorEnv([lambda: next(single)] * 2)
+    environments = VectorEnvironments(vector, 1, "odd")
+    environments.reset()
+    with pytest.raises(SurefootError, match=r"^odd: (raised ValueError|gave .* in environment 1, in call 1 of step\(\))"):
+        environments.step(np.zeros(2, int))
+
+
+def test_a_wrong_mask_at_the_first_reset_is_named() -> None:
+    with pytest.raises(
+        SurefootError, match=r"environment 0 gave an action mask that allows nothing .* in reset\(\), episode 0"
+    ):
+        surefoot.train(lambda: Odd({"action_mask": [0, 0, 0]}), PPO_CLIP, steps=100)
+
+
+def test_box_actions_can_not_be_masked() -> None:
+    with pytest.raises(SurefootError, match="gave an action mask, but Box actions can't be masked"):
+        surefoot.train(lambda: Odd(RIGHT, action_space=spaces.Box(-1, 1, (3,))), PPO_CLIP, steps=100)
+
+
+def test_at_the_end_of_an_episode_no_mask_is_needed() -> None:
+    class Ending(Odd):
+        def step(self, action: Any) -> Any:
+            observation, reward, over, *_ = super().step(action)
+            return observation, reward, over, False, {} if over else RIGHT
+
+    environments = LoopedEnvironments(lambda: Ending(RIGHT), 2, 1, "ending")
+    environments.reset()
+    for _ in range(8):
+        step = environments.step(np.zeros(2, int))
+        assert step.observations["action_mask"].tolist() == [[True, False, True]] * 2
+
+
+# ---- resuming ---------------------------------------------------------------------------------------------------------
+
+NESTED = spaces.Dict({"where": spaces.Discrete(3), "image": spaces.Box(0, 255, (36, 36), np.uint8), "x": SEEN})
+
+
+def test_a_run_of_nested_observations_and_masks_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    def train(folder: Path, callback: Any = None) -> surefoot.Agent:
+        return surefoot.train(
+            nested_and_masked,
+            PPO_CLIP,
+            steps=72,
+            seed=3,
+            run_dir=folder,
+            callback=callback,
+            rollout={"environments": 2, "steps": 6},
+            objective=small(PPO_CLIP),
+            evaluation={"episodes": 1, "every": 24},
+            network={"hidden": [8]},
+            normalise={"observations": True, "rewards": True},
+        )
+
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "cut", lambda metrics: metrics["iteration"] == 3)
+    said: list[str] = []
+    resumed = surefoot.resume(tmp_path / "cut", task=nested_and_masked, display=_Saying(said))
+    assert said == []
+    ours, theirs = whole.state_dict(), resumed.state_dict()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert surefoot.load(tmp_path / "cut").recipe == whole.recipe
+
+
+def nested_and_masked() -> Sampled:
+    return Sampled(NESTED, spaces.MultiDiscrete([2, 3], start=[1, -1]), True)
+
+
+class _Saying:
+    """A display that keeps what it is told: an environment that did not replay would be."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def show(self, state: Any, metrics: Any) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_environment_that_masks_otherwise_when_replayed_is_lost() -> None:
+    environments = LoopedEnvironments(lambda: Sampled(SEEN, spaces.Discrete(3), True), 2, 1, "sampled")
+    seen = environments.reset()
+    for _ in range(2):
+        seen = environments.step(seen["action_mask"].argmax(-1)).observations
+    state = environments.state_dict()
+    state["observations"]["action_mask"][1] ^= True
+    again = LoopedEnvironments(lambda: Sampled(SEEN, spaces.Discrete(3), True), 2, 1, "sampled")
+    restored, lost = again.load_state_dict(state)
+    assert lost == [1]
+    for path, values in seen.items():
+        assert np.array_equal(restored[path][0], values[0])
