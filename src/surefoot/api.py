@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from surefoot.algorithms import Objective
-from surefoot.config import Recipe, Section, make_recipe, to_table
+from surefoot.config import Recipe, make_recipe, to_table
 from surefoot.control.agent import Agent
 from surefoot.control.environments import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
@@ -18,6 +18,7 @@ from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.dashboard import Display, Silent
 from surefoot.run.folder import RunFolder, checkpoint_to_load
+from surefoot.sections import Section
 from surefoot.session import Session
 
 Task = str | MakeEnvironment

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from surefoot import __version__
-from surefoot.config import MAX_SEED, Recipe, parse_value, recipe_fields, to_toml
+from surefoot.config import Recipe, parse_value, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.recipes import find_recipe, presets
+from surefoot.sections import MAX_SEED
 
 if TYPE_CHECKING:
     from surefoot.run.dashboard import Display

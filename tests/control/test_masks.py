@@ -13,10 +13,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
 from surefoot import PPO_CLIP, REINFORCE, SurefootError
-from surefoot.config import Network
 from surefoot.control.environments import LoopedEnvironments, VectorEnvironments
 from surefoot.control.policies import ActorCritic
 from surefoot.functional import fisher_vector_product
+from surefoot.sections import Network
 from surefoot.seeding import stream
 
 from .tiny import Endless, Sampled, fresh_state, small, world_of

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 import surefoot
 from surefoot import PPO_CLIP, SurefootError
-from surefoot.config import Network
 from surefoot.control import networks
 from surefoot.control.networks import NatureCNN, OneHot, Trunk, Vector
 from surefoot.control.policies import ActorCritic
+from surefoot.sections import Network
 from surefoot.seeding import stream
 
 from .tiny import Sampled, small

@@ -19,6 +19,7 @@ import pytest
 import surefoot
 from surefoot import SurefootError
 from surefoot.control.environments import Environments, LoopedEnvironments, Step, episode_seed, make_environments
+from surefoot.control.spaces import BARE
 from surefoot.control.workers import WorkerEnvironments
 from surefoot.recipes import find_recipe
 from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
@@ -65,7 +66,7 @@ def test_the_same_seed_gives_the_same_steps_whatever_the_number_of_workers_and_s
     loop = make_environments(task, arguments, 5, SEED)
     two = in_workers(task, 5, 2, **arguments)
     try:
-        assert np.array_equal(loop.reset(), two.reset())
+        assert same(loop.reset(), two.reset())
         last = assert_same_steps(loop, two, 60)
         assert last.scores is not None
         assert loop.restart(3)[1] == two.restart(3)[1] == [3]
@@ -81,7 +82,7 @@ def test_the_same_seed_gives_the_same_steps_whatever_the_number_of_workers_and_s
         for again in (three, alone):
             _, lost = again.load_state_dict(state)
             assert lost == []
-            assert np.array_equal(again.step(np.ones(5, int)).observations, expected)
+            assert same(again.step(np.ones(5, int)).observations, expected)
         assert_same_steps(three, loop, 30)
         assert loop.first == 0
         with pytest.raises(SurefootError, match=r"rollout.environments=5: the checkpoint has 4 environments"):
@@ -100,7 +101,7 @@ def test_final_observations_and_lost_environments_are_counted_from_the_first_of_
         assert sorted(step.final_observations) == [0, 1, 2, 3]
         environments.step(np.zeros(4, int))
         state = environments.state_dict()
-        state["observations"][[1, 3]] += 1
+        state["observations"][BARE][[1, 3]] += 1
         assert environments.load_state_dict(state)[1] == [1, 3]
     finally:
         environments.close()
@@ -328,7 +329,7 @@ OWN = """
     def go(task):
         print("began")
         environments = WorkerEnvironments(task, {}, 1, 1, 1, 60)
-        print(environments.reset().shape)
+        print(environments.reset()["observation"].shape)
 """
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from surefoot import PPO_UNCLIPPED, TRPO, Constraint, Interrupted, NotFiniteError, Objective, Reuse, SurefootError
 from surefoot.batches import global_count, rows_of, slices
-from surefoot.config import Network
 from surefoot.control.policies import ActorCritic
 from surefoot.control.spaces import BARE
 from surefoot.credit import assign_credit
@@ -27,6 +26,7 @@ from surefoot.learner import Learner
 from surefoot.natural_step import NaturalStep, damped_fisher
 from surefoot.optimizer import AdamSettings
 from surefoot.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
+from surefoot.sections import Network
 
 from .worlds import DOUBLE, Choice, TinyPolicy, parameters, random_rollout
 

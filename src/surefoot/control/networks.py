@@ -15,10 +15,10 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.config import Network
 from surefoot.control.dotted import imported
 from surefoot.control.spaces import Leaf, channels_last, choices, image_shape, is_image, leaves
 from surefoot.errors import SurefootError
+from surefoot.sections import Network
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 PASS_AT_ONCE = 512

@@ -9,13 +9,13 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.config import Network
 from surefoot.control.distributions import Categorical, DiagonalGaussian, MultiCategorical, side_by_side
 from surefoot.control.memory import REMEMBERED, STARTS, Memory
 from surefoot.control.networks import CustomTrunk, Trunk, linear, make_trunk
 from surefoot.control.spaces import MASK, choices
 from surefoot.errors import SurefootError
 from surefoot.rollout import Evaluation, Policy
+from surefoot.sections import Network
 
 
 class ActorCritic(Policy):
