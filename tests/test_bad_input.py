@@ -392,3 +392,62 @@ def test_the_best_agent_is_the_best_of_this_run_even_after_a_resume_that_went_an
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     api.resume(tmp_path / "run")
     assert [int(p.name) <= 768 for p in (tmp_path / "run" / "best").glob("[0-9]*")] == [True]
+
+
+ODDITIES = """
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from torch import nn
+
+
+class Odd(gymnasium.Env):
+    def __init__(self, mask=(1, 1), observation_space=spaces.Box(-1, 1, (2,), np.float32)):
+        self.observation_space, self.action_space = observation_space, spaces.Discrete(2)
+        self.mask = np.array(mask)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {"action_mask": self.mask}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, True, False, {}
+
+
+def graph():
+    nodes = spaces.Graph(spaces.Box(0, 1, (2,)), None)
+    return Odd(observation_space=spaces.Dict({"camera": spaces.Dict({"depth": nodes}), "x": spaces.Discrete(2)}))
+
+
+def no_module(space):
+    return print
+
+
+def flat(space):
+    return nn.Flatten(0)
+
+
+def narrow(space):
+    return nn.Linear(3, 4)
+"""
+
+ODD = [
+    (["oddities:graph"], ['observation space leaf "camera.depth": Graph', "not supported"]),
+    (
+        ["oddities:Odd", "--environment", "{mask = [0, 0]}"],
+        ["environment 0", "allows nothing (all false)", "episode 0, step 0"],
+    ),
+    (["oddities:Odd", "--environment", "{mask = [1, 1, 1]}"], ["environment 0", "length 3", "needs length 2"]),
+    (["CartPole-v1", "--network.custom", "oddities"], ["network.custom='oddities'", "must name module:function"]),
+    (["CartPole-v1", "--network.custom", "oddities:nothing"], ["network.custom='oddities:nothing'", "can't be imported"]),
+    (["CartPole-v1", "--network.custom", "oddities:no_module"], ["must make a torch.nn.Module"]),
+    (["CartPole-v1", "--network.custom", "oddities:flat"], ["features of shape [8] for 2 observations, not [2, k]"]),
+    (["CartPole-v1", "--network.custom", "oddities:narrow"], ["forward raised RuntimeError", "observation [2, 4]"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), ODD, ids=lambda x: " ".join(x)[:60])
+def test_odd_spaces_masks_and_networks_are_refused_in_one_line(command, words, parts, tmp_path):
+    (tmp_path / "oddities.py").write_text(ODDITIES)
+    sys.modules.pop("oddities", None)
+    refused(command("train", *words, "--steps", "100", "--run-dir", "run"), *parts)
+    assert not (tmp_path / "run").exists()

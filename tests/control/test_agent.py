@@ -1,6 +1,7 @@
 """Laws of what training gives: an agent that acts, is judged, is saved and comes back, the same for the same seed."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,19 @@ import torch
 from gymnasium import spaces
 
 import surefoot
-from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, SurefootError
+from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
 from surefoot.algorithms import algorithm_name
+from surefoot.control import evaluate
 from surefoot.control.environments import episode_seed
 
-from .tiny import Clockwork, bare, small
+from .tiny import Clockwork, Endless, bare, small
 
 QUICK: dict[str, Any] = {
     "rollout": {"environments": 4, "steps": 64},
     "objective": {"reuse": {"epochs": 4, "minibatches": 4}},
     "evaluation": {"episodes": 0},
 }
+QUICK_ONCE: dict[str, Any] = {"rollout": {"environments": 1, "steps": 8}, "evaluation": {"episodes": 0}}
 BOTH = {"observations": True, "rewards": True}
 CARTPOLE = np.array([0.01, -0.02, 0.03, 0.04], np.float32)
 
@@ -388,3 +391,42 @@ def test_stable_baselines3s_own_evaluate_policy_works_on_an_agent() -> None:
     returns, lengths = evaluate_policy(box, make_vec_env("Pendulum-v1", 2), 2, return_episode_rewards=True)
     assert lengths == [200, 200]
     assert all(-2000 < total < 0 for total in returns)
+
+
+class Sick(Endless):
+    """Says something that is not finite at its third step, or never ends."""
+
+    what = "observation"
+
+    def reset(self, **_: Any) -> Any:
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        ill = self.t == 3
+        seen = np.float32([0, np.nan if ill and self.what == "observation" else 0])
+        return seen, np.inf if ill and self.what == "reward" else 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("what", ["observation", "reward"])
+def test_what_is_not_finite_stops_an_evaluation_with_the_words_of_training(what: str) -> None:
+    agent = surefoot.train(Endless, A2C, steps=1, **QUICK_ONCE)
+
+    class Ill(Sick):
+        pass
+
+    Ill.what = what
+    line = rf"Ill: the {what} of environment 0 at step 3 of its episode is not finite; the evaluation was stopped"
+    with pytest.raises(NotFiniteError, match=line):
+        surefoot.evaluate(agent, Ill, episodes=2)
+
+
+def test_an_episode_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluate.LONGEST_EPISODE == 1_000_000
+    monkeypatch.setattr(evaluate, "LONGEST_EPISODE", 50)
+    agent = surefoot.train(Endless, A2C, steps=1, **QUICK_ONCE)
+    with pytest.raises(SurefootError, match=r"task='Endless': an episode did not end within 50 steps .*TimeLimit"):
+        surefoot.evaluate(agent, Endless, episodes=2)
+    limited = partial(gymnasium.wrappers.TimeLimit, Endless(), 50)
+    assert surefoot.evaluate(agent, limited, episodes=1).lengths == [50]  # the last step that is waited for
