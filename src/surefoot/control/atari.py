@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.utils import seeding
 from gymnasium.vector import VectorEnv, VectorWrapper
 
 from surefoot.control.vector import SAID
@@ -55,6 +56,8 @@ def make_atari(task: str, purpose: str = "training", **arguments: Any) -> "gymna
     # The observations of the emulator itself are thrown away; grey ones cost a third.
     rest = {"obs_type": "grayscale", **rest, "frameskip": 1}
     env: gymnasium.Env[Any, Any] = gymnasium.make(task, disable_env_checker=True, **rest)
+    if env.spec is not None and env.spec.kwargs.get("repeat_action_probability") == 0:
+        env = SameStart(env)
     env = gymnasium.wrappers.AtariPreprocessing(env, settings.noop_max, settings.frame_skip, settings.screen_size)
     env = Lives(env, settings.fire, training=purpose == "training", ends_value=settings.episodic_life)
     if settings.sign_rewards and purpose == "training":
@@ -89,6 +92,27 @@ def register() -> None:
 
 def _sign(reward: Any) -> float:
     return float(np.sign(reward))
+
+
+class SameStart(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Begins games without loading the cartridge again, which ale-py does for every seed and takes as long as 250 steps.
+
+    Without sticky actions the emulator draws no random numbers: a seed decides the number of idle frames alone, and the
+    state that a cartridge is loaded into is always the same one. (A plain reset is not enough: in some games it leaves
+    traces of the game before.)
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]") -> None:
+        super().__init__(env)
+        self.base: Any = env.unwrapped
+        self.loaded = env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]  # ale-py's
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            drawn = np.random.SeedSequence(seed).generate_state(2)  # as ale-py does
+            self.base.np_random = seeding.np_random(int(drawn[0]))[0]
+            self.base.ale.restoreState(self.loaded)
+        return self.env.reset(options=options)
 
 
 class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -182,6 +182,8 @@ class LoopedEnvironments:
         return {"episodes": list(self.episodes), "actions": logs, "observations": copied(self.observations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
+        if "episodes" not in state:  # a vector environment's
+            return self.reset(), list(range(self.count))
         if len(state["episodes"]) != self.count:
             raise SurefootError(
                 f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"
@@ -292,7 +294,7 @@ class VectorEnvironments:
         return {"resets": self.resets}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
-        self.resets = state["resets"]
+        self.resets = state.get("resets", 0)  # none, where single environments were saved
         return self.reset(), list(range(self.count))
 
     def close(self) -> None:

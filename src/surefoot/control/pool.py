@@ -32,8 +32,6 @@ class Pool(VectorEnv[Any, Any, Any]):
             self.atari, rest = atari_settings(arguments)
             self.arguments = {**_atari_arguments(self.atari), **rest}
         self.pool = self._make(0)
-        self.single_observation_space: gymnasium.Space[Any] = self.pool.observation_space
-        self.single_action_space: gymnasium.Space[Any] = self.pool.action_space
         self.observation_space = batch_space(self.single_observation_space, count)
         self.action_space = batch_space(self.single_action_space, count)
 
@@ -50,7 +48,10 @@ class Pool(VectorEnv[Any, Any, Any]):
         try:
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")  # about float64 bounds of its own spaces
-                return envpool.make(name, env_type="gymnasium", num_envs=self.num_envs, seed=seed, **self.arguments)
+                pool = envpool.make(name, env_type="gymnasium", num_envs=self.num_envs, seed=seed, **self.arguments)
+                self.single_observation_space: gymnasium.Space[Any] = pool.observation_space
+                self.single_action_space: gymnasium.Space[Any] = pool.action_space
+                return pool
         except Exception as error:
             raise SurefootError(
                 f"task={self.task!r}: EnvPool could not make it with environment={self.arguments} ({cause_of(error)})"

@@ -118,6 +118,8 @@ class WorkerEnvironments:
         return state | {"observations": joined([part["observations"] for part in parts])}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Any, list[int]]:
+        if "episodes" not in state:  # a vector environment's
+            return self.reset(), list(range(self.count))
         if len(state["episodes"]) != self.count:
             raise SurefootError(
                 f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"

@@ -1,11 +1,13 @@
 """Tuned presets, one TOML file each, and how a name, a file or an environment id becomes a recipe.
 
-A preset may say ``tuned_for = [ids]``: the tasks that it serves. Everything else in it is a field of the recipe.
+A preset may say ``tuned_for = [ids]``: the tasks that it serves, also as patterns such as ``"ALE/*-v5"``. Everything else in
+it is a field of the recipe.
 """
 
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ def presets() -> dict[str, dict[str, Any]]:
 def preset_for(task: str) -> dict[str, Any]:
     """The preset tuned for an environment id, or the default one, with the task filled in."""
     tables = presets()
-    found = next((t for t in tables.values() if task in t.get("tuned_for", ())), tables["default"])
+    serving = (t for t in tables.values() if any(fnmatchcase(task, served) for served in t.get("tuned_for", ())))
+    found = next(serving, tables["default"])
     return {**without_label(found), "task": task}
 
 
@@ -104,10 +107,12 @@ def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
     """Raise SurefootError, with a suggestion, for an id that Gymnasium doesn't know."""
     import gymnasium
 
+    if task.startswith("ALE/"):
+        if importlib.util.find_spec("ale_py") is None:
+            raise missing_extra("ale-py", "atari", f"task={task!r}")
+        gymnasium.register_envs(importlib.import_module("ale_py"))
     if task in gymnasium.registry:
         return
-    if task.startswith("ALE/") and importlib.util.find_spec("ale_py") is None:
-        raise missing_extra("ale-py", "atari", f"task={task!r}")
     known = {*gymnasium.registry, *(extra or ())}
     raise SurefootError(
         f"{task!r}: no recipe, .toml file or environment id of that name{did_you_mean(task, known)} (see: surefoot list)"

@@ -1,0 +1,311 @@
+"""Vector environments of an id's own and EnvPool's: what a step means, what is refused, and how modes are checked."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.control.backends import training_environments
+from surefoot.control.environments import Step, VectorEnvironments
+from surefoot.recipes import find_recipe
+
+from .tiny import Clockwork, Endless, clockworks, fresh_state, world_of
+
+BACKENDS = ["native", "envpool"]
+
+
+def environments_of(backend: str, task: str = "CartPole-v1", **arguments: Any) -> VectorEnvironments:
+    if backend == "envpool":
+        pytest.importorskip("envpool")
+    rollout = {"environments": 3, "backend": backend}
+    changes = {"rollout": rollout, "environment": arguments, "objective": {"reuse": {"minibatches": 1}}}
+    made = training_environments(task, find_recipe(task, changes))
+    assert isinstance(made, VectorEnvironments)
+    return made
+
+
+# ---- what a step means ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_kept_transition_is_one_that_the_single_environment_makes(backend: str) -> None:
+    """From the row's observation, by the row's action, to the next row's or the final one: CartPole has no hidden state."""
+    environments = environments_of(backend, max_episode_steps=12)
+    judge = gymnasium.make("CartPole-v1").unwrapped
+    generator = np.random.default_rng(0)
+    observations, kept, ends = environments.reset(), 0, {"terminated": 0, "truncated": 0}
+    for _ in range(80):
+        actions = np.array([1, *generator.integers(0, 2, 2)])  # the first falls before its time is out
+        step = environments.step(actions)
+        for b in np.flatnonzero(~step.ignored):
+            judge.reset()
+            judge.state = observations[b].astype(np.float64)  # type: ignore[attr-defined]
+            expected, reward, terminated, _, _ = judge.step(int(actions[b]))
+            np.testing.assert_allclose(step.observations[b], expected, rtol=1e-4, atol=1e-5)
+            if backend == "envpool" and step.truncated[b]:
+                terminated = False  # where both happen at once, EnvPool says truncated only
+            assert (step.rewards[b], step.terminated[b]) == (reward, terminated)
+            kept += 1
+            ends["terminated"] += int(step.terminated[b])
+            ends["truncated"] += int(step.truncated[b])
+        assert (step.rewards[step.ignored] == 0).all()
+        assert step.scores is not None
+        assert np.array_equal(step.scores, step.rewards)
+        observations = step.observations
+    environments.close()
+    assert kept > 200
+    assert min(ends.values()) > 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_seed_gives_the_same_episodes_and_a_resumed_run_begins_others(backend: str) -> None:
+    first, second = environments_of(backend), environments_of(backend)
+    begun = first.reset()
+    assert np.array_equal(begun, second.reset())
+    observations, lost = second.load_state_dict(first.state_dict())
+    assert lost == [0, 1, 2]
+    assert not np.array_equal(observations, begun)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_trains_and_is_evaluated_in_single_environments(backend: str) -> None:
+    if backend == "envpool":
+        pytest.importorskip("envpool")
+    seen: list[Any] = []
+    fields = {"rollout": {"environments": 4, "steps": 16, "backend": backend}, "evaluation": {"episodes": 1, "every": 64}}
+    fields["objective"] = {"reuse": {"epochs": 1, "minibatches": 1}}
+    agent = surefoot.train("CartPole-v1", steps=64, callback=lambda row: seen.append(row), **fields)
+    assert seen[-1]["evaluation_return"] > 0
+    assert surefoot.evaluate(agent, episodes=1).returns
+
+
+def test_an_envpool_of_mujoco_has_the_same_shapes() -> None:
+    environments = environments_of("envpool", "HalfCheetah-v5")
+    assert environments.reset().shape == (3, 17)
+    step = environments.step(np.zeros((3, 6), np.float32))
+    assert np.isfinite(step.rewards).all()
+    environments.close()
+
+
+# ---- lives and scores -------------------------------------------------------------------------------------------------
+
+
+class Lives(Endless):
+    """Three lives of two steps each; a step is learned from as 1 and scores 5."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.t = 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        lost = self.t % 2 == 0 and self.t < 6
+        return np.full(2, self.t / 10, np.float32), 1.0, self.t == 6, False, {"surefoot": {"score": 5.0, "life_lost": lost}}
+
+
+def in_mode(mode: str) -> Callable[[], Any]:
+    def lives() -> Any:
+        return Lives() if mode == "looped" else SyncVectorEnv([Lives, Lives], autoreset_mode=AutoresetMode[mode])
+
+    return lives
+
+
+@pytest.mark.parametrize("mode", ["looped", *(mode.name for mode in AutoresetMode)])
+def test_a_lost_life_ends_the_value_and_the_episode_goes_on_to_its_true_score(mode: str) -> None:
+    world = world_of(in_mode(mode), rollout={"environments": 2, "steps": 14})
+    rollout = world.collector.collect(fresh_state())
+    ends = rollout.terminated[rollout.mask].reshape(2, -1)[:, :12]
+    assert ends.tolist() == [[False, True] * 6] * 2
+    assert set(rollout.rewards[rollout.mask].tolist()) == {1.0}
+    assert rollout.metrics["episode_return"] == 30.0
+    assert rollout.metrics["episode_length"] == 6.0
+    assert rollout.metrics["episodes"] == 4.0
+    world.close()
+
+
+def test_a_lost_life_is_no_end_for_algorithms_of_whole_episodes() -> None:
+    world = world_of(Lives, surefoot.REINFORCE, rollout={"environments": 2, "episodes": 2})
+    assert world.collector.collect(fresh_state()).mask.shape == (2, 12)
+
+
+def test_a_lost_life_does_not_disturb_the_replay_of_an_episode() -> None:
+    world, again = (world_of(Lives, rollout={"environments": 2, "steps": 9}) for _ in range(2))
+    world.collector.collect(fresh_state())
+    again.collector.load_state_dict(world.collector.state_dict())
+    assert again.collector.lost == []
+    assert again.environments.episodes == [1, 1]  # type: ignore[attr-defined]
+
+
+# ---- autoreset modes --------------------------------------------------------------------------------------------------
+
+
+class Stated(Endless):
+    """Says of itself how it resets."""
+
+    def __init__(self, mode: Any) -> None:
+        self.metadata = {"autoreset_mode": mode}
+
+
+def test_sub_environments_that_state_other_modes_are_named() -> None:
+    modes = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+    mixed = SyncVectorEnv([partial(Stated, mode) for mode in modes])
+    with pytest.raises(
+        SurefootError, match=r"mixed autoreset modes: .* says NEXT_STEP, its environments 1 SAME_STEP, 2 DISABLED"
+    ):
+        VectorEnvironments(mixed, 1, "tiny")
+
+
+@pytest.mark.parametrize("stated", [None, "whenever"])
+def test_a_vector_environment_that_does_not_state_its_mode_is_refused(stated: Any) -> None:
+    vector = SyncVectorEnv([Endless])
+    vector.metadata = {} if stated is None else {"autoreset_mode": stated}
+    with pytest.raises(SurefootError, match=rf"metadata\['autoreset_mode'\]={stated!r} .*AutoresetMode.NEXT_STEP"):
+        VectorEnvironments(vector, 1, "tiny")
+
+
+def test_a_mode_that_is_stated_by_its_value_is_understood() -> None:
+    vector = SyncVectorEnv([Endless])
+    vector.metadata["autoreset_mode"] = "SameStep"
+    assert VectorEnvironments(vector, 1, "tiny").mode is AutoresetMode.SAME_STEP
+
+
+@pytest.mark.parametrize(
+    ("does", "says", "said"),
+    [
+        ("SAME_STEP", "NEXT_STEP", r"says NEXT_STEP, but its environments \[0\] gave info\['final_obs'\]"),
+        ("SAME_STEP", "DISABLED", r"says DISABLED, but its environments \[0\] gave info\['final_obs'\]"),
+        ("NEXT_STEP", "SAME_STEP", r"says SAME_STEP, but its environments \[0\] ended without info\['final_obs'\]"),
+    ],
+)
+def test_a_vector_environment_that_does_not_do_what_it_says_is_found_at_the_first_end(does: str, says: str, said: str) -> None:
+    single = clockworks([((2, "terminated"),), ((9, "terminated"),)])
+    vector = SyncVectorEnv([partial(next, iter([env])) for env in single], autoreset_mode=AutoresetMode[does])
+    vector.metadata["autoreset_mode"] = AutoresetMode[says]
+    environments = VectorEnvironments(vector, 1, "tiny")
+    environments.reset()
+    environments.step(np.zeros(2, int))
+    with pytest.raises(SurefootError, match=f"mixed autoreset modes: .*{said}"):
+        environments.step(np.zeros(2, int))
+
+
+class Both(VectorEnv[Any, Any, Any]):
+    """Two vector environments as one, whatever their modes."""
+
+    def __init__(self, *modes: AutoresetMode) -> None:
+        rows = [[partial(Clockwork, index, ((2, "terminated"),))] for index in range(len(modes))]
+        self.parts = [SyncVectorEnv(row, autoreset_mode=mode) for row, mode in zip(rows, modes, strict=True)]
+        self.num_envs = len(modes)
+        self.metadata = {"autoreset_mode": modes[0]}
+        self.single_observation_space = self.parts[0].single_observation_space
+        self.single_action_space = self.parts[0].single_action_space
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.concatenate([part.reset()[0] for part in self.parts]), {}
+
+    def step(self, actions: Any) -> Any:
+        rows = [part.step(actions[b : b + 1]) for b, part in enumerate(self.parts)]
+        infos: dict[str, Any] = {}
+        for b, row in enumerate(rows):
+            if "final_obs" in row[4]:
+                infos = self._add_info(infos, {"final_obs": row[4]["final_obs"][0]}, b)
+        return *(np.concatenate([row[i] for row in rows]) for i in range(4)), infos
+
+
+@pytest.mark.parametrize(("first", "second"), [("SAME_STEP", "NEXT_STEP"), ("NEXT_STEP", "SAME_STEP")])
+def test_rows_that_reset_in_different_ways_are_named_at_the_first_end(first: str, second: str) -> None:
+    environments = VectorEnvironments(Both(AutoresetMode[first], AutoresetMode[second]), 1, "tiny")
+    environments.reset()
+    environments.step(np.zeros(2, int))
+    with pytest.raises(SurefootError, match=rf"mixed autoreset modes: .* says {first}, but its environments \[1\]"):
+        environments.step(np.zeros(2, int))
+
+
+class Stuck(Endless):
+    """Over after two steps, and again at every step until it is reset."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.t = 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.zeros(2, np.float32), 1.0, self.t >= 2, False, {}
+
+
+def test_a_next_step_environment_that_leaves_the_reset_to_others_is_found() -> None:
+    vector = SyncVectorEnv([Stuck], autoreset_mode="Disabled")
+    vector.metadata["autoreset_mode"] = AutoresetMode.NEXT_STEP
+    environments = VectorEnvironments(vector, 1, "tiny")
+    environments.reset()
+    steps: list[Step] = [environments.step(np.zeros(1, int)) for _ in range(2)]
+    assert steps[-1].over.all()
+    vector._autoreset_envs[:] = False  # Gymnasium's own would assert
+    with pytest.raises(SurefootError, match=r"says NEXT_STEP, but its environments \[0\] ended again"):
+        environments.step(np.zeros(1, int))
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(task: Any, backend: str, *parts: str, **fields: Any) -> None:
+    with pytest.raises(SurefootError) as caught:
+        surefoot.train(task, steps=64, **{"rollout": {"backend": backend}, **fields})
+    for part in (*parts, f"rollout.backend={backend!r}"):
+        assert part in str(caught.value)
+
+
+def test_an_id_without_a_vector_environment_of_its_own_is_refused_with_the_alternatives() -> None:
+    refused("Pendulum-v1", "native", "'Pendulum-v1' has no vector environment of its own", "'workers', or 'loop'")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_task_that_makes_its_own_environments_has_no_other_backend(backend: str) -> None:
+    refused(Endless, backend, "is for environment ids", "Endless", "'workers' or 'loop'")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whole_episodes_are_refused_before_anything_is_made(backend: str) -> None:
+    refused("CartPole-v1", backend, "REINFORCE needs them", "objective with a critic", algorithm="REINFORCE")
+
+
+def test_a_missing_envpool_is_answered_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    refused("CartPole-v1", "envpool", "envpool, which is not installed", "pip install 'surefoot[envpool]'")
+
+
+def test_an_id_that_envpool_does_not_have_is_refused_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        """What an installed EnvPool is asked first."""
+
+        @staticmethod
+        def list_all_envs() -> list[str]:
+            return ["Pong-v5"]
+
+    monkeypatch.setitem(sys.modules, "envpool", Other)  # type: ignore[arg-type]
+    refused("CartPole-v1", "envpool", "EnvPool has no 'CartPole-v1'", "'workers', 'native' or 'loop'")
+
+
+def test_the_arguments_that_envpool_does_not_take_are_named() -> None:
+    pytest.importorskip("envpool")
+    with pytest.raises(SurefootError, match=r"EnvPool could not make it with environment=.*sutton"):
+        environments_of("envpool", sutton_barto_reward=True)
+
+
+def test_spaces_of_another_shape_than_a_single_environment_s_are_refused() -> None:
+    single = gymnasium.spec("CartPole-v1").entry_point
+    gymnasium.register("Wide-v0", single, vector_entry_point=lambda num_envs: SyncVectorEnv([Endless] * num_envs))  # type: ignore[arg-type]
+    try:
+        refused(
+            "Wide-v0", "native", "its observation space of 'Wide-v0' is Box(-1.0, 1.0, (2,)", "that of a single environment"
+        )
+    finally:
+        del gymnasium.registry["Wide-v0"]
