@@ -11,6 +11,7 @@ from surefoot import SurefootError
 from surefoot.control.atari import make_atari, register
 from surefoot.control.backends import training_environments
 from surefoot.control.environments import Environments, LoopedEnvironments, make_environments
+from surefoot.control.spaces import BARE
 from surefoot.control.workers import WorkerEnvironments
 from surefoot.recipes import find_recipe
 from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
@@ -194,7 +195,7 @@ def assert_same_from_here(a: Environments, b: Environments, steps: int) -> None:
     for _ in range(steps):
         actions = generator.integers(0, 4, a.count)
         first, second = a.step(actions), b.step(actions)
-        assert np.array_equal(first.observations, second.observations)
+        assert np.array_equal(first.observations[BARE], second.observations[BARE])
         assert np.array_equal(first.scores, second.scores)  # type: ignore[arg-type]
         assert np.array_equal(first.terminated, second.terminated)
 
@@ -216,7 +217,7 @@ def test_games_in_worker_processes_are_the_same() -> None:
     here = looped(BREAKOUT, 2)
     there = WorkerEnvironments(BREAKOUT, STILL, 2, 3, 2, 60)
     try:
-        assert np.array_equal(here.reset(), there.reset())
+        assert np.array_equal(here.reset()[BARE], there.reset()[BARE])
         assert_same_from_here(here, there, 40)
     finally:
         there.close()
@@ -228,7 +229,7 @@ def test_vector_environments_of_games_see_learn_and_count_alike(backend: str) ->
         pytest.importorskip("envpool")
     recipe = find_recipe(BREAKOUT, {"rollout": {"environments": 2, "backend": backend}})
     environments = training_environments(BREAKOUT, recipe)
-    assert environments.reset().shape == (2, 4, 84, 84)
+    assert environments.reset()[BARE].shape == (2, 4, 84, 84)
     assert environments.observation_space == make_atari(BREAKOUT).observation_space
     lives, games, score, learned = 0, 0, 0.0, set()
     generator = np.random.default_rng(0)

@@ -14,6 +14,7 @@ import surefoot
 from surefoot import SurefootError
 from surefoot.control.backends import training_environments
 from surefoot.control.environments import Step, VectorEnvironments
+from surefoot.control.spaces import BARE
 from surefoot.recipes import find_recipe
 
 from .tiny import Clockwork, Endless, clockworks, fresh_state, world_of
@@ -46,9 +47,9 @@ def test_every_kept_transition_is_one_that_the_single_environment_makes(backend:
         step = environments.step(actions)
         for b in np.flatnonzero(~step.ignored):
             judge.reset()
-            judge.state = observations[b].astype(np.float64)  # type: ignore[attr-defined]
+            judge.state = observations[BARE][b].astype(np.float64)  # type: ignore[attr-defined]
             expected, reward, terminated, _, _ = judge.step(int(actions[b]))
-            np.testing.assert_allclose(step.observations[b], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(step.observations[BARE][b], expected, rtol=1e-4, atol=1e-5)
             if backend == "envpool" and step.truncated[b]:
                 terminated = False  # where both happen at once, EnvPool says truncated only
             assert (step.rewards[b], step.terminated[b]) == (reward, terminated)
@@ -68,10 +69,10 @@ def test_every_kept_transition_is_one_that_the_single_environment_makes(backend:
 def test_the_same_seed_gives_the_same_episodes_and_a_resumed_run_begins_others(backend: str) -> None:
     first, second = environments_of(backend), environments_of(backend)
     begun = first.reset()
-    assert np.array_equal(begun, second.reset())
+    assert np.array_equal(begun[BARE], second.reset()[BARE])
     observations, lost = second.load_state_dict(first.state_dict())
     assert lost == [0, 1, 2]
-    assert not np.array_equal(observations, begun)
+    assert not np.array_equal(observations[BARE], begun[BARE])
     first.close()
     second.close()
 
@@ -90,7 +91,7 @@ def test_a_run_trains_and_is_evaluated_in_single_environments(backend: str) -> N
 
 def test_an_envpool_of_mujoco_has_the_same_shapes() -> None:
     environments = environments_of("envpool", "HalfCheetah-v5")
-    assert environments.reset().shape == (3, 17)
+    assert environments.reset()[BARE].shape == (3, 17)
     step = environments.step(np.zeros((3, 6), np.float32))
     assert np.isfinite(step.rewards).all()
     environments.close()

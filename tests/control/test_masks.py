@@ -60,7 +60,7 @@ def at(name: str, actions: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", MANY)
 def test_of_a_thousand_actions_no_forbidden_one_is_ever_sampled_or_likeliest(name: str, share: float) -> None:
     policy, allowed = policy_of(name), masks(name, 100, share)
-    distribution = policy.distribution({"observation": torch.randn(100, 3, generator=stream(3)), "action_mask": allowed})
+    distribution, _ = policy.step({"observation": torch.randn(100, 3, generator=stream(3)), "action_mask": allowed})
     generator = stream(4)
     for actions in (distribution.mode(), *(distribution.sample(generator) for _ in range(30))):
         assert allowed.gather(-1, at(name, actions)).all()
@@ -72,7 +72,7 @@ def test_a_forbidden_action_has_probability_zero_and_the_others_share_the_rest(n
     policy, allowed = policy_of(name), masks(name, 40, 0.2)
     seen = torch.randn(40, 3, generator=stream(3))
     with torch.no_grad():
-        logits = policy.distribution({"observation": seen, "action_mask": allowed}).logits
+        logits = policy.step({"observation": seen, "action_mask": allowed})[0].logits
         free = policy.actor_head(policy.actor_trunk({"observation": seen})).double().exp() * allowed
     for part, size in enumerate(SIZES[name]):
         start = sum(SIZES[name][:part])
@@ -93,7 +93,7 @@ def test_nothing_forbidden_gets_a_gradient_and_none_is_nan(name: str) -> None:
     allowed[:, 6] = True
     inputs = {"observation": torch.randn(30, 3, generator=stream(3)), "action_mask": allowed}
     with torch.no_grad():
-        old = policy_of(name, 0.1).distribution(inputs)
+        old = policy_of(name, 0.1).step(inputs)[0]
         actions = old.sample(stream(5))
     evaluation = policy(inputs, actions)
     kl = old.kl(evaluation.distribution)
@@ -117,8 +117,8 @@ def test_curvature_of_the_kl_is_finite_and_zero_where_forbidden(name: str) -> No
     allowed[:, 7], allowed[:, 6] = False, True
     inputs = {"observation": torch.randn(10, 3, generator=stream(3)), "action_mask": allowed}
     with torch.no_grad():
-        old = policy.distribution(inputs)
-    kl = old.kl(policy.distribution(inputs)).mean()
+        old = policy.step(inputs)[0]
+    kl = old.kl(policy.step(inputs)[0]).mean()
     product = fisher_vector_product(kl, [policy.actor_head.bias], damping=0.0)(torch.ones(1000) + torch.arange(1000) / 1000)
     assert product.isfinite().all()
     assert product[7] == 0
