@@ -27,7 +27,7 @@ def cell_file(library: str, task: str, seed: int, steps: int) -> Path:
     return RESULTS / f"{task}-{steps}" / f"{library}-{seed}.json"
 
 
-def train_surefoot(task: str, seed: int, steps: int, greedy_episodes: int, out: Path) -> None:
+def train_surefoot(task: str, seed: int, steps: int, greedy_episodes: int, engine: str, out: Path) -> None:
     """One Surefoot cell, in the recipe that the task's id brings; the final agent is judged greedily besides."""
     import surefoot
     from surefoot.run.folder import RunFolder
@@ -37,17 +37,19 @@ def train_surefoot(task: str, seed: int, steps: int, greedy_episodes: int, out: 
     if (run / "config.toml").exists():
         agent = surefoot.resume(run)
     else:
-        agent = surefoot.train(task, steps=steps, seed=seed, run_dir=run, evaluation={"episodes": 0})
+        agent = surefoot.train(task, steps=steps, seed=seed, run_dir=run, engine=engine, evaluation={"episodes": 0})
     greedy = surefoot.evaluate(agent, episodes=greedy_episodes, seed=seed)
     rows = read_metrics(run / "metrics.jsonl")
     seconds = sum(row["seconds_collecting"] + row["seconds_learning"] for row in rows)
-    rollout = RunFolder(run).recipe().rollout
+    recipe = RunFolder(run).recipe()
+    rollout = recipe.rollout
     result = {
         "library": "surefoot",
         "version": surefoot.__version__,
         "task": task,
         "seed": seed,
         "steps": steps,
+        "engine": recipe.engine,
         "environments": rollout.environments,
         "horizon": rollout.steps,
         "last_100_mean": rows[-1]["episode_return"],
@@ -102,6 +104,7 @@ def main() -> None:
     parser.add_argument("--task", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--engine", choices=["eager", "compiled"], default="eager", help="Surefoot's")
     parser.add_argument("--greedy-episodes", type=int, default=20)
     args = parser.parse_args()
     if args.verb == "table":
@@ -113,7 +116,7 @@ def main() -> None:
             continue
         begun = time.monotonic()
         if args.library == "surefoot":
-            train_surefoot(args.task, seed, args.steps, args.greedy_episodes, out)
+            train_surefoot(args.task, seed, args.steps, args.greedy_episodes, args.engine, out)
         else:
             peer = [args.python, str(HERE / "peers" / "sb3.py"), "--task", args.task, "--seed", str(seed)]
             subprocess.run([*peer, "--steps", str(args.steps), "--out", str(out)], check=True)
