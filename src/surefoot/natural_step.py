@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surefoot.algorithms import Constraint, Objective
 from surefoot.errors import SurefootError
@@ -162,7 +163,8 @@ def damped_fisher(
     """
 
     def product(part: Batch) -> Callable[[Tensor], Tensor]:
-        evaluation = policy(part.inputs, part.actions, part.mask)
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention can't be differentiated twice
+            evaluation = policy(part.inputs, part.actions, part.mask)
         return fisher_vector_product(mean_old_kl(evaluation, part, objective, denominator), parameters, damping=0.0)
 
     kept = product(parts[0]) if len(parts) == 1 else None

@@ -28,6 +28,7 @@ from surefoot.optimizer import AdamSettings
 from surefoot.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 from surefoot.sections import Network
 
+from .token_world import TokenCollector, Transformer
 from .worlds import DOUBLE, Choice, TinyPolicy, parameters, random_rollout
 
 ADAM = AdamSettings(0.01)
@@ -147,6 +148,31 @@ def test_the_fisher_vector_product_of_a_policy_is_that_of_the_explicit_hessian(w
     for seed in range(2):
         v = torch.randn(len(hessian), generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
         torch.testing.assert_close(matvec(v), hessian @ v + 0.1 * v, rtol=1e-9, atol=1e-10)
+
+
+def test_the_fisher_vector_product_of_a_transformer_is_the_difference_of_two_gradients() -> None:
+    """Whose attention is fused, and on text, where the KL is that of the samples."""
+    policy = Transformer(0, width=4)
+    rollout = TokenCollector(policy, beta=0.0, responses=3).collect(LearnerState.seeded(0, 1))
+    policy.double()
+    with torch.no_grad():
+        old = policy(rollout.inputs, rollout.actions, rollout.mask).log_probs
+    batch = rows_of(replace(rollout, old_log_probs=old), assign_credit(rollout, TRPO))
+    actor, count = list(policy.parameters()), global_count(batch, "token-mean")
+
+    def gradient(shift: Tensor) -> Tensor:
+        parts = shift.split([p.numel() for p in actor])
+        moved = {n: p + x.view_as(p) for (n, p), x in zip(policy.named_parameters(), parts, strict=True)}
+        ratio = torch.func.functional_call(policy, moved, (batch.inputs, batch.actions)).log_probs - old
+        kl = (ratio.exp() - 1 - ratio)[rollout.mask].mean()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(kl, actor, allow_unused=True, materialize_grads=True)])
+
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(sum(p.numel() for p in actor), generator=generator, dtype=DOUBLE)
+    expected = (gradient(1e-4 * v) - gradient(-1e-4 * v)) / 2e-4
+    found = damped_fisher(policy, [batch], actor, TRPO, count, damping=0.0)(v)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
 
 
 # ---- the step -----------------------------------------------------------------------------------------------------------
