@@ -15,6 +15,7 @@ BUDGETS = {
     "cartpole.py": ["--steps", "512"],
     "ladder.py": ["--steps", "300"],
     "own_environment.py": ["--steps", "1024"],
+    "own_network.py": ["--steps", "1024"],
     "stop_early.py": ["--steps", "1024", "--target", "5"],
     "load_and_act.py": ["--steps", "512"],
 }
@@ -22,6 +23,7 @@ SAYS = {
     "cartpole.py": "greedy return",
     "ladder.py": "PPO_CLIP",
     "own_environment.py": "V = ",
+    "own_network.py": "with only east (2) and west (3) allowed",
     "stop_early.py": "was reached after",
     "load_and_act.py": "return of one greedy episode",
 }
