@@ -164,7 +164,7 @@ def list_() -> None:
 
     click.echo("recipes (surefoot train NAME, or any of its ids):")
     for name, table in presets().items():
-        ids = ", ".join(table.get("tuned_for", ())) or "any other id with vector observations"
+        ids = ", ".join(table.get("tuned_for", ())) or "any other id"
         click.echo(f"  {name:<10} {table.get('algorithm', 'PPO_CLIP')}, {table['steps']:,} steps: {ids}")
     click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
     import gymnasium
