@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -42,7 +43,7 @@ def serve(connection: "Connection[Any, Any]", place: Any, task: bytes, part: Sli
     """Make the environments, then answer (method, arguments) until the pipe ends.
 
     place    shared with the parent: environment, episode and step of the call in progress, should it never return
-    task     pickled (task, arguments, Gymnasium specs of ids that were registered by hand)
+    task     pickled (task, arguments, Gymnasium's spec of an id)
 
     An answer is (True, result) or (False, one line, traceback).
     """
@@ -84,16 +85,16 @@ def at_fault(name: str, place: Any, what: str) -> str:
 
 def _make(packed: bytes, part: Slice, place: Any) -> LoopedEnvironments:
     try:
-        task, arguments, specs = pickle.loads(packed)
+        task, arguments, spec = pickle.loads(packed)
     except Exception as error:
         raise SurefootError(
             f"task={part.name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of a module "
             "of its own, or set rollout.backend = 'loop'"
         ) from None
-    for name, spec in specs.items():
-        gymnasium.registry.setdefault(name, spec)
     place[:] = IDLE, -1, -1
     make_one = maker(task, arguments, part.purpose)
+    if spec is not None and task not in gymnasium.registry:  # an id that was registered by the program, not by a package
+        make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
 
     def make() -> Any:
         place[0] = part.first if place[0] == IDLE else place[0] + 1

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import gymnasium
 import numpy as np
 
+from surefoot.control.atari import ATARI
 from surefoot.control.environments import MakeEnvironment, Step, task_name
 from surefoot.control.spaces import Array
 from surefoot.control.worker import IDLE, IMPORTED_AGAIN, Slice, at_fault, serve
@@ -242,11 +243,11 @@ def _exit(code: int | None) -> str:
 
 def _packed(task: str | MakeEnvironment, arguments: dict[str, Any], name: str) -> tuple[bytes, bool]:
     """The task as bytes, and whether a worker must import the main script to understand them."""
-    specs = {task: gymnasium.registry[task]} if isinstance(task, str) and task in gymnasium.registry else {}
+    spec = gymnasium.registry.get(task) if isinstance(task, str) and not task.startswith(ATARI) else None
     with contextlib.suppress(Exception), _main_hidden():
-        return pickle.dumps((task, arguments, specs)), False
+        return pickle.dumps((task, arguments, spec)), False
     try:
-        return pickle.dumps((task, arguments, specs)), True
+        return pickle.dumps((task, arguments, spec)), True
     except Exception as error:
         raise SurefootError(
             f"task={name!r}: can't be sent to a worker process ({cause_of(error)}); define it at the top of a module and name "
