@@ -3,19 +3,21 @@
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from surefoot import __version__
+from surefoot.algorithms import LADDER
 from surefoot.config import Recipe, parse_value, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.recipes import find_recipe, presets
 from surefoot.sections import MAX_SEED
 
 if TYPE_CHECKING:
+    from surefoot.compare.report import Report
     from surefoot.run.dashboard import Display
 
 SHORT = {"algorithm", "steps", "seed", "device"}
@@ -48,14 +50,30 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind", "task")) -> Callable[..., Any]:
     """A flag for every field of the recipe: --objective.gae-lambda 0.9."""
     for name, described in reversed(list(recipe_fields())):
-        if name in ("kind", "task"):
+        if name in without:
             continue
         flag = "--" + name.replace("_", "-")
         help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.kind}]"
         command = click.option(flag, name.replace(".", "__"), metavar="VALUE", help=help_text)(command)
+    return command
+
+
+def comparison_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of commands that train many cells; a flag for every field of the recipe but the algorithm."""
+    command = recipe_flags(command, without=("kind", "task", "algorithm"))
+    command = click.option("--json", "as_json", is_flag=True, help="Print results.json on stdout, progress on stderr.")(command)
+    command = click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of all runs, tables and the plot.")(
+        command
+    )
+    for flag, default, least, text in (
+        ("--jobs", 1, 1, "Trainings at a time, each in a process of its own."),
+        ("--episodes", 20, 0, "Greedy episodes that judge each final agent."),
+        ("--seeds", 3, 1, "Train this many seeds of each: seed, seed + 1, …"),
+    ):
+        command = click.option(flag, type=click.IntRange(min=least), default=default, show_default=True, help=text)(command)
     return command
 
 
@@ -157,6 +175,49 @@ def evaluate(run: Path, episodes: int, seed: int, task: str | None, as_json: boo
     click.echo(f"lengths {min(result.lengths)} to {max(result.lengths)}; checkpoint {checkpoint}")
 
 
+@cli.command()
+@click.argument("task")
+@click.option("--rung", "rungs", type=click.IntRange(0, len(LADDER) - 1), multiple=True, help="Only this one; repeatable.")
+@click.option("--batches", type=click.IntRange(min=2), default=100, show_default=True, help="Under a frozen θ, for variance.")
+@comparison_flags
+def ladder(
+    task: str,
+    rungs: tuple[int, ...],
+    batches: int,
+    seeds: int,
+    run_dir: Path | None,
+    episodes: int,
+    jobs: int,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Climb from REINFORCE to PPO on TASK, one switch at a time: tables and a plot. Repeat it to continue."""
+    from surefoot.compare.ladder import climb
+
+    show_report(climb(task, changes_from(flags), seeds, run_dir, rungs, batches, episodes, jobs, stderr=as_json), as_json)
+
+
+@cli.command(name="compare-algorithms")
+@click.argument("task")
+@click.option("--algorithms", required=True, metavar="A,B,C", help="Names, with commas between them (surefoot list).")
+@comparison_flags
+def compare_algorithms(
+    task: str,
+    algorithms: str,
+    seeds: int,
+    run_dir: Path | None,
+    episodes: int,
+    jobs: int,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Train several algorithms on TASK with the same budget and seeds: tables and a plot. Repeat it to continue."""
+    from surefoot.compare import algorithms as comparison
+
+    names, changes = [name.strip() for name in algorithms.split(",")], changes_from(flags)
+    show_report(comparison.compare_algorithms(task, names, changes, seeds, run_dir, episodes, jobs, stderr=as_json), as_json)
+
+
 @cli.command(name="list")
 def list_() -> None:
     """List the tuned recipes, and what else can be trained."""
@@ -192,6 +253,12 @@ def describe(recipe: Recipe) -> str:
     count = sum(p.numel() for p in world.policy.parameters())
     critic = sum(p.numel() for p in world.policy.critic_parameters())
     lines = [to_toml(recipe), f"# parameters: {count:,} in all, {critic:,} of them in a separate critic"]
+    if recipe.objective.needs_whole_episodes and recipe.rollout.at_least is not None:
+        lines.append(
+            f"# batch: whole episodes in {recipe.rollout.environments} environments until there are "
+            f"{recipe.rollout.at_least:,} steps; what has begun is finished"
+        )
+        return "\n".join(lines)
     if recipe.objective.needs_whole_episodes:
         episodes = recipe.rollout.environments * recipe.rollout.episodes
         lines.append(
@@ -233,6 +300,12 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
     while folder.exists():
         folder, number = base.with_name(f"{base.name}-{number}"), number + 1
     return folder
+
+
+def show_report(report: "Report", as_json: bool) -> None:
+    """Tables for a person, or all of it for a program."""
+    click.echo(json.dumps(report.results) if as_json else f"\n{report.text}\n")
+    click.echo(report.last_line, err=as_json)
 
 
 def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False) -> "Display":

@@ -60,6 +60,8 @@ class RolloutSettings(Section):
     """steps of each environment per iteration"""
     episodes: int = Field(1, ge=1)
     """whole episodes of each environment per iteration, instead of steps, where the objective has no critic"""
+    at_least: int | None = Field(None, ge=1)
+    """instead of a number of episodes: whole ones until a batch has this many steps, where the objective has no critic"""
     backend: Literal["loop", "workers", "native", "envpool"] = "loop"
     """where environments run: in this process, in worker processes, or in the id's own vector environment or EnvPool's"""
     workers: int | None = Field(None, ge=1)

@@ -30,10 +30,14 @@ class ControlCollector:
     environments    B of them
     agent           its policy acts; its normalisers are applied, frozen, and updated after each rollout
     steps           T, or None to run ``episodes`` whole episodes in each environment
+    at_least        with steps = None: whole episodes until the batch has this many steps, instead of a number of them
     """
 
-    def __init__(self, environments: Environments, agent: Agent, steps: int | None, episodes: int = 1) -> None:
-        self.environments, self.agent, self.steps, self.episodes = environments, agent, steps, episodes
+    def __init__(
+        self, environments: Environments, agent: Agent, steps: int | None, episodes: int = 1, at_least: int | None = None
+    ) -> None:
+        self.environments, self.agent, self.steps = environments, agent, steps
+        self.episodes, self.at_least = episodes, at_least
         self.observations: Observations = environments.reset()
         count = environments.count
         self.discounted = torch.zeros(count, dtype=torch.float64)  # the running return of the reward normaliser
@@ -60,8 +64,8 @@ class ControlCollector:
         before = self.memory
         starts: list[Array] = []
         at_cuts: dict[tuple[int, int], Tensor] = {}
-        remaining = np.full(count, self.episodes)
-        active = None
+        remaining = np.full(count, self.episodes if self.at_least is None else 1)
+        active, kept = None, 0
         while len(outcomes) < self.steps if self.steps is not None else remaining.any():
             if self.steps is None:
                 active = remaining > 0
@@ -77,7 +81,9 @@ class ControlCollector:
             self.starts = step.over | step.ignored
             if self.memory is not None:
                 at_cuts |= {(index, len(outcomes) - 1): self.memory[index] for index in step.final_observations}
-            remaining -= step.over.astype(int)
+            kept += count - int(step.ignored.sum())
+            if self.at_least is None or kept >= self.at_least:  # what has begun is finished: no episode counts in part
+                remaining -= step.over.astype(int)
         together = {path: np.stack([seen[path] for seen in observed], 1) for path in self.observations}
         if before is not None:  # an ignored row shows the observation that the episode before it ended on
             together[STARTS] = np.stack(starts, 1) & ~np.stack([step.ignored for step in outcomes], 1)
