@@ -218,6 +218,60 @@ def compare_algorithms(
     show_report(comparison.compare_algorithms(task, names, changes, seeds, run_dir, episodes, jobs, stderr=as_json), as_json)
 
 
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="As in surefoot evaluate.")
+@click.option("--out", type=click.Path(path_type=Path), help="The MP4; RUN/videos/TASK-STEP-seedSEED.mp4 if not given.")
+@click.option("--size", metavar="WIDTHxHEIGHT", default="320x240", show_default=True)
+@click.option("--fps", type=click.FloatRange(1, 240), help="Frames a second, if not the environment's own.")
+@click.option("--max-steps", type=click.IntRange(min=1), default=10_000, show_default=True, help="Cut episodes off there.")
+@click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
+@click.option("--task", help="Watch it on another task than the one trained on.")
+@click.option("--caption/--no-caption", default=True, show_default=True, help="Step, reward and return so far, in small print.")
+def watch(
+    run: Path,
+    episodes: int,
+    seed: int,
+    out: Path | None,
+    size: str,
+    fps: float | None,
+    max_steps: int,
+    checkpoint: str | None,
+    task: str | None,
+    caption: bool,
+) -> None:
+    """Film greedy episodes of the agent in RUN as an MP4. Needs no display."""
+    from surefoot import api
+    from surefoot.control.video import film, size_from_text
+    from surefoot.run.folder import chosen_checkpoint, output_file
+
+    pixels = size_from_text(size)
+    found = chosen_checkpoint(run, checkpoint)
+    agent = api.load(found)
+    path = out or output_file(run, found, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")
+    other = None if task == agent.recipe.task else task
+    filmed = film(agent, path, other, episodes=episodes, seed=seed, size=pixels, fps=fps, max_steps=max_steps, caption=caption)
+    click.echo(filmed.line())
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--format", type=click.Choice(["onnx", "torch"]), default="onnx", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="The file; RUN/exports/TASK-STEP.onnx (or .pt2) if not given.")
+@click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
+def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> None:
+    """Write the agent in RUN as a file for other programs: observations in, greedy actions out, normaliser included."""
+    from surefoot import api
+    from surefoot.control.export import ENDINGS, export_agent
+    from surefoot.run.folder import chosen_checkpoint, output_file
+
+    found = chosen_checkpoint(run, checkpoint)
+    agent = api.load(found)
+    path = out or output_file(run, found, agent.recipe.task, "exports", ENDINGS[format])
+    click.echo(export_agent(agent, path, format, found.absolute().name).line())
+
+
 @cli.command(name="list")
 def list_() -> None:
     """List the tuned recipes, and what else can be trained."""
@@ -294,8 +348,9 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
         return (run_dir or Path("runs")) / f"{name}{suffix}"
     if run_dir is not None:
         return run_dir / f"seed{recipe.seed}" if several else run_dir
-    task = recipe.task.rpartition("/")[2].replace(":", "-").lower()
-    base = Path("runs") / f"{task}-{recipe.algorithm.lower()}-{recipe.seed}"
+    from surefoot.run.folder import task_label
+
+    base = Path("runs") / f"{task_label(recipe.task)}-{recipe.algorithm.lower()}-{recipe.seed}"
     folder, number = base, 2
     while folder.exists():
         folder, number = base.with_name(f"{base.name}-{number}"), number + 1

@@ -77,4 +77,9 @@ def test_a_band_is_the_bootstrap_interval_of_the_mean_at_every_point():
 
 def test_tables_line_up():
     text = markdown_table(["name", "n"], [["a", "10,000"], ["long name", "–"]])
-    assert text.splitlines() == ["| name      |      n |", "|-----------|-------:|", "| a         | 10,000 |", "| long name |      – |"]
+    assert text.splitlines() == [
+        "| name      |      n |",
+        "|-----------|-------:|",
+        "| a         | 10,000 |",
+        "| long name |      – |",
+    ]

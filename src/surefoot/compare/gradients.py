@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from surefoot.algorithms import REINFORCE, Objective
+from surefoot.batches import rows_of
 from surefoot.compare.statistics import middle, resampled
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import MakeEnvironment, make_environments
 from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
-from surefoot.learner import rows_of
 from surefoot.objective import loss
 from surefoot.rollout import LearnerState, Rollout
 from surefoot.seeding import derived_seed

@@ -132,7 +132,7 @@ class Agent(nn.Module):
         ``action_mask`` [choices] or [B, choices] is True where an action may be taken; without it all may.
         Raises SurefootError for an observation or a mask of the wrong shape.
         """
-        leaves_, batch = self._read(observation)
+        leaves_, batch = self.read(observation)
         if action_mask is not None:
             try:
                 leaves_[MASK] = read_mask(action_mask, choices(self.action_space), batch)
@@ -154,7 +154,7 @@ class Agent(nn.Module):
         if self.policy.critic_head is None:
             raise SurefootError(f"value: {self.recipe.algorithm} has no critic; train with objective.baseline = 'critic'")
         with torch.inference_mode():
-            inputs, single = self._remembering(*self._read(observation), state, episode_start)
+            inputs, single = self._remembering(*self.read(observation), state, episode_start)
             values = self.policy.values(inputs).cpu().numpy()
         values = values[0] if single else values
         return float(values) if values.ndim == 0 else values
@@ -181,7 +181,7 @@ class Agent(nn.Module):
             memory = given
         return remembering(inputs, memory, starts), single
 
-    def _read(self, observation: Any) -> tuple[Observations, tuple[int, ...]]:
+    def read(self, observation: Any) -> tuple[Observations, tuple[int, ...]]:
         """The leaves of one observation, or of several, and their leading shape: () or (B,)."""
         found: Observations = {}
         batches = set()

@@ -20,7 +20,7 @@ import filelock
 
 from surefoot.config import Recipe, make_recipe, read_toml, to_table, to_toml
 from surefoot.errors import SurefootError
-from surefoot.run.checkpoint import MANIFEST, latest_checkpoint
+from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
 
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
@@ -111,6 +111,44 @@ def checkpoint_to_load(path: Path) -> Path:
     return found
 
 
+def chosen_checkpoint(path: Path, which: str | None) -> Path:
+    """The checkpoint of a run that a word names: "best", "last", or a number of steps; None as ``checkpoint_to_load``.
+
+    Raises SurefootError, with what there is, when the run has no such checkpoint.
+    """
+    if which is None:
+        return checkpoint_to_load(path)
+    if (path / MANIFEST).is_file():
+        raise SurefootError(f"checkpoint={which!r}: {path} is a checkpoint itself; leave --checkpoint out")
+    check_is_run(path)
+    kept = {name: checkpoints_in(path / name) for name in ("best", "checkpoints")}
+    if which in ("best", "last"):
+        found = latest_checkpoint(path / ("best" if which == "best" else "checkpoints"))
+    else:
+        found = next((folder for folders in kept.values() for folder in folders if folder.name == which), None)
+    if found is None:
+        there = [f"best ({folder.name})" for folder in kept["best"]] + [folder.name for folder in kept["checkpoints"]]
+        raise SurefootError(f"checkpoint={which!r}: {path} has none of that name; there is {', '.join(there) or 'none yet'}")
+    return found
+
+
+def output_file(path: Path, checkpoint: Path, task: str, kind: str, ending: str) -> Path:
+    """Where what is made of a checkpoint goes by itself: ``RUN/<kind>/<task>-<step><ending>``.
+
+    ``path`` is a run or one of its checkpoints. Raises SurefootError for an agent saved elsewhere: it has no such place.
+    """
+    checkpoint = checkpoint.absolute()
+    for run in (path, checkpoint.parent.parent):
+        if (run / "config.toml").is_file():
+            return run / kind / f"{task_label(task)}-{checkpoint.name}{ending}"
+    raise SurefootError(f"{path}: belongs to no run; say where to write with --out FILE")
+
+
+def task_label(task: str) -> str:
+    """A task's name as part of a file's."""
+    return task.rpartition("/")[2].replace(":", "-").lower()
+
+
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
     """Fields in which two recipe tables differ, each as ``field: old -> new``."""
     lines: list[str] = []
@@ -158,6 +196,14 @@ def _git_commit() -> str | None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,388 @@
+"""A film is what was evaluated: the same episodes, every step of them, in a file that browsers play, whole or not at all."""
+
+import ctypes.util
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+import surefoot
+from surefoot import SurefootError, cli
+from surefoot.control.encoder import Encoder
+from surefoot.control.video import choose_headless, film
+
+from .tiny import Endless
+
+QUICK: dict[str, Any] = {"rollout": {"environments": 1, "steps": 64}, "evaluation": {"episodes": 0}}
+
+
+def decoded(path: Path) -> tuple[str, np.ndarray]:
+    """What a decoder says of a film's one stream, and its pictures [T, h, w, 3]."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    about = re.findall(r"Stream #0:.*(Video: .*)", done.stderr.decode())[0]
+    width, height = map(int, re.findall(r", (\d+)x(\d+)", about)[0])
+    return about, np.frombuffer(done.stdout, np.uint8).reshape(-1, height, width, 3)
+
+
+def assert_is_a_film(path: Path, size: tuple[int, int], frames: int, fps: float) -> np.ndarray:
+    """Its pictures, of which every one shows something and which change in the picture itself, not only in the print."""
+    about, pictures = decoded(path)
+    assert about.startswith("Video: h264 ")
+    assert ", yuv420p(" in about
+    assert f", {fps:g} fps, " in about
+    assert pictures.shape == (frames, size[1], size[0], 3)
+    content = path.read_bytes()
+    assert content.index(b"moov") < content.index(b"mdat"), "a browser could not begin before it has all"
+    above = pictures[:, : size[1] - 16].astype(int)
+    assert (above.reshape(frames, -1).max(1) > 100).all(), "black"
+    assert all(np.abs(above[t] - above[0]).max() > 50 for t in (frames // 2, frames - 1)), "stands still"
+    return pictures
+
+
+@pytest.fixture(scope="module")
+def agent() -> surefoot.Agent:
+    return surefoot.train("CartPole-v1", surefoot.A2C, steps=1, seed=1, **QUICK)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    fields = {**QUICK, "evaluation": {"every": 256, "episodes": 1}, "checkpoint": {"every": 256}}
+    surefoot.train("CartPole-v1", surefoot.A2C, steps=512, seed=1, run_dir=path, **fields)
+    return path
+
+
+# ---- what is filmed ---------------------------------------------------------------------------------------------------
+
+
+def test_a_film_shows_every_step_of_the_episodes_that_evaluate_judges(agent: surefoot.Agent, tmp_path: Path) -> None:
+    made = film(agent, tmp_path / "film.mp4", episodes=3, seed=5)
+    judged = surefoot.evaluate(agent, episodes=3, seed=5)
+    assert made.returns == judged.returns
+    assert made.lengths == judged.lengths
+    assert len(set(judged.lengths)) > 1, "three times the same episode would prove nothing"
+    assert not made.cut
+    assert made.frames == sum(judged.lengths) + 3
+    assert_is_a_film(tmp_path / "film.mp4", (320, 240), made.frames, 50)
+    assert list(tmp_path.iterdir()) == [tmp_path / "film.mp4"]
+
+
+def test_twelve_episodes_are_the_twelve_that_evaluate_judges(agent: surefoot.Agent, tmp_path: Path) -> None:
+    """More than evaluate runs side by side."""
+    made = film(agent, tmp_path / "film.mp4", episodes=12, seed=5, size=(64, 64))
+    assert made.lengths == surefoot.evaluate(agent, episodes=12, seed=5).lengths
+
+
+def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, tmp_path: Path) -> None:
+    made = film(agent, tmp_path / "film.mp4", size=(200, 100), fps=12, max_steps=6, caption=False)
+    assert (made.lengths, made.cut, made.frames) == ([6], True, 7)
+    assert made.line().endswith(
+        "film.mp4: 1 greedy episode, return 6.0 (cut off after 6 steps); 0.6 s, 7 frames at 12 a second"
+    )
+    about, pictures = decoded(tmp_path / "film.mp4")
+    assert ", 12 fps, " in about
+    assert pictures.shape == (7, 100, 200, 3)
+    assert pictures[0, :, 30:170].min(0).max() > 200, "white above and below the cart: no bar for the print"
+
+
+@pytest.mark.parametrize(("task", "fps"), [("Pendulum-v1", 30), ("Acrobot-v1", 15)])
+def test_classic_tasks_can_be_filmed(task: str, fps: int, tmp_path: Path) -> None:
+    agent = surefoot.train(task, surefoot.A2C, steps=1, **QUICK)
+    made = film(agent, tmp_path / "film.mp4", max_steps=20)
+    assert (made.lengths, made.cut) == ([20], True)
+    assert_is_a_film(made.path, (320, 240), 21, fps)
+
+
+ELSEWHERE = """
+import json, sys
+from pathlib import Path
+import surefoot
+from surefoot.control.video import choose_headless, film
+choose_headless()
+fields = {"rollout": {"environments": 1, "steps": 64}, "evaluation": {"episodes": 0}}
+for task, arguments in json.loads(sys.argv[1]).items():
+    agent = surefoot.train(task, surefoot.A2C, steps=1, seed=1, environment=arguments, **fields)
+    film(agent, Path(task.rpartition("/")[2] + ".mp4"), max_steps=20, seed=3)
+"""
+KINDS = {
+    "LunarLander-v3": ("Box2D", 50, {}),
+    "HalfCheetah-v5": ("mujoco", 20, {}),
+    "ale_py:ALE/Pong-v5": ("ale_py", 15, {"obs_type": "ram"}),
+}
+
+
+def is_here(package: str) -> bool:
+    egl = package != "mujoco" or sys.platform != "linux" or ctypes.util.find_library("EGL") is not None
+    return egl and importlib.util.find_spec(package) is not None
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In a process of its own: MuJoCo must be imported after EGL was chosen, and Box2D's import does not survive warnings."""
+    folder = tmp_path_factory.mktemp("films")
+    hidden = ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER", "PYTHONWARNINGS")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    tasks = {task: arguments for task, (package, _, arguments) in KINDS.items() if is_here(package)}
+    command = [sys.executable, "-c", ELSEWHERE, json.dumps(tasks)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_box2d_mujoco_and_atari_are_filmed_without_a_display(task: str, films: Path) -> None:
+    package, fps, _ = KINDS[task]
+    if not is_here(package):
+        pytest.skip(f"{package}, or what draws it, is not installed")
+    pictures = assert_is_a_film(films / f"{task.rpartition('/')[2]}.mp4", (320, 240), 21, fps)
+    shades = pictures[-1, :220].reshape(-1, 3).astype(int)
+    assert np.ptp(shades, axis=1).max() > 40, "in colour"
+
+
+# ---- without a display ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MUJOCO_GL", "SDL_VIDEODRIVER", "SDL_AUDIODRIVER", "PYGAME_HIDE_SUPPORT_PROMPT", "DISPLAY"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_choice")
+def test_egl_and_no_window_are_chosen_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    choose_headless()
+    assert (os.environ["MUJOCO_GL"], os.environ["SDL_VIDEODRIVER"]) == ("egl", "dummy")
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "x11")
+    choose_headless()
+    assert (os.environ["MUJOCO_GL"], os.environ["SDL_VIDEODRIVER"]) == ("osmesa", "x11")
+
+
+@pytest.mark.usefixtures("no_choice")
+def test_where_there_is_no_egl_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    choose_headless()
+    assert "MUJOCO_GL" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("backend", "remedy"), [("egl", "install libegl1 "), ("disable", "unset MUJOCO_GL, or set MUJOCO_GL=egl")]
+)
+def test_mujoco_that_cannot_draw_is_one_line_with_the_remedy(
+    backend: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = surefoot.train("InvertedPendulum-v5", surefoot.A2C, steps=1, **QUICK)
+    monkeypatch.setenv("MUJOCO_GL", backend)
+    monkeypatch.setitem(sys.modules, f"mujoco.{backend}", None)
+    with pytest.raises(SurefootError) as raised:
+        film(agent, tmp_path / "film.mp4")
+    assert str(raised.value).startswith(f"task='InvertedPendulum-v5': MuJoCo can't draw with MUJOCO_GL='{backend}' (")
+    assert str(raised.value).count(remedy) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mujoco_that_cannot_be_imported_for_want_of_egl_is_the_same_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where libEGL is not installed: PyOpenGL then fails on import with an AttributeError."""
+    failing = compile("raise AttributeError('no eglQueryString')", "site-packages/mujoco/egl/__init__.py", "exec")
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
+    with pytest.raises(SurefootError, match=r"MuJoCo can't draw with MUJOCO_GL='egl' \(no eglQueryString\); install libegl1 "):
+        film(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
+    failing = compile("raise AttributeError('no wheel')", "site-packages/mine/car.py", "exec")
+    with pytest.raises(SurefootError, match=r"could not be made \(AttributeError: no wheel\)"):
+        film(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
+
+
+# ---- what can't be filmed ---------------------------------------------------------------------------------------------
+
+
+class Painted(Endless):
+    """Draws what it is told to."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # as Gymnasium has it
+
+    def __init__(self, painting: Any, render_mode: str | None = None) -> None:
+        self.painting, self.render_mode = painting, render_mode
+
+    def render(self) -> Any:
+        if isinstance(self.painting, Exception):
+            raise self.painting
+        return self.painting
+
+
+def filmed(make: Any, tmp_path: Path) -> Path:
+    agent = surefoot.train(make, surefoot.A2C, steps=1, **QUICK)
+    return film(agent, tmp_path / "videos" / "film.mp4", make, max_steps=3).path
+
+
+def test_any_environment_that_draws_can_be_filmed(tmp_path: Path) -> None:
+    picture = np.full((10, 20, 3), 200, np.uint8)
+    _, pictures = decoded(filmed(lambda render_mode=None: Painted(picture, render_mode), tmp_path))
+    assert len(pictures) == 4
+    assert ", 30 fps, " in decoded(filmed(lambda: Painted(picture, "rgb_array"), tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (Endless, r"can't be drawn; only what has the render mode 'rgb_array' can be \(this has: none\)"),
+        (lambda: Painted(None), "can't be drawn; let the function that makes it take render_mode and pass it on"),
+        (lambda: Painted(None, "rgb_array"), r"render\(\) gave NoneType, not a picture of bytes"),
+        (lambda: Painted(np.zeros((4, 4, 3)), "rgb_array"), r"render\(\) gave float64 \(4, 4, 3\), not a picture"),
+        (lambda: Painted(ValueError("paint ran out"), "rgb_array"), r"raised ValueError: paint ran out in render\(\)"),
+        (
+            lambda: Painted(gymnasium.error.DependencyNotInstalled("pygame is not installed"), "rgb_array"),
+            r"needs pygame, which is not installed; run: pip install 'surefoot\[video\]'",
+        ),
+    ],
+)
+def test_what_does_not_draw_is_refused_and_leaves_nothing(make: Any, part: str, tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match=part):
+        filmed(make, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_environment_that_fails_on_the_way_leaves_the_old_film(tmp_path: Path) -> None:
+    class Short(Painted):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            self.steps += 1
+            if self.steps == 3:
+                raise RuntimeError("the wheel came off")
+            return super().step(action)
+
+    agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
+    (tmp_path / "film.mp4").write_text("old")
+    with pytest.raises(SurefootError, match=r"raised RuntimeError: the wheel came off in step\(\), episode 0, step 3"):
+        film(agent, tmp_path / "film.mp4", lambda: Short(np.zeros((8, 8, 3), np.uint8), "rgb_array"), max_steps=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["film.mp4"]
+    assert (tmp_path / "film.mp4").read_text() == "old"
+
+
+def test_a_task_of_other_spaces_is_refused(agent: surefoot.Agent, tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match="task='Pendulum-v1': has spaces"):
+        film(agent, tmp_path / "film.mp4", "Pendulum-v1")
+
+
+def black(path: Path, count: int) -> None:
+    with Encoder(path, 320, 240, 30) as encoder:
+        for _ in range(count):
+            encoder.add(np.zeros((240, 320, 3), np.uint8))
+
+
+@pytest.mark.parametrize("count", [1, 100], ids=["at the end", "on the way"])
+def test_an_encoder_that_fails_says_why_and_leaves_nothing(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "ffmpeg"
+    script.write_text('#!/bin/sh\nfor last; do :; done\nhead -c 1000 > "$last"\necho "$last: No space left" >&2\nexit 1\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(surefoot.control.encoder, "program", lambda: str(script))
+    with pytest.raises(SurefootError, match=r"out/film.mp4: not written, the encoder failed \(.*No space left\)"):
+        black(tmp_path / "out" / "film.mp4", count)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def stopped(path: Path) -> None:
+    with Encoder(path, 64, 64, 30) as encoder:
+        encoder.add(np.zeros((64, 64, 3), np.uint8))
+        raise KeyboardInterrupt
+
+
+def test_a_stop_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        stopped(tmp_path / "film.mp4")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """(exit code, stdout, stderr) of the command line."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        said = capsys.readouterr()
+        return int(leaving.value.code or 0), said.out, said.err
+
+    return call
+
+
+def test_watch_films_the_best_agent_else_the_last_or_the_one_that_was_named(command: Any, run: Path, tmp_path: Path) -> None:
+    best = next(folder.name for folder in (run / "best").iterdir() if folder.name.isdigit())
+    copy = shutil.copytree(run, tmp_path / "run")
+    code, out, err = command("watch", str(copy), "--max-steps", "2", "--seed", "4")
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert out.startswith(f"{copy}/videos/cartpole-v1-{best}-seed4.mp4: 1 greedy episode, return 2.0 (cut off after 2 steps)")
+    shutil.rmtree(copy / "best")
+    for words, step in [((), "512"), (("--checkpoint", "256"), "256"), (("--checkpoint", "last"), "512")]:
+        code, out, _ = command("watch", str(copy), "--max-steps", "2", *words)
+        assert out.startswith(f"{copy}/videos/cartpole-v1-{step}-seed0.mp4: ")
+    code, out, _ = command("watch", str(copy / "checkpoints" / "256"), "--max-steps", "2", "--out", str(tmp_path / "a.mp4"))
+    assert out.startswith(f"{tmp_path}/a.mp4: ")
+
+
+def test_an_agent_saved_elsewhere_is_watched_where_one_says(
+    command: Any, agent: surefoot.Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    agent.save("agent")
+    assert "surefoot: agent: belongs to no run; say where to write with --out FILE" in command("watch", "agent")[2]
+    assert command("watch", "agent", "--out", "a.mp4", "--max-steps", "1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--size", "321x240"], ["size='321x240'", "even numbers"]),
+        (["--episodes", "0"], ["--episodes"]),
+        (["--fps", "0"], ["--fps"]),
+        (["--out", "film.gif"], ["out='film.gif'", "must end in .mp4"]),
+        (["--out", "/dev/null/film.mp4"], ["/dev/null/film.mp4: can't be written", "--out"]),
+        (["--checkpoint", "1"], ["checkpoint='1'", "has none of that name", "256, 512"]),
+        (["--task", "nowhere:make"], ["task='nowhere:make'", "can't be imported", "--task"]),
+        (["--task", "Nothing-v1"], ["Nothing-v1", "could not be made"]),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_bad_words_are_refused_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
+    before = sorted(run.rglob("*"))
+    code, out, err = command("watch", str(run), *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert [part for part in parts if part not in err] == []
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_without_a_checkpoint_is_refused(command: Any, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    shutil.copy(run / "config.toml", tmp_path / "new")
+    assert "has no checkpoint yet" in command("watch", str(tmp_path / "new"))[2]
+    for which in ("best", "last", "7"):
+        assert "there is none yet" in command("watch", str(tmp_path / "new"), "--checkpoint", which)[2]
+
+
+def test_without_the_encoder_the_extra_is_named(command: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    code, _, err = command("watch", str(run))
+    assert (code, err) == (
+        2,
+        "surefoot: a video needs imageio-ffmpeg, which is not installed; run: pip install 'surefoot[video]'\n",
+    )
