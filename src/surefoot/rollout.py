@@ -67,7 +67,7 @@ class Rollout:
     """Experience under one θ_old. Tensors are [B, T] unless said otherwise."""
 
     inputs: Any
-    """what the policy reads: observations [B, T, ...], or tokens of prompt and response [B, ...]"""
+    """what the policy reads, a tensor or a tree of them: leaves of observations [B, T, ...], or tokens [B, ...]"""
     actions: Tensor
     """[B, T] or [B, T, action]"""
     mask: Tensor

@@ -129,7 +129,7 @@ class LoopedEnvironments:
             observation, info = self.environments[index].reset(seed=episode_seed(self.seed, number, episode, self.purpose))
         except Exception as error:
             raise self._failure(index, "reset()", error) from error
-        self._store(index, observation, info, "reset()")
+        self._store(index, observation, info, True, "reset()")
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
@@ -159,12 +159,12 @@ class LoopedEnvironments:
         except Exception as error:
             raise self._failure(index, "step()", error) from error
         terminated, truncated = bool(terminated), bool(truncated)
-        self._store(index, observation, None if terminated or truncated else info, "step()")
+        self._store(index, observation, info, not (terminated or truncated), "step()")
         return reward, terminated, truncated, score, life_lost
 
-    def _store(self, index: int, observation: Any, info: Any, call: str) -> None:
+    def _store(self, index: int, observation: Any, info: Any, acting: bool, call: str) -> None:
         try:
-            self.reader.one_into(self.observations, index, observation, info)
+            self.reader.one_into(self.observations, index, observation, info, acting)
         except Misfit as misfit:
             raise self._failure(index, call, str(misfit)) from None
         except (TypeError, ValueError) as error:
@@ -262,7 +262,7 @@ class VectorEnvironments:
         cut = np.flatnonzero(truncated & ~terminated).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
             seen = self._read(observations, infos, ~ignored)
-            finals = {i: self.reader.one(infos["final_obs"][i]) for i in cut}
+            finals = {i: self._final(infos["final_obs"][i]) for i in cut}
         elif self.mode is AutoresetMode.DISABLED:
             seen = self._read(observations, infos, ~ended)
             finals = {i: self.reader.one_of(seen, i) for i in cut}
@@ -287,8 +287,17 @@ class VectorEnvironments:
         try:
             return self.reader.all(observations) | self.reader.masks(infos, acting)
         except Misfit as misfit:
-            call = f"call {self.steps} of step()" if self.steps else "reset()"
-            raise SurefootError(f"{self.name}: gave {misfit}, in {call}; mend the environment") from None
+            raise self._failure(misfit) from None
+
+    def _final(self, observation: Any) -> Observations:
+        try:
+            return self.reader.one(observation)
+        except Misfit as misfit:
+            raise self._failure(misfit) from None
+
+    def _failure(self, misfit: Misfit) -> SurefootError:
+        call = f"call {self.steps} of step()" if self.steps else "reset()"
+        return SurefootError(f"{self.name}: gave {misfit}, in {call}; mend the environment")
 
     def state_dict(self) -> dict[str, Any]:
         return {"resets": self.resets}

@@ -40,11 +40,11 @@ class Reader:
         """Arrays for all environments, to read single ones into."""
         return {path: np.zeros((self.count, *leaf.shape), leaf.dtype) for path, leaf in self.leaves.items()}
 
-    def one_into(self, observations: Observations, index: int, observation: Any, info: dict[str, Any] | None) -> None:
-        """Keep one environment's observation, and its mask unless no action follows (``info`` None)."""
+    def one_into(self, observations: Observations, index: int, observation: Any, info: Any, acting: bool) -> None:
+        """Keep one environment's observation, and its mask where an action follows."""
         for path, leaf in self.leaves.items():
             observations[path][index] = leaf.read(observation)
-        if info is not None and self._masks(info):
+        if acting and self._masks(info or {}):
             if MASK not in observations:
                 observations[MASK] = self._all_allowed()
             observations[MASK][index] = read_mask(info[MASK], self.choices)
