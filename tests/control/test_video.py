@@ -19,6 +19,7 @@ import pytest
 import surefoot
 from surefoot import SurefootError, cli
 from surefoot.control.encoder import Encoder
+from surefoot.control.episodes import greedy_episode
 from surefoot.control.video import choose_headless, film
 
 from .tiny import Endless
@@ -78,10 +79,14 @@ def test_a_film_shows_every_step_of_the_episodes_that_evaluate_judges(agent: sur
     assert list(tmp_path.iterdir()) == [tmp_path / "film.mp4"]
 
 
-def test_twelve_episodes_are_the_twelve_that_evaluate_judges(agent: surefoot.Agent, tmp_path: Path) -> None:
+def test_the_twelfth_episode_is_the_twelfth_that_evaluate_judges(agent: surefoot.Agent) -> None:
     """More than evaluate runs side by side."""
-    made = film(agent, tmp_path / "film.mp4", episodes=12, seed=5, size=(64, 64))
-    assert made.lengths == surefoot.evaluate(agent, episodes=12, seed=5).lengths
+    environment = gymnasium.make("CartPole-v1")
+    ends = [list(greedy_episode(agent, environment, "it", 5, episode, 500))[-1] for episode in range(12)]
+    judged = surefoot.evaluate(agent, episodes=12, seed=5)
+    assert [end.step for end in ends] == judged.lengths
+    assert [end.total for end in ends] == judged.returns
+    assert all(end.over for end in ends)
 
 
 def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, tmp_path: Path) -> None:

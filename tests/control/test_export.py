@@ -1,0 +1,374 @@
+"""Laws of exported agents: another program, given raw observations alone, does what the agent does."""
+
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from gymnasium import spaces
+
+import surefoot
+from surefoot import SurefootError, cli
+from surefoot.control import export
+from surefoot.control.environments import episode_seed
+from surefoot.control.export import export_agent
+
+from .tiny import QUIET, Clockwork
+
+QUICK: dict[str, Any] = {
+    "evaluation": {"episodes": 0},
+    "normalise": {"observations": True, "rewards": True, "clip": 2.0},
+    "rollout": {"environments": 2, "steps": 256},
+    "objective": {"reuse": {"epochs": 4, "minibatches": 8}},
+    "seed": 1,
+}
+FORMATS = ["onnx", "torch"]
+Program = Callable[[np.ndarray], dict[str, np.ndarray]]
+
+
+def program(path: Path) -> Program:
+    """A file as its own runtime runs it: observations -> its outputs by name."""
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        outputs = [value.name for value in session.get_outputs()]
+        return lambda observations: dict(zip(outputs, session.run(None, {"observation": observations}), strict=True))
+    module = torch.export.load(path).module()
+    return lambda observations: {
+        str(index): output.numpy() for index, output in enumerate(module(torch.from_numpy(observations)))
+    }
+
+
+def action_of(outputs: dict[str, np.ndarray]) -> np.ndarray:
+    """The first output."""
+    return next(iter(outputs.values()))
+
+
+@pytest.fixture(scope="module")
+def agents() -> dict[str, surefoot.Agent]:
+    cheetah = {**QUICK, "rollout": {"environments": 1, "steps": 512}}
+    return {
+        "CartPole-v1": surefoot.train("CartPole-v1", surefoot.PPO_CLIP, steps=2048, **QUICK),
+        "HalfCheetah-v5": surefoot.train("HalfCheetah-v5", surefoot.PPO_CLIP, steps=1024, **cheetah),
+    }
+
+
+@pytest.fixture(scope="module")
+def files(agents: dict[str, surefoot.Agent], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    folder = tmp_path_factory.mktemp("exports")
+    made = {}
+    for task, agent in agents.items():
+        for format in FORMATS:
+            path = folder / f"{task}{export.ENDINGS[format]}"
+            made[task, format] = export_agent(agent, path, format, "4096").path
+    return made
+
+
+@pytest.mark.parametrize(
+    ("task", "format"),
+    [
+        ("CartPole-v1", "onnx"),
+        ("CartPole-v1", "torch"),
+        ("HalfCheetah-v5", "onnx"),
+        pytest.param("HalfCheetah-v5", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_the_file_acts_as_the_agent_does_over_whole_episodes(
+    task: str, format: str, agents: dict[str, surefoot.Agent], files: dict[tuple[str, str], Path]
+) -> None:
+    """The program acts; the agent is asked at every step what it would have done."""
+    run, agent, environment = program(files[task, format]), agents[task], gymnasium.make(task, disable_env_checker=True)
+    lengths, seen = [], []
+    for episode in range(2 if task == "CartPole-v1" else 1):
+        observation, _ = environment.reset(seed=episode_seed(7, episode, 0))
+        over, length = False, 0
+        while not over:
+            action = action_of(run(observation[None].astype(np.float32)))[0]
+            wanted = agent.predict(observation, deterministic=True)[0]
+            if task == "CartPole-v1":
+                assert action == wanted
+            else:
+                assert np.allclose(action, wanted, rtol=1e-5, atol=1e-6)
+            seen.append(np.array(action))
+            observation, _, terminated, truncated, _ = environment.step(action)
+            over, length = terminated or truncated, length + 1
+        lengths.append(length)
+    environment.close()
+    assert min(lengths) == 1000 if task == "HalfCheetah-v5" else min(lengths) >= 20
+    assert np.std(seen, axis=0).min() > 0, "always the same action would prove nothing"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_number_of_observations_can_be_given(
+    format: str, agents: dict[str, surefoot.Agent], files: dict[tuple[str, str], Path]
+) -> None:
+    for task, agent in agents.items():
+        run = program(files[task, format])
+        for count in (1, 2, 7, 64):
+            observations = np.random.default_rng(count).normal(size=(count, *agent.observation_space.shape))
+            observations = observations.astype(np.float32)
+            action = action_of(run(observations))
+            wanted = agent.predict(observations, deterministic=True)[0]
+            assert (action.shape, action.dtype) == (wanted.shape, wanted.dtype)
+            assert np.allclose(action, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_normaliser_and_its_clip_are_inside(
+    format: str, agents: dict[str, surefoot.Agent], files: dict[tuple[str, str], Path]
+) -> None:
+    for task, agent in agents.items():
+        run = program(files[task, format])
+        shape = agent.observation_space.shape
+        directions = np.sign(np.random.default_rng(1).normal(size=(16, *shape))).astype(np.float32)
+        far, farther = list(run(directions * 1e5).values()), list(run(directions * 1e7).values())
+        assert all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(far, farther, strict=True))
+        values = far[-1]
+        assert np.allclose(values, agent.value(directions * 1e5), rtol=1e-4, atol=1e-4)
+        raw = agent.policy.values(torch.from_numpy(directions * 1e5)).detach().numpy()
+        assert not np.allclose(values, raw, rtol=1e-2, atol=1e-2), "without a normaliser it would be another value"
+
+
+def test_the_onnx_file_says_what_it_takes_gives_and_is(files: dict[tuple[str, str], Path]) -> None:
+    model = onnx.load(files["HalfCheetah-v5", "onnx"])
+    onnx.checker.check_model(model, full_check=True)
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 18)]
+    assert model.ir_version <= 10
+    shapes = {
+        value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
+        for value in (*model.graph.input, *model.graph.output)
+    }
+    assert shapes == {
+        "observation": ["N", 17],
+        "action": ["N", 6],
+        "mean": ["N", 6],
+        "log_std": ["N", 6],
+        "value": ["N"],
+    }
+    about = {entry.key: entry.value for entry in model.metadata_props}
+    version = surefoot.__version__
+    assert about == {"task": "HalfCheetah-v5", "algorithm": "PPO_CLIP", "steps": "4096", "surefoot": version}
+    discrete = onnx.load(files["CartPole-v1", "onnx"])
+    assert [value.name for value in discrete.graph.output] == ["action", "logits", "value"]
+
+
+def test_the_torch_file_says_what_it_is(files: dict[tuple[str, str], Path]) -> None:
+    extra = {"surefoot.json": ""}
+    torch.export.load(files["CartPole-v1", "torch"], extra_files=extra)
+    about = json.loads(extra["surefoot.json"])
+    assert (about["task"], about["steps"]) == ("CartPole-v1", "4096")
+
+
+def test_files_name_no_place_of_the_machine_that_wrote_them(files: dict[tuple[str, str], Path]) -> None:
+    here = str(Path(export.__file__).parent).encode()
+    for (_, format), path in files.items():
+        content = path.read_bytes()
+        if format == "torch":
+            with zipfile.ZipFile(path) as archive:
+                content = b"".join(archive.read(name) for name in archive.namelist())
+        assert here not in content
+        assert b"export.py" not in content
+        assert b"site-packages" not in content
+
+
+def test_the_same_agent_gives_the_same_bytes(
+    agents: dict[str, surefoot.Agent], files: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
+    again = export_agent(agents["CartPole-v1"], tmp_path / "a.pt2", "torch", "4096").path
+    assert again.read_bytes() == files["CartPole-v1", "torch"].read_bytes()
+    assert list(tmp_path.iterdir()) == [again]
+
+
+# ---- actions as the environment takes them ----------------------------------------------------------------------------
+
+
+def test_discrete_actions_are_counted_from_their_start(tmp_path: Path) -> None:
+    make = lambda: Clockwork(action_space=spaces.Discrete(3, start=-5))  # noqa: E731
+    agent = surefoot.train(make, surefoot.A2C, steps=1, **QUIET)
+    with torch.no_grad():
+        agent.policy.actor_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    made = export_agent(agent, tmp_path / "a.pt2", "torch")
+    observations = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
+    actions = action_of(program(made.path)(observations))
+    assert set(actions.tolist()) == {-5, -4, -3}
+    assert np.array_equal(actions, agent.predict(observations, deterministic=True)[0])
+    assert "random observations alone, as " in made.line(), "a local function can't be made again"
+
+
+def test_box_actions_are_kept_within_their_bounds_and_without_a_critic_there_is_no_value(tmp_path: Path) -> None:
+    agent = surefoot.train("Pendulum-v1", surefoot.REINFORCE, steps=1, evaluation={"episodes": 0})
+    with torch.no_grad():
+        agent.policy.actor_head.weight.mul_(1e4)
+    made = export_agent(agent, tmp_path / "a.pt2", "torch")
+    assert made.signature == "observation [N, 3] -> action [N, 1], mean [N, 1], log_std [N, 1]"
+    observations = np.random.default_rng(1).normal(size=(200, 3)).astype(np.float32)
+    action, mean, _ = program(made.path)(observations).values()
+    assert set(np.unique(action)) >= {-2.0, 2.0}
+    assert np.abs(action).max() == 2
+    assert np.abs(mean).max() > 2
+
+
+def test_exporting_leaves_the_agent_as_it_was(tmp_path: Path) -> None:
+    agent = surefoot.train("Pendulum-v1", surefoot.A2C, steps=1, evaluation={"episodes": 0})
+    before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
+    space = agent.observation_space.np_random.bit_generator.state
+    export_agent(agent, tmp_path / "a.pt2", "torch")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in agent.state_dict().items())
+    assert all(parameter.requires_grad for parameter in agent.policy.parameters())
+    assert agent.observation_space.np_random.bit_generator.state == space
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+def altered(acting: export.Acting, name: str, by: float) -> Callable[[list[np.ndarray]], list[np.ndarray]]:
+    """A program that gives one output a little differently."""
+
+    def read(leaves: list[np.ndarray]) -> list[np.ndarray]:
+        outputs = [output.numpy().copy() for output in acting(*map(torch.from_numpy, leaves))]
+        outputs[acting.outputs.index(name)][0] += np.asarray(by).astype(outputs[acting.outputs.index(name)].dtype)
+        return outputs
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "by"),
+    [
+        ("CartPole-v1", "action", 1),
+        ("CartPole-v1", "logits", 0.01),
+        ("CartPole-v1", "value", 0.1),
+        ("CartPole-v1", "value", np.nan),
+        ("HalfCheetah-v5", "action", 1e-3),
+        ("HalfCheetah-v5", "log_std", 1e-3),
+    ],
+)
+def test_a_program_that_differs_in_one_entry_is_found_out(
+    task: str, name: str, by: float, agents: dict[str, surefoot.Agent]
+) -> None:
+    agent, acting = agents[task], export.Acting(agents[task])
+    rng = np.random.default_rng(1)
+    observations = [rng.normal(size=agent.observation_space.shape) for _ in range(10)]
+    if (task, name) == ("CartPole-v1", "action"):  # so that 0 + 1 is the other action
+        observations.sort(key=lambda observation: agent.predict(observation, deterministic=True)[0])
+    export._compare(agent, acting, altered(acting, name, 0), observations, "it")
+    with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
+        export._compare(agent, acting, altered(acting, name, by), observations, "it")
+
+
+def test_nothing_is_written_when_the_file_differs(
+    agents: dict[str, surefoot.Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = torch.export.load
+
+    def spoiled(file: Any) -> Any:
+        loaded = load(file)
+        next(iter(loaded.state_dict.values())).add_(0.1)
+        return loaded
+
+    monkeypatch.setattr(torch.export, "load", spoiled)
+    with pytest.raises(SurefootError, match=r"a\.pt2: acts otherwise than the agent"):
+        export_agent(agents["CartPole-v1"], tmp_path / "out" / "a.pt2", "torch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_equally_likely_actions_may_be_told_apart_differently(agents: dict[str, surefoot.Agent]) -> None:
+    agent = surefoot.train("CartPole-v1", surefoot.A2C, steps=1, evaluation={"episodes": 0})
+    with torch.no_grad():
+        agent.policy.actor_head.weight.zero_()
+        agent.policy.actor_head.bias.zero_()
+    acting = export.Acting(agent)
+    export._compare(agent, acting, altered(acting, "action", 1), [np.zeros(4)], "it")
+
+
+def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = surefoot.train("CartPole-v1", surefoot.A2C, steps=1, evaluation={"episodes": 0})
+    plain = type(agent.policy).distribution
+
+    def undecided(self: Any, inputs: Any) -> Any:
+        return plain(self, inputs if inputs.sum() > 0 else -inputs)
+
+    monkeypatch.setattr(type(agent.policy), "distribution", undecided)
+    with pytest.raises(SurefootError, match=r"task='CartPole-v1': torch\.export can't trace this agent's network \(") as raised:
+        export_agent(agent, tmp_path / "a.pt2", "torch")
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_packages_are_named(agents: dict[str, surefoot.Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("onnxscript", "onnx"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(SurefootError, match=rf"{name}, which is not installed; run: pip install 'surefoot\[export\]'"):
+            export_agent(agents["CartPole-v1"], tmp_path / "a.onnx", "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """(exit code, stdout, stderr) of the command line."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        said = capsys.readouterr()
+        return int(leaving.value.code or 0), said.out, said.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    fields = {"rollout": {"environments": 1, "steps": 64}, "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}}
+    surefoot.train("CartPole-v1", surefoot.A2C, steps=128, seed=1, run_dir=path, **fields)
+    return path
+
+
+def test_export_writes_one_file_and_says_one_line(command: Any, run: Path) -> None:
+    code, out, err = command("export", str(run), "--format", "torch", "--checkpoint", "64")
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert out.startswith(
+        f"{run}/exports/cartpole-v1-64.pt2: observation [N, 4] -> action [N], logits [N, 2], value [N]; acts "
+    )
+    assert " acts as the agent does on " in out
+    assert out.endswith(" observations of an episode and 128 random ones\n")
+    assert [path.name for path in (run / "exports").iterdir()] == ["cartpole-v1-64.pt2"]
+
+
+def test_without_onnxruntime_the_line_says_that_the_file_was_not_run(
+    command: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    code, out, err = command("export", str(run), "--out", str(tmp_path / "a.onnx"))
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert out.endswith(" (before it was written: onnxruntime, which would run the file, is not installed)\n")
+    session = onnxruntime.InferenceSession((tmp_path / "a.onnx").read_bytes())
+    assert {entry.name for entry in session.get_inputs()} == {"observation"}
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--format", "tflite"], ["--format", "'onnx', 'torch'"]),
+        (["--out", "a.pt2"], ["out='a.pt2'", "must end in .onnx where the format is onnx"]),
+        (["--out", "/dev/null/a.pt2", "--format", "torch"], ["/dev/null/a.pt2: can't be written", "--out"]),
+        (["--checkpoint", "best"], ["checkpoint='best'", "there is 64, 128"]),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_bad_words_are_refused_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
+    before = sorted(run.rglob("*"))
+    code, out, err = command("export", str(run), *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert [part for part in parts if part not in err] == []
+    assert sorted(run.rglob("*")) == before
