@@ -63,11 +63,11 @@ class PositionsOnly(gymnasium.ObservationWrapper[np.ndarray, int, np.ndarray]):
 
 
 def recipe(**changes: Any) -> Recipe:
-    return make_recipe({"task": "tests.control.test_memory:cut_after_five", **SMALL, **changes})
+    return make_recipe({"task": "cut-after-five", **SMALL, **changes})
 
 
 def collected(rollouts: int = 1, **changes: Any) -> tuple[ControlWorld, list[Rollout]]:
-    world = ControlWorld(recipe(**changes))
+    world = ControlWorld(recipe(**changes), cut_after_five)
     state = LearnerState.seeded(1, 10_000)
     return world, [world.collector.collect(state) for _ in range(rollouts)]
 
@@ -183,7 +183,7 @@ def test_every_autoreset_mode_gives_the_same_values_and_successors(mode: Autores
 
 
 def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
-    agent = surefoot.train("tests.control.test_memory:cut_after_five", steps=24, run_dir=None, **SMALL)
+    agent = surefoot.train(cut_after_five, steps=24, run_dir=None, **SMALL)
     one, other = np.array([0.3, 0.1], np.float32), np.array([0.9, 0.7], np.float32)
     _, fresh = agent.predict(one, deterministic=True)
     assert fresh.shape == (1, 2, 2, 6)
