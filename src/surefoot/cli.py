@@ -224,11 +224,11 @@ def compare_algorithms(
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="As in surefoot evaluate.")
 @click.option("--out", type=click.Path(path_type=Path), help="The MP4; RUN/videos/TASK-STEP-seedSEED.mp4 if not given.")
 @click.option("--size", metavar="WIDTHxHEIGHT", default="320x240", show_default=True)
-@click.option("--fps", type=click.FloatRange(1, 240), help="Frames a second, if not the environment's own.")
+@click.option("--fps", type=click.FloatRange(1, 240), metavar="N", help="Frames a second, if not the environment's own.")
 @click.option("--max-steps", type=click.IntRange(min=1), default=10_000, show_default=True, help="Cut episodes off there.")
 @click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
 @click.option("--task", help="Watch it on another task than the one trained on.")
-@click.option("--caption/--no-caption", default=True, show_default=True, help="Step, reward and return so far, in small print.")
+@click.option("--no-caption", is_flag=True, help="Leave out the small print: step, reward, return so far.")
 def watch(
     run: Path,
     episodes: int,
@@ -239,7 +239,7 @@ def watch(
     max_steps: int,
     checkpoint: str | None,
     task: str | None,
-    caption: bool,
+    no_caption: bool,
 ) -> None:
     """Film greedy episodes of the agent in RUN as an MP4. Needs no display."""
     from surefoot import api
@@ -251,13 +251,15 @@ def watch(
     agent = api.load(found)
     path = out or output_file(run, found, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")
     other = None if task == agent.recipe.task else task
-    filmed = film(agent, path, other, episodes=episodes, seed=seed, size=pixels, fps=fps, max_steps=max_steps, caption=caption)
+    filmed = film(
+        agent, path, other, episodes=episodes, seed=seed, size=pixels, fps=fps, max_steps=max_steps, caption=not no_caption
+    )
     click.echo(filmed.line())
 
 
 @cli.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--format", type=click.Choice(["onnx", "torch"]), default="onnx", show_default=True)
+@click.option("--format", type=click.Choice(["onnx", "torch"]), metavar="onnx|torch", default="onnx", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="The file; RUN/exports/TASK-STEP.onnx (or .pt2) if not given.")
 @click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
 def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> None:
