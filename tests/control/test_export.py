@@ -243,6 +243,7 @@ def altered(acting: export.Acting, name: str, by: float) -> Callable[[list[np.nd
     ("task", "name", "by"),
     [
         ("CartPole-v1", "action", 1),
+        ("CartPole-v1", "action", 7),
         ("CartPole-v1", "logits", 0.01),
         ("CartPole-v1", "value", 0.1),
         ("CartPole-v1", "value", np.nan),
@@ -256,7 +257,7 @@ def test_a_program_that_differs_in_one_entry_is_found_out(
     agent, acting = agents[task], export.Acting(agents[task])
     rng = np.random.default_rng(1)
     observations = [rng.normal(size=agent.observation_space.shape) for _ in range(10)]
-    if (task, name) == ("CartPole-v1", "action"):  # so that 0 + 1 is the other action
+    if (task, name) == ("CartPole-v1", "action"):  # so that 0 + 1 is the other action, and 7 is none
         observations.sort(key=lambda observation: agent.predict(observation, deterministic=True)[0])
     export._compare(agent, acting, altered(acting, name, 0), observations, "it")
     with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):

@@ -270,19 +270,24 @@ def _compare(agent: Agent, acting: Acting, read: Reader, observations: list[Any]
             raise _differs(what, f"{name} is {theirs.dtype} {theirs.shape} instead of {ours.dtype} {ours.shape}")
         if len(acting.bounds) == 1 and name == "action":  # how much less likely than the likeliest is what was chosen
             logits = wanted[acting.outputs.index("logits")]
-            best = logits.max(-1, keepdims=True)
-            places = ((actions - acting.bounds[0].numpy()).reshape(logits.shape[:-1]) for actions in (ours, theirs))
-            chosen = (np.take_along_axis(logits, place[..., None], -1) for place in places)
-            off = np.max([best - row for row in chosen], 0)[..., 0]
-            off = np.where((ours == theirs).reshape(off.shape), 0, off)
-            ours, theirs = np.zeros_like(off), off
-        ours, theirs = (
-            np.where(np.isneginf(found), 0, found) for found in (ours, theirs)
-        )  # logits of choices that don't exist
-        bound = ATOL * max(1.0, float(np.abs(ours).max())) + RTOL * np.abs(ours)
-        wrong = ~(np.abs(ours - theirs) <= bound)
-        if wrong.any():
-            raise _differs(what, f"{name} is off by up to {np.abs(ours - theirs).max():.2g}")
+            first = acting.bounds[0].numpy()
+            ours, theirs = (_logits_of((actions - first).reshape(logits.shape[:-1]), logits) for actions in (ours, theirs))
+        finite = np.isfinite(ours)
+        bound = ATOL * max(1.0, float(np.abs(ours[finite]).max(initial=0))) + RTOL * np.abs(np.where(finite, ours, 0))
+        with np.errstate(invalid="ignore"):  # ∞ − ∞
+            off = np.where(ours == theirs, 0, np.abs(ours - theirs))
+        if not (off <= bound).all():
+            raise _differs(what, f"{name} is off by up to {off.max():.2g}")
+
+
+def _logits_of(choices: Array, logits: Array) -> Array:
+    """The logits of what was chosen, equal where choices are equally likely; NaN where there is no such choice.
+
+    [...] counted from 0, [..., n] -> [...]
+    """
+    index = choices[..., None]
+    known = (index >= 0) & (index < logits.shape[-1])
+    return np.where(known, np.take_along_axis(logits, np.where(known, index, 0), -1), np.nan)[..., 0]
 
 
 def _differs(what: str, how: str) -> SurefootError:
