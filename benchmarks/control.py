@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from surefoot.compare.statistics import bootstrap_interval, markdown_table
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 
@@ -71,29 +73,21 @@ def write(out: Path, result: dict[str, Any]) -> None:
     partial.rename(out)
 
 
-def interval(scores: list[float]) -> tuple[float, float]:
-    """A 95 % bootstrap interval of the mean over seeds."""
-    rng = np.random.default_rng(0)
-    means = rng.choice(scores, (10_000, len(scores))).mean(1)
-    return float(np.percentile(means, 2.5)), float(np.percentile(means, 97.5))
-
-
 def table(task: str, steps: int) -> str:
     """The cells of a task as a Markdown table."""
-    lines = ["| library | seeds | mean | 95 % interval | each seed | greedy, each seed |", "|---|---|---|---|---|---|"]
     folder = RESULTS / f"{task}-{steps}"
     by_library: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         by_library.setdefault(f"{result['library']} {result['version']}", []).append(result)
+    rows = []
     for library, results in by_library.items():
         scores = [result["last_100_mean"] for result in results]
-        low, high = interval(scores)
+        low, high = bootstrap_interval(scores)
         each = ", ".join(f"{score:,.0f}" for score in scores)
         greedy = ", ".join(f"{result['greedy_mean']:,.0f}" for result in results if "greedy_mean" in result) or "–"
-        span = f"{low:,.0f} to {high:,.0f}"
-        lines.append(f"| {library} | {len(scores)} | {np.mean(scores):,.0f} | {span} | {each} | {greedy} |")
-    return "\n".join(lines)
+        rows.append([library, str(len(scores)), f"{np.mean(scores):,.0f}", f"{low:,.0f} to {high:,.0f}", each, greedy])
+    return markdown_table(["library", "seeds", "mean", "95 % interval", "each seed", "greedy, each seed"], rows)
 
 
 def main() -> None:

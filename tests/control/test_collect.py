@@ -190,6 +190,29 @@ def test_in_whole_episode_mode_every_environment_runs_just_its_episodes_and_is_m
 # ---- statistics of episodes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("at_least", [1, 9, 10, 11, 40])
+def test_whole_episodes_until_there_are_enough_steps_end_as_soon_as_they_may_and_never_in_part(at_least: int) -> None:
+    single = clockworks()
+    rollout_fields = {"environments": 3, "at_least": at_least, "episodes": 5}
+    world = world_of(one_by_one(single), REINFORCE, rollout=rollout_fields)
+    total = 0
+    for _ in range(2):
+        rollout = world.collector.collect(fresh_state())
+        total += rollout.steps
+        assert rollout.steps == int(rollout.mask.sum()) >= at_least
+        ended = rollout.terminated | rollout.truncated
+        for row in range(3):
+            kept = rollout.mask[row].nonzero().flatten()
+            assert kept.tolist() == list(range(len(kept))), "from the first step on, without a gap"
+            assert ended[row, kept[-1]], "the last kept step ends an episode"
+        reached = int((rollout.mask.cumsum(1).sum(0) >= at_least).nonzero()[0])  # the step at which there were enough
+        running = rollout.mask[:, reached + 1 :] if reached + 1 < rollout.mask.shape[1] else rollout.mask[:, :0]
+        for row in range(3):
+            later = int(running[row].sum())
+            assert not ended[row, reached : reached + later].any(), "no episode begins once there are enough"
+    assert sum(len(env.log) for env in single) == total, "what was not kept was not stepped"
+
+
 def finished(single: Sequence[Clockwork]) -> list[tuple[float, int]]:
     """(return, length) of every finished episode, in the order in which they ended."""
     rows = []

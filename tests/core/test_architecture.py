@@ -118,6 +118,19 @@ def test_only_main_imports_the_command_line() -> None:
     assert everyone
 
 
+def test_only_the_command_line_knows_comparisons() -> None:
+    everyone = offences("surefoot", "surefoot.compare")
+    assert [line for line in everyone if not line.startswith(("surefoot.compare", "surefoot.cli "))] == []
+    assert everyone
+
+
+def test_matplotlib_is_imported_where_plots_are_drawn_and_nowhere_else() -> None:
+    assert {line.split()[0] for line in offences("surefoot", "matplotlib")} == {"surefoot.compare.plots"}
+    command = "import sys, surefoot.compare.ladder; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False", "without a plot to draw it need not be there"
+
+
 @pytest.mark.parametrize("name", LIGHT)
 def test_help_needs_no_torch(name: str) -> None:
     """In a new process, because torch is here already. numpy and gymnasium take seconds too."""

@@ -100,7 +100,8 @@ def folder_of(folder: Path, request: dict[str, Any]) -> Iterator[None]:
         if file.exists():
             changed = differences(_read(file), wanted)
             if changed:
-                shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+                brief = [line if len(line) < 100 else line.partition(":")[0] for line in changed]
+                shown = "; ".join(brief[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
                 raise SurefootError(
                     f"{folder}: was begun with another request ({shown}); repeat that one, or choose another --run-dir"
                 )

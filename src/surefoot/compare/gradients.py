@@ -128,6 +128,7 @@ def noise_of(gradients: NDArray[np.float64]) -> list[Noise]:
         raise ValueError(f"gradients: {count} batch has no variance; sample at least 2")
     drawn = resampled(count, RESAMPLES)
     weights = np.stack([(drawn == i).sum(1) for i in range(count)], 1).astype(float)
+    weights = weights[(weights > 0).sum(1) > 1]  # of a few batches a resample may be one of them alone: no pair
     found, first = [], None
     for rows in gradients:
         products = rows @ rows.T

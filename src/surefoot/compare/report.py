@@ -43,7 +43,7 @@ def write_report(folder: Path, results: Results, text: str, draw: Draw) -> Repor
     """Write all of it; ``draw`` makes the plot's files and is called only where matplotlib is there."""
     results = finite(results)
     plot = None
-    if importlib.util.find_spec("matplotlib") is not None:
+    if matplotlib_is_there():
         plot = folder / "plot.png"
         draw(results, plot)
         draw(results, plot.with_suffix(".svg"))
@@ -51,6 +51,11 @@ def write_report(folder: Path, results: Results, text: str, draw: Draw) -> Repor
     write_text(folder / "results.json", json.dumps(results, allow_nan=False))
     write_text(folder / "report.md", text + "\n")
     return Report(folder, results, text, plot)
+
+
+def matplotlib_is_there() -> bool:
+    """Whether plots can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def finite(tree: Any) -> Any:

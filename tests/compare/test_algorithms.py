@@ -1,0 +1,118 @@
+"""compare-algorithms: who is compared, in which settings, and what the report says."""
+
+import json
+
+import pytest
+
+from surefoot import PPO_CLIP, Reuse, SurefootError
+from surefoot.compare.algorithms import recipes_for, report_text, switches_in_words
+from surefoot.compare.plots import draw_comparison
+from surefoot.compare.report import finite, number
+from surefoot.compare.statistics import bootstrap_interval
+from surefoot.recipes import find_recipe
+
+from .conftest import TINY
+
+
+def test_each_algorithm_is_what_train_makes_of_it():
+    found = recipes_for("CartPole-v1", ["REINFORCE", "A2C", "PPO_CLIP"], {"steps": 500, "seed": 4})
+    for name, recipe in found.items():
+        assert recipe == find_recipe("CartPole-v1", {"algorithm": name, "steps": 500, "seed": 4})
+
+
+def test_a_switch_that_is_off_in_an_algorithm_stays_off():
+    changes = {"objective": {"reuse": {"epochs": 2}, "gae_lambda": 0.5, "trust_region": {"clip": 0.1}}}
+    found = recipes_for("CartPole-v1", ["REINFORCE", "ACTOR_CRITIC", "A2C", "PPO_CLIP"], changes)
+    assert [r.objective.gae_lambda for r in found.values()] == [1, 1, 0.5, 0.5]
+    assert [r.objective.reuse for r in found.values()] == [None, None, None, Reuse(2, 1)]
+    assert found["PPO_CLIP"].objective.trust_region.clip == 0.1
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "part"),
+    [
+        (["A2C", "PPO_CLOP"], {}, "algorithms='PPO_CLOP': unknown; did you mean 'PPO_CLIP'"),
+        (["a2c"], {}, "did you mean 'A2C'"),
+        ([""], {}, "algorithms='': unknown"),
+        (["A2C", "PPO_CLIP", "A2C"], {}, "'A2C' is there twice"),
+        (["REINFORCE", "A2C"], {"reuse": {"epochs": 3}}, "objective.reuse.epochs: none of REINFORCE, A2C has this switch on"),
+        (["A2C", "PPO_CLIP"], {"gamma": 3.0}, "A2C: objective.gamma=3.0: must lie in"),
+    ],
+)
+def test_bad_requests_are_refused(names, changes, part):
+    with pytest.raises(SurefootError) as refused:
+        recipes_for("CartPole-v1", names, {"objective": changes})
+    assert part in str(refused.value)
+
+
+def results(scores):
+    return [
+        {"last_100_mean": s, "greedy_mean": 2 * s, "average_return": s / 2, "rollouts": 3, "updates": 4, "seconds": 1.0}
+        for s in scores
+    ]
+
+
+def test_the_report_shows_mean_iqm_and_intervals_of_every_score():
+    scores = [10.0, 20.0, 30.0, 90.0]
+    recipes = recipes_for("CartPole-v1", ["A2C", "PPO_CLIP"], {"steps": 500})
+    text = report_text({"A2C": results(scores), "PPO_CLIP": results([1.0] * 4)}, recipes, 4, 20)
+    row = next(line for line in text.splitlines() if line.startswith("| A2C "))
+    low, high = bootstrap_interval(scores)
+    for cell in ("37.5", f"{low:.1f} to {high:.1f}", "25.0", "10.0, 20.0, 30.0, 90.0"):
+        assert f" {cell} |" in row
+    assert text.count("| A2C ") == 4
+    assert "500 environment steps for each of 4 seeds (1 to 4)" in text
+    assert "critic, λ = 0.8, 20 × 1 updates, clip 0.2 schedule linear, advantages normalised" in text
+
+
+def test_a_seed_without_a_finished_episode_is_no_score():
+    cells = [*results([10.0]), {**results([0.0])[0], "last_100_mean": None, "average_return": None}]
+    recipes = recipes_for("CartPole-v1", ["A2C"], {})
+    row = next(line for line in report_text({"A2C": cells}, recipes, 2, 0).splitlines() if line.startswith("| A2C "))
+    assert "10.0 to 10.0" in row
+    nothing = [{**cell, "last_100_mean": None} for cell in cells]
+    row = next(line for line in report_text({"A2C": nothing}, recipes, 2, 0).splitlines() if line.startswith("| A2C "))
+    assert set(row.replace("A2C", "")) == set("| –")
+
+
+def test_the_plot_of_a_comparison_is_a_real_picture(tmp_path):
+    """Also with more algorithms than colours, with a single seed, and with one that never finished an episode."""
+    curves = {"steps": [10, 20], "rollouts": [1, 2], "return": [1.0, 2.0], "ratio_max": [1.0, 1.0]}
+    by_name = {f"ALGORITHM_{i}": [{**cell, "curves": curves} for cell in results([float(i)])] for i in range(8)}
+    nothing = {"last_100_mean": None, "greedy_mean": None, "curves": {**curves, "return": [None, None]}}
+    table = {"task": "CartPole-v1", "steps": 20}
+    drawn = {"results": {**by_name, "NOTHING": [nothing]}, "recipes": {"ALGORITHM_0": table}, "seeds": 1}
+    draw_comparison(drawn, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_switches_in_words():
+    assert switches_in_words(PPO_CLIP) == "critic, λ = 0.95, 10 × 32 updates, clip 0.2"
+
+
+def test_numbers_have_about_four_digits_and_json_has_no_infinity():
+    assert [number(x) for x in (1234.5, 12.34, 1.234, 0.01234, 0, None, float("inf"))] == [
+        "1,234",
+        "12.3",
+        "1.23",
+        "0.0123",
+        "0.00",
+        "–",
+        "–",
+    ]
+    assert json.dumps(finite({"a": [float("inf"), 1.0, float("nan")]}), allow_nan=False) == '{"a": [null, 1.0, null]}'
+
+
+def test_compare_algorithms_from_the_command_line(command, no_plots, tmp_path):
+    code, out, err = command("compare-algorithms", "CartPole-v1", "--algorithms", "REINFORCE, A2C", *TINY)
+    assert (code, err) == (0, "")
+    assert "[2/2] A2C, seed 1: return" in out
+    assert "no baseline" in out
+    folder = tmp_path / "runs" / "compare-cartpole-v1-192"
+    assert not (folder / "plot.png").exists()
+    assert "for the plot run: pip install 'surefoot[plots]', and repeat the command" in out
+    assert set(json.loads((folder / "results.json").read_text())["results"]) == {"REINFORCE", "A2C"}
+    code, _, err = command("compare-algorithms", "CartPole-v1", "--algorithms", "A2C", *TINY)
+    assert code == 2
+    assert "was begun with another request (recipes.REINFORCE)" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,240 @@
+"""Cells: finished ones are skipped, interrupted ones resume to the same numbers, failures lose nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from surefoot import Interrupted, SurefootError, api
+from surefoot.compare.algorithms import compare_algorithms, recipes_for
+from surefoot.compare.cells import Cell, folder_of, run_cells, summary
+from surefoot.compare.progress import Overall
+
+from .conftest import TINY
+
+CHANGES = {
+    "steps": 256,
+    "rollout": {"environments": 2, "steps": 32},
+    "network": {"hidden": [8]},
+    "evaluation": {"episodes": 0},
+    "checkpoint": {"every": 64},
+}
+TIMES = ("seconds",)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_plots():
+    """Drawing takes longer than these trainings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("surefoot.compare.report.matplotlib_is_there", lambda: False)
+        yield
+
+
+def compared(folder, algorithms=("A2C", "PPO_CLIP"), **more):
+    return compare_algorithms("CartPole-v1", list(algorithms), {**CHANGES, **more}, 1, folder, episodes=2)
+
+
+def numbers(report):
+    return {
+        name: [{k: v for k, v in cell.items() if k not in TIMES} for cell in cells]
+        for name, cells in report.results["results"].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return numbers(compared(tmp_path_factory.mktemp("whole") / "run"))
+
+
+def test_a_comparison_that_was_stopped_resumes_where_it_was(whole, tmp_path, monkeypatch):
+    steps = Overall.step
+
+    def stop(self, name, reached):
+        steps(self, name, reached)
+        if name == "PPO_CLIP-seed1" and reached == 128:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Overall, "step", stop)
+        with pytest.raises(Interrupted, match="1 of 2 trainings finished; repeat the command to continue"):
+            compared(tmp_path / "run")
+    used = []
+    for verb in ("start", "resume"):
+        real = getattr(api, verb)
+        monkeypatch.setattr(api, verb, lambda *a, real=real, verb=verb, **k: used.append(verb) or real(*a, **k))
+    assert numbers(compared(tmp_path / "run")) == whole
+    assert used == ["resume"]
+
+
+def test_a_cell_that_was_killed_between_training_and_judging_is_only_judged(whole, tmp_path, monkeypatch):
+    compared(tmp_path / "run")
+    (tmp_path / "run" / "A2C-seed1" / "result.json").unlink()
+    monkeypatch.setattr(api, "start", None)
+    monkeypatch.setattr(api, "resume", None)
+    assert numbers(compared(tmp_path / "run")) == whole
+
+
+def test_what_a_kill_left_of_a_run_that_had_not_begun_is_no_obstacle(whole, tmp_path):
+    (tmp_path / "run" / "A2C-seed1").mkdir(parents=True)
+    (tmp_path / "run" / "A2C-seed1" / ".config.toml.tmp").write_text("half")
+    with pytest.raises(SurefootError, match="holds a run or other files"):
+        compared(tmp_path / "run")
+    (tmp_path / "run" / "request.json").write_text(_request())
+    assert numbers(compared(tmp_path / "run")) == whole
+
+
+def _request():
+    from surefoot.compare.cells import recipe_tables
+
+    recipes = recipes_for("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES)
+    return json.dumps({"command": "compare-algorithms", "seeds": 1, "episodes": 2, "recipes": recipe_tables(recipes)})
+
+
+def test_processes_side_by_side_give_the_same_numbers(whole, tmp_path):
+    report = compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
+    assert numbers(report) == whole
+
+
+def test_another_request_in_the_same_folder_is_refused_and_says_what_differs(tmp_path):
+    with folder_of(tmp_path / "x", {"seeds": 3, "recipes": {"A2C": {"steps": 10}}}):
+        pass
+    with (
+        pytest.raises(SurefootError, match=r"another request \(recipes.A2C.steps: 10 -> 20; seeds: 3 -> 5\); repeat that one"),
+        folder_of(tmp_path / "x", {"seeds": 5, "recipes": {"A2C": {"steps": 20}}}),
+    ):
+        pass
+
+
+def test_a_folder_is_for_one_command_at_a_time_and_not_for_other_files(tmp_path):
+    with folder_of(tmp_path / "x", {"a": 1}), pytest.raises(SurefootError, match="in use"), folder_of(tmp_path / "x", {"a": 1}):
+        pass
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "letter.txt").write_text("dear")
+    with pytest.raises(SurefootError, match="other files"), folder_of(tmp_path / "y", {"a": 1}):
+        pass
+    assert [p.name for p in (tmp_path / "y").iterdir()] == ["letter.txt"]
+
+
+def test_a_damaged_request_is_refused(tmp_path):
+    (tmp_path / "request.json").write_text("{")
+    with pytest.raises(SurefootError, match=r"request\.json: is damaged"), folder_of(tmp_path, {}):
+        pass
+
+
+BREAKING = '''
+import gymnasium
+
+
+class Breaking(gymnasium.Wrapper):
+    """Breaks in the episode that a seed of 2 begins with."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 70 and not ALLOWED:
+            raise RuntimeError("a wheel came off")
+        return super().step(action)
+
+
+ALLOWED = False
+
+
+def make():
+    return Breaking(gymnasium.make("CartPole-v1"))
+'''
+
+
+def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+    (tmp_path / "breaking.py").write_text(BREAKING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipes = recipes_for("breaking:make", ["A2C", "PPO_CLIP"], {**CHANGES, "steps": 128, "normalise": {"observations": False}})
+    short = recipes["PPO_CLIP"].model_copy(
+        update={"rollout": recipes["PPO_CLIP"].rollout.model_copy(update={"environments": 8})}
+    )
+    cells = [Cell("A2C", recipes["A2C"].model_copy(update={"steps": 300})), Cell("PPO_CLIP", short)]
+    overall = Overall(500)
+    with pytest.raises(SurefootError, match=r"A2C-seed1: breaking:make: environment 0 raised RuntimeError: a wheel came off"):
+        run_cells(tmp_path / "run", cells, 0, 1, overall)
+    assert "A2C-seed1 failed" in capsys.readouterr().out
+    assert (tmp_path / "run" / "PPO_CLIP-seed1" / "result.json").exists()
+    import breaking
+
+    monkeypatch.setattr(breaking, "ALLOWED", True)
+    first, second = run_cells(tmp_path / "run", cells, 0, 1, overall)
+    assert first["steps"] >= 300
+    assert second["label"] == "PPO_CLIP"
+
+
+ROW = {"episode_return": None, "ratio_outside": 0.1, "ratio_max": 1.0, "seconds_collecting": 1.0, "seconds_learning": 2.0}
+
+
+def test_a_summary_is_made_of_the_metrics():
+    rows = [{**ROW, "iteration": n, "steps": 10 * n, "updates": 2 * n, "episodes": float(n)} for n in range(1, 1001)]
+    rows[300]["ratio_max"] = 7.0
+    for n in range(500, 1000):
+        rows[n]["episode_return"] = float(n)
+        rows[n]["explained_variance"] = n / 1000
+    found = summary(rows)
+    assert (found["steps"], found["rollouts"], found["updates"], found["seconds"]) == (10_000, 1000, 2000, 3000)
+    assert found["ratio_max"] == 7.0
+    assert found["average_return"] == pytest.approx(sum(range(500, 1000)) / 500)
+    assert found["explained_variance"] == 0.875
+    curves = found["curves"]
+    assert len(curves["steps"]) == len(curves["return"]) == len(curves["ratio_max"]) == 400
+    assert (curves["steps"][0] > 10, curves["steps"][-1], curves["return"][0], curves["return"][-1]) == (
+        True,
+        10_000,
+        None,
+        999.0,
+    )
+    assert max(curves["ratio_max"]) == 7.0, "a spike between two points is not lost"
+
+
+def test_a_summary_does_without_what_an_algorithm_does_not_measure():
+    found = summary(
+        [{**{k: v for k, v in ROW.items() if "ratio" not in k}, "iteration": 1, "steps": 5, "updates": 1, "episodes": 0}]
+    )
+    assert (found["ratio_max"], found["ratio_outside"], found["average_return"]) == (None, None, None)
+
+
+LONGER = [*TINY, "--steps", "6144"]
+
+
+def words(*more):
+    program = [sys.executable, "-m", "surefoot", "compare-algorithms", "CartPole-v1", "--algorithms", "A2C,PPO_CLIP"]
+    return [*program, *LONGER, "--json", *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    done = subprocess.run(words(), cwd=tmp_path_factory.mktemp("undisturbed"), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("jobs", "number"), [("1", signal.SIGKILL), ("2", signal.SIGKILL), ("2", signal.SIGTERM), ("2", signal.SIGINT)]
+)
+def test_a_command_that_is_killed_continues_when_it_is_repeated(undisturbed, tmp_path, jobs, number):
+    child = subprocess.Popen(words("--jobs", jobs), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("runs/*/*/checkpoints/*/manifest.json")):
+        assert child.poll() is None
+        time.sleep(0.05)
+    child.send_signal(number)
+    _, error = child.communicate()
+    assert child.returncode == (-9 if number == signal.SIGKILL else 130), error
+    if number != signal.SIGKILL:
+        assert "of 2 trainings finished; repeat the command to continue" in error.splitlines()[-1]
+        assert "Traceback" not in error
+    again = subprocess.run(words("--jobs", jobs), cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    found = json.loads(again.stdout)["results"]
+    for name in undisturbed:
+        assert [{**cell, "seconds": 0} for cell in found[name]] == [{**cell, "seconds": 0} for cell in undisturbed[name]]
