@@ -20,6 +20,7 @@ from surefoot import SurefootError, cli
 from surefoot.control import export
 from surefoot.control.environments import episode_seed
 from surefoot.control.export import export_agent
+from surefoot.control.spaces import BARE
 
 from .tiny import QUIET, Clockwork
 
@@ -132,7 +133,7 @@ def test_the_normaliser_and_its_clip_are_inside(
         assert all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(far, farther, strict=True))
         values = far[-1]
         assert np.allclose(values, agent.value(directions * 1e5), rtol=1e-4, atol=1e-4)
-        raw = agent.policy.values(torch.from_numpy(directions * 1e5)).detach().numpy()
+        raw = agent.policy.values({BARE: torch.from_numpy(directions * 1e5)}).detach().numpy()
         assert not np.allclose(values, raw, rtol=1e-2, atol=1e-2), "without a normaliser it would be another value"
 
 
@@ -291,12 +292,12 @@ def test_equally_likely_actions_may_be_told_apart_differently(agents: dict[str, 
 
 def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = surefoot.train("CartPole-v1", surefoot.A2C, steps=1, evaluation={"episodes": 0})
-    plain = type(agent.policy).distribution
+    plain = type(agent.policy).step
 
     def undecided(self: Any, inputs: Any) -> Any:
-        return plain(self, inputs if inputs.sum() > 0 else -inputs)
+        return plain(self, inputs if inputs[BARE].sum() > 0 else {BARE: -inputs[BARE]})
 
-    monkeypatch.setattr(type(agent.policy), "distribution", undecided)
+    monkeypatch.setattr(type(agent.policy), "step", undecided)
     with pytest.raises(SurefootError, match=r"task='CartPole-v1': torch\.export can't trace this agent's network \(") as raised:
         export_agent(agent, tmp_path / "a.pt2", "torch")
     assert "\n" not in str(raised.value)
@@ -373,3 +374,16 @@ def test_bad_words_are_refused_in_one_line(command: Any, run: Path, words: list[
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert [part for part in parts if part not in err] == []
     assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("task", ["Taxi-v4", "Pendulum-v1"])
+def test_observations_of_other_kinds_are_exported_too(task: str, tmp_path: Path) -> None:
+    agent = surefoot.train(task, surefoot.A2C, steps=1, evaluation={"episodes": 0})
+    done = export.export_agent(agent, tmp_path / "agent.pt2", "torch")
+    assert "acts as the agent does on" in done.line()
+
+
+def test_an_agent_with_memory_is_refused_in_one_line(tmp_path: Path) -> None:
+    agent = surefoot.train("CartPole-v1", surefoot.A2C, steps=1, network={"lstm": 4}, evaluation={"episodes": 0})
+    with pytest.raises(SurefootError, match=r"network.lstm=4: an agent with memory can't be exported"):
+        export.export_agent(agent, tmp_path / "agent.pt2", "torch")

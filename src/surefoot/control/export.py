@@ -245,7 +245,8 @@ def _observations(agent: Agent) -> tuple[list[Any], str]:
     found: list[Any] = [space.sample() for _ in range(SAMPLES)]
     if isinstance(space, spaces.Box) and space.dtype != np.uint8:  # an unbounded sample may be beyond all reason
         found = [np.clip(observation, -100, 100) for observation in found]
-        found += [100 * observation for observation in found]  # so that the normaliser's clip is reached
+        if agent.observation_normaliser is not None:
+            found += [100 * observation for observation in found]  # so that its clip is reached
     recipe, count = agent.recipe, len(found)
     try:
         with closing(maker(recipe.task, recipe.environment, "evaluation")()) as environment:
