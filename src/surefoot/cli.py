@@ -279,10 +279,12 @@ def list_() -> None:
     """List the tuned recipes, and what else can be trained."""
     from surefoot.algorithms import ALGORITHMS
 
+    known_recipes = presets()
+    width = max(len(name) for name in known_recipes)
     click.echo("recipes (surefoot train NAME, or any of its ids):")
-    for name, table in presets().items():
+    for name, table in known_recipes.items():
         ids = ", ".join(table.get("tuned_for", ())) or "any other id"
-        click.echo(f"  {name:<10} {table.get('algorithm', 'PPO_CLIP')}, {table['steps']:,} steps: {ids}")
+        click.echo(f"  {name:<{width}}  {table.get('algorithm', 'PPO_CLIP')}, {table['steps']:,} steps: {ids}")
     click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
     import gymnasium
 
