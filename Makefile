@@ -17,7 +17,7 @@ types: .venv/dev
 	$(BIN)/mypy
 
 tests: .venv/dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 slow: .venv/dev
 	$(BIN)/pytest -m slow --timeout 2400

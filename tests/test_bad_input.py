@@ -96,7 +96,6 @@ CASES = [
     (["ladder", "CartPole-v1", "--algorithm", "PPO_CLIP"], ["--algorithm"]),
     (["ladder", "CartPole-v1", "--objective.baseline", "critic"], ["objective.baseline='critic'", "leave the flag out"]),
     (["ladder", "CartPole-v1", "--objective.reuse.minibatches", "7"], ["minibatches=7", "256 steps", "such as 8"]),
-    (["ladder", "Blackjack-v1", "--steps", "100"], ["observation space Tuple", "not supported"]),
     (["compare-algorithms", "CartPole-v1"], ["--algorithms"]),
     (["compare-algorithms", "CartPole-v1", "--algorithms", "PPO_CLIP,A2"], ["algorithms='A2'", "did you mean 'A2C'?"]),
     (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C,A2C"], ["'A2C' is there twice"]),
