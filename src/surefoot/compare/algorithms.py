@@ -9,7 +9,7 @@ from surefoot.algorithms import ALGORITHMS, Objective
 from surefoot.compare.cells import Cell, check_trainable, default_folder, folder_of, recipe_tables, run_cells, seeds_of
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.progress import Overall
-from surefoot.compare.report import Report, average, how_sure, score_table, seeds_in_words, setting_of, write_report
+from surefoot.compare.report import COUNT, Report, average, how_sure, score_table, seeds_in_words, setting_of, write_report
 from surefoot.compare.statistics import markdown_table
 from surefoot.config import Recipe
 from surefoot.errors import SurefootError, did_you_mean
@@ -137,8 +137,9 @@ def report_text(by_name: Mapping[str, list[dict[str, Any]]], recipes: Mapping[st
     header = ["algorithm", "switches", "batch", "batches", "updates", "largest ratio", "seconds"]
     rows = []
     for name, results in by_name.items():
-        averages = (average(results, key) for key in ("rollouts", "updates", "ratio_max", "seconds"))
-        rows.append([name, switches_in_words(recipes[name].objective), batch_of(recipes[name]), *averages])
+        counts = (average(results, key, COUNT) for key in ("rollouts", "updates"))
+        last = (average(results, "ratio_max"), average(results, "seconds", COUNT))
+        rows.append([name, switches_in_words(recipes[name].objective), batch_of(recipes[name]), *counts, *last])
     parts += ["What each is and did, averaged over seeds.", markdown_table(header, rows)]
     parts.append("\n".join(f"- {line}." for line in notes(recipes, seeds)))
     return "\n\n".join(parts)
@@ -162,10 +163,9 @@ def switches_in_words(objective: Objective) -> str:
     if reuse is not None:
         parts.append(f"{reuse.epochs} × {reuse.minibatches} updates")
     if region is not None:
-        values = [(f.name, getattr(region, f.name), f.default) for f in fields(region)]
-        first, *others = values
-        shown = [f"{first[0]} {first[1]}", *(f"{name} {value}" for name, value, default in others if value != default)]
-        parts.append(" ".join(shown))
+        first, *others = ((f.name, getattr(region, f.name), f.default) for f in fields(region))
+        changed = ", ".join(f"{name} {value}" for name, value, default in others if value != default)
+        parts.append(f"{first[0]} {first[1]}" + (f" ({changed})" if changed else ""))
     if objective.normalise_advantages is not None:
         parts.append("advantages normalised")
     return ", ".join(parts)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surefoot.algorithms import Objective
-from surefoot.compare.report import average, each, how_sure, known, mean_and_interval, number, seeds_in_words, setting_of
+from surefoot.compare.report import COUNT, average, each, how_sure, known, mean_and_interval, number, seeds_in_words, setting_of
 from surefoot.compare.statistics import markdown_table
 from surefoot.config import Recipe
 
@@ -62,9 +62,9 @@ def _learning(by_name: Cells, rungs: Mapping[str, int], recipes: Mapping[str, Re
                 each(known(cells, "last_100_mean")),
                 average(cells, "greedy_mean"),
                 average(cells, "average_return"),
-                average(cells, "updates"),
-                number(size),
-                average(cells, "explained_variance"),
+                average(cells, "updates", COUNT),
+                COUNT.format(size),
+                average(cells, "explained_variance", "{:+.2f}"),
             ]
         )
     return header, rows
@@ -78,7 +78,7 @@ def _adds(rung: int, objective: Objective) -> str:
         "− mean return",
         "− critic V(s)",
         f"GAE, λ = {objective.gae_lambda:g}",
-        f"{reuse.epochs} epochs × {reuse.minibatches} minibatches" if reuse else "",
+        f"{reuse.epochs} epochs × {reuse.minibatches} minibatch{'es' if reuse.minibatches > 1 else ''}" if reuse else "",
         f"clip, ε = {clip.clip:g}" if clip else "",
     )[rung]
 
@@ -126,8 +126,8 @@ def _reuse(by_name: Cells, rungs: Mapping[str, int]) -> Table:
         rows.append(
             [
                 f"{rungs[name]} {name}",
-                average(cells, "rollouts"),
-                number(sum(c["updates"] for c in cells) / sum(c["rollouts"] for c in cells)),
+                average(cells, "rollouts", COUNT),
+                COUNT.format(sum(c["updates"] for c in cells) / sum(c["rollouts"] for c in cells)),
                 *(number(_after(cells, share)) for share in (0.25, 0.5, 1.0)),
                 each(known(cells, "ratio_max")),
                 f"{sum(outside) / len(outside):.1%}" if outside else "–",
@@ -165,7 +165,7 @@ def _notes(results: Mapping[str, Any], recipes: Mapping[str, Recipe], top: Recip
     if any(rung >= 2 for rung in results["rungs"].values()):
         lines.append(
             "Critic explains: the median explained variance in the last quarter of a training; 1 is all of it, 0 is what a "
-            "constant explains"
+            "constant explains, and where returns hardly differ any more it says nothing"
         )
     return lines if results["gradients"] is None else [*lines, *_gradient_notes(results["gradients"], top)]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surefoot.compare.report import number
 from surefoot.compare.statistics import band, bootstrap_interval
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -17,7 +18,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 RUNGS = ("#999999", "#000000", "#56B4E9", "#0072B2", "#E69F00", "#D55E00")
 """of the ladder's six: grey and black without a critic, blues with one, warm colours where a batch is reused"""
 STYLES = ("-", "--", ":", "-.")
-POINTS = 250
 
 Cells = Sequence[Mapping[str, Any]]
 
@@ -43,7 +43,7 @@ def draw_comparison(results: Mapping[str, Any], path: Path) -> None:
     scores.legend(loc="upper left", frameon=False, ncols=2, fontsize=8)
     _plain(scores, "Final return: seeds (pale), mean and interval", "return", "")
     figure.suptitle(_title(next(iter(results["recipes"].values())), results["seeds"]))
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def draw_ladder(results: Mapping[str, Any], path: Path) -> None:
@@ -74,13 +74,12 @@ def draw_ladder(results: Mapping[str, Any], path: Path) -> None:
     ]
     if results["clip"] is not None and any(end is not None for end in ends):
         ratios.axhline(1 + results["clip"], color="#555555", lw=0.8, ls="--", zorder=0)
-        place = {"xy": (0, 1 + results["clip"]), "xycoords": ratios.get_yaxis_transform()}
-        ratios.annotate(f"1 + ε = {1 + results['clip']:g}", xytext=(4, 3), textcoords="offset points", fontsize=8, **place)
+        ends.append(("1 + ε", 1 + results["clip"], "#555555"))
     ratios.set_yscale("log")
     unit = "largest ρ of each batch: median, range of seeds"
     _finish(ratios, "What the clip tames: ratios ρ (log scale)", "batches collected", unit, ends)
     figure.suptitle(f"The ladder on {_title(next(iter(results['recipes'].values())), results['seeds'])}")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def _noise(axes: Any, gradients: Mapping[str, Any] | None, rungs: Mapping[str, int]) -> None:
@@ -94,14 +93,15 @@ def _noise(axes: Any, gradients: Mapping[str, Any] | None, rungs: Mapping[str, i
         axes.plot([low, high], [-row, -row], color=colour, lw=2.5, solid_capstyle="butt")
         axes.plot([value], [-row], "o", color=colour, ms=8)
         batches = noise["noise_to_signal"]
-        text = f"×{noise['relative']:.2g}" + (f"; noise/signal {batches:.2g}" if batches is not None else "; no signal seen")
+        seen = "signal lost in noise" if batches is None else f"noise/signal {number(batches)}"
+        text = f"×{noise['relative']:.2g}; {seen}"
         axes.annotate(text, (value, -row), (0, 9), textcoords="offset points", ha="center", fontsize=9)
     axes.set_xscale("log")
-    axes.margins(x=0.25)
+    axes.margins(x=0.35)
     axes.set_yticks([-row for row in range(len(rows))], [_rung(rungs, name) for name, _ in rows])
     axes.set_ylim(-len(rows) + 0.4, 0.7)
     _plain(
-        axes, "What a baseline buys: noise of one batch's gradient", "trace of the covariance at one frozen θ, log scale", ""
+        axes, "What baselines and λ buy: noise of a batch's gradient", "trace of the covariance at one frozen θ, log scale", ""
     )
 
 
@@ -135,7 +135,8 @@ def aligned(cells: Cells, x: str, y: str) -> tuple[NDArray[Any], NDArray[Any]] |
             known.append(np.array(pairs, float).T)
     if not known:
         return None
-    grid = np.linspace(max(xs[0] for xs, _ in known), min(xs[-1] for xs, _ in known), POINTS)
+    count = max(len(xs) for xs, _ in known)  # as many as there are, so that a spike stays one
+    grid = np.linspace(max(xs[0] for xs, _ in known), min(xs[-1] for xs, _ in known), count)
     return grid, np.stack([np.interp(grid, xs, ys) for xs, ys in known])
 
 
@@ -173,8 +174,9 @@ def _plain(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
     for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
         if scale == "log":
+            low, high = sorted(axis.get_view_interval())
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(_few)
+            axis.set_minor_formatter(_few if high < 300 * low else "")
     if axes.get_xscale() == "linear":
         axes.xaxis.set_major_formatter("{x:,.0f}")
 

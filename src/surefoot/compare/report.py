@@ -12,6 +12,8 @@ from surefoot.compare.statistics import bootstrap_interval, interquartile_mean, 
 from surefoot.config import Recipe
 from surefoot.run.folder import write_text
 
+COUNT = "{:,.0f}"
+
 Results = dict[str, Any]
 Draw = Callable[[Results, Path], None]
 
@@ -42,14 +44,14 @@ class Report:
 def write_report(folder: Path, results: Results, text: str, draw: Draw) -> Report:
     """Write all of it; ``draw`` makes the plot's files and is called only where matplotlib is there."""
     results = finite(results)
-    plot = None
+    plot, picture = None, ""
     if matplotlib_is_there():
         plot = folder / "plot.png"
         draw(results, plot)
         draw(results, plot.with_suffix(".svg"))
-        text = f"{text}\n\n![the same as curves](plot.png)"
+        picture = "\n![the same as curves](plot.png)\n"
     write_text(folder / "results.json", json.dumps(results, allow_nan=False))
-    write_text(folder / "report.md", text + "\n")
+    write_text(folder / "report.md", f"{text}\n{picture}")
     return Report(folder, results, text, plot)
 
 
@@ -90,10 +92,13 @@ def each(values: Sequence[float]) -> str:
     return ", ".join(number(value) for value in values) or "–"
 
 
-def average(results: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The mean over seeds of a number."""
+def average(results: Sequence[Mapping[str, Any]], name: str, form: str | None = None) -> str:
+    """The mean over seeds of a number, in about four digits or as ``form`` says."""
     values = known(results, name)
-    return number(sum(values) / len(values)) if values else "–"
+    if not values:
+        return "–"
+    mean_value = sum(values) / len(values)
+    return number(mean_value) if form is None else form.format(mean_value)
 
 
 def mean_and_interval(scores: Sequence[float]) -> tuple[str, str]:
