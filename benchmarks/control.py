@@ -1,11 +1,12 @@
-"""Train cells (library x task x seed), one JSON file each, and make the table of docs/benchmarks from them.
+"""Train cells (library x task x seed), one JSON file each, and make the tables of docs/benchmarks from them.
 
-    python benchmarks/control.py train --library surefoot --task HalfCheetah-v5 --seeds 1 2 3 --steps 1000000
+    python benchmarks/control.py train --task Hopper-v5 Swimmer-v5 --seeds 1 2 3 --steps 1000000 --jobs 2
     python benchmarks/control.py train --library stable-baselines3 --python PEER/bin/python --task ... (the same)
-    python benchmarks/control.py table --task HalfCheetah-v5
+    python benchmarks/control.py table --task Hopper-v5 Swimmer-v5
 
-A cell that has its file is skipped, and an interrupted Surefoot cell resumes, so the command can be repeated until all is
-there. The score is the mean return of the last 100 training episodes (actions sampled, rewards as the task gives them).
+Every cell is a process of its own, ``--jobs`` of them at a time. A cell that has its file is skipped, and an interrupted
+Surefoot cell resumes, so the command can be repeated until all is there. The score is the mean return of the last 100
+training episodes (actions sampled, rewards as the task gives them).
 """
 
 import argparse
@@ -13,6 +14,8 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,48 +76,72 @@ def write(out: Path, result: dict[str, Any]) -> None:
     partial.rename(out)
 
 
-def table(task: str, steps: int) -> str:
-    """The cells of a task as a Markdown table."""
-    folder = RESULTS / f"{task}-{steps}"
-    by_library: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
-        by_library.setdefault(f"{result['library']} {result['version']}", []).append(result)
+def table(tasks: list[str], steps: int) -> str:
+    """The cells of some tasks as a Markdown table."""
     rows = []
-    for library, results in by_library.items():
-        scores = [result["last_100_mean"] for result in results]
-        low, high = bootstrap_interval(scores)
-        each = ", ".join(f"{score:,.0f}" for score in scores)
-        greedy = ", ".join(f"{result['greedy_mean']:,.0f}" for result in results if "greedy_mean" in result) or "–"
-        rows.append([library, str(len(scores)), f"{np.mean(scores):,.0f}", f"{low:,.0f} to {high:,.0f}", each, greedy])
-    return markdown_table(["library", "seeds", "mean", "95 % interval", "each seed", "greedy, each seed"], rows)
+    for task in tasks:
+        by_library: dict[str, list[dict[str, Any]]] = {}
+        for path in sorted((RESULTS / f"{task}-{steps}").glob("*.json")):
+            result = json.loads(path.read_text())
+            by_library.setdefault(f"{result['library']} {result['version']}", []).append(result)
+        for library, results in by_library.items():
+            scores = [result["last_100_mean"] for result in results]
+            low, high = bootstrap_interval(scores)
+            digits = 0 if max(map(abs, scores)) >= 100 else 1
+            each = ", ".join(f"{score:,.{digits}f}" for score in scores)
+            greedy = ", ".join(f"{result['greedy_mean']:,.{digits}f}" for result in results if "greedy_mean" in result) or "–"
+            interval = f"{low:,.{digits}f} to {high:,.{digits}f}"
+            rows.append([task, library, str(len(scores)), f"{np.mean(scores):,.{digits}f}", interval, each, greedy])
+    return markdown_table(["task", "library", "seeds", "mean", "95 % interval", "each seed", "greedy, each seed"], rows)
+
+
+def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> str:
+    """One cell in its own process; what to tell of it."""
+    out = cell_file(library, task, seed, args.steps)
+    if out.exists():
+        return f"{task} {out.stem}: is there"
+    if library == "surefoot":
+        command = [sys.executable, __file__, "cell", "--engine", args.engine, "--greedy-episodes", str(args.greedy_episodes)]
+        command += ["--task", task, "--seeds", str(seed), "--steps", str(args.steps)]
+    else:
+        command = [args.python, str(HERE / "peers" / "sb3.py"), "--task", task, "--seed", str(seed)]
+        command += ["--steps", str(args.steps), "--out", str(out)]
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return f"{task} {out.stem}: failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
+    return f"{task} {out.stem}: {json.loads(out.read_text())['last_100_mean']:.1f} in {time.monotonic() - begun:.0f} s"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["train", "table"])
-    parser.add_argument("--library", choices=["surefoot", "stable-baselines3"], default="surefoot")
+    parser.add_argument("verb", choices=["train", "table", "cell"], help="cell: one, in this process")
+    parser.add_argument("--library", nargs="+", choices=["surefoot", "stable-baselines3"], default=["surefoot"])
     parser.add_argument("--python", default=sys.executable, help="the Python of the peer's environment")
-    parser.add_argument("--task", required=True)
+    parser.add_argument("--task", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--engine", choices=["eager", "compiled"], default="eager", help="Surefoot's")
     parser.add_argument("--greedy-episodes", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; one per core, and none when speed is measured")
     args = parser.parse_args()
     if args.verb == "table":
         print(table(args.task, args.steps))
         return
-    for seed in args.seeds:
-        out = cell_file(args.library, args.task, seed, args.steps)
-        if out.exists():
-            continue
-        begun = time.monotonic()
-        if args.library == "surefoot":
-            train_surefoot(args.task, seed, args.steps, args.greedy_episodes, args.engine, out)
-        else:
-            peer = [args.python, str(HERE / "peers" / "sb3.py"), "--task", args.task, "--seed", str(seed)]
-            subprocess.run([*peer, "--steps", str(args.steps), "--out", str(out)], check=True)
-        print(f"{out.name}: {json.loads(out.read_text())['last_100_mean']:.1f} in {time.monotonic() - begun:.0f} s", flush=True)
+    if args.verb == "cell":
+        (task,), (seed,) = args.task, args.seeds
+        train_surefoot(task, seed, args.steps, args.greedy_episodes, args.engine, cell_file("surefoot", task, seed, args.steps))
+        return
+    with ThreadPoolExecutor(args.jobs) as pool:  # threads that wait for processes
+        cells = [
+            pool.submit(run_cell, library, task, seed, args)
+            for task, seed, library in product(args.task, args.seeds, args.library)
+        ]
+        failures = 0
+        for cell in cells:
+            print(line := cell.result(), flush=True)
+            failures += ": failed: " in line
+    sys.exit(int(failures > 0))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/speed.py --python PEER/bin/python --rounds 3
 
-Each round trains every setting once in each library, one torch thread each. What counts is the wall-clock time from the first
-environment step to the last update, without the start of Python. Run it on a machine with nothing else to do; only the ratio
-within a round means anything elsewhere.
+Each round trains every setting once with either engine of Surefoot and once in the peer, one torch thread each. What counts is
+the wall-clock time from the first environment step to the last update, without the start of Python; a compiled program is
+made once per setting beforehand, and how long that took is shown. Run it on a machine with nothing else to do; only the
+ratios within a round mean anything elsewhere.
 """
 
 import argparse
@@ -26,7 +27,10 @@ WORK: dict[str, dict[str, Any]] = {
 }
 
 
-def surefoot_cell(work: dict[str, Any], seed: int, steps: int) -> dict[str, Any]:
+CONTESTANTS = ("eager", "compiled", "stable-baselines3")
+
+
+def surefoot_cell(work: dict[str, Any], seed: int, steps: int, engine: str) -> dict[str, Any]:
     """One training by Surefoot in this process."""
     import time
 
@@ -43,17 +47,26 @@ def surefoot_cell(work: dict[str, Any], seed: int, steps: int) -> dict[str, Any]
     rollout = {"environments": work["environments"], "steps": work["horizon"]}
     begun = time.perf_counter()
     surefoot.train(
-        work["task"], steps=steps, seed=seed, run_dir=None, rollout=rollout, evaluation={"episodes": 0}, callback=remember
+        work["task"],
+        steps=steps,
+        seed=seed,
+        run_dir=None,
+        rollout=rollout,
+        engine=engine,
+        evaluation={"episodes": 0},
+        callback=remember,
     )
-    return {"steps_per_second": steps / (time.perf_counter() - begun), "last_100_mean": seen[-1]}
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "steps_per_second": steps / seconds, "last_100_mean": seen[-1]}
 
 
-def in_its_own_process(library: str, python: str, work: dict[str, Any], seed: int, steps: int) -> dict[str, Any]:
+def in_its_own_process(contestant: str, python: str, work: dict[str, Any], seed: int, steps: int) -> dict[str, Any]:
     """One training in a fresh Python, so that neither library warms the other's."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
-        if library == "surefoot":
-            command = [sys.executable, __file__, "--cell", json.dumps({"work": work, "seed": seed, "steps": steps}), str(out)]
+        if contestant != "stable-baselines3":
+            cell = {"work": work, "seed": seed, "steps": steps, "engine": contestant}
+            command = [sys.executable, __file__, "--cell", json.dumps(cell), str(out)]
         else:
             command = [python, str(HERE / "peers" / "sb3.py"), "--seed", str(seed), "--steps", str(steps), "--out", str(out)]
             command += [part for name, value in work.items() for part in (f"--{name}", str(value))]
@@ -77,18 +90,20 @@ def main() -> None:
     if args.cell:
         Path(args.cell[1]).write_text(json.dumps(surefoot_cell(**json.loads(args.cell[0]))))
         return
-    print("| work | surefoot, steps/s | stable-baselines3, steps/s | ratio in each round | returns, surefoot | returns, peer |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| work | eager, steps/s | compiled, steps/s | peer, steps/s | eager : peer | compiled : peer | made in |", end="")
+    print(" returns, eager | returns, compiled | returns, peer |")
+    print("|---" * 10 + "|", flush=True)
     for name, work in WORK.items():
-        pairs = [
-            [in_its_own_process(library, args.python, work, seed, args.steps) for library in ("surefoot", "stable-baselines3")]
+        made = in_its_own_process("compiled", args.python, work, 1, work["environments"] * work["horizon"])["seconds"]
+        rounds = [
+            [in_its_own_process(contestant, args.python, work, seed, args.steps) for contestant in CONTESTANTS]
             for seed in range(1, args.rounds + 1)
         ]
-        speeds = np.array([[cell["steps_per_second"] for cell in pair] for pair in pairs])
-        ratios = ", ".join(f"{ratio:.2f}" for ratio in speeds[:, 0] / speeds[:, 1])
-        returns = [", ".join(shown(pair[side]["last_100_mean"]) for pair in pairs) for side in (0, 1)]
-        ours, theirs = (f"{low:,.0f}–{high:,.0f}" for low, high in zip(speeds.min(0), speeds.max(0), strict=True))
-        print(f"| {name} | {ours} | {theirs} | {ratios} | {' | '.join(returns)} |", flush=True)
+        speeds = np.array([[cell["steps_per_second"] for cell in cells] for cells in rounds])
+        spans = [f"{low:,.0f}–{high:,.0f}" for low, high in zip(speeds.min(0), speeds.max(0), strict=True)]
+        ratios = [", ".join(f"{ratio:.2f}" for ratio in speeds[:, side] / speeds[:, 2]) for side in (0, 1)]
+        returns = [", ".join(shown(cells[side]["last_100_mean"]) for cells in rounds) for side in range(3)]
+        print(f"| {' | '.join([name, *spans, *ratios, f'{made:.0f} s', *returns])} |", flush=True)
 
 
 if __name__ == "__main__":
