@@ -20,7 +20,7 @@ tests: .venv/dev
 	$(BIN)/pytest -n 2
 
 slow: .venv/dev
-	$(BIN)/pytest -m slow --timeout 2400 --ignore tests/compare  # its kills are still to be timed on a quiet machine
+	$(BIN)/pytest -m slow --timeout 2400
 
 docs: .venv/dev
 	$(BIN)/python docs/generate.py
