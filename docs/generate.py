@@ -244,7 +244,7 @@ def recipe_page() -> str:
     for name, about in recipe_fields():
         section = name.partition(".")[0] if "." in name else ""
         default = "required" if name == "task" else code(shown(about.default))
-        kind = about.kind.replace(" | ", " or ")
+        kind = about.type.replace(" | ", " or ")
         groups.setdefault(section, []).append((code(name), kind, default, escaped(about.meaning)))
     parts = [
         "Every field of a recipe. On the command line a field is a flag: `objective.gae_lambda` is `--objective.gae-lambda`. "

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from surefoot.algorithms import Objective
-from surefoot.config import Recipe, make_recipe, to_table
+from surefoot.config import make_recipe, to_table
 from surefoot.control.agent import Agent
 from surefoot.control.environments import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
-from surefoot.control.world import ControlWorld
 from surefoot.errors import SurefootError
+from surefoot.kinds import Recipe
 from surefoot.recipes import recipe_for
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import load_checkpoint
@@ -20,6 +20,7 @@ from surefoot.run.dashboard import Display, Silent
 from surefoot.run.folder import RunFolder, checkpoint_to_load
 from surefoot.sections import Section
 from surefoot.session import Session
+from surefoot.worlds import World, load_result, make_world
 
 Task = str | MakeEnvironment
 
@@ -32,10 +33,11 @@ def train(
     callback: Callable[[Metrics], bool | None] | None = None,
     display: Display | None = None,
     **fields: Any,
-) -> Agent:
-    """Train an agent and return it.
+) -> Any:
+    """Train an agent, or a model of language, and return it.
 
-    task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env
+    task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env; or the name of a recipe
+                (``"sft"``, ``"reward"``, ``"language"``), or a ``.toml`` file
     algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm comes with
                 the settings tuned for the task, a value of your own is taken as it stands
     run_dir     the run's folder; None writes nothing
@@ -55,7 +57,7 @@ def start(
     task: MakeEnvironment | None = None,
     callback: Callable[[Metrics], bool | None] | None = None,
     display: Display | None = None,
-) -> Agent:
+) -> Any:
     """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported."""
     world = _make_world(recipe, task)
     try:
@@ -75,7 +77,7 @@ def resume(
     task: MakeEnvironment | None = None,
     callback: Callable[[Metrics], bool | None] | None = None,
     display: Display | None = None,
-) -> Agent:
+) -> Any:
     """Continue an interrupted run exactly as if it had not been, or extend a finished one to ``steps``.
 
     A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
@@ -102,28 +104,30 @@ def resume(
             world.close()
 
 
-def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> ControlWorld:
+def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
     torch.set_num_threads(recipe.threads)  # first of all: even the initial weights' last bits depend on it
-    return ControlWorld(recipe, task)
+    return make_world(recipe, task)
 
 
-def _finish(session: Session, world: ControlWorld) -> Agent:
+def _finish(session: Session, world: World) -> Any:
     try:
         session.run()
+        if session.folder is not None:
+            world.finish(session.folder.path)
     finally:
         session.display.close()
         if session.folder is not None:
             session.folder.close()
-    return world.agent
+    return world.result
 
 
-def load(folder: str | Path) -> Agent:
-    """The agent in a folder: one saved by ``agent.save``, a checkpoint, or a run (its best, else its latest).
+def load(folder: str | Path) -> Any:
+    """The agent, or the model of language, in a folder: one that was saved, a checkpoint, or a run (its best, else its latest).
 
     Raises SurefootError when there is none, or when a file is damaged; pickles are never read.
     """
     checkpoint = checkpoint_to_load(Path(folder))
-    return Agent.from_trees(load_checkpoint(checkpoint), checkpoint)
+    return load_result(load_checkpoint(checkpoint), checkpoint)
 
 
 def evaluate(

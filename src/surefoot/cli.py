@@ -11,8 +11,9 @@ import click
 
 from surefoot import __version__
 from surefoot.algorithms import LADDER
-from surefoot.config import Recipe, parse_value, recipe_fields, to_toml
+from surefoot.config import parse_value, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
+from surefoot.kinds import Recipe
 from surefoot.recipes import find_recipe, presets
 from surefoot.sections import MAX_SEED
 
@@ -56,7 +57,7 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
         if name in without:
             continue
         flag = "--" + name.replace("_", "-")
-        help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.kind}]"
+        help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.type}]"
         command = click.option(flag, name.replace(".", "__"), metavar="VALUE", help=help_text)(command)
     return command
 
@@ -304,45 +305,11 @@ def demo(run_dir: Path, seed: int) -> None:
 
 def describe(recipe: Recipe) -> str:
     """What --dry-run prints: the resolved recipe, parameter counts, and the batch arithmetic."""
-    from surefoot.control.world import ControlWorld
+    from surefoot.worlds import make_world
 
-    world = ControlWorld(recipe)
+    world = make_world(recipe)
     world.close()
-    count = sum(p.numel() for p in world.policy.parameters())
-    critic = sum(p.numel() for p in world.policy.critic_parameters())
-    lines = [to_toml(recipe), f"# parameters: {count:,} in all, {critic:,} of them in a separate critic"]
-    if recipe.objective.needs_whole_episodes and recipe.rollout.at_least is not None:
-        lines.append(
-            f"# batch: whole episodes in {recipe.rollout.environments} environments until there are "
-            f"{recipe.rollout.at_least:,} steps; what has begun is finished"
-        )
-        return "\n".join(lines)
-    if recipe.objective.needs_whole_episodes:
-        episodes = recipe.rollout.environments * recipe.rollout.episodes
-        lines.append(
-            f"# batch: {recipe.rollout.environments} environments x {recipe.rollout.episodes} whole episodes each "
-            f"= {episodes} episodes"
-        )
-        return "\n".join(lines)
-    reuse, constraint = recipe.objective.reuse, recipe.objective.constraint
-    epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
-    iterations = -(-recipe.steps // recipe.batch_size)
-    updates, of_the_critic = epochs * minibatches + (constraint is not None), " of the critic" if constraint else ""
-    lines += [
-        f"# batch: {recipe.rollout.environments} environments x {recipe.rollout.steps} steps = {recipe.batch_size:,} steps",
-        f"# minibatch{of_the_critic}: {recipe.batch_size:,} / {minibatches} = {recipe.batch_size // minibatches:,} steps",
-        f"# updates{of_the_critic}: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
-    ]
-    if constraint is not None:
-        lines.append(
-            f"# updates of the policy: 1 natural step per iteration on all {recipe.batch_size:,} steps: "
-            f"{constraint.cg_iterations} + 1 Fisher-vector products, at most {constraint.tries} tries of the line search"
-        )
-    lines += [
-        f"# iterations: {recipe.steps:,} / {recipe.batch_size:,} = {iterations:,}",
-        f"# updates in all: {iterations * updates:,}",
-    ]
-    return "\n".join(lines)
+    return "\n".join([to_toml(recipe), *(f"# {line}" for line in world.arithmetic())])
 
 
 def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: bool) -> Path:
@@ -354,7 +321,7 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
         return run_dir / f"seed{recipe.seed}" if several else run_dir
     from surefoot.run.folder import task_label
 
-    base = Path("runs") / f"{task_label(recipe.task)}-{recipe.algorithm.lower()}-{recipe.seed}"
+    base = Path("runs") / f"{task_label(recipe.trained)}-{recipe.algorithm.lower()}-{recipe.seed}"
     folder, number = base, 2
     while folder.exists():
         folder, number = base.with_name(f"{base.name}-{number}"), number + 1
@@ -373,19 +340,21 @@ def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False) -> "Di
 
     if quiet:
         return Quiet()
-    title = f"{recipe.algorithm} on {recipe.task}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
+    title = f"{recipe.algorithm} on {recipe.trained}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
     return Dashboard(title) if sys.stdout.isatty() else Lines(title)
 
 
 def final_line(recipe: Recipe, folder: Path) -> tuple[str, float | None]:
     """How a run ended, from its own metrics."""
+    from surefoot.run.dashboard import SHOWN
     from surefoot.run.tracking import read_metrics
 
     last = read_metrics(folder / "metrics.jsonl")[-1]
-    score = last.get("evaluation_return", last["episode_return"])
-    kind = "greedy return" if "evaluation_return" in last else "training return"
-    shown = "not known yet" if score is None else f"{score:,.1f}"
-    return f"{recipe.task}, seed {recipe.seed}: {kind} {shown} after {last['steps']:,} steps -> {folder}", score
+    name = next((name for name in recipe.scores if last.get(name) is not None), recipe.scores[-1])
+    score = last.get(name)
+    shown = "not known yet" if score is None else f"{score:,.4g}" if abs(score) < 10 else f"{score:,.1f}"
+    label = SHOWN[name][0] if name in SHOWN else name
+    return f"{recipe.trained}, seed {recipe.seed}: {label} {shown} after {last['steps']:,} steps -> {folder}", score
 
 
 def spread(scores: list[float | None]) -> str:
@@ -394,5 +363,5 @@ def spread(scores: list[float | None]) -> str:
 
     known = [score for score in scores if score is not None]
     if not known:
-        return "no seed finished an episode"
+        return "no seed has a score"
     return f"{len(known)} seeds: mean {np.mean(known):,.1f}, standard deviation {np.std(known):,.1f}, worst {min(known):,.1f}"

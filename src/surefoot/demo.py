@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from surefoot.config import Recipe
+from surefoot.kinds import Recipe
 from surefoot.recipes import find_recipe
 from surefoot.run.dashboard import Display
 

@@ -18,6 +18,7 @@ from surefoot.optimizer import AdamSettings, FlatAdam, finite
 from surefoot.rollout import Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
 from surefoot.run.distributed import all_max, all_sum, merge_across_ranks
 
+Schedule = Literal["constant", "linear", "cosine"]
 Optimizers = Mapping[str, FlatAdam | NaturalStep]
 
 BETA_RANGE = 2.0**20
@@ -33,9 +34,10 @@ class Learner:
     adam           for all parameters, or for all but the critic's where ``critic_adam`` is given
     critic_adam    a learning rate and gradient clip of the critic's own. Under a KL constraint the policy has no learning
                    rate, and the critic always an optimizer of its own: this one, or else ``adam``
-    schedule       of the learning rate: "linear" falls to zero over the budget
+    schedule       of the learning rate: "linear" and "cosine" fall to zero over the budget
     micro_batch    rows per backward pass, to bound memory; the gradient does not depend on it
     compiled_rows  run the updates of batches of exactly so many single steps as a compiled program
+    warmup         share of the budget over which the learning rate first rises linearly from zero
     """
 
     def __init__(
@@ -44,13 +46,15 @@ class Learner:
         objective: Objective,
         adam: AdamSettings,
         critic_adam: AdamSettings | None = None,
-        schedule: Literal["constant", "linear"] = "constant",
+        schedule: Schedule = "constant",
         micro_batch: int | None = None,
         compiled_rows: int | None = None,
+        warmup: float = 0.0,
     ) -> None:
         self.policy = policy
         self.objective = objective
         self.schedule = schedule
+        self.warmup = warmup
         self.micro_batch = micro_batch
         constraint = objective.constraint
         everything = [p for p in policy.parameters() if p.requires_grad]
@@ -210,7 +214,7 @@ class Learner:
         return state.remaining if clip is not None and clip.schedule == "linear" else 1.0
 
     def _rate_scale(self, state: LearnerState) -> float:
-        return state.remaining if self.schedule == "linear" else 1.0
+        return rate_scale(state, self.schedule, self.warmup)
 
     def _loss(self, terms: dict[str, float]) -> float:
         """Finite where every term of the loss is; a metric beside them may be anything."""
@@ -281,6 +285,14 @@ class _Trail:
         for name, norms in self.norms.items():
             metrics[f"gradient_norm_{name}"] = sum(norms) / len(norms)
         return metrics
+
+
+def rate_scale(state: LearnerState, schedule: Schedule, warmup: float) -> float:
+    """What the learning rate is multiplied by now; 0 on the first batch of a warm-up."""
+    if (done := 1 - state.remaining) < warmup:
+        return done / warmup
+    left = state.remaining / (1 - warmup)
+    return {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[schedule]
 
 
 def over_ranks(smallest: float, largest: float) -> tuple[float, float]:

@@ -37,8 +37,10 @@ class OptimizerSettings(Section):
 
     learning_rate: float = Field(3e-4, gt=0)
     """Adam's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
-    schedule: Literal["constant", "linear"] = "constant"
-    """linear falls to zero over the budget"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """linear and cosine fall to zero over the budget"""
+    warmup: float = Field(0.0, ge=0, lt=1)
+    """share of the budget over which the learning rate first rises from zero"""
     epsilon: float = Field(1e-5, gt=0)
     """Adam's epsilon"""
     max_grad_norm: float | None = Field(0.5, gt=0)
@@ -82,14 +84,28 @@ class NormaliseSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """Periodic greedy evaluation; the best agent is kept in best/."""
+    """Periodic evaluation; the best checkpoint is kept in best/."""
 
     every: int | None = Field(None, ge=1)
     """steps between evaluations; none means a tenth of the budget"""
+    seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
+    """seed of the evaluation's episodes or samples"""
+    patience: int | None = Field(None, ge=1)
+    """stop after so many evaluations in a row without a better one; none trains to the end"""
+
+
+class ControlEvaluation(EvaluationSettings):
+    """Periodic greedy evaluation; the best agent is kept in best/."""
+
     episodes: int = Field(10, ge=0)
     """episodes of each; 0 switches evaluation off"""
-    seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
-    """seed of the evaluation episodes"""
+
+
+class LanguageEvaluation(EvaluationSettings):
+    """Periodic evaluation on held-out rows; the best checkpoint is kept in best/."""
+
+    rows: int = Field(256, ge=0)
+    """held-out rows of each, from the first on; 0 switches evaluation off"""
 
 
 class CheckpointSettings(Section):
@@ -99,3 +115,102 @@ class CheckpointSettings(Section):
     """steps between checkpoints; none means a tenth of the budget"""
     keep: int = Field(2, ge=1)
     """how many of the last are kept, besides best/"""
+
+
+class LanguageOptimizer(OptimizerSettings):
+    """How θ moves, from where a pretrained model stands."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    """Adam's learning rate: 1e-6 to 1e-5 for pretrained models, more for small ones from scratch"""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """scale larger gradients down to this norm"""
+
+
+class DataSettings(Section):
+    """Rows to learn from: JSONL, Parquet, or a saved ``datasets`` folder."""
+
+    train: str
+    """file or folder of the training rows"""
+    held_out: str | None = None
+    """file or folder of rows that are never trained on, for evaluation; none: evaluation is off"""
+    max_length: int = Field(1024, ge=2)
+    """tokens of a row at most; longer rows are dropped and counted"""
+    batch: int = Field(64, ge=1)
+    """rows per update"""
+
+
+class PromptSettings(Section):
+    """Prompts to answer: JSONL, Parquet, or a saved ``datasets`` folder. Other columns of a row go to the reward."""
+
+    train: str
+    """file or folder of the training prompts"""
+    held_out: str | None = None
+    """file or folder of prompts that are never trained on, for evaluation; none: evaluation is off"""
+    max_length: int = Field(1024, ge=1)
+    """tokens of a prompt at most; longer prompts are dropped and counted"""
+
+
+class SamplingSettings(Section):
+    """How responses are sampled, each iteration."""
+
+    prompts: int = Field(64, ge=1)
+    """prompts per iteration"""
+    samples: int = Field(1, ge=1)
+    """responses to each prompt"""
+    max_tokens: int = Field(64, ge=1)
+    """tokens of a response at most, EOS included"""
+    temperature: float = Field(1.0, gt=0)
+    """divides logits: in sampling, and in every log-probability alike"""
+    stop: tuple[str, ...] = ()
+    """texts that end a response, besides EOS"""
+
+
+class RewardTerm(Section):
+    """One part of the reward: a model's score or a function's."""
+
+    model: str | None = None
+    """folder of a reward model"""
+    function: str | None = None
+    """module:function or file.py:function: prompts, responses and columns in, floats out"""
+    weight: float = 1.0
+    """what it is multiplied by in the sum"""
+
+
+class RewardSettings(Section):
+    """What a response earns at its last token."""
+
+    terms: tuple[RewardTerm, ...] = Field(min_length=1)
+    """the parts of the reward, which are added up"""
+    missing_eos: Literal["penalty", "subtract", "bootstrap", "none"] = "penalty"
+    """a response cut by the length limit: earns missing_eos_value instead, or loses that much, or its value is bootstrapped
+    by V, or it is scored like any other"""
+    missing_eos_value: float = -1.0
+    """the penalty, or what is subtracted"""
+    deadline: float = Field(60.0, gt=0)
+    """seconds that a reward function may take for a batch"""
+    tolerated: float = Field(0.1, ge=0, le=1)
+    """share of a batch that a reward function may leave without a finite number; such responses are masked"""
+    gold: str | None = None
+    """module:function or file.py:function that tells the truth, where there is one; it is measured and never trained on"""
+
+
+class ReferenceSettings(Section):
+    """The anchor: β·KL(π_θ‖π_ref) is taken off the reward, token by token."""
+
+    model: str | None = None
+    """folder of the reference; none: the model that training starts from"""
+    beta: float = Field(0.05, ge=0)
+    """β; where it is adapted, that of the first iteration. 0: no anchor in the reward, the KL is still measured"""
+    target: float | None = Field(None, gt=0)
+    """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β stays"""
+    horizon: int = Field(10_000, ge=1)
+    """responses over which an error of the KL moves β by its own size"""
+
+
+class CriticSettings(Section):
+    """Where V lives."""
+
+    own_model: bool = False
+    """a model of the critic's own, instead of a linear head on the policy's"""
+    start: str | None = None
+    """folder of the reward model that the critic's own model starts from; none: the policy's start"""

@@ -3,39 +3,22 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
-from surefoot.config import Recipe, to_table
+from surefoot.config import to_table
 from surefoot.errors import Interrupted, SurefootError
+from surefoot.kinds import Recipe
 from surefoot.learner import Learner
 from surefoot.loop import run_loop
 from surefoot.optimizer import AdamSettings
-from surefoot.rollout import Collector, LearnerState, Metrics, Policy
+from surefoot.rollout import LearnerState, Metrics, Policy
 from surefoot.run.checkpoint import keep_only_this, load_checkpoint, prune, require, save_checkpoint
 from surefoot.run.dashboard import Display
 from surefoot.run.folder import RunFolder, recipe_differences
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.tracking import Tracker
+from surefoot.worlds import World
 
 Callback = Callable[[Metrics], bool | None]
-
-
-class World(Protocol):
-    """One kind of task, as a run sees it."""
-
-    @property
-    def policy(self) -> Policy: ...
-
-    @property
-    def collector(self) -> Collector: ...
-
-    def trees(self) -> dict[str, Any]: ...
-
-    def load(self, trees: dict[str, Any], where: Path) -> list[str]: ...
-
-    def evaluate(self) -> float: ...
-
-    def close(self) -> None: ...
 
 
 def make_learner(recipe: Recipe, policy: Policy) -> Learner:
@@ -51,7 +34,8 @@ def make_learner(recipe: Recipe, policy: Policy) -> Learner:
         critic,
         settings.schedule,
         settings.micro_batch,
-        recipe.batch_size if recipe.engine == "compiled" else None,
+        recipe.compiled_rows,
+        settings.warmup,
     )
 
 
@@ -72,6 +56,8 @@ class Session:
         self.learner = make_learner(recipe, world.policy)
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)
         self.best: float | None = None
+        self.since_best = 0
+        """evaluations since the best one"""
         self.tracker: Tracker | None = None
         self.signals = StopOnSignal()
 
@@ -103,6 +89,7 @@ class Session:
         self.learner.load_state_dict(trees["learner"])
         self.state.load_state_dict(trees["state"])
         self.best = trees["progress"]["best"]
+        self.since_best = trees["progress"].get("since_best", 0)
 
     def run(self) -> None:
         """Train until the budget is spent, the callback stops it, or a signal does.
@@ -126,12 +113,15 @@ class Session:
         finished = state.steps >= state.total_steps
         counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
         metrics = counts | metrics
-        if self.recipe.evaluation.episodes and (finished or self._passed(self.recipe.evaluate_every)):
-            metrics["evaluation_return"] = self._evaluate()
+        worse_for_long = False
+        if finished or self._passed(self.recipe.evaluate_every):
+            metrics |= self._evaluate()
+            patience = self.recipe.evaluation.patience
+            worse_for_long = patience is not None and self.since_best >= patience
         if self.tracker is not None:
             self.tracker.write(metrics, state.steps)
         self.display.show(state, metrics)
-        stop = bool(self.callback and self.callback(metrics)) or self.signals.requested
+        stop = bool(self.callback and self.callback(metrics)) or self.signals.requested or worse_for_long
         if finished or stop or self._passed(self.recipe.checkpoint_every):
             self._save()
         self.previous = state.steps
@@ -141,16 +131,20 @@ class Session:
         """Whether this iteration crossed a multiple of ``every`` steps; the same in a resumed run."""
         return self.state.steps // every > self.previous // every
 
-    def _evaluate(self) -> float:
-        score = self.world.evaluate()
+    def _evaluate(self) -> Metrics:
+        judged = self.world.evaluate()
+        if judged is None:
+            return {}
+        score, metrics = judged
+        self.since_best += 1
         if math.isfinite(score) and (self.best is None or score > self.best):
-            self.best = score
+            self.best, self.since_best = score, 0
             if self.folder is not None:
                 best = self.folder.best / str(self.state.steps)
                 save_checkpoint(best, self.world.trees())
                 keep_only_this(best)
                 prune(self.folder.best, keep=1)
-        return score
+        return metrics
 
     def _save(self) -> None:
         if self.folder is None:
@@ -161,7 +155,7 @@ class Session:
             "learner": self.learner.state_dict(),
             "collector": self.world.collector.state_dict(),
             "state": self.state.state_dict(),
-            "progress": {"best": self.best},
+            "progress": {"best": self.best, "since_best": self.since_best},
         }
         save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees)
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)

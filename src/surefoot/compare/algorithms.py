@@ -11,8 +11,9 @@ from surefoot.compare.plots import draw_comparison
 from surefoot.compare.progress import Overall
 from surefoot.compare.report import COUNT, Report, average, how_sure, score_table, seeds_in_words, setting_of, write_report
 from surefoot.compare.statistics import markdown_table
-from surefoot.config import Recipe
+from surefoot.config import as_control
 from surefoot.errors import SurefootError, did_you_mean
+from surefoot.kinds import ControlRecipe
 from surefoot.recipes import find_recipe
 
 SCORES = {
@@ -60,7 +61,7 @@ def compare_algorithms(
         return write_report(folder, results, report_text(by_name, recipes, seeds, episodes), draw_comparison)
 
 
-def recipes_for(what: str, algorithms: Sequence[str], changes: Mapping[str, Any]) -> dict[str, Recipe]:
+def recipes_for(what: str, algorithms: Sequence[str], changes: Mapping[str, Any]) -> dict[str, ControlRecipe]:
     """One recipe per algorithm, with the changes laid over it.
 
     Raises SurefootError for a name that is unknown or there twice, and for a switch that none of them has on.
@@ -79,7 +80,7 @@ def recipes_for(what: str, algorithms: Sequence[str], changes: Mapping[str, Any]
         kept = switches_that_are_on(ALGORITHMS[name], wanted)
         fields = {**changes, "algorithm": name, **({"objective": kept} if wanted else {})}
         try:
-            recipes[name] = find_recipe(what, without_critic(ALGORITHMS[name], fields))
+            recipes[name] = as_control(find_recipe(what, without_critic(ALGORITHMS[name], fields)))
         except SurefootError as error:
             raise SurefootError(f"{name}: {error}" if len(algorithms) > 1 else str(error)) from None
     return recipes
@@ -125,7 +126,9 @@ def without_critic(base: Objective, table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, "optimizer": {key: value for key, value in optimizer.items() if not key.startswith("critic_")}}
 
 
-def report_text(by_name: Mapping[str, list[dict[str, Any]]], recipes: Mapping[str, Recipe], seeds: int, episodes: int) -> str:
+def report_text(
+    by_name: Mapping[str, list[dict[str, Any]]], recipes: Mapping[str, ControlRecipe], seeds: int, episodes: int
+) -> str:
     """The tables, and what they are made of."""
     recipe = next(iter(recipes.values()))
     parts = [f"# {recipe.task}: {', '.join(recipes)}"]
@@ -145,7 +148,7 @@ def report_text(by_name: Mapping[str, list[dict[str, Any]]], recipes: Mapping[st
     return "\n\n".join(parts)
 
 
-def batch_of(recipe: Recipe) -> str:
+def batch_of(recipe: ControlRecipe) -> str:
     """What is collected before each update."""
     rollout = recipe.rollout
     if not recipe.objective.needs_whole_episodes:
@@ -171,7 +174,7 @@ def switches_in_words(objective: Objective) -> str:
     return ", ".join(parts)
 
 
-def notes(recipes: Mapping[str, Recipe], seeds: int) -> list[str]:
+def notes(recipes: Mapping[str, ControlRecipe], seeds: int) -> list[str]:
     """What a reader must know to judge the tables."""
     settings = {setting_of(recipe) for recipe in recipes.values()}
     shared = f"Setting: {settings.pop()}" if len(settings) == 1 else "Settings differ; they are in results.json"

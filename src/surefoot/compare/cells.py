@@ -21,9 +21,10 @@ import filelock
 
 from surefoot import api
 from surefoot.compare.progress import Overall, Reporting
-from surefoot.config import Recipe, to_table
+from surefoot.config import to_table
 from surefoot.control.world import ControlWorld
 from surefoot.errors import Interrupted, SurefootError
+from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import checkpoints_in, latest_checkpoint
 from surefoot.run.folder import differences, write_text
@@ -41,7 +42,7 @@ class Cell:
     """One training: an algorithm on one seed."""
 
     label: str
-    recipe: Recipe
+    recipe: ControlRecipe
     until: int | None = None
     """stop at this step, short of the recipe's budget (whose schedules it follows)"""
 
@@ -56,12 +57,12 @@ class Cell:
         return self.recipe.steps if self.until is None else self.until
 
 
-def seeds_of(recipe: Recipe, count: int) -> list[Recipe]:
+def seeds_of(recipe: ControlRecipe, count: int) -> list[ControlRecipe]:
     """The recipe with seed, seed + 1, …"""
     return [recipe.model_copy(update={"seed": recipe.seed + i}) for i in range(count)]
 
 
-def check_trainable(recipes: Mapping[str, Recipe]) -> None:
+def check_trainable(recipes: Mapping[str, ControlRecipe]) -> None:
     """Raise SurefootError, naming which, for a recipe that could not even begin; nothing is written."""
     for name, recipe in recipes.items():
         try:
@@ -74,7 +75,7 @@ def check_trainable(recipes: Mapping[str, Recipe]) -> None:
             raise SurefootError(f"{name}: {error}") from None
 
 
-def default_folder(command: str, recipe: Recipe) -> Path:
+def default_folder(command: str, recipe: ControlRecipe) -> Path:
     """Where a comparison goes unless it is told: the same for the same request, so that repeating it continues."""
     return Path("runs") / f"{command}-{recipe.task.rpartition('/')[2].replace(':', '-').lower()}-{recipe.steps}"
 
@@ -120,7 +121,7 @@ def _read(file: Path) -> dict[str, Any]:
     return dict(table)
 
 
-def recipe_tables(recipes: Mapping[str, Recipe]) -> dict[str, Any]:
+def recipe_tables(recipes: Mapping[str, ControlRecipe]) -> dict[str, Any]:
     """Recipes as a request holds them."""
     return {name: to_table(recipe) for name, recipe in recipes.items()}
 

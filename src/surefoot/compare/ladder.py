@@ -20,8 +20,9 @@ from surefoot.compare.ladder_report import report_text
 from surefoot.compare.plots import draw_ladder
 from surefoot.compare.progress import Overall
 from surefoot.compare.report import Report, finite, write_report
-from surefoot.config import Recipe, make_recipe, merged
+from surefoot.config import control_recipe, merged
 from surefoot.errors import SurefootError
+from surefoot.kinds import ControlRecipe
 from surefoot.recipes import base_table, without_label
 from surefoot.run.checkpoint import latest_checkpoint
 from surefoot.run.folder import write_text
@@ -99,7 +100,7 @@ def climb(
         return write_report(folder, results, report_text(results, recipes, top), draw_ladder)
 
 
-def rung_recipe(what: str, rung: int, changes: Mapping[str, Any]) -> Recipe:
+def rung_recipe(what: str, rung: int, changes: Mapping[str, Any]) -> ControlRecipe:
     """The recipe of one rung: what the task's own says apart from the objective; of that, γ and how a batch is reused.
 
     Raises SurefootError for a change that would take the ladder's steps away.
@@ -115,7 +116,7 @@ def rung_recipe(what: str, rung: int, changes: Mapping[str, Any]) -> Recipe:
     table = without_critic(
         base, {**merged(table, {k: v for k, v in changes.items() if k != "objective"}), "algorithm": NAMES[rung]}
     )
-    recipe = make_recipe({**table, "objective": objective})
+    recipe = control_recipe({**table, "objective": objective})
     if not recipe.objective.needs_whole_episodes:
         return recipe
     rollout = recipe.rollout.model_copy(update={"environments": 1, "at_least": recipe.rollout.at_least or recipe.batch_size})

@@ -6,13 +6,13 @@ from typing import Any
 from surefoot.algorithms import Objective
 from surefoot.compare.report import COUNT, average, each, how_sure, known, mean_and_interval, number, seeds_in_words, setting_of
 from surefoot.compare.statistics import markdown_table
-from surefoot.config import Recipe
+from surefoot.kinds import ControlRecipe
 
 Table = tuple[list[str], list[list[str]]]
 Cells = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def report_text(results: Mapping[str, Any], recipes: Mapping[str, Recipe], top: Recipe) -> str:
+def report_text(results: Mapping[str, Any], recipes: Mapping[str, ControlRecipe], top: ControlRecipe) -> str:
     """The tables, and what they are made of."""
     by_name: Cells = results["results"]
     rungs: Mapping[str, int] = results["rungs"]
@@ -38,7 +38,7 @@ def report_text(results: Mapping[str, Any], recipes: Mapping[str, Recipe], top: 
     return "\n\n".join(parts)
 
 
-def _learning(by_name: Cells, rungs: Mapping[str, int], recipes: Mapping[str, Recipe]) -> Table:
+def _learning(by_name: Cells, rungs: Mapping[str, int], recipes: Mapping[str, ControlRecipe]) -> Table:
     header = [
         "rung",
         "adds",
@@ -150,7 +150,7 @@ def _after(cells: Sequence[Mapping[str, Any]], share: float) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _notes(results: Mapping[str, Any], recipes: Mapping[str, Recipe], top: Recipe) -> list[str]:
+def _notes(results: Mapping[str, Any], recipes: Mapping[str, ControlRecipe], top: ControlRecipe) -> list[str]:
     """What was used, exactly, and what the numbers are."""
     rollout, objective = top.rollout, top.objective
     settings = {setting_of(recipe) for recipe in recipes.values()}
@@ -170,7 +170,7 @@ def _notes(results: Mapping[str, Any], recipes: Mapping[str, Recipe], top: Recip
     return lines if results["gradients"] is None else [*lines, *_gradient_notes(results["gradients"], top)]
 
 
-def _gradient_notes(found: Mapping[str, Any], top: Recipe) -> list[str]:
+def _gradient_notes(found: Mapping[str, Any], top: ControlRecipe) -> list[str]:
     return [
         f"θ was frozen at step {found['frozen_at']:,} of {top.algorithm}, seed {found['frozen_seed']} (the run in "
         f"frozen-seed{found['frozen_seed']}/): policy, critic and normalisers. Each batch is whole episodes, "

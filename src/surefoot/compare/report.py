@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.compare.statistics import bootstrap_interval, interquartile_mean, markdown_table, mean
-from surefoot.config import Recipe
+from surefoot.kinds import ControlRecipe
 from surefoot.run.folder import write_text
 
 COUNT = "{:,.0f}"
@@ -121,7 +121,7 @@ def score_table(by_name: Mapping[str, Sequence[Mapping[str, Any]]], score: str) 
     return markdown_table(["algorithm", "mean", "95 % interval", "IQM", "95 % interval", "each seed"], rows)
 
 
-def setting_of(recipe: Recipe) -> str:
+def setting_of(recipe: ControlRecipe) -> str:
     """What all trainings of a comparison share, in words."""
     network, optimizer, normalise = recipe.network, recipe.optimizer, recipe.normalise
     widths = "-".join(map(str, network.hidden))

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.config import Recipe, make_recipe, to_table
+from surefoot.config import control_recipe, to_table
 from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.normalise import Normalise, ObservationNormaliser, RewardNormaliser
 from surefoot.control.policies import ActorCritic
@@ -26,6 +26,7 @@ from surefoot.control.spaces import (
     space_to_json,
 )
 from surefoot.errors import SurefootError
+from surefoot.kinds import ControlRecipe
 from surefoot.run.checkpoint import save_checkpoint
 from surefoot.seeding import stream
 
@@ -39,7 +40,7 @@ class Agent(nn.Module):
     evaluation and another program: the running statistics are buffers and are saved with the weights.
     """
 
-    def __init__(self, recipe: Recipe, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, recipe: ControlRecipe, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         self.recipe, self.observation_space, self.action_space = recipe, observation_space, action_space
         self.leaves = leaves(observation_space)
@@ -55,7 +56,7 @@ class Agent(nn.Module):
         self.generator = stream(recipe.seed, "predict")
 
     @classmethod
-    def for_spaces(cls, recipe: Recipe, observation_space: Any, action_space: Any, task: str) -> "Agent":
+    def for_spaces(cls, recipe: ControlRecipe, observation_space: Any, action_space: Any, task: str) -> "Agent":
         """An untrained agent; SurefootError when a space is not supported."""
         leaves(observation_space, task)
         return cls(recipe, observation_space, check_action_space(action_space, task))
@@ -216,7 +217,7 @@ class Agent(nn.Module):
     @classmethod
     def from_trees(cls, trees: dict[str, Any], where: Path) -> "Agent":
         """The agent that a checkpoint holds; SurefootError where weights and recipe don't fit."""
-        recipe = make_recipe({**trees["recipe"], "device": "cpu"})
+        recipe = control_recipe({**trees["recipe"], "device": "cpu"})
         agent = cls(recipe, *(space_from_json(trees["spaces"][name]) for name in ("observation", "action")))
         load_weights(agent, trees["agent"], where)
         return agent

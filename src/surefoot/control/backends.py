@@ -6,7 +6,6 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
-from surefoot.config import Recipe
 from surefoot.control.atari import ATARI, make_atari_vector
 from surefoot.control.environments import (
     Environments,
@@ -19,9 +18,10 @@ from surefoot.control.environments import (
 from surefoot.control.pool import Pool
 from surefoot.control.workers import WorkerEnvironments, cores
 from surefoot.errors import SurefootError
+from surefoot.kinds import ControlRecipe
 
 
-def training_environments(task: str | MakeEnvironment, recipe: Recipe) -> Environments:
+def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe) -> Environments:
     """The environments that a recipe asks for, by ``rollout.backend``.
 
     Raises SurefootError when the backend does not have the task, or the task can't be made.
@@ -56,7 +56,7 @@ def native(task: str, count: int, arguments: dict[str, Any]) -> VectorEnv[Any, A
 
 
 def _vector(
-    task: str | MakeEnvironment, recipe: Recipe, make: Callable[[str, int, dict[str, Any]], VectorEnv[Any, Any, Any]]
+    task: str | MakeEnvironment, recipe: ControlRecipe, make: Callable[[str, int, dict[str, Any]], VectorEnv[Any, Any, Any]]
 ) -> VectorEnvironments:
     """A vector environment of an id, with the spaces of its single environments, in which the agent is evaluated."""
     name, backend = task_name(task), recipe.rollout.backend
@@ -94,7 +94,7 @@ def _alike(a: gymnasium.Space[Any], b: gymnasium.Space[Any]) -> bool:
     return same and all(getattr(a, name, None) == getattr(b, name, None) for name in ("n", "start"))
 
 
-def _check_vector(recipe: Recipe, task: str, count: int) -> None:
+def _check_vector(recipe: ControlRecipe, task: str, count: int) -> None:
     """Refuse at the start what a task that makes a vector environment can't do in the middle of a run."""
     if recipe.objective.needs_whole_episodes:
         raise SurefootError(

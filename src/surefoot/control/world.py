@@ -5,19 +5,21 @@ from typing import Any
 
 import torch
 
-from surefoot.config import Recipe
 from surefoot.control.agent import Agent, load_weights
+from surefoot.control.arithmetic import arithmetic
 from surefoot.control.backends import training_environments
 from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import MakeEnvironment, task_name
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.errors import SurefootError
+from surefoot.kinds import ControlRecipe
+from surefoot.rollout import Metrics
 
 
 class ControlWorld:
     """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable."""
 
-    def __init__(self, recipe: Recipe, task: MakeEnvironment | None = None) -> None:
+    def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None) -> None:
         check_device(recipe.device)
         self.recipe = recipe
         self.task: str | MakeEnvironment = task or recipe.task
@@ -32,6 +34,17 @@ class ControlWorld:
         except BaseException:
             self.environments.close()  # nobody else could: no process is left behind
             raise
+
+    @property
+    def result(self) -> Agent:
+        """The agent."""
+        return self.agent
+
+    def arithmetic(self) -> list[str]:
+        """Parameter counts and the batch arithmetic."""
+        count = sum(p.numel() for p in self.policy.parameters())
+        critic = sum(p.numel() for p in self.policy.critic_parameters())
+        return [f"parameters: {count:,} in all, {critic:,} of them in a separate critic", *arithmetic(self.recipe)]
 
     def trees(self) -> dict[str, Any]:
         """What a checkpoint holds of the trained thing itself."""
@@ -49,10 +62,16 @@ class ControlWorld:
             "anew, so this resume is not exact"
         ]
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> tuple[float, Metrics] | None:
         """Mean greedy return."""
         settings = self.recipe.evaluation
-        return evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed).mean_return
+        if not settings.episodes:
+            return None
+        judged = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
+        return judged.mean_return, {"evaluation_return": judged.mean_return}
+
+    def finish(self, folder: Path) -> None:
+        """Nothing: checkpoints hold all of an agent."""
 
     def close(self) -> None:
         """Close the environments."""

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.algorithms import ALGORITHMS, PPO_CLIP, Objective, algorithm_name, switches_between
-from surefoot.config import Recipe, make_recipe, merged, none_from_text, read_toml
+from surefoot.config import make_recipe, merged, none_from_text, read_toml
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
+from surefoot.kinds import Recipe
 
 
 def presets() -> dict[str, dict[str, Any]]:

@@ -18,8 +18,9 @@ from typing import Any
 
 import filelock
 
-from surefoot.config import Recipe, make_recipe, read_toml, to_table, to_toml
+from surefoot.config import make_recipe, read_toml, to_table, to_toml
 from surefoot.errors import SurefootError
+from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
 
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")

@@ -1,0 +1,78 @@
+"""What a run trains: the protocol that a session sees, and which class serves which kind of recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from surefoot.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe
+from surefoot.rollout import Collector, Metrics, Policy
+
+
+class World(Protocol):
+    """One kind of task, as a run sees it."""
+
+    @property
+    def policy(self) -> Policy:
+        """What is trained."""
+        ...
+
+    @property
+    def collector(self) -> Collector:
+        """Where experience comes from."""
+        ...
+
+    @property
+    def result(self) -> Any:
+        """What training gives back."""
+        ...
+
+    def arithmetic(self) -> list[str]:
+        """Parameter counts and what the recipe comes to, for a dry run."""
+        ...
+
+    def trees(self) -> dict[str, Any]:
+        """What a checkpoint holds of the trained thing itself; enough to load it without the run."""
+        ...
+
+    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
+        """Continue from a checkpoint's trees; one line for everything that could not be restored exactly."""
+        ...
+
+    def evaluate(self) -> tuple[float, Metrics] | None:
+        """How good it is now, more being better, and what to tell of it; None where there is nothing to judge on."""
+        ...
+
+    def finish(self, folder: Path) -> None:
+        """Leave in a finished run's folder what others read."""
+        ...
+
+    def close(self) -> None:
+        """Give back processes and windows."""
+        ...
+
+
+def make_world(recipe: Recipe, task: Callable[..., Any] | None = None) -> World:
+    """The world that a recipe asks for; ``task`` makes the environments of control where the recipe's can't be imported."""
+    if isinstance(recipe, ControlRecipe):
+        from surefoot.control.world import ControlWorld
+
+        return ControlWorld(recipe, task)
+    if isinstance(recipe, LanguageRecipe):
+        from surefoot.language.world import LanguageWorld
+
+        return LanguageWorld(recipe)
+    assert isinstance(recipe, DemonstrationRecipe)
+    from surefoot.language.supervised import SupervisedWorld
+
+    return SupervisedWorld(recipe)
+
+
+def load_result(trees: dict[str, Any], where: Path) -> Any:
+    """What a checkpoint's trees hold, as training gave it back: an agent, or a model of language."""
+    if trees["recipe"].get("kind", "control") == "control":
+        from surefoot.control.agent import Agent
+
+        return Agent.from_trees(trees, where)
+    from surefoot.language.models import trained_model
+
+    return trained_model(trees, where)
