@@ -1,0 +1,1 @@
+"""Language: models that write. What is particular here is how responses are sampled and what they earn."""

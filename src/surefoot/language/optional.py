@@ -1,0 +1,35 @@
+"""The packages of the extra ``language``: asked for by name where they are used, and quiet there."""
+
+import importlib.util
+import logging as levels
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from surefoot.errors import missing_extra
+
+
+def transformers_needed(purpose: str) -> None:
+    """Raise the one line that names the extra, unless ``transformers`` is there."""
+    needed("transformers", purpose)
+
+
+def needed(package: str, purpose: str, extra: str = "language") -> None:
+    """Raise the one line that names the extra, unless the package is there."""
+    if importlib.util.find_spec(package) is None:
+        raise missing_extra(package, extra, purpose)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Neither bars nor reports of ``transformers`` within: what is wrong is said in one line by us. Restored after."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(levels.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

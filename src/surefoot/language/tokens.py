@@ -1,0 +1,123 @@
+"""Text to token ids and back: what is padded with, what ends a response, what of a conversation is trained.
+
+Prompts are padded left and responses right; a mask says what is real (True), so which id pads never matters to a model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from surefoot.errors import SurefootError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Tokens:
+    """A tokenizer with the decisions that training needs.
+
+    tokenizer   any of ``transformers``; it is not changed
+    model       the model it belongs to: what its generation config calls an end is one here too
+
+    Raises SurefootError when nothing ends a response.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None" = None) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids: tuple[int, ...] = _eos_ids(tokenizer, model)
+        self.pad_id: int = _pad_id(tokenizer, self.eos_ids)
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a demonstration."""
+        return self.eos_ids[0]
+
+    def encode_prompt(self, prompt: str | Messages) -> list[int]:
+        """The ids that a response follows: text with the tokenizer's own beginning, or messages by the chat template."""
+        if not isinstance(prompt, str):
+            return self.render(prompt, add_generation_prompt=True)
+        ids = list(self.tokenizer(prompt)["input_ids"])
+        while ids and ids[-1] in self.eos_ids:  # some tokenizers end whatever they encode
+            ids.pop()
+        return ids or [self._beginning()]
+
+    def encode_completion(self, completion: str) -> list[int]:
+        """The ids of a response, with EOS."""
+        return [*self.tokenizer(completion, add_special_tokens=False)["input_ids"], self.eos_id]
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """The text, without special tokens."""
+        text = self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
+        """A conversation as the chat template writes it.
+
+        Raises SurefootError when the tokenizer has no template, or the template refuses the messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
+        ids = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+        return list(ids)
+
+    def _beginning(self) -> int:
+        """What stands for an empty prompt: a response needs something to follow."""
+        bos = self.tokenizer.bos_token_id
+        return self.eos_id if bos is None else int(bos)
+
+
+def _eos_ids(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None") -> tuple[int, ...]:
+    """The tokenizer's EOS first, then those of the generation config that are special tokens of the tokenizer.
+
+    A config that was never told has the ids of its class there, which mean a letter to another tokenizer.
+    """
+    own = tokenizer.eos_token_id
+    config = getattr(model, "generation_config", None)
+    listed = getattr(config, "eos_token_id", None)
+    listed = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ids = dict.fromkeys([*([] if own is None else [int(own)]), *(int(i) for i in listed if i in special)])
+    if not ids:
+        raise SurefootError("the tokenizer has no EOS token, so no response could end; set eos_token in tokenizer_config.json")
+    return tuple(ids)
+
+
+def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int:
+    """The pad token; else a special one that is no EOS; else any token that is no EOS. Nothing is added, no model resized."""
+    names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    known: list[int] = [int(i) for i in (*names, *tokenizer.all_special_ids) if i is not None]
+    candidates: list[int] = [*known, *range(len(tokenizer))]
+    return next(i for i in candidates if i not in eos_ids)
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Prompts as one batch.   ids [B, P] and mask [B, P], True where real; the last column is real in every row"""
+    return _padded(rows, pad, left=True)
+
+
+def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Responses as one batch.   ids [B, T] and mask [B, T], True where real"""
+    return _padded(rows, pad, left=False)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Position ids by the mask alone: the first real token has 0, wherever padding stands.   [B, L] -> [B, L]"""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows), default=0)
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(len(row))
+        ids[index, place] = torch.tensor(row, dtype=torch.int64)
+        mask[index, place] = True
+    return ids, mask

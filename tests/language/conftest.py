@@ -1,0 +1,49 @@
+"""Model folders are written once per session; a test that changes one copies it first."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from .tiny import FAMILIES, write_folder
+
+pytest.importorskip("transformers")
+
+settings.register_profile("laws", max_examples=50, deadline=None, derandomize=True, database=None)
+settings.load_profile("laws")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a run does too, so that sums come out alike everywhere; and stray files land nowhere."""
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model folder per family: ``folders["llama"]``."""
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_folder(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """The name of a family: a test that takes it runs for each of the four."""
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(family: str, folders: dict[str, Path]) -> Path:
+    """The model folder of ``family``."""
+    return folders[family]
+
+
+@pytest.fixture
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of ``family``, freshly loaded: a test may change them."""
+    from surefoot.language.models import load_model
+
+    return load_model(folder)

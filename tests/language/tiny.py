@@ -1,0 +1,89 @@
+"""Small models with random weights in the shapes of four families, as folders that ``transformers`` wrote."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY, WIDTH, LAYERS, HEADS = 102, 32, 2, 4
+FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
+
+
+def tokenizer(context: int = 128) -> Any:
+    """One token per character of printable ASCII; pad, EOS and unk are three tokens."""
+    from surefoot.language.pocket import character_tokenizer
+
+    made = character_tokenizer(context=context)
+    assert len(made) == VOCABULARY
+    return made
+
+
+def model(family: str, seed: int = 1, scale: float = 4.0, **changes: Any) -> Any:
+    """A new model of a family: 2 layers, width 32, float32, eval mode. Two query heads share a key where the family can.
+
+    Weights are scaled up, so that logits differ enough for a wrong token, position or mask to be seen.
+    """
+    shared = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32"}
+    build, fields = _SHAPES[family]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = build({**shared, **fields, **changes})
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if weight.ndim == 2 and "embed" not in name and "wte" not in name and "wpe" not in name:
+                weight.mul_(scale)
+    return made.eval()
+
+
+def write_folder(folder: Path, family: str, seed: int = 1, **changes: Any) -> Path:
+    """Model and tokenizer, written by ``save_pretrained``."""
+    model(family, seed, **changes).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+Shape = tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]
+
+
+def _rotary() -> dict[str, Any]:
+    return {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "intermediate_size": 2 * WIDTH,
+        "max_position_embeddings": 128,
+    }
+
+
+def _llama() -> Shape:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return lambda fields: LlamaForCausalLM(LlamaConfig(**fields)), {**_rotary(), "tie_word_embeddings": False}
+
+
+def _qwen2() -> Shape:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return lambda fields: Qwen2ForCausalLM(Qwen2Config(**fields)), {**_rotary(), "tie_word_embeddings": True}
+
+
+def _gemma() -> Shape:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return lambda fields: GemmaForCausalLM(GemmaConfig(**fields)), {**_rotary(), "num_key_value_heads": 1, "head_dim": 8}
+
+
+def _gpt2() -> Shape:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return lambda fields: GPT2LMHeadModel(GPT2Config(**fields)), {
+        "n_embd": WIDTH,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": 128,
+    }
+
+
+_SHAPES: dict[str, Callable[[], Shape]] = {"llama": _llama, "qwen2": _qwen2, "gemma": _gemma, "gpt2": _gpt2}
