@@ -88,6 +88,7 @@ class Learner:
         # A collector that kept its graph, or views of parameters, would let gradient flow into the past.
         rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
         batch = rows_of(rollout, credit)
+        assert batch.old_log_probs is not None or objective.reuse is None, "reusing a batch needs its old_log_probs"
         if objective.normalise_advantages == "batch":
             batch = normalised(batch)
         trail = _Trail()
@@ -318,6 +319,8 @@ def _check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout) -> floa
     """The ratio furthest from 1 before anything moved. It is 1 unless something is wrong, so it is checked on every batch."""
     smallest, largest = over_ranks(*ratios)
     furthest = largest if largest - 1 > 1 - smallest else smallest
+    if rollout.old_log_probs is None:
+        return 1.0
     exact = rollout.old_log_probs.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
     if exact and abs(furthest - 1) > 1e-4:
         raise SurefootError(

@@ -35,7 +35,8 @@ class Batch:
     actions: Tensor
     mask: Tensor | None
     """None where every entry is kept"""
-    old_log_probs: Tensor
+    old_log_probs: Tensor | None
+    """None where θ is θ_old, so that ρ is 1"""
     advantages: Tensor
     """normalised as the objective says"""
     returns: Tensor
@@ -81,6 +82,7 @@ def old_kl(evaluation: Evaluation, batch: Batch) -> Tensor:
     The sampled form is k3: unbiased, never negative, and with the gradient of the KL in expectation, also away from θ_old.
     """
     if evaluation.distribution is None or batch.old_distribution is None:
+        assert batch.old_log_probs is not None, "a KL to θ_old needs a rollout with old_log_probs"
         return kl_k3(keep_only(batch.old_log_probs, batch.mask), keep_only(evaluation.log_probs, batch.mask))
     return keep_only(_old_distribution(evaluation, batch).kl(evaluation.distribution), batch.mask)
 
@@ -130,7 +132,8 @@ def loss(
     def mean(x: Tensor) -> Tensor:
         return aggregate(x, batch.mask, objective.aggregation, denominator, objective.aggregation_length)
 
-    log_probs, old_log_probs = kept(evaluation.log_probs), kept(batch.old_log_probs)
+    log_probs = kept(evaluation.log_probs)
+    old_log_probs = log_probs.detach() if batch.old_log_probs is None else kept(batch.old_log_probs)
     gain, ratio = surrogate(log_probs, old_log_probs, kept(batch.advantages), objective, clip_scale)
     terms = {"policy_loss": -mean(gain), "entropy": mean(kept(evaluation.entropy))}
     total = terms["policy_loss"]
@@ -150,6 +153,8 @@ def loss(
         terms["reference_loss"] = mean(kl)
         total = total + objective.reference_coefficient * terms["reference_loss"]
     with torch.no_grad():
+        if batch.old_log_probs is None:
+            return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()
         low, high, dual_clip = clip_bounds(objective, clip_scale)
         terms["kl"] = mean(kl_k3(old_log_probs, log_probs))
         terms["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))

@@ -72,8 +72,8 @@ class Rollout:
     """[B, T] or [B, T, action]"""
     mask: Tensor
     """True at a real decision of the policy"""
-    old_log_probs: Tensor
-    """under θ_old, the policy being improved"""
+    old_log_probs: Tensor | None
+    """under θ_old, the policy being improved; None where nobody has asked, which allows one update (ρ = 1)"""
     values: Tensor
     """V of the state before the action; zeros without a critic"""
     next_values: Tensor
