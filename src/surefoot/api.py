@@ -113,7 +113,8 @@ def _finish(session: Session, world: World) -> Any:
     try:
         session.run()
         if session.folder is not None:
-            world.finish(session.folder.path)
+            for line in world.finish(session.folder.path):
+                session.display.say(line)
     finally:
         session.display.close()
         if session.folder is not None:

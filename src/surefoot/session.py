@@ -1,8 +1,10 @@
 """A run from its recipe to its end: what hangs on the loop (evaluation, tracking, checkpoints, display, signals)."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from surefoot.config import to_table
 from surefoot.errors import Interrupted, SurefootError
@@ -13,7 +15,7 @@ from surefoot.optimizer import AdamSettings
 from surefoot.rollout import LearnerState, Metrics, Policy
 from surefoot.run.checkpoint import keep_only_this, load_checkpoint, prune, require, save_checkpoint
 from surefoot.run.dashboard import Display
-from surefoot.run.folder import RunFolder, recipe_differences
+from surefoot.run.folder import RunFolder, recipe_differences, write_text
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.tracking import Tracker
 from surefoot.worlds import World
@@ -135,7 +137,7 @@ class Session:
         judged = self.world.evaluate()
         if judged is None:
             return {}
-        score, metrics = judged
+        score = judged.score
         self.since_best += 1
         if math.isfinite(score) and (self.best is None or score > self.best):
             self.best, self.since_best = score, 0
@@ -144,7 +146,9 @@ class Session:
                 save_checkpoint(best, self.world.trees())
                 keep_only_this(best)
                 prune(self.folder.best, keep=1)
-        return metrics
+        if judged.samples and self.folder is not None:
+            write_samples(self.folder.path / "samples" / f"{self.state.steps}.jsonl", judged.samples)
+        return judged.metrics
 
     def _save(self) -> None:
         if self.folder is None:
@@ -159,3 +163,9 @@ class Session:
         }
         save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees)
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)
+
+
+def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
+    """One JSON object per sample."""
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))

@@ -2,10 +2,23 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from surefoot.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe
 from surefoot.rollout import Collector, Metrics, Policy
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How good something is now."""
+
+    score: float
+    """what the best checkpoint is chosen by; more is better"""
+    metrics: Metrics
+    """what to tell of it"""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """what it said, a row each, where it says something"""
 
 
 class World(Protocol):
@@ -38,12 +51,12 @@ class World(Protocol):
         """Continue from a checkpoint's trees; one line for everything that could not be restored exactly."""
         ...
 
-    def evaluate(self) -> tuple[float, Metrics] | None:
-        """How good it is now, more being better, and what to tell of it; None where there is nothing to judge on."""
+    def evaluate(self) -> Judgement | None:
+        """How good it is now; None where there is nothing to judge on."""
         ...
 
-    def finish(self, folder: Path) -> None:
-        """Leave in a finished run's folder what others read."""
+    def finish(self, folder: Path) -> list[str]:
+        """Leave in a finished run's folder what others read, and say what."""
         ...
 
     def close(self) -> None:
@@ -73,6 +86,6 @@ def load_result(trees: dict[str, Any], where: Path) -> Any:
         from surefoot.control.agent import Agent
 
         return Agent.from_trees(trees, where)
-    from surefoot.language.models import trained_model
+    from surefoot.language.trained import from_trees
 
-    return trained_model(trees, where)
+    return from_trees(trees, where)

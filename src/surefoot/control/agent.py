@@ -27,7 +27,7 @@ from surefoot.control.spaces import (
 )
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
-from surefoot.run.checkpoint import save_checkpoint
+from surefoot.run.checkpoint import load_weights, save_checkpoint
 from surefoot.seeding import stream
 
 Act = Callable[[Observations, Tensor | None, Array], tuple[Tensor, Array, Tensor | None]]
@@ -232,14 +232,3 @@ def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array 
 
 def _shaped(actions: Array, space: Any) -> Array:
     return actions.reshape(actions.shape[:-1] + space.shape).astype(space.dtype, copy=False)
-
-
-def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
-    """Load a state dict into a module of the same architecture; one line naming the first tensor that doesn't fit."""
-    own = module.state_dict()
-    for name in sorted(set(own) | set(weights)):
-        mine = tuple(own[name].shape) if name in own else "no such tensor"
-        theirs = tuple(weights[name].shape) if name in weights else "no such tensor"
-        if mine != theirs:
-            raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
-    module.load_state_dict(weights)

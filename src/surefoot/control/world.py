@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from surefoot.control.agent import Agent, load_weights
+from surefoot.control.agent import Agent
 from surefoot.control.arithmetic import arithmetic
 from surefoot.control.backends import training_environments
 from surefoot.control.collect import ControlCollector
@@ -13,7 +13,8 @@ from surefoot.control.environments import MakeEnvironment, task_name
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
-from surefoot.rollout import Metrics
+from surefoot.run.checkpoint import load_weights
+from surefoot.worlds import Judgement
 
 
 class ControlWorld:
@@ -62,16 +63,17 @@ class ControlWorld:
             "anew, so this resume is not exact"
         ]
 
-    def evaluate(self) -> tuple[float, Metrics] | None:
+    def evaluate(self) -> Judgement | None:
         """Mean greedy return."""
         settings = self.recipe.evaluation
         if not settings.episodes:
             return None
         judged = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
-        return judged.mean_return, {"evaluation_return": judged.mean_return}
+        return Judgement(judged.mean_return, {"evaluation_return": judged.mean_return})
 
-    def finish(self, folder: Path) -> None:
+    def finish(self, folder: Path) -> list[str]:
         """Nothing: checkpoints hold all of an agent."""
+        return []
 
     def close(self) -> None:
         """Close the environments."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from surefoot.errors import SurefootError
 
@@ -217,3 +217,14 @@ def _is_pickle(path: Path) -> bool:
     if head[8:] == b"{":  # a safetensors file: the length of its header may begin with any byte, its header with this
         return False
     return (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or head[:2] == b"PK"
+
+
+def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
+    """Load a state dict into a module of the same architecture; one line naming the first tensor that doesn't fit."""
+    own = module.state_dict()
+    for name in sorted(set(own) | set(weights)):
+        mine = tuple(own[name].shape) if name in own else "no such tensor"
+        theirs = tuple(weights[name].shape) if name in weights else "no such tensor"
+        if mine != theirs:
+            raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
+    module.load_state_dict(weights)

@@ -12,6 +12,11 @@ from torch import Tensor
 from surefoot.functional import Moments, merge_moments
 
 
+def rank() -> int:
+    """Which of the ranks this process is, from 0; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def world_size() -> int:
     """How many processes train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,205 @@
+"""Responses and what they earn, as a rollout: sample, score, and take the KL to the reference off the reward.
+
+The four roles of PPO on text meet here: the policy samples, the critic says V, the reference is the anchor, the reward scores.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.functional import kl_k1, kl_shaped_rewards, masked_mean, place_scores, proportional_kl_control, successor_values
+from surefoot.kinds import LanguageRecipe
+from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
+from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
+from surefoot.language.rewards import FunctionReward, Reward, Scores
+from surefoot.language.sampler import Samples, sample
+from surefoot.language.tokens import Messages, Tokens
+from surefoot.language.walk import Walk
+from surefoot.rollout import LearnerState, Metrics, Rollout
+from surefoot.seeding import derived_seed
+
+ANCHOR = "reference_beta"
+"""where ``LearnerState.coefficients`` keeps an adapted β"""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is to be answered."""
+
+    ids: Sequence[Sequence[int]]
+    texts: Sequence[str | Messages]
+    """as the rows had them"""
+    columns: dict[str, Sequence[Any]]
+    """the rows' other columns, for the reward"""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def chosen(self, rows: Sequence[int], samples: int = 1) -> "Prompts":
+        """Some of them, each as often as it is answered."""
+        rows = [row for row in rows for _ in range(samples)]
+        columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
+        return Prompts([self.ids[row] for row in rows], [self.texts[row] for row in rows], columns)
+
+
+class Answers:
+    """Samples with their text and scores: what collecting and evaluating both need."""
+
+    def __init__(self, samples: Samples, prompts: Prompts, tokens: Tokens) -> None:
+        self.samples, self.prompts = samples, prompts
+        self.responses = [tokens.decode(ids) for ids in samples.responses()]
+
+    def scores(self, reward: Reward) -> Scores:
+        """What they earn, whether they ended or not."""
+        return reward([text_of(prompt) for prompt in self.prompts.texts], self.responses, self.prompts.columns)
+
+
+def text_of(prompt: str | Messages) -> str:
+    """A prompt as a reward reads it: text as it is, of a conversation the last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def settled(scores: Scores, ended: Tensor, recipe: LanguageRecipe) -> Tensor:
+    """Scores after the treatment of responses that the length limit cut.   [N]"""
+    treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
+    if treatment == "penalty":
+        return torch.where(ended, scores.total, torch.full_like(scores.total, value))
+    if treatment == "subtract":
+        return torch.where(ended, scores.total, scores.total - abs(value))
+    return scores.total
+
+
+class LanguageCollector:
+    """Prompts from a walk over the data, responses by the policy as it is."""
+
+    def __init__(
+        self,
+        recipe: LanguageRecipe,
+        policy: LanguagePolicy,
+        reference: ReferencePolicy,
+        reward: Reward,
+        gold: FunctionReward | None,
+        prompts: Prompts,
+        tokens: Tokens,
+    ) -> None:
+        self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
+        self.prompts, self.tokens = prompts, tokens
+        self.walk = Walk(len(prompts), recipe.seed)
+        self.budget = recipe.optimizer.micro_batch_tokens
+
+    @torch.no_grad()
+    def collect(self, state: LearnerState) -> Rollout:
+        """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
+        recipe, begun = self.recipe, time.perf_counter()
+        prompts, group = self._next_prompts()
+        first = state.steps  # responses so far: every response of a run has a random stream of its own
+        answers = self.answer(prompts, [derived_seed(recipe.seed, "response", first + i) for i in range(len(prompts))])
+        drawn, sampled = answers.samples, time.perf_counter()
+        scores = answers.scores(self.reward)
+        total = settled(scores, drawn.ended, recipe)
+        scored = time.perf_counter()
+
+        inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
+        mask = drawn.mask & scores.valid.to(drawn.mask.device).unsqueeze(-1)  # nothing is learned from what has no score
+        actions = drawn.actions
+        old = in_parts(self.policy, inputs, actions, mask, self.budget)
+        ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, self.budget)
+        beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
+        placed = place_scores(total.to(mask.device), mask)
+        rewards = kl_shaped_rewards(placed, old.log_probs, ref_log_probs, mask, beta)
+
+        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        cut = ~drawn.ended.unsqueeze(-1) if recipe.reward.missing_eos == "bootstrap" else torch.zeros_like(mask[:, :1])
+        values = torch.zeros_like(rewards) if old.values is None else old.values
+        beyond = torch.zeros_like(rewards[:, 0])
+        if recipe.reward.missing_eos == "bootstrap":
+            beyond = in_parts(self.policy.values_after, inputs, actions, mask, self.budget)
+        truncated = last & cut
+        kl = kl_k1(old.log_probs, ref_log_probs)
+        per_response = float(kl.sum(-1)[scores.valid].mean()) if scores.valid.any() else 0.0
+        if recipe.reference.target is not None:
+            state.coefficients[ANCHOR] = proportional_kl_control(
+                beta, per_response, recipe.reference.target, len(prompts), recipe.reference.horizon
+            )
+        metrics: Metrics = {
+            **self._told(answers, scores, total),
+            "kl_reference": float(masked_mean(kl, mask)),
+            "kl_reference_response": per_response,
+            "reference_beta": beta,
+            "sampler_gap": float((drawn.log_probs - old.log_probs)[mask].abs().max()) if mask.any() else 0.0,
+            "data_epochs": self.walk.epochs,
+            "seconds_sampling": sampled - begun,
+            "seconds_scoring": scored - sampled,
+            "tokens_per_second": float(drawn.mask.sum()) / (sampled - begun),
+        }
+        return Rollout(
+            inputs=inputs,
+            actions=actions,
+            mask=mask,
+            old_log_probs=old.log_probs,
+            values=values,
+            next_values=successor_values(values, beyond, truncated=truncated, mask=mask),
+            rewards=rewards,
+            terminated=last & ~cut,
+            truncated=truncated,
+            unit="row",
+            ref_log_probs=ref_log_probs,
+            group=group,
+            reward_parts={"score": placed, "kl": kl},
+            steps=len(prompts),
+            metrics=metrics,
+        )
+
+    def answer(self, prompts: Prompts, seeds: Sequence[int], greedy: bool = False) -> Answers:
+        """One response to each prompt. Prompts that stand side by side and are the same are read once."""
+        settings = self.recipe.sampling
+        samples = settings.samples if not greedy and len(prompts) > settings.samples > 1 else 1
+        drawn = sample(
+            self.policy.model,
+            prompts.ids[::samples],
+            samples=samples,
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            eos_ids=self.tokens.eos_ids,
+            pad_id=self.tokens.pad_id,
+            seeds=() if greedy else seeds,
+            stop=settings.stop,
+            decode=self.tokens.decode,
+            greedy=greedy,
+        )
+        return Answers(drawn, prompts, self.tokens)
+
+    def _next_prompts(self) -> tuple[Prompts, Tensor]:
+        samples = self.recipe.sampling.samples
+        rows = self.walk.next(self.recipe.sampling.prompts)
+        return self.prompts.chosen(rows, samples), torch.arange(len(rows)).repeat_interleave(samples)
+
+    def _told(self, answers: Answers, scores: Scores, total: Tensor) -> Metrics:
+        """What responses are like, and what they earned."""
+        drawn, valid = answers.samples, scores.valid
+        told: Metrics = {"reward": float(total[valid].mean()) if valid.any() else None}
+        if len(scores.parts) > 1:
+            told |= {f"reward_{name}": float(part[valid].mean()) for name, part in scores.parts.items()}
+        if self.gold is not None:
+            gold = answers.scores(self.gold)
+            told["gold"] = float(gold.total[gold.valid].mean()) if gold.valid.any() else None
+        ids = drawn.responses()
+        return told | {
+            "response_length": mean_length(drawn.mask),
+            "eos_rate": eos_rate(drawn.ended),
+            "distinct_2": distinct_n(ids, 2),
+            "repeated": repeated_share(ids),
+            "without_score": 1 - float(valid.float().mean()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the walk stands; randomness is derived from the seed and the number of responses."""
+        return self.walk.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.walk.load_state_dict(state)

@@ -1,0 +1,215 @@
+"""Learning from given rows: demonstrations (SFT) and pairs (a reward model).
+
+Both are REINFORCE in which every row is worth 1: log π of what was demonstrated, or of the answer that was chosen, weighted by
+a return of 1 (γ = 0). That is cross-entropy, and the loop, the loss and the learner are the same as everywhere.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.config import to_table
+from surefoot.errors import SurefootError
+from surefoot.functional import masked_mean
+from surefoot.kinds import DemonstrationRecipe, RewardRecipe
+from surefoot.language import data
+from surefoot.language.models import RewardModel, scalar_model
+from surefoot.language.policy import LanguagePolicy
+from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
+from surefoot.language.tokens import Tokens, left_padded, right_padded
+from surefoot.language.trained import LanguageModel, base_model, description, load_weights, restore_best
+from surefoot.language.walk import Walk
+from surefoot.rollout import LearnerState, Metrics, Policy, Rollout
+from surefoot.worlds import Judgement
+
+
+class RowCollector:
+    """The next rows of a walk, as a rollout in which every action is worth 1."""
+
+    def __init__(self, rows: "Demonstrations | Pairs", batch: int, seed: int) -> None:
+        self.rows, self.batch, self.walk = rows, batch, Walk(len(rows), seed)
+
+    def collect(self, state: LearnerState) -> Rollout:
+        """No sampling: the rows are what the policy should have done."""
+        inputs, actions, mask = self.rows.tensors(self.walk.next(self.batch))
+        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        zeros = torch.zeros(mask.shape)
+        return Rollout(
+            inputs=inputs,
+            actions=actions,
+            mask=mask,
+            old_log_probs=None,
+            values=zeros,
+            next_values=zeros,
+            rewards=mask.float(),
+            terminated=last,
+            truncated=torch.zeros_like(mask),
+            unit="row",
+            steps=len(actions),
+            metrics={"data_epochs": self.walk.epochs, "tokens": float(mask.sum())},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the walk stands."""
+        return self.walk.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.walk.load_state_dict(state)
+
+
+class Demonstrations:
+    """Token ids of whole rows, and which of them are trained."""
+
+    def __init__(self, ids: Sequence[Sequence[int]], trained: Sequence[Sequence[bool]], pad_id: int) -> None:
+        self.ids, self.trained, self.pad_id = ids, trained, pad_id
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def tensors(self, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """All before the first trained token as the prompt, the rest as the response; masked True where trained."""
+        starts = [self.trained[row].index(True) for row in rows]
+        prompt, prompt_mask = left_padded([self.ids[row][:start] for row, start in zip(rows, starts, strict=True)], self.pad_id)
+        actions, _ = right_padded([self.ids[row][start:] for row, start in zip(rows, starts, strict=True)], self.pad_id)
+        mask, _ = right_padded([self.trained[row][start:] for row, start in zip(rows, starts, strict=True)], 0)
+        return {"prompt": prompt, "prompt_mask": prompt_mask}, actions, mask.bool()
+
+
+class Pairs:
+    """Token ids of a prompt with the chosen and with the rejected answer."""
+
+    def __init__(self, chosen: Sequence[Sequence[int]], rejected: Sequence[Sequence[int]], pad_id: int) -> None:
+        self.sides, self.pad_id = {CHOSEN: chosen, REJECTED: rejected}, pad_id
+
+    def __len__(self) -> int:
+        return len(self.sides[CHOSEN])
+
+    def tensors(self, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Both answers, and the choice of the first in every row."""
+        inputs = {}
+        for side, ids in self.sides.items():
+            inputs[side], inputs[f"{side}_mask"] = right_padded([ids[row] for row in rows], self.pad_id)
+        return inputs, torch.zeros(len(rows), 1, dtype=torch.long), torch.ones(len(rows), 1, dtype=torch.bool)
+
+
+class SupervisedWorld:
+    """What a recipe of kind "sft" or "reward" is made of."""
+
+    def __init__(self, recipe: DemonstrationRecipe) -> None:
+        self.recipe = recipe
+        self.preference = isinstance(recipe, RewardRecipe)
+        model, self.tokens = base_model(recipe)
+        self.dropped: list[str] = []
+        train = self._rows(recipe.data.train)
+        self.held_out = None
+        if recipe.data.held_out is not None and recipe.evaluation.rows:
+            self.held_out = self._rows(recipe.data.held_out)
+        bf16 = recipe.precision == "bfloat16"
+        self.policy: Policy
+        self.result: LanguageModel | RewardModel
+        if self.preference:
+            self.result = scalar_model(model, recipe.seed, self.tokens.tokenizer)
+            self.policy = PairPolicy(self.result, bf16)
+        else:
+            self.result = LanguageModel(model, self.tokens)
+            self.policy = LanguagePolicy(
+                model, None, self.tokens.pad_id, checkpointing=recipe.gradient_checkpointing, bf16=bf16
+            )
+        self.policy.to(recipe.device)
+        self.collector = RowCollector(train, recipe.data.batch, recipe.seed)
+
+    def _rows(self, path: str) -> Demonstrations | Pairs:
+        rows, length = data.read_rows(path), self.recipe.data.max_length
+        if self.preference:
+            pairs = data.pairs(rows, self.tokens, length)
+            self._note(path, pairs.dropped)
+            return Pairs(pairs.chosen, pairs.rejected, self.tokens.pad_id)
+        shown = data.demonstrations(rows, self.tokens, length)
+        self._note(path, shown.dropped)
+        return Demonstrations(shown.ids, shown.trained, self.tokens.pad_id)
+
+    def _note(self, path: str, dropped: int) -> None:
+        if dropped:
+            self.dropped.append(f"{path}: {dropped} rows are longer than data.max_length={self.recipe.data.max_length}: dropped")
+
+    def arithmetic(self) -> list[str]:
+        """Parameter counts and what the recipe comes to."""
+        recipe, rows = self.recipe, len(self.collector.rows)
+        parameters = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+        return [
+            *self.dropped,
+            f"parameters: {parameters:,}",
+            f"rows: {rows:,}; {recipe.steps:,} steps are {recipe.steps / rows:.2f} epochs",
+            f"updates: {recipe.steps:,} / {recipe.data.batch} = {-(-recipe.steps // recipe.data.batch):,}",
+        ]
+
+    def trees(self) -> dict[str, Any]:
+        """Weights, and what is needed to make a model of them."""
+        return {
+            "agent": self.policy.state_dict(),
+            "recipe": to_table(self.recipe),
+            "model": description(self.policy.model, self.tokens.tokenizer),
+        }
+
+    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
+        """Take weights and the place in the data from a checkpoint."""
+        if trees["collector"]["count"] != len(self.collector.rows):
+            raise SurefootError(
+                f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} rows at the checkpoint and has "
+                f"{len(self.collector.rows)} now; bring the old file back"
+            )
+        load_weights(self.policy, trees["agent"], where)
+        self.collector.load_state_dict(trees["collector"])
+        return []
+
+    @torch.no_grad()
+    def evaluate(self) -> Judgement | None:
+        """Cross-entropy on the held-out rows, and for pairs how often the chosen answer has the higher score."""
+        if self.held_out is None:
+            return None
+        everything = range(min(len(self.held_out), self.recipe.evaluation.rows))
+        total, count, right = 0.0, 0.0, 0.0
+        for start in range(0, len(everything), self.recipe.data.batch):
+            rows = everything[start : start + self.recipe.data.batch]
+            inputs, actions, mask = self.held_out.tensors(rows)
+            log_probs = self.policy(inputs, actions, mask).log_probs
+            kept = float(mask.sum())
+            total += float(masked_mean(-log_probs, mask)) * kept
+            count += kept
+            right += float((log_probs > -torch.log(torch.tensor(2.0))).sum())
+        metrics: Metrics = {"held_out_loss": total / count}
+        if not self.preference:
+            return Judgement(-total / count, metrics)
+        return Judgement(right / count, metrics | {"held_out_accuracy": right / count})
+
+    def finish(self, folder: Path) -> list[str]:
+        """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""
+        restore_best(self.policy, folder)
+        if isinstance(self.result, RewardModel):
+            self.result.standardise(self._raw_scores())
+        self.result.save(folder / "model")
+        return [f"the model is in {folder / 'model'}"]
+
+    def _raw_scores(self) -> Tensor:
+        """Scores of what is to have mean 0 and standard deviation 1: demonstrations, or the chosen answers trained on."""
+        assert isinstance(self.recipe, RewardRecipe)
+        assert isinstance(self.policy, PairPolicy)
+        if self.recipe.demonstrations is None:
+            assert isinstance(self.collector.rows, Pairs)
+            texts = self.collector.rows.sides[CHOSEN]
+        else:
+            shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, self.recipe.data.max_length)
+            texts = shown.ids
+        found = []
+        for start in range(0, len(texts), self.recipe.data.batch):
+            ids, mask = right_padded(texts[start : start + self.recipe.data.batch], self.tokens.pad_id)
+            with torch.no_grad():
+                found.append(self.policy.model.raw(ids, mask))
+        return torch.cat(found)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,122 @@
+"""A language model as training takes it and gives it back: with its tokenizer, from a folder, a run or a checkpoint."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from surefoot.errors import SurefootError
+from surefoot.kinds import ModelRecipe
+from surefoot.language.models import RewardModel, load_model, save_model
+from surefoot.language.sampler import generate
+from surefoot.language.tokens import Messages, Tokens
+from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, load_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class LanguageModel:
+    """A causal language model of ``transformers`` and its tokenizer.
+
+    model   an AutoModelForCausalLM
+    tokens  its tokenizer, with what ends and pads a text
+    """
+
+    def __init__(self, model: "PreTrainedModel", tokens: Tokens) -> None:
+        self.model, self.tokens = model, tokens
+
+    def generate(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        samples: int = 1,
+        max_tokens: int = 64,
+        temperature: float = 1.0,
+        seed: int = 1,
+        stop: Sequence[str] = (),
+        greedy: bool = False,
+    ) -> list[str]:
+        """Responses to text or conversations, prompt by prompt; the same seed gives the same ones.
+
+        Raises SurefootError for an empty list, or a prompt longer than the model's context.
+        """
+        return generate(
+            self.model,
+            self.tokens,
+            prompts,
+            samples=samples,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+            greedy=greedy,
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write a folder that ``transformers`` and ``surefoot.load`` read."""
+        save_model(self.model, self.tokens.tokenizer, folder)
+
+
+def model_folder(name: str) -> str:
+    """What a recipe's model means: a run stands for the model it left.
+
+    Raises SurefootError for a run that has not left one yet.
+    """
+    path = Path(name).expanduser()
+    if not (path / "config.toml").is_file():
+        return name
+    if not (path / "model").is_dir():
+        raise SurefootError(f"model={name!r}: this run has not finished, so it left no model; surefoot resume {name}")
+    return str(path / "model")
+
+
+def base_model(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
+    """The model that a recipe starts from."""
+    model, tokenizer = load_model(
+        model_folder(recipe.model), seed=recipe.seed, trust_remote_code=recipe.trust_remote_code
+    )
+    return model, Tokens(tokenizer, model)
+
+
+def description(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """All that a checkpoint needs besides weights: the configuration, and the tokenizer's files."""
+    holder: Any = model.backbone if isinstance(model, RewardModel) else model
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_text("utf-8") for path in sorted(Path(folder).iterdir()) if path.suffix in (".json", ".txt", ".jinja")}
+    return {"config": json.loads(holder.config.to_json_string(use_diff=False)), "tokenizer": files}
+
+
+def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardModel:
+    """The model that a checkpoint holds: of language, or of rewards."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    reward = trees["recipe"]["kind"] == "reward"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in trees["model"]["tokenizer"].items():
+            (Path(folder) / name).write_text(text, "utf-8")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = dict(trees["model"]["config"])
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    weights = {name.removeprefix("model."): x for name, x in trees["agent"].items() if name.startswith("model.")}
+    with torch.random.fork_rng(devices=[]):  # the start is drawn, and then overwritten; buffers are computed and stay
+        model = (AutoModel if reward else AutoModelForCausalLM).from_config(config)
+    if not reward:
+        load_weights(model, weights, where)
+        return LanguageModel(model.eval(), Tokens(tokenizer, model))
+    head = nn.Linear(weights["head.weight"].shape[1], 1)
+    scores = RewardModel(model, head, tokenizer)
+    load_weights(scores, weights, where)
+    return scores.eval()
+
+
+def restore_best(policy: nn.Module, folder: Path) -> None:
+    """Go back to the weights of the best checkpoint, where there is one."""
+    best = latest_checkpoint(folder / "best")
+    if best is not None:
+        load_weights(policy, load_checkpoint(best)["agent"], best)

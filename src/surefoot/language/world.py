@@ -1,0 +1,192 @@
+"""Language's side of an online run: the model in its four roles, prompts, and how the policy is judged."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from surefoot.config import to_table
+from surefoot.errors import SurefootError
+from surefoot.functional import kl_k1
+from surefoot.kinds import LanguageRecipe
+from surefoot.language import data
+from surefoot.language.collect import Answers, LanguageCollector, Prompts, settled, text_of
+from surefoot.language.metrics import distinct_n, eos_rate, mean_length
+from surefoot.language.models import RewardModel, context_of, load_model
+from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
+from surefoot.language.rewards import FunctionReward, load_reward
+from surefoot.language.tokens import Tokens
+from surefoot.language.trained import LanguageModel, base_model, description, model_folder, restore_best
+from surefoot.rollout import Metrics
+from surefoot.run.checkpoint import load_weights
+from surefoot.run.distributed import rank
+from surefoot.seeding import derived_seed
+from surefoot.worlds import Judgement
+
+SHOWN = 64
+"""answers of an evaluation that are kept as samples"""
+
+
+class LanguageWorld:
+    """What a recipe of kind "language" is made of."""
+
+    def __init__(self, recipe: LanguageRecipe) -> None:
+        self.recipe = recipe
+        model, self.tokens = base_model(recipe)
+        self.result = LanguageModel(model, self.tokens)
+        context, longest = context_of(model), recipe.data.max_length + recipe.sampling.max_tokens
+        settings = recipe.reward
+        self.reward = load_reward(
+            [term.model_copy(update={"model": term.model and model_folder(term.model)}) for term in settings.terms],
+            deadline=settings.deadline,
+            tolerated=settings.tolerated,
+        )
+        self.gold = None
+        if settings.gold is not None:
+            self.gold = FunctionReward(settings.gold, deadline=settings.deadline, tolerated=settings.tolerated, name="gold")
+        self.dropped: list[str] = []
+        limit = recipe.data.max_length if context is None else min(recipe.data.max_length, context - recipe.sampling.max_tokens)
+        if limit < 1:
+            raise SurefootError(
+                f"sampling.max_tokens={recipe.sampling.max_tokens}: leaves no room for a prompt in a context of {context} "
+                f"tokens; set at most {max(1, (context or longest) - 1)}"
+            )
+        train = self._prompts(recipe.data.train, limit)
+        self.held_out = None
+        if recipe.data.held_out is not None and recipe.evaluation.rows:
+            self.held_out = self._prompts(recipe.data.held_out, limit)
+        bf16 = recipe.precision == "bfloat16"
+        critic: Literal["head"] | Critic | None = "head" if recipe.objective.baseline == "critic" else None
+        if critic is not None and recipe.critic.own_model:
+            critic = self._critic(model)
+        self.policy = LanguagePolicy(
+            model,
+            critic,
+            self.tokens.pad_id,
+            recipe.sampling.temperature,
+            checkpointing=recipe.gradient_checkpointing,
+            bf16=bf16,
+        )
+        self.policy.to(recipe.device)
+        self.reference = self._reference(bf16).to(recipe.device)
+        self.collector = LanguageCollector(
+            recipe, self.policy, self.reference, self.reward, self.gold, train, self.tokens
+        )
+
+    def _prompts(self, path: str, limit: int) -> Prompts:
+        found = data.prompts(data.read_rows(path), self.tokens, limit)
+        if found.dropped:
+            self.dropped.append(f"{path}: {found.dropped} prompts are longer than {limit} tokens: dropped")
+        return Prompts(found.ids, found.prompts, found.columns)
+
+    def _critic(self, model: Any) -> Critic:
+        start = self.recipe.critic.start
+        if start is None:
+            return Critic.of_policy(model)
+        scores = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
+        own, theirs = model.get_input_embeddings().weight.shape[0], scores.backbone.get_input_embeddings().weight.shape[0]
+        if own != theirs:
+            raise SurefootError(
+                f"critic.start={start!r}: has a vocabulary of {theirs} tokens and the policy one of {own}; a critic reads the "
+                "policy's tokens, so start it from a model of the same family"
+            )
+        return Critic.of_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+
+    def _reference(self, bf16: bool) -> ReferencePolicy:
+        if self.recipe.reference.model is None:
+            return ReferencePolicy(self.policy)
+        model, tokenizer = load_model(
+            model_folder(self.recipe.reference.model), trust_remote_code=self.recipe.trust_remote_code
+        )
+        if tokenizer.get_vocab() != self.tokens.tokenizer.get_vocab():
+            raise SurefootError(
+                f"reference.model={self.recipe.reference.model!r}: has another vocabulary than model={self.recipe.model!r}; "
+                "the reference scores the policy's tokens, so both need the same tokenizer"
+            )
+        return ReferencePolicy(LanguagePolicy(model, None, self.tokens.pad_id, self.recipe.sampling.temperature, bf16=bf16))
+
+    def arithmetic(self) -> list[str]:
+        """Parameter counts and the batch arithmetic."""
+        recipe, reuse = self.recipe, self.recipe.objective.reuse
+        count = sum(p.numel() for p in self.policy.parameters())
+        critic = sum(p.numel() for p in self.policy.critic_parameters())
+        epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
+        iterations = -(-recipe.steps // recipe.responses)
+        return [
+            *self.dropped,
+            f"parameters: {count:,} trained, {critic:,} of them the critic's; {count - critic:,} frozen in the reference",
+            f"batch: {recipe.sampling.prompts} prompts x {recipe.sampling.samples} samples = {recipe.responses:,} responses",
+            f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
+            f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}",
+            f"updates in all: {iterations * epochs * minibatches:,}",
+        ]
+
+    def trees(self) -> dict[str, Any]:
+        """Weights of policy and critic, and what is needed to make a model of them. The reference is where it came from."""
+        return {
+            "agent": self.policy.state_dict(),
+            "recipe": to_table(self.recipe),
+            "model": description(self.policy.model, self.tokens.tokenizer),
+        }
+
+    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
+        """Take weights and the place in the data from a checkpoint."""
+        if trees["collector"]["count"] != len(self.collector.prompts):
+            raise SurefootError(
+                f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} prompts at the checkpoint and has "
+                f"{len(self.collector.prompts)} now; bring the old file back"
+            )
+        load_weights(self.policy, trees["agent"], where)
+        self.collector.load_state_dict(trees["collector"])
+        return []
+
+    @torch.no_grad()
+    def evaluate(self) -> Judgement | None:
+        """Sampled answers to held-out prompts, always with the same random numbers: reward less what the KL costs."""
+        if self.held_out is None:
+            return None
+        settings, recipe = self.recipe.evaluation, self.recipe
+        prompts = self.held_out.chosen(range(min(len(self.held_out), settings.rows)))
+        seeds = [derived_seed(settings.seed, "response", row) for row in range(len(prompts))]
+        answers = self.collector.answer(prompts, seeds)
+        return self.judge(answers, recipe.reference.beta)
+
+    def judge(self, answers: Answers, beta: float) -> Judgement:
+        """What answers are worth: reward, gold where it is known, KL to the reference, length, diversity."""
+        drawn = answers.samples
+        scores = answers.scores(self.reward)
+        total = settled(scores, drawn.ended, self.recipe)
+        inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
+        budget = self.recipe.optimizer.micro_batch_tokens
+        log_probs = in_parts(self.policy, inputs, drawn.actions, drawn.mask, budget).log_probs
+        kl = kl_k1(log_probs, in_parts(self.reference.log_probs, inputs, drawn.actions, drawn.mask, budget)).sum(-1).cpu()
+        reward, spent = float(total[scores.valid].mean()), float(kl.mean())
+        ids = drawn.responses()
+        metrics: Metrics = {
+            "held_out_reward": reward,
+            "held_out_kl": spent,
+            "held_out_length": mean_length(drawn.mask),
+            "held_out_eos_rate": eos_rate(drawn.ended),
+            "held_out_distinct_2": distinct_n(ids, 2),
+        }
+        columns: dict[str, Any] = {"reward": total.tolist(), "kl": kl.tolist()}
+        if self.gold is not None:
+            gold = answers.scores(self.gold)
+            metrics["held_out_gold"] = float(gold.total[gold.valid].mean()) if gold.valid.any() else None
+            columns["gold"] = gold.total.tolist()
+        rows = [
+            {"prompt": text_of(prompt), "response": response, **{name: column[row] for name, column in columns.items()}}
+            for row, (prompt, response) in enumerate(zip(answers.prompts.texts, answers.responses, strict=True))
+        ]
+        return Judgement(reward - beta * spent, metrics, rows[:SHOWN])
+
+    def finish(self, folder: Path) -> list[str]:
+        """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""
+        if rank():
+            return []
+        restore_best(self.policy, folder)
+        self.result.save(folder / "model")
+        return [f"the model is in {folder / 'model'}"]
+
+    def close(self) -> None:
+        """Nothing is open."""
