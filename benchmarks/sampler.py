@@ -1,0 +1,136 @@
+"""Tokens per second of the sampler beside ``model.generate``: the same model, prompts and lengths, alternately.
+
+    python benchmarks/sampler.py --rounds 5
+    python benchmarks/sampler.py --rows 512 --samples 8 --paths fast cached
+
+Weights are random and nothing ends before the limit, so that both do the same work. A second line has a third of the rows'
+tokens end a response, where leaving the batch counts; ``generate`` then works on finished rows until the last one is done, and
+only the tokens of responses are counted. Times are the best and the median of the rounds. Run it on a machine with nothing else
+to do; elsewhere only the ratios within a round mean anything.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from surefoot.compare.statistics import markdown_table
+from surefoot.language.sampler import sample
+
+FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
+
+
+def built(family: str, width: int, layers: int, heads: int, vocabulary: int, context: int) -> Any:
+    """A model of the family with random weights; the default is the shape of ``pocket``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if family == "gpt2":
+        shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": context, "bos_token_id": None}
+    else:
+        shape = {
+            "hidden_size": width,
+            "intermediate_size": width * 11 // 4,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": width // heads,
+            "max_position_embeddings": context,
+        }
+    config = AutoConfig.for_model(family, vocab_size=vocabulary, eos_token_id=None, pad_token_id=0, **shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def contestants(model: Any, options: argparse.Namespace, eos: list[int]) -> dict[str, Callable[[], int]]:
+    """What is timed: each draws the responses once and returns how many tokens they have."""
+    drawn = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, options.vocabulary, (options.rows // options.samples, options.prompt), generator=drawn)
+    seeds = range(options.rows)
+
+    def ours(path: Any) -> Callable[[], int]:
+        def run() -> int:
+            result = sample(
+                model,
+                ids.tolist(),
+                samples=options.samples,
+                max_tokens=options.tokens,
+                eos_ids=eos,
+                pad_id=0,
+                seeds=seeds,
+                path=path,
+            )
+            return int(result.mask.sum())
+
+        return run
+
+    def theirs() -> int:
+        result = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=options.samples,
+            max_new_tokens=options.tokens,
+            eos_token_id=eos or None,
+            pad_token_id=0,
+            output_logits=False,
+        )
+        responses = result[:, options.prompt :]
+        return int((responses != 0).sum())
+
+    return {**{f"surefoot, {path}": ours(path) for path in options.paths}, "model.generate": theirs}
+
+
+def measured(runs: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of each contestant in each round; the first round warms up and is not counted."""
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    for now in range(rounds + 1):
+        for name, run in runs.items():
+            begun = time.perf_counter()
+            tokens = run()
+            if now:
+                speeds[name].append(tokens / (time.perf_counter() - begun))
+    return speeds
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", default=["llama"], choices=FAMILIES)
+    for name, default in {"width": 128, "layers": 4, "heads": 4, "vocabulary": 100, "rows": 64, "samples": 1, "prompt": 16}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--paths", nargs="+", default=["fast", "cached"])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for family in options.family:
+        model = built(family, options.width, options.layers, options.heads, options.vocabulary, options.prompt + options.tokens)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        for ending, eos in (("none ends early", []), ("each token ends with 3 %", list(range(1, 1 + options.vocabulary * 3 // 100)))):
+            speeds = measured(contestants(model, options, eos), options.rounds)
+            for name, each in speeds.items():
+                ratios = [a / b for a, b in zip(each, speeds["model.generate"], strict=True)]
+                rows.append(
+                    [
+                        f"{family}, {size / 1e6:.2f} M",
+                        ending,
+                        name,
+                        f"{max(each):,.0f}",
+                        f"{statistics.median(each):,.0f}",
+                        f"{statistics.median(ratios):.1f}",
+                    ]
+                )
+    shape = f"{options.rows} rows ({options.samples} per prompt) x ({options.prompt} + {options.tokens}) tokens, {options.threads} thread(s)"
+    print(shape, end="\n\n")
+    print(markdown_table(["model", "responses", "sampler", "tokens/s, best", "median", "times generate"], rows))
+
+
+if __name__ == "__main__":
+    main()
