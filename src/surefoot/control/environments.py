@@ -15,11 +15,11 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from surefoot.control.atari import ATARI, make_atari
-from surefoot.control.dotted import imported
 from surefoot.control.observations import Reader, copied
 from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
 from surefoot.control.vector import SAID, check_infos, said, stated_mode
+from surefoot.dotted import imported
 from surefoot.errors import SurefootError, cause_of
 from surefoot.seeding import derived_seed
 

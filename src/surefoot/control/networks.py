@@ -15,8 +15,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.control.dotted import imported
 from surefoot.control.spaces import Leaf, channels_last, choices, image_shape, is_image, leaves
+from surefoot.dotted import imported
 from surefoot.errors import SurefootError
 from surefoot.sections import Network
 
