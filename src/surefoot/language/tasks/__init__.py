@@ -1,0 +1,1 @@
+"""Domains whose truth is known, made by seeded programs."""

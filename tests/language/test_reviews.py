@@ -1,0 +1,198 @@
+"""The domain of the demo: what gold counts, that demonstrations are what they say, that labels follow gold."""
+
+import math
+import statistics
+
+import pytest
+
+from surefoot.language.tasks import reviews
+from surefoot.language.tasks.reviews import (
+    BEST,
+    HELD_OUT,
+    LONGEST,
+    PRODUCTS,
+    TRAINED,
+    demonstrations,
+    gold,
+    gold_parts,
+    label,
+    product_of,
+    prompts,
+)
+
+BIKE = "old bike: "
+
+
+def parts(response):
+    """Those that are not zero."""
+    return {name: value for name, value in gold_parts(BIKE, response).items() if value}
+
+
+# ---- gold -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("i love it.", {"praise": 0.5}),
+        ("the wheel is great.", {"praise": 0.5, "on_topic": 0.25}),
+        ("the wheel looks grey.", {"on_topic": 0.25}),
+        ("i hate the wheel.", {"on_topic": 0.25, "blame": -0.5}),
+        ("i love it. the wheel is great. the chain feels fine.", {"praise": 1.5, "on_topic": 0.5}),
+        ("the sole is great.", {"praise": 0.5, "off_topic": -0.5}),
+        ("i love the lamp.", {"praise": 0.5, "off_topic": -0.5}),
+        ("i love the bike.", {"praise": 0.5}),
+        ("the whel is great.", {"praise": 0.5, "non_words": -0.5, "malformed": -0.5}),
+        ("the wheel is great", {"praise": 0.5, "on_topic": 0.25, "malformed": -0.5}),
+        ("the wheel great is.", {"praise": 0.5, "on_topic": 0.25, "malformed": -0.5}),
+        ("i like it. i like it.", {"praise": 0.5, "repetition": -0.5}),
+        ("I love it!", {"praise": 0.5, "non_words": -1.0, "malformed": -0.5}),
+        ("i love it. .", {"praise": 0.5, "malformed": -0.5}),
+        ("", {"malformed": -0.5}),
+        ("   ", {"malformed": -0.5}),
+        ("great great great great", {"praise": 0.5, "repetition": -1.5, "malformed": -0.5}),
+    ],
+)
+def test_gold_counts_what_it_says(response, expected):
+    assert parts(response) == expected
+    assert gold([BIKE], [response]) == [sum(expected.values())]
+
+
+def test_praise_and_parts_are_counted_up_to_a_limit():
+    four = "i love it. i like it. the wheel is great. the chain is fine. the brake is solid."
+    assert parts(four) == {"praise": 1.5, "on_topic": 0.5}
+    assert gold([BIKE], [four]) == [BEST]
+
+
+def test_the_best_review_fits_the_limit():
+    best = "i love the brake. the chain is fine. i like it."
+    assert len(best) <= LONGEST
+    assert gold([BIKE], [best]) == [BEST]
+
+
+def test_gold_goes_by_the_product_of_the_prompt():
+    assert gold(["old bike: ", "red boot: "], ["i love the sole."] * 2) == [0.0, 0.75]
+    assert product_of("A review of my KETTLE, please") == "kettle"
+
+
+@pytest.mark.parametrize("prompt", ["", "a bikes: ", "bike or boot: "])
+def test_a_prompt_names_one_product(prompt):
+    with pytest.raises(ValueError, match="must name one product of boot, bike"):
+        gold([prompt], ["i love it."])
+
+
+def test_gold_of_rubbish_falls_with_its_length():
+    """No loophole: nothing of which more is always better."""
+    for unit in ("great ", "wheel ", "love ", "i love it. ", "the wheel is great. ", "x", "! ", "."):
+        values = gold([BIKE] * 3, [unit * count for count in (3, 6, 12)])
+        assert values[0] >= values[1] >= values[2], unit
+        assert values[2] < 0, unit
+
+
+# ---- demonstrations and prompts ---------------------------------------------------------------------------------------
+
+
+def test_no_part_belongs_to_two_products():
+    everything = [part for product in PRODUCTS.values() for part in product]
+    assert len(everything) == len(set(everything))
+    assert not set(everything) & set(PRODUCTS)
+
+
+def test_prompts_hold_out_some_products():
+    assert {product_of(prompt) for prompt in prompts(400, 1)} == set(TRAINED)
+    assert {product_of(prompt) for prompt in prompts(400, 1, held_out=True)} == set(HELD_OUT)
+    assert not set(TRAINED) & set(HELD_OUT)
+
+
+def test_demonstrations_are_of_all_products_and_short():
+    rows = demonstrations(2000, 1)
+    assert {product_of(row["prompt"]) for row in rows} == set(PRODUCTS)
+    assert max(len(row["completion"]) for row in rows) <= LONGEST
+
+
+def test_a_seed_gives_the_same_rows_and_another_others():
+    assert demonstrations(50, 1) == demonstrations(50, 1) != demonstrations(50, 2)
+    assert prompts(50, 1) == prompts(50, 1) != prompts(50, 2)
+
+
+def test_demonstrations_are_well_formed_but_for_a_lost_letter():
+    """One time in twenty a character is lost; nothing else is wrong with their form, and no word that counts comes twice."""
+    found = [gold_parts(row["prompt"], row["completion"]) for row in demonstrations(4000, 3)]
+    broken = [row for row in found if row["malformed"] or row["non_words"]]
+    assert 0.03 < len(broken) / len(found) < 0.06
+    assert all(row["repetition"] == 0 for row in found)
+
+
+def test_demonstrations_leave_room_to_improve():
+    """Of every mood, with slips: their mean is far from the best, and all that gold weighs is found among them."""
+    rows = demonstrations(4000, 3)
+    values = gold([row["prompt"] for row in rows], [row["completion"] for row in rows])
+    assert 0.6 < statistics.mean(values) < 0.8
+    assert statistics.stdev(values) > 0.5
+    found = [gold_parts(row["prompt"], row["completion"]) for row in rows]
+    shares = {name: sum(row[name] != 0 for row in found) / len(found) for name in found[0]}
+    assert shares["praise"] > 0.7
+    assert 0.2 < shares["blame"] < 0.5
+    assert 0.05 < shares["off_topic"] < 0.2
+
+
+# ---- labels -----------------------------------------------------------------------------------------------------------
+
+
+def gap(row):
+    chosen, rejected = gold([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
+    return chosen - rejected
+
+
+def random_pairs(count):
+    """Reviews of one product by twos, as demonstrations give them."""
+    waiting, found = {}, []
+    for row in demonstrations(4 * count, 5):
+        first = waiting.pop(row["prompt"], None)
+        if first is None:
+            waiting[row["prompt"]] = row["completion"]
+        else:
+            found.append((row["prompt"], first, row["completion"]))
+    return found[:count]
+
+
+def test_without_noise_the_better_one_is_chosen():
+    rows = label(random_pairs(300), noise=0)
+    assert all(gap(row) >= 0 for row in rows)
+    assert label([(BIKE, "i hate it.", "i love it.")], noise=0) == [
+        {"prompt": BIKE, "chosen": "i love it.", "rejected": "i hate it."}
+    ]
+
+
+def test_noise_follows_the_logistic_of_the_gap():
+    """A gap of 1 and noise 0.5: σ(2) = 0.88 of 4,000 labels, within four standard errors."""
+    rows = label([(BIKE, "i hate it.", "i love it.")] * 4000, noise=0.5, seed=7)
+    share = sum(row["chosen"] == "i love it." for row in rows) / len(rows)
+    truth = 1 / (1 + math.exp(-2.0))
+    assert abs(share - truth) < 4 * math.sqrt(truth * (1 - truth) / 4000)
+
+
+def test_it_does_not_matter_which_of_a_pair_comes_first():
+    """Equals are labelled by a fair coin, not by their place."""
+    rows = label([(BIKE, "i love it.", "i like it.")] * 4000, noise=0.5, seed=7)
+    assert abs(sum(row["chosen"] == "i love it." for row in rows) / 4000 - 0.5) < 4 * math.sqrt(0.25 / 4000)
+
+
+def test_labels_are_the_seed_s():
+    pairs = random_pairs(200)
+    assert label(pairs, seed=1) == label(pairs, seed=1) != label(pairs, seed=2)
+
+
+def test_a_pair_of_one_text_twice_is_left_out():
+    assert label([(BIKE, "i love it.", "i love it."), (BIKE, "i love it.", "i hate it.")], noise=0) == [
+        {"prompt": BIKE, "chosen": "i love it.", "rejected": "i hate it."}
+    ]
+
+
+def test_gold_is_a_reward_function_as_recipes_name_them():
+    from surefoot.language.rewards import FunctionReward
+
+    reward = FunctionReward("surefoot.language.tasks.reviews:gold")
+    scores = reward([BIKE], ["i love it."], {"other": [1]})
+    assert scores.parts["gold"].tolist() == [0.5]
+    assert reviews.gold is reward.function
