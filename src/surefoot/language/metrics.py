@@ -1,0 +1,78 @@
+"""Numbers that tell how a language model's training goes; each says what is healthy."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from surefoot.functional.masking import masked_mean
+
+
+def distinct_n(responses: Iterable[Sequence[Hashable]], n: int) -> float | None:
+    """Different n-grams / all n-grams over a batch of responses (token ids, or text for characters). None without any.
+
+    Li et al. 2016 (arXiv 1510.03055). It falls as a batch grows and as responses lengthen, so compare it with the start of the
+    same run: steady or slowly falling is healthy; a fall to half is a policy that has found a few phrases. Raise β or entropy.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: must be at least 1")
+    grams = list(chain.from_iterable(_grams(response, n) for response in responses))
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def repeated_share(responses: Sequence[Sequence[Hashable]]) -> float:
+    """Share of responses that another one of the batch is equal to, beyond the first: 0 all differ, (N − 1)/N all alike.
+
+    Near 0 is healthy where answers are free; a rise towards 1 is mode collapse. Answers with one truth repeat rightly.
+    """
+    return 1 - len({tuple(response) for response in responses}) / len(responses) if responses else 0.0
+
+
+def mean_length(mask: Tensor) -> float:
+    """Mean tokens per response, EOS included.   mask [N, T]
+
+    A steady rise without a rise of gold or of a held-out score is a reward that likes length; a fall to a few tokens is a
+    policy that flees a penalty, or a supervised model that was trained too little.
+    """
+    return float(mask.sum(-1).to(torch.float64).mean()) if len(mask) else 0.0
+
+
+def eos_rate(ended: Tensor) -> float:
+    """Share of responses that ended by themselves, and were not cut by the length limit.   [N] of bool
+
+    Above 0.9 is healthy. Low from the start: the limit is too short, or EOS was not learned; falling: the reward does not mind
+    a missing end, see ``reward.missing_eos``.
+    """
+    return float(ended.to(torch.float64).mean()) if len(ended) else 0.0
+
+
+def held_out_likelihood(batches: Iterable[tuple[Tensor, Tensor]]) -> float | None:
+    """Mean log-probability of a held-out demonstrated token, in nats: Σ log π / Σ tokens over all batches. None without any.
+
+    batches   pairs of log-probabilities [B, T] and mask [B, T], as a policy's forward gives them
+
+    What the model still knows of the text it was supervised on. A fall of some tenths of a nat is what a new taste costs; a
+    fall by several is a model that has forgotten the language.
+    """
+    total, count = 0.0, 0
+    for log_probs, mask in batches:
+        kept = int(mask.sum())
+        total += kept * float(masked_mean(log_probs.to(torch.float64), mask))
+        count += kept
+    return total / count if count else None
+
+
+def win_rate(ours: Tensor, theirs: Tensor) -> float:
+    """Share of prompts on which our score is the higher, a draw counting half.   [N], [N]
+
+    Against the model that training started from, 0.5 is no change, above it is better. By a score that was trained on it says
+    little: look at it by gold, or by a score that was not.
+    """
+    if ours.shape != theirs.shape or not len(ours):
+        raise ValueError(f"scores of shapes {list(ours.shape)} and {list(theirs.shape)}: need one each for at least one prompt")
+    return float(((ours > theirs).to(torch.float64) + 0.5 * (ours == theirs).to(torch.float64)).mean())
+
+
+def _grams(response: Sequence[Hashable], n: int) -> Iterable[tuple[Hashable, ...]]:
+    return (tuple(response[start : start + n]) for start in range(len(response) - n + 1))
