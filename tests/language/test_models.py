@@ -1,18 +1,29 @@
 """Models come in whole or are refused in one line, and go out whole or not at all."""
 
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from surefoot.language.models import load_model, pocket
+from surefoot.errors import SurefootError
+from surefoot.language.models import RewardModel, context_of, load_model, pocket, save_model, scalar_model
 from surefoot.language.pocket import ALPHABET
+from surefoot.language.tokens import left_padded, right_padded
 
 from . import tiny
 
 
 @torch.no_grad()
-def logits_of(model: Any, length: int = 12) -> torch.Tensor:
+def logits_of(model: Any, length: int = 12) -> Tensor:
     ids = torch.arange(length).unsqueeze(0) * 7 % tiny.VOCABULARY
     return model(input_ids=ids).logits
 
@@ -23,6 +34,41 @@ def test_a_folder_of_every_family_is_loaded_as_it_was_written(family: str, folde
     assert model.dtype == torch.float32
     assert not model.training
     assert len(tokenizer) == tiny.VOCABULARY
+    assert context_of(model) == 128
+
+
+def test_what_is_saved_loads_in_plain_transformers_with_identical_logits(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = loaded
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)), alpha=0.01)
+    save_model(model, tokenizer, tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits_of(plain), logits_of(model))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("hello")["input_ids"] == tokenizer("hello")["input_ids"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing temporary is left"
+
+
+def test_no_dropout_is_left_in_any_family(family: str, tmp_path: Path) -> None:
+    rates = {"gpt2": {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}}.get(family, {"attention_dropout": 0.5})
+    before = tiny.model(family, **rates).train()
+    assert not torch.equal(logits_of(before), logits_of(before)), "the folder does ask for dropout"
+    model, _ = load_model(tiny.write_folder(tmp_path, family, **rates))
+    still = logits_of(model)
+    assert torch.equal(logits_of(model.train()), still)
+    assert {getattr(model.config, key) for key in rates} == {0.0}
+
+
+def test_weights_of_half_precision_are_trained_in_float32(folders: dict[str, Path], tmp_path: Path) -> None:
+    tiny.model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# ---- pocket -----------------------------------------------------------------------------------------------------------
 
 
 def test_pocket_is_made_from_its_seed_alone_and_leaves_the_global_generator() -> None:
@@ -51,3 +97,307 @@ def test_pocket_has_about_a_million_parameters() -> None:
     model, tokenizer = pocket()
     assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
     assert model.config.vocab_size == len(tokenizer)
+
+
+def test_pocket_comes_back_from_a_folder_with_its_tokenizer_and_template(tmp_path: Path) -> None:
+    model, tokenizer = pocket("abc ", seed=4)
+    save_model(model, tokenizer, tmp_path)
+    again, same = load_model(tmp_path)
+    ids = torch.tensor([same("a cab")["input_ids"]])
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert same.decode(ids[0]) == "a cab"
+    assert same.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("alphabet", ["", "abca"])
+def test_an_alphabet_names_every_character_once(alphabet: str) -> None:
+    with pytest.raises(SurefootError, match=r"^alphabet=.*each once$"):
+        pocket(alphabet)
+
+
+# ---- reward models ----------------------------------------------------------------------------------------------------
+
+
+ROWS = [[5, 9, 33, 7, 1], [12, 6], [40, 41, 42, 1]]
+
+
+@torch.no_grad()
+def test_a_score_is_read_at_the_last_real_token_whatever_the_padding(loaded: tuple[Any, Any]) -> None:
+    model = scalar_model(loaded[0], seed=1)
+    alone = torch.cat([model(*right_padded([row], 0)) for row in ROWS])
+    assert alone.unique().numel() == 3
+    for padded in (left_padded, right_padded):
+        for pad in (0, 77):
+            ids, mask = padded([*ROWS, [8] * 9], pad)
+            torch.testing.assert_close(model(ids, mask)[:3], alone, rtol=1e-5, atol=1e-5)
+            everywhere = model.everywhere(ids, mask)
+            torch.testing.assert_close(everywhere[0][mask[0]][-1], alone[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_score_of_left_padded_text_has_a_finite_gradient(loaded: tuple[Any, Any]) -> None:
+    model = scalar_model(loaded[0], seed=1)
+    model(*left_padded(ROWS, 0)).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert model.head.weight.grad is not None
+    assert model.head.weight.grad.any()
+
+
+def test_a_reward_model_has_a_trunk_of_its_own_and_a_head_from_the_seed(folders: dict[str, Path]) -> None:
+    policy, _ = load_model(folders["llama"])
+    state = torch.get_rng_state()
+    one, same, other = scalar_model(policy, 1), scalar_model(policy, 1), scalar_model(policy, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one.head.weight, same.head.weight)
+    assert not torch.equal(one.head.weight, other.head.weight)
+    assert not {id(p) for p in one.parameters()} & {id(p) for p in policy.parameters()}
+
+
+def test_the_head_starts_with_variance_one_over_width_plus_one() -> None:
+    wide = tiny.model("llama", hidden_size=1024, num_attention_heads=4)
+    weight = scalar_model(wide, 1).head.weight.detach()
+    assert float(weight.var()) * 1025 == pytest.approx(1, abs=0.15)
+    assert abs(float(weight.mean())) * 1025**0.5 < 0.15
+
+
+@torch.no_grad()
+def test_standardised_scores_have_mean_zero_and_std_one_and_keep_their_order(folders: dict[str, Path]) -> None:
+    model = scalar_model(load_model(folders["llama"])[0], seed=1)
+    ids, mask = right_padded(ROWS, 0)
+    before = model(ids, mask)
+    model.standardise(model.raw(ids, mask))
+    after = model(ids, mask)
+    assert float(after.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(after.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert torch.equal(after.argsort(), before.argsort())
+    with pytest.raises(SurefootError, match="std 0 on 3 demonstrations"):
+        model.standardise(torch.ones(3))
+
+
+@torch.no_grad()
+def test_a_reward_models_folder_is_all_it_needs(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    policy, tokenizer = loaded
+    model = scalar_model(policy, 1, tokenizer)
+    model.standardise(torch.tensor([1.0, 4.0]))
+    model.save(tmp_path / "reward")
+    again = RewardModel.load(tmp_path / "reward")
+    assert torch.equal(again(*right_padded(ROWS, 0)), model(*right_padded(ROWS, 0)))
+    assert again.tokenizer is not None
+    assert again.tokenizer("hello")["input_ids"] == tokenizer("hello")["input_ids"]
+    with pytest.raises(SurefootError, match=r"is a reward model \(head.safetensors\).*causal language model"):
+        load_model(tmp_path / "reward")
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> Path:
+    copied = tmp_path / "model"
+    shutil.copytree(folder, copied)
+    damage(copied)
+    return copied
+
+
+def edit_config(**fields: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return damage
+
+
+def edit_weights(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def shard_missing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def foreign_tokenizer(folder: Path) -> None:
+    from surefoot.language.pocket import character_tokenizer
+
+    character_tokenizer("".join(map(chr, range(32, 300)))).save_pretrained(folder)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (without("config.json"), "has no config.json"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{") and None, "can't be read"),
+    "no weights": (without("model.safetensors"), r"has no weights \(model.safetensors\)"),
+    "truncated weights": (truncate, "can't be read"),
+    "a shard is missing": (shard_missing, "model-00001-of-00002.safetensors is missing"),
+    "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), r"has no tokenizer \(tokenizer.json\)"),
+    "tokenizer is no JSON": (lambda f: (f / "tokenizer.json").write_text("{") and None, "its tokenizer can't be read"),
+    "a weight is missing": (edit_weights(lambda t: t.__delitem__(NORM)), f"its weights lack {NORM}; copy both"),
+    "the config has more layers": (edit_config(num_hidden_layers=3), "its weights lack .* and 8 more; copy both"),
+    "the config has fewer layers": (edit_config(num_hidden_layers=1), "beyond what config.json describes, .* and 8 more"),
+    "other widths": (edit_config(intermediate_size=16), r"don't fit config.json: .* is \[.*\] and should be \[.*\]"),
+    "a classifier": (edit_config(architectures=["LlamaForSequenceClassification"]), "another kind .LlamaForSequence"),
+    "a model of pictures": (edit_config(model_type="vit", architectures=["ViTModel"]), r"another kind \(ViTModel\)"),
+    "a kind nobody knows": (edit_config(model_type="nonsense"), "can't be read"),
+    "the tokenizer of another": (foreign_tokenizer, "ids go up to 273 and the model has embeddings for 102"),
+    "an adapter": (lambda f: (f / "config.json").rename(f / "adapter_config.json") and None, "holds an adapter"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_half_a_model_or_another_kind_is_refused_in_one_line(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    damage, expected = DAMAGE[name]
+    folder = damaged(folders["llama"], tmp_path, damage)
+    with pytest.raises(SurefootError, match=expected) as caught:
+        load_model(folder)
+    message = str(caught.value)
+    assert message.startswith(f"model='{folder}': ")
+    assert "\n" not in message
+
+
+def test_a_classifier_by_its_weights_alone_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its config may not say what it is; the head that writes text is not there."""
+
+    def damage(folder: Path) -> None:
+        edit_config(architectures=None)(folder)
+        edit_weights(lambda tensors: tensors.update({"score.weight": tensors.pop("lm_head.weight")[:2].clone()}))(folder)
+
+    with pytest.raises(SurefootError, match=r"its weights lack lm_head\.weight"):
+        load_model(damaged(folders["llama"], tmp_path, damage))
+
+
+def test_weights_of_something_else_beside_the_models_are_let_be(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = damaged(folders["llama"], tmp_path, edit_weights(lambda t: t.update({"v_head.summary.weight": torch.ones(1)})))
+    model, _ = load_model(folder)
+    assert torch.equal(logits_of(model), logits_of(tiny.model("llama")))
+
+
+def test_a_settings_file_that_transformers_would_not_write_again_can_be_saved(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As with models on the hub that set a temperature and not the flag that uses it: found out before training, not after."""
+
+    def damage(folder: Path) -> None:
+        (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": [1, 2]}))
+
+    model, tokenizer = load_model(damaged(folders["llama"], tmp_path, damage))
+    save_model(model, tokenizer, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("./nowhere", "no such folder"),
+        ("/no/such/place", "no such folder"),
+        ("~/no/such/model", "no such folder"),
+        ("models/sfx", r"no such folder; did you mean 'models/sft'\?"),
+        ("models/sft/config.json", "is a file"),
+    ],
+)
+def test_a_folder_that_is_not_there_never_asks_the_hub(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    os.makedirs("models/sft")
+    Path("models/sft/config.json").touch()
+    with pytest.raises(SurefootError, match=rf"^model='{name}': {expected}"):
+        load_model(name)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("gpt-no-such", ""), ("pocked", "; did you mean 'pocket'")])
+def test_a_hub_id_without_a_network_is_one_line(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SurefootError, match=rf"^model='{name}': no such folder here, and the hub can't be reached{hint}.*$"):
+        load_model(name)
+
+
+def test_a_models_own_code_is_not_run_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("cache").absolute()))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "modeling.py").write_text("import pathlib\npathlib.Path('ran').touch()\nraise RuntimeError('ran')\n")
+    auto = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto, "architectures": ["Own"]}))
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SurefootError, match=r"program code .*set trust_remote_code = true if you trust it$"):
+        load_model(tmp_path)
+    assert not Path("ran").exists()
+    with pytest.raises(SurefootError, match="RuntimeError: ran"):
+        load_model(tmp_path, trust_remote_code=True)
+    assert Path("ran").exists()
+
+
+def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SurefootError, match=r"^model='pocket' needs transformers.*pip install 'surefoot\[language\]'$"):
+        load_model("pocket")
+
+
+def test_a_reward_model_is_refused_without_its_head(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match=r"has no head.safetensors"):
+        RewardModel.load(folders["llama"])
+    with pytest.raises(SurefootError, match=r"no such folder; a reward model"):
+        RewardModel.load(tmp_path / "none")
+    model, tokenizer = load_model(folders["llama"])
+    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    save_file({"weight": torch.ones(1, 3), "bias": torch.ones(1)}, tmp_path / "reward" / "head.safetensors")
+    with pytest.raises(SurefootError, match=r"head.safetensors can't be read"):
+        RewardModel.load(tmp_path / "reward")
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_leaves_the_older_model(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_model(folders["llama"])
+    save_model(model, tokenizer, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(tokenizer), "save_pretrained", full)
+        with pytest.raises(SurefootError, match=r"out: the model is not saved \(No space left on device\)"):
+            save_model(model, tokenizer, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    save_model(model, tokenizer, tmp_path / "out")
+    assert torch.equal(logits_of(load_model(tmp_path / "out")[0]), logits_of(model))
+
+
+def test_a_folder_of_something_else_is_not_written_over(folders: dict[str, Path], tmp_path: Path) -> None:
+    model, tokenizer = load_model(folders["llama"])
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(SurefootError, match="holds something that is not a model"):
+        save_model(model, tokenizer, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_module_of_its_own_rate_loses_it_too() -> None:
+    from surefoot.language.pretrained import no_dropout
+
+    layer = nn.Dropout(0.3)
+    no_dropout(layer)
+    assert layer.p == 0.0

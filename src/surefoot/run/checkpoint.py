@@ -45,11 +45,11 @@ def save_checkpoint(folder: Path, trees: Trees) -> None:
             _write(temporary / f"{name}.json", json.dumps(skeleton, indent=1).encode())
             if tensors:
                 save_file(tensors, temporary / f"{name}.safetensors")
-                _flush(temporary / f"{name}.safetensors")
+                flush(temporary / f"{name}.safetensors")
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         _write(temporary / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1).encode())
-        _flush(temporary)
-        _replace(temporary, folder)
+        flush(temporary)
+        replace_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -176,7 +176,8 @@ def _unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return [_unpack(value, tensors) for value in tree] if isinstance(tree, list) else tree
 
 
-def _replace(temporary: Path, folder: Path) -> None:
+def replace_folder(temporary: Path, folder: Path) -> None:
+    """Rename a finished folder to its place; on an error the older one is there again."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
     if folder.exists():
         os.rename(folder, old)
@@ -186,7 +187,7 @@ def _replace(temporary: Path, folder: Path) -> None:
         if old.exists():
             os.rename(old, folder)
         raise
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -197,7 +198,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
