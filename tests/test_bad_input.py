@@ -55,7 +55,10 @@ CASES = [
     (["train", "CartPole-v1", "--steps", "10.5"], ["steps=10.5", "integer"]),
     (["train", "CartPole-v1", "--seeds", "0"], ["--seeds", "x>=1"]),
     (["train", "CartPole-v1", "--optimizer.learning-rate", "nan"], ["optimizer.learning_rate=nan"]),
-    (["train", "CartPole-v1", "--optimizer.schedule", "square"], ["optimizer.schedule='square'", "'constant', 'linear' or 'cosine'"]),
+    (
+        ["train", "CartPole-v1", "--optimizer.schedule", "square"],
+        ["optimizer.schedule='square'", "'constant', 'linear' or 'cosine'"],
+    ),
     (["train", "CartPole-v1", "--objective.reuse.minibatches", "7"], ["minibatches=7", "256 steps", "such as 8"]),
     (["train", "CartPole-v1", "--objective.reuse", "none"], ["objective.trust_region='clip'", "set objective.reuse"]),
     (["train", "CartPole-v1", "--objective.trust-region", "3"], ["objective.trust_region=3", "{ beta = 1.0 }"]),

@@ -11,7 +11,8 @@ import click
 
 from surefoot import __version__
 from surefoot.algorithms import LADDER
-from surefoot.config import parse_value, recipe_fields, to_toml
+from surefoot.cli_language import data, generate
+from surefoot.config import parse_value, read_toml, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import Recipe
 from surefoot.recipes import find_recipe, presets
@@ -160,14 +161,24 @@ def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> No
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--episodes", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
-@click.option("--task", help="Evaluate on another task than the one trained on.")
+@click.option("--task", help="Evaluate an agent on another task than the one trained on.")
+@click.option("--data", "rows_file", help="Language: judge on these rows instead of the run's held-out ones.")
+@click.option("--rows", type=click.IntRange(min=1), help="Language: how many rows; as the recipe says if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def evaluate(run: Path, episodes: int, seed: int, task: str | None, as_json: bool) -> None:
-    """Run whole greedy episodes of the agent in RUN (its best checkpoint, else its latest)."""
+def evaluate(
+    run: Path, episodes: int, seed: int, task: str | None, rows_file: str | None, rows: int | None, as_json: bool
+) -> None:
+    """Judge RUN (its best checkpoint, else its latest): an agent by whole greedy episodes, a model on held-out rows."""
     from surefoot import api
     from surefoot.run.folder import checkpoint_to_load
 
     checkpoint = checkpoint_to_load(run)
+    if kind_of(run) != "control":
+        from surefoot.language.evaluate import evaluate_run, table
+
+        told = evaluate_run(run, data=rows_file, rows=rows, seed=seed)
+        click.echo(json.dumps(told, ensure_ascii=False) if as_json else table(told))
+        return
     result = api.evaluate(api.load(checkpoint), task, episodes=episodes, seed=seed)
     if as_json:
         click.echo(json.dumps({**result.to_json(), "checkpoint": str(checkpoint)}))
@@ -275,6 +286,10 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     click.echo(export_agent(agent, path, format, found.absolute().name).line())
 
 
+cli.add_command(generate)
+cli.add_command(data)
+
+
 @cli.command(name="list")
 def list_() -> None:
     """List the tuned recipes, and what else can be trained."""
@@ -284,8 +299,9 @@ def list_() -> None:
     width = max(len(name) for name in known_recipes)
     click.echo("recipes (surefoot train NAME, or any of its ids):")
     for name, table in known_recipes.items():
-        ids = ", ".join(table.get("tuned_for", ())) or "any other id"
-        click.echo(f"  {name:<{width}}  {table.get('algorithm', 'PPO_CLIP')}, {table['steps']:,} steps: {ids}")
+        text = {"sft": "SFT", "reward": "reward model"}.get(table.get("kind", ""), table.get("algorithm", "PPO_CLIP"))
+        served = table.get("tuned_for") or [table.get("model", "a model of your own") if "kind" in table else "any other id"]
+        click.echo(f"  {name:<{width}}  {text}, {table['steps']:,} steps: {', '.join(served)}")
     click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
     import gymnasium
 
@@ -294,13 +310,26 @@ def list_() -> None:
 
 
 @cli.command()
+@click.argument("which", type=click.Choice(["control", "language"]), default="control", metavar="[control|language]")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
-def demo(run_dir: Path, seed: int) -> None:
-    """Train PPO on CartPole-v1, watch it learn, and judge it: under a minute on two cores."""
+@click.option("--no-anchor", is_flag=True, help="Language: β = 0, to see the reward being hacked.")
+def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
+    """Learn while you watch: PPO on CartPole-v1 in a minute, or a language model by SFT, reward model and PPO in five."""
+    if which == "language":
+        from surefoot.language.demo import language_demo
+
+        language_demo(run_dir, seed, display_for, anchored=not no_anchor)
+        return
     from surefoot.demo import control_demo
 
     control_demo(run_dir, seed, display_for)
+
+
+def kind_of(run: Path) -> str:
+    """What a run trains; "control" for a saved agent, which has no recipe beside it."""
+    config = run / "config.toml"
+    return str(read_toml(config).get("kind", "control")) if config.is_file() else "control"
 
 
 def describe(recipe: Recipe) -> str:

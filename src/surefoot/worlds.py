@@ -1,8 +1,8 @@
 """What a run trains: the protocol that a session sees, and which class serves which kind of recipe."""
 
 from collections.abc import Callable
-from pathlib import Path
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from surefoot.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe

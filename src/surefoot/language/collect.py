@@ -5,7 +5,6 @@ The four roles of PPO on text meet here: the policy samples, the critic says V, 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from surefoot.functional import kl_k1, kl_shaped_rewards, masked_mean, place_scores, proportional_kl_control, successor_values
 from surefoot.kinds import LanguageRecipe
+from surefoot.language.data import Prompts
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, Reward, Scores
 from surefoot.language.sampler import Samples, sample
-from surefoot.language.tokens import Messages, Tokens
+from surefoot.language.tokens import Tokens, text_of
 from surefoot.language.walk import Walk
 from surefoot.rollout import LearnerState, Metrics, Rollout
 from surefoot.seeding import derived_seed
@@ -26,24 +26,11 @@ ANCHOR = "reference_beta"
 """where ``LearnerState.coefficients`` keeps an adapted β"""
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """What is to be answered."""
-
-    ids: Sequence[Sequence[int]]
-    texts: Sequence[str | Messages]
-    """as the rows had them"""
-    columns: dict[str, Sequence[Any]]
-    """the rows' other columns, for the reward"""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def chosen(self, rows: Sequence[int], samples: int = 1) -> "Prompts":
-        """Some of them, each as often as it is answered."""
-        rows = [row for row in rows for _ in range(samples)]
-        columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
-        return Prompts([self.ids[row] for row in rows], [self.texts[row] for row in rows], columns)
+def repeated(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts:
+    """Some of the prompts, each as often as it is answered."""
+    rows = [row for row in rows for _ in range(samples)]
+    columns = {name: [column[row] for row in rows] for name, column in prompts.columns.items()}
+    return Prompts([prompts.prompts[row] for row in rows], [prompts.ids[row] for row in rows], columns, prompts.dropped)
 
 
 class Answers:
@@ -55,12 +42,7 @@ class Answers:
 
     def scores(self, reward: Reward) -> Scores:
         """What they earn, whether they ended or not."""
-        return reward([text_of(prompt) for prompt in self.prompts.texts], self.responses, self.prompts.columns)
-
-
-def text_of(prompt: str | Messages) -> str:
-    """A prompt as a reward reads it: text as it is, of a conversation the last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        return reward([text_of(prompt) for prompt in self.prompts.prompts], self.responses, self.prompts.columns)
 
 
 def settled(scores: Scores, ended: Tensor, recipe: LanguageRecipe) -> Tensor:
@@ -88,7 +70,7 @@ class LanguageCollector:
     ) -> None:
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
-        self.walk = Walk(len(prompts), recipe.seed)
+        self.walk = Walk(len(prompts.ids), recipe.seed)
         self.budget = recipe.optimizer.micro_batch_tokens
 
     @torch.no_grad()
@@ -97,7 +79,7 @@ class LanguageCollector:
         recipe, begun = self.recipe, time.perf_counter()
         prompts, group = self._next_prompts()
         first = state.steps  # responses so far: every response of a run has a random stream of its own
-        answers = self.answer(prompts, [derived_seed(recipe.seed, "response", first + i) for i in range(len(prompts))])
+        answers = self.answer(prompts, [derived_seed(recipe.seed, "response", first + i) for i in range(len(prompts.ids))])
         drawn, sampled = answers.samples, time.perf_counter()
         scores = answers.scores(self.reward)
         total = settled(scores, drawn.ended, recipe)
@@ -123,7 +105,7 @@ class LanguageCollector:
         per_response = float(kl.sum(-1)[scores.valid].mean()) if scores.valid.any() else 0.0
         if recipe.reference.target is not None:
             state.coefficients[ANCHOR] = proportional_kl_control(
-                beta, per_response, recipe.reference.target, len(prompts), recipe.reference.horizon
+                beta, per_response, recipe.reference.target, len(prompts.ids), recipe.reference.horizon
             )
         metrics: Metrics = {
             **self._told(answers, scores, total),
@@ -150,14 +132,14 @@ class LanguageCollector:
             ref_log_probs=ref_log_probs,
             group=group,
             reward_parts={"score": placed, "kl": kl},
-            steps=len(prompts),
+            steps=len(prompts.ids),
             metrics=metrics,
         )
 
     def answer(self, prompts: Prompts, seeds: Sequence[int], greedy: bool = False) -> Answers:
         """One response to each prompt. Prompts that stand side by side and are the same are read once."""
         settings = self.recipe.sampling
-        samples = settings.samples if not greedy and len(prompts) > settings.samples > 1 else 1
+        samples = settings.samples if not greedy and len(prompts.ids) > settings.samples > 1 else 1
         drawn = sample(
             self.policy.model,
             prompts.ids[::samples],
@@ -176,7 +158,7 @@ class LanguageCollector:
     def _next_prompts(self) -> tuple[Prompts, Tensor]:
         samples = self.recipe.sampling.samples
         rows = self.walk.next(self.recipe.sampling.prompts)
-        return self.prompts.chosen(rows, samples), torch.arange(len(rows)).repeat_interleave(samples)
+        return repeated(self.prompts, rows, samples), torch.arange(len(rows)).repeat_interleave(samples)
 
     def _told(self, answers: Answers, scores: Scores, total: Tensor) -> Metrics:
         """What responses are like, and what they earned."""

@@ -119,7 +119,9 @@ def sample(
     mask = torch.arange(longest, device=device) < lengths.unsqueeze(-1)
     log_probs = log_probs[:longest].T.contiguous()
     if not log_probs.isfinite().all():
-        raise NotFiniteError("the model's logits are NaN or infinite: its weights have diverged; go back to an earlier checkpoint")
+        raise NotFiniteError(
+            "the model's logits are NaN or infinite: its weights have diverged; go back to an earlier checkpoint"
+        )
     return Samples(
         prompt=batch.ids.repeat_interleave(samples, 0),
         prompt_mask=batch.mask.repeat_interleave(samples, 0),

@@ -4,7 +4,8 @@ Both are REINFORCE in which every row is worth 1: log π of what was demonstrate
 a return of 1 (γ = 0). That is cross-entropy, and the loop, the loss and the learner are the same as everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,29 @@ from surefoot.language import data
 from surefoot.language.models import RewardModel, scalar_model
 from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
-from surefoot.language.tokens import Tokens, left_padded, right_padded
-from surefoot.language.trained import LanguageModel, base_model, description, load_weights, restore_best
+from surefoot.language.tokens import left_padded, right_padded
+from surefoot.language.trained import LanguageModel, base_model, description, restore_best
 from surefoot.language.walk import Walk
-from surefoot.rollout import LearnerState, Metrics, Policy, Rollout
+from surefoot.rollout import LearnerState, Metrics, Rollout
+from surefoot.run.checkpoint import load_weights
 from surefoot.worlds import Judgement
+
+Batch = tuple[dict[str, Tensor], Tensor, Tensor]
+"""inputs of the policy, actions [B, T], mask [B, T]"""
+
+
+class Rows:
+    """So many rows, and what some of them are as tensors."""
+
+    def __init__(self, count: int, tensors: Callable[[Sequence[int]], Batch]) -> None:
+        self.count, self.tensors = count, tensors
 
 
 class RowCollector:
     """The next rows of a walk, as a rollout in which every action is worth 1."""
 
-    def __init__(self, rows: "Demonstrations | Pairs", batch: int, seed: int) -> None:
-        self.rows, self.batch, self.walk = rows, batch, Walk(len(rows), seed)
+    def __init__(self, rows: Rows, batch: int, seed: int) -> None:
+        self.rows, self.batch, self.walk = rows, batch, Walk(rows.count, seed)
 
     def collect(self, state: LearnerState) -> Rollout:
         """No sampling: the rows are what the policy should have done."""
@@ -61,39 +73,21 @@ class RowCollector:
         self.walk.load_state_dict(state)
 
 
-class Demonstrations:
-    """Token ids of whole rows, and which of them are trained."""
-
-    def __init__(self, ids: Sequence[Sequence[int]], trained: Sequence[Sequence[bool]], pad_id: int) -> None:
-        self.ids, self.trained, self.pad_id = ids, trained, pad_id
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def tensors(self, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """All before the first trained token as the prompt, the rest as the response; masked True where trained."""
-        starts = [self.trained[row].index(True) for row in rows]
-        prompt, prompt_mask = left_padded([self.ids[row][:start] for row, start in zip(rows, starts, strict=True)], self.pad_id)
-        actions, _ = right_padded([self.ids[row][start:] for row, start in zip(rows, starts, strict=True)], self.pad_id)
-        mask, _ = right_padded([self.trained[row][start:] for row, start in zip(rows, starts, strict=True)], 0)
-        return {"prompt": prompt, "prompt_mask": prompt_mask}, actions, mask.bool()
+def demonstration_tensors(shown: data.Demonstrations, rows: Sequence[int], pad_id: int) -> Batch:
+    """All before the first trained token as the prompt, the rest as the response; masked True where trained."""
+    starts = [shown.trained[row].index(True) for row in rows]
+    prompt, prompt_mask = left_padded([shown.ids[row][:start] for row, start in zip(rows, starts, strict=True)], pad_id)
+    actions, _ = right_padded([shown.ids[row][start:] for row, start in zip(rows, starts, strict=True)], pad_id)
+    mask, _ = right_padded([shown.trained[row][start:] for row, start in zip(rows, starts, strict=True)], 0)
+    return {"prompt": prompt, "prompt_mask": prompt_mask}, actions, mask.bool()
 
 
-class Pairs:
-    """Token ids of a prompt with the chosen and with the rejected answer."""
-
-    def __init__(self, chosen: Sequence[Sequence[int]], rejected: Sequence[Sequence[int]], pad_id: int) -> None:
-        self.sides, self.pad_id = {CHOSEN: chosen, REJECTED: rejected}, pad_id
-
-    def __len__(self) -> int:
-        return len(self.sides[CHOSEN])
-
-    def tensors(self, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Both answers, and the choice of the first in every row."""
-        inputs = {}
-        for side, ids in self.sides.items():
-            inputs[side], inputs[f"{side}_mask"] = right_padded([ids[row] for row in rows], self.pad_id)
-        return inputs, torch.zeros(len(rows), 1, dtype=torch.long), torch.ones(len(rows), 1, dtype=torch.bool)
+def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
+    """Both answers with their prompt, and the choice of the first in every row."""
+    inputs = {}
+    for side, ids in ((CHOSEN, pairs.chosen), (REJECTED, pairs.rejected)):
+        inputs[side], inputs[f"{side}_mask"] = right_padded([ids[row] for row in rows], pad_id)
+    return inputs, torch.zeros(len(rows), 1, dtype=torch.long), torch.ones(len(rows), 1, dtype=torch.bool)
 
 
 class SupervisedWorld:
@@ -109,7 +103,7 @@ class SupervisedWorld:
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
         bf16 = recipe.precision == "bfloat16"
-        self.policy: Policy
+        self.policy: LanguagePolicy | PairPolicy
         self.result: LanguageModel | RewardModel
         if self.preference:
             self.result = scalar_model(model, recipe.seed, self.tokens.tokenizer)
@@ -122,23 +116,25 @@ class SupervisedWorld:
         self.policy.to(recipe.device)
         self.collector = RowCollector(train, recipe.data.batch, recipe.seed)
 
-    def _rows(self, path: str) -> Demonstrations | Pairs:
-        rows, length = data.read_rows(path), self.recipe.data.max_length
+    def _rows(self, path: str) -> Rows:
+        rows, length, pad_id = data.read_rows(path), self.recipe.data.max_length, self.tokens.pad_id
         if self.preference:
             pairs = data.pairs(rows, self.tokens, length)
             self._note(path, pairs.dropped)
-            return Pairs(pairs.chosen, pairs.rejected, self.tokens.pad_id)
+            return Rows(len(pairs.chosen), partial(pair_tensors, pairs, pad_id=pad_id))
         shown = data.demonstrations(rows, self.tokens, length)
         self._note(path, shown.dropped)
-        return Demonstrations(shown.ids, shown.trained, self.tokens.pad_id)
+        return Rows(len(shown.ids), partial(demonstration_tensors, shown, pad_id=pad_id))
 
     def _note(self, path: str, dropped: int) -> None:
         if dropped:
-            self.dropped.append(f"{path}: {dropped} rows are longer than data.max_length={self.recipe.data.max_length}: dropped")
+            self.dropped.append(
+                f"{path}: {dropped} rows are longer than data.max_length={self.recipe.data.max_length}: dropped"
+            )
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and what the recipe comes to."""
-        recipe, rows = self.recipe, len(self.collector.rows)
+        recipe, rows = self.recipe, self.collector.rows.count
         parameters = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         return [
             *self.dropped,
@@ -157,10 +153,10 @@ class SupervisedWorld:
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
-        if trees["collector"]["count"] != len(self.collector.rows):
+        if trees["collector"]["count"] != self.collector.rows.count:
             raise SurefootError(
                 f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} rows at the checkpoint and has "
-                f"{len(self.collector.rows)} now; bring the old file back"
+                f"{self.collector.rows.count} now; bring the old file back"
             )
         load_weights(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
@@ -171,7 +167,7 @@ class SupervisedWorld:
         """Cross-entropy on the held-out rows, and for pairs how often the chosen answer has the higher score."""
         if self.held_out is None:
             return None
-        everything = range(min(len(self.held_out), self.recipe.evaluation.rows))
+        everything = range(min(self.held_out.count, self.recipe.evaluation.rows))
         total, count, right = 0.0, 0.0, 0.0
         for start in range(0, len(everything), self.recipe.data.batch):
             rows = everything[start : start + self.recipe.data.batch]
@@ -194,22 +190,18 @@ class SupervisedWorld:
         self.result.save(folder / "model")
         return [f"the model is in {folder / 'model'}"]
 
+    @torch.no_grad()
     def _raw_scores(self) -> Tensor:
         """Scores of what is to have mean 0 and standard deviation 1: demonstrations, or the chosen answers trained on."""
         assert isinstance(self.recipe, RewardRecipe)
         assert isinstance(self.policy, PairPolicy)
+        limit, batch = self.recipe.data.max_length, self.recipe.data.batch
         if self.recipe.demonstrations is None:
-            assert isinstance(self.collector.rows, Pairs)
-            texts = self.collector.rows.sides[CHOSEN]
+            texts = data.pairs(data.read_rows(self.recipe.data.train), self.tokens, limit).chosen
         else:
-            shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, self.recipe.data.max_length)
-            texts = shown.ids
-        found = []
-        for start in range(0, len(texts), self.recipe.data.batch):
-            ids, mask = right_padded(texts[start : start + self.recipe.data.batch], self.tokens.pad_id)
-            with torch.no_grad():
-                found.append(self.policy.model.raw(ids, mask))
-        return torch.cat(found)
+            texts = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, limit).ids
+        parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))
+        return torch.cat([self.policy.model.raw(ids, mask) for ids, mask in parts])
 
     def close(self) -> None:
         """Nothing is open."""

@@ -97,6 +97,11 @@ def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int
     return next(i for i in candidates if i not in eos_ids)
 
 
+def text_of(prompt: str | Messages) -> str:
+    """A prompt as a person or a reward reads it: text as it is, of a conversation the last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Prompts as one batch.   ids [B, P] and mask [B, P], True where real; the last column is real in every row"""
     return _padded(rows, pad, left=True)

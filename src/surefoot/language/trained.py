@@ -15,9 +15,13 @@ from surefoot.language.models import RewardModel, load_model, save_model
 from surefoot.language.sampler import generate
 from surefoot.language.tokens import Messages, Tokens
 from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, load_weights
+from surefoot.run.folder import checkpoint_to_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TEXT = (".json", ".txt", ".jinja")
+"""the files of a tokenizer that are text; what fast tokenizers need is among them"""
 
 
 class LanguageModel:
@@ -75,11 +79,28 @@ def model_folder(name: str) -> str:
     return str(path / "model")
 
 
+def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:
+    """What writes text under a name: a run (its best checkpoint), a checkpoint, a ``transformers`` folder or a hub id.
+
+    Raises SurefootError where there is no such thing, or it is a reward model or an agent.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.toml").is_file() or (path / "manifest.json").is_file():
+        checkpoint = checkpoint_to_load(path)
+        trees = load_checkpoint(checkpoint)
+        kind = trees["recipe"].get("kind", "control")
+        if kind not in ("sft", "language"):
+            raise SurefootError(f"{name}: was trained as kind = {kind!r}, which writes no text; name a run of sft or language")
+        found = from_trees(trees, checkpoint)
+        assert isinstance(found, LanguageModel)
+        return found
+    model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
+    return LanguageModel(model, Tokens(tokenizer, model))
+
+
 def base_model(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
     """The model that a recipe starts from."""
-    model, tokenizer = load_model(
-        model_folder(recipe.model), seed=recipe.seed, trust_remote_code=recipe.trust_remote_code
-    )
+    model, tokenizer = load_model(model_folder(recipe.model), seed=recipe.seed, trust_remote_code=recipe.trust_remote_code)
     return model, Tokens(tokenizer, model)
 
 
@@ -88,7 +109,8 @@ def description(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[
     holder: Any = model.backbone if isinstance(model, RewardModel) else model
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        files = {path.name: path.read_text("utf-8") for path in sorted(Path(folder).iterdir()) if path.suffix in (".json", ".txt", ".jinja")}
+        found = sorted(path for path in Path(folder).iterdir() if path.suffix in TEXT)
+        files = {path.name: path.read_text("utf-8") for path in found}
     return {"config": json.loads(holder.config.to_json_string(use_diff=False)), "tokenizer": files}
 
 
@@ -101,11 +123,12 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
         for name, text in trees["model"]["tokenizer"].items():
             (Path(folder) / name).write_text(text, "utf-8")
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = dict(trees["model"]["config"])
-    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    told = dict(trees["model"]["config"])
+    config: Any = AutoConfig.for_model(told.pop("model_type"), **told)
+    auto: Any = AutoModel if reward else AutoModelForCausalLM
     weights = {name.removeprefix("model."): x for name, x in trees["agent"].items() if name.startswith("model.")}
     with torch.random.fork_rng(devices=[]):  # the start is drawn, and then overwritten; buffers are computed and stay
-        model = (AutoModel if reward else AutoModelForCausalLM).from_config(config)
+        model = auto.from_config(config)
     if not reward:
         load_weights(model, weights, where)
         return LanguageModel(model.eval(), Tokens(tokenizer, model))

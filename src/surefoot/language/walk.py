@@ -21,7 +21,7 @@ class Walk:
 
     def next(self, rows: int) -> list[int]:
         """This rank's share of the next ``rows`` rows. An epoch's end is no break: the next one begins in the same batch."""
-        taken = []
+        taken: list[int] = []
         while len(taken) < rows:
             if self.place == self.count:
                 self.epoch, self.place = self.epoch + 1, 0

@@ -10,21 +10,18 @@ from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
 from surefoot.kinds import LanguageRecipe
 from surefoot.language import data
-from surefoot.language.collect import Answers, LanguageCollector, Prompts, settled, text_of
+from surefoot.language.collect import Answers, LanguageCollector, repeated, settled
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, load_reward
-from surefoot.language.tokens import Tokens
+from surefoot.language.tokens import text_of
 from surefoot.language.trained import LanguageModel, base_model, description, model_folder, restore_best
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import load_weights
 from surefoot.run.distributed import rank
 from surefoot.seeding import derived_seed
 from surefoot.worlds import Judgement
-
-SHOWN = 64
-"""answers of an evaluation that are kept as samples"""
 
 
 class LanguageWorld:
@@ -69,22 +66,20 @@ class LanguageWorld:
         )
         self.policy.to(recipe.device)
         self.reference = self._reference(bf16).to(recipe.device)
-        self.collector = LanguageCollector(
-            recipe, self.policy, self.reference, self.reward, self.gold, train, self.tokens
-        )
+        self.collector = LanguageCollector(recipe, self.policy, self.reference, self.reward, self.gold, train, self.tokens)
 
-    def _prompts(self, path: str, limit: int) -> Prompts:
+    def _prompts(self, path: str, limit: int) -> data.Prompts:
         found = data.prompts(data.read_rows(path), self.tokens, limit)
         if found.dropped:
             self.dropped.append(f"{path}: {found.dropped} prompts are longer than {limit} tokens: dropped")
-        return Prompts(found.ids, found.prompts, found.columns)
+        return found
 
     def _critic(self, model: Any) -> Critic:
         start = self.recipe.critic.start
         if start is None:
             return Critic.of_policy(model)
         scores = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
-        own, theirs = model.get_input_embeddings().weight.shape[0], scores.backbone.get_input_embeddings().weight.shape[0]
+        own, theirs = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, scores.backbone))
         if own != theirs:
             raise SurefootError(
                 f"critic.start={start!r}: has a vocabulary of {theirs} tokens and the policy one of {own}; a critic reads the "
@@ -131,10 +126,10 @@ class LanguageWorld:
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
-        if trees["collector"]["count"] != len(self.collector.prompts):
+        if trees["collector"]["count"] != len(self.collector.prompts.ids):
             raise SurefootError(
                 f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} prompts at the checkpoint and has "
-                f"{len(self.collector.prompts)} now; bring the old file back"
+                f"{len(self.collector.prompts.ids)} now; bring the old file back"
             )
         load_weights(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
@@ -146,8 +141,8 @@ class LanguageWorld:
         if self.held_out is None:
             return None
         settings, recipe = self.recipe.evaluation, self.recipe
-        prompts = self.held_out.chosen(range(min(len(self.held_out), settings.rows)))
-        seeds = [derived_seed(settings.seed, "response", row) for row in range(len(prompts))]
+        prompts = repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
+        seeds = [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))]
         answers = self.collector.answer(prompts, seeds)
         return self.judge(answers, recipe.reference.beta)
 
@@ -176,9 +171,9 @@ class LanguageWorld:
             columns["gold"] = gold.total.tolist()
         rows = [
             {"prompt": text_of(prompt), "response": response, **{name: column[row] for name, column in columns.items()}}
-            for row, (prompt, response) in enumerate(zip(answers.prompts.texts, answers.responses, strict=True))
+            for row, (prompt, response) in enumerate(zip(answers.prompts.prompts, answers.responses, strict=True))
         ]
-        return Judgement(reward - beta * spent, metrics, rows[:SHOWN])
+        return Judgement(reward - beta * spent, metrics, rows)
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""

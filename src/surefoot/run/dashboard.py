@@ -17,6 +17,18 @@ SHOWN = {
     "episode_return": ("return, last 100", "{:,.1f}"),
     "evaluation_return": ("return, greedy", "{:,.1f}"),
     "episode_length": ("episode length", "{:,.0f}"),
+    "reward": ("reward", "{:+.3f}"),
+    "gold": ("gold", "{:+.3f}"),
+    "held_out_reward": ("reward, held out", "{:+.3f}"),
+    "held_out_gold": ("gold, held out", "{:+.3f}"),
+    "held_out_loss": ("loss, held out", "{:.4f}"),
+    "held_out_accuracy": ("accuracy, held out", "{:.1%}"),
+    "kl_reference_response": ("KL to reference, nats", "{:.2f}"),
+    "response_length": ("response length", "{:.1f}"),
+    "eos_rate": ("ended by EOS", "{:.1%}"),
+    "distinct_2": ("distinct bigrams", "{:.2f}"),
+    "data_epochs": ("epochs of the data", "{:.2f}"),
+    "tokens_per_second": ("tokens/s, sampling", "{:,.0f}"),
     "steps_per_second": ("steps/s", "{:,.0f}"),
     "policy_loss": ("policy loss", "{:+.4f}"),
     "value_loss": ("value loss", "{:.4f}"),
@@ -29,6 +41,9 @@ SHOWN = {
     "explained_variance": ("explained variance", "{:+.2f}"),
     "entropy": ("entropy, nats", "{:.3f}"),
 }
+
+JUDGED = ("evaluation_", "held_out_")
+"""what metrics of an evaluation begin with: they stay on display until the next one"""
 
 
 class Display(Protocol):
@@ -100,15 +115,14 @@ class Dashboard:
     def __init__(self, title: str, console: Console | None = None) -> None:
         self.title = title
         self.clock = _Clock()
-        self.greedy: float | None = None
+        self.judged: Metrics = {}
         self.live = Live(Text(title), console=console or Console(), refresh_per_second=8, transient=False)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not before: a run may be refused until now. Once is enough, more does nothing
         self.clock.tick(state)
-        if _has(metrics, "evaluation_return"):
-            self.greedy = metrics["evaluation_return"]
-        self.live.update(self._draw(state, {**metrics, "evaluation_return": self.greedy}))
+        self.judged |= {name: value for name, value in metrics.items() if name.startswith(JUDGED)}
+        self.live.update(self._draw(state, {**metrics, **self.judged}))
 
     def _draw(self, state: LearnerState, metrics: Metrics) -> Group:
         unhealthy = complaints(metrics)

@@ -30,14 +30,57 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "iteration": Metric("how many times collect -> credit -> update has run"),
-    "steps": Metric("environment steps used so far, of the budget"),
+    "steps": Metric("environment steps, or rows or responses, used so far, of the budget"),
     "updates": Metric("optimizer steps taken so far"),
     "episode_return": Metric("mean undiscounted return of the last 100 training episodes (actions sampled)"),
     "episode_length": Metric("mean length of those episodes, in steps"),
     "episodes": Metric("training episodes finished so far"),
     "evaluation_return": Metric("mean return of the greedy evaluation episodes, when there was one this iteration"),
+    "reward": Metric("mean score of the responses of this iteration, missing ends treated, before the KL is taken off"),
+    "gold": Metric(
+        "mean score by the function that tells the truth; never trained on. Reward up and gold down is reward hacking"
+    ),
+    "kl_reference": Metric("mean log π − log π_ref per token, on samples of π: KL(π‖π_ref)"),
+    "kl_reference_response": Metric(
+        "the same summed over each response, in nats: what the policy has spent on its reward",
+        high=50.0,
+        why_high="the policy has left the reference far behind: raise reference.beta, or lower the learning rate",
+    ),
+    "reference_beta": Metric("β of the KL in the reward; moves where reference.target is set"),
+    "response_length": Metric("mean tokens per response, EOS included"),
+    "eos_rate": Metric(
+        "share of responses that ended by themselves, and were not cut by the length limit",
+        low=0.5,
+        why_low="most responses are cut: raise sampling.max_tokens, or see reward.missing_eos",
+    ),
+    "distinct_2": Metric("different bigrams / all bigrams of the iteration's responses; a fall to half is mode collapse"),
+    "repeated": Metric(
+        "share of responses that are equal to another one of the iteration",
+        high=0.5,
+        why_high="responses stop differing (mode collapse): raise reference.beta or the entropy bonus",
+    ),
+    "without_score": Metric("share of responses for which a reward function gave no number; they are masked"),
+    "sampler_gap": Metric(
+        "largest difference between the sampler's and the trainer's log-probability of a token",
+        high=1e-2,
+        why_high="the sampler and the trainer disagree about the policy; with precision = bfloat16 some is normal",
+    ),
+    "held_out_loss": Metric("mean −log π per token on held-out demonstrations, or per held-out pair; nats"),
+    "held_out_accuracy": Metric("share of held-out pairs in which the chosen answer has the higher score"),
+    "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
+    "held_out_gold": Metric("the same by the function that tells the truth"),
+    "held_out_kl": Metric("nats per response that these answers are away from the reference"),
+    "held_out_length": Metric("mean tokens of these answers"),
+    "held_out_eos_rate": Metric("share of these answers that ended by themselves"),
+    "held_out_distinct_2": Metric("different bigrams / all bigrams of these answers"),
+    "data_epochs": Metric("passes over the training rows so far"),
+    "tokens": Metric("trained tokens of the batch"),
+    "seconds_sampling": Metric("time spent on sampling responses; part of seconds_collecting"),
+    "seconds_scoring": Metric("time spent in the reward; part of seconds_collecting"),
+    "tokens_per_second": Metric("sampled tokens per second of sampling"),
     "policy_loss": Metric(
-        "−J: minus the mean surrogate. Near 0 by construction at ratio 1; its level says nothing about learning"
+        "−J: minus the mean surrogate. Near 0 by construction at ratio 1; its level says nothing about learning. In SFT and "
+        "reward models it is the cross-entropy"
     ),
     "value_loss": Metric("mean (V − R̂)², in squared units of the (normalised) return"),
     "entropy": Metric("mean entropy of the policy in nats; of a density for Box actions, so it may be negative"),
@@ -107,10 +150,17 @@ METRICS: dict[str, Metric] = {
     "stopped_early": Metric("1 when target_kl ended the epochs"),
     "seconds_collecting": Metric("time spent acting and scoring"),
     "seconds_learning": Metric("time spent on credit and updates"),
-    "steps_per_second": Metric("environment steps per second of the iteration"),
+    "steps_per_second": Metric("steps per second of the iteration"),
 }
 
-TIMING = ("seconds_collecting", "seconds_learning", "steps_per_second")
+TIMING = (
+    "seconds_collecting",
+    "seconds_learning",
+    "seconds_sampling",
+    "seconds_scoring",
+    "steps_per_second",
+    "tokens_per_second",
+)
 """the keys that differ between two otherwise identical runs"""
 
 

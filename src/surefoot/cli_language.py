@@ -1,0 +1,88 @@
+"""The commands that are about text alone: generate, and a look at data."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from surefoot.errors import SurefootError
+from surefoot.sections import MAX_SEED
+
+
+@click.command()
+@click.argument("model")
+@click.option("--prompt", "prompts", multiple=True, help="A prompt; repeatable.")
+@click.option("--file", type=click.Path(path_type=Path), help="Prompts from a JSONL or Parquet file, or a datasets folder.")
+@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Responses to each prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option("--greedy", is_flag=True, help="The likeliest token each time, instead of sampling.")
+@click.option("--stop", multiple=True, help="Text that ends a response, besides EOS; repeatable.")
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
+@click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per response.")
+def generate(
+    model: str,
+    prompts: tuple[str, ...],
+    file: Path | None,
+    samples: int,
+    max_tokens: int,
+    temperature: float,
+    greedy: bool,
+    stop: tuple[str, ...],
+    seed: int,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
+    """Answer prompts with MODEL: a run, a checkpoint, a transformers folder or a hub id."""
+    from surefoot.language.trained import writer
+
+    if bool(prompts) == bool(file):
+        raise SurefootError("generate: give either --prompt TEXT or --file FILE")
+    from surefoot.language.tokens import text_of
+
+    language_model = writer(model, trust_remote_code)
+    asked: list[Any] = list(prompts)
+    if file is not None:
+        from surefoot.language import data
+
+        asked = data.prompts(data.read_rows(file), language_model.tokens, MAX_SEED).prompts
+    written = language_model.generate(
+        asked,
+        samples=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=stop,
+        greedy=greedy,
+    )
+    for number, response in enumerate(written):
+        prompt = asked[number // samples]
+        if as_json:
+            click.echo(json.dumps({"prompt": prompt, "response": response}, ensure_ascii=False))
+        else:
+            click.echo(f"{text_of(prompt)} → {response}")
+
+
+@click.group()
+def data() -> None:
+    """Look at rows before they are trained on."""
+
+
+@data.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The model whose tokenizer and chat template read them.")
+@click.option("--rows", type=click.IntRange(min=1), default=5, show_default=True, help="How many rows to show.")
+@click.option("--max-length", type=click.IntRange(min=2), default=1024, show_default=True, help="As in data.max_length.")
+@click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
+def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_code: bool) -> None:
+    """Show rows of FILE with their tokens coloured by what is trained, lengths, and what would be dropped."""
+    from rich.console import Console
+
+    from surefoot.language.preview import preview as preview_of
+
+    width = None if sys.stdout.isatty() else 120
+    shown = preview_of(file, model, rows=rows, max_length=max_length, trust_remote_code=trust_remote_code)
+    Console(width=width).print(shown)

@@ -1,0 +1,123 @@
+"""``surefoot demo language``: SFT, a reward model and PPO with its four roles, on reviews whose true worth is known.
+
+Every stage is an ordinary run from files that stay in the folder, so each can be repeated by hand.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from surefoot.kinds import Recipe
+from surefoot.language.tasks import reviews
+from surefoot.language.trained import LanguageModel
+from surefoot.recipes import find_recipe
+from surefoot.run.dashboard import Display
+from surefoot.run.folder import write_text
+
+PAIRS, HELD_OUT_PAIRS = 2_200, 200
+GOLD = "surefoot.language.tasks.reviews:gold"
+
+
+def language_demo(
+    run_dir: Path, seed: int, display_for: Callable[[Recipe, Path], Display], anchored: bool = True
+) -> dict[str, Any]:
+    """Three stages, and what came of them: prints it and returns the numbers."""
+    folder, number = run_dir / "demo-language", 2
+    while folder.exists():
+        folder, number = run_dir / f"demo-language-{number}", number + 1
+    begun = time.monotonic()
+    data = folder / "data"
+    write_data(data, seed)
+
+    def stage(name: str, recipe: str, changes: Mapping[str, Any]) -> Path:
+        from surefoot import api
+
+        found = find_recipe(recipe, {"seed": seed, **changes})
+        print(flush=True)
+        api.start(found, folder / name, display=display_for(found, folder / name))
+        return folder / name
+
+    print("1/3 SFT: a small model learns to write reviews from demonstrations, good and bad ones.")
+    held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
+    sft = stage("sft", "reviews_sft", {"data": {"train": str(data / "demonstrations.jsonl"), **held_out}})
+    print("\n2/3 Reward model: it learns from pairs of the model's own reviews which one people would prefer.")
+    write_pairs(data, sft, seed)
+    pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
+    demonstrations = str(data / "demonstrations.jsonl")
+    reward = stage("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": demonstrations})
+    print("\n3/3 PPO: the model is trained to please the reward model, held near its SFT start by the KL.")
+    changes = {
+        "model": str(sft),
+        "data": {"train": str(data / "prompts.jsonl"), "held_out": str(data / "held_out_prompts.jsonl")},
+        "reward": {"terms": [{"model": str(reward)}], "gold": GOLD},
+        "reference": {} if anchored else {"beta": 0.0},
+    }
+    ppo = stage("ppo", "reviews", changes)
+    told = compare(sft, reward, ppo, data, time.monotonic() - begun)
+    write_text(folder / "demo.json", json.dumps(told, indent=1))
+    return told
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """Demonstrations and prompts; those held out are of other draws, the held-out prompts of other products too."""
+    folder.mkdir(parents=True)
+    write_rows(folder / "demonstrations.jsonl", reviews.demonstrations(8_000, seed))
+    write_rows(folder / "held_out_demonstrations.jsonl", reviews.demonstrations(512, seed + 1))
+    write_rows(folder / "prompts.jsonl", ({"prompt": prompt} for prompt in reviews.prompts(2_000, seed)))
+    half = reviews.prompts(64, seed + 1) + reviews.prompts(64, seed + 1, held_out=True)
+    write_rows(folder / "held_out_prompts.jsonl", ({"prompt": prompt} for prompt in half))
+
+
+def write_pairs(folder: Path, sft: Path, seed: int) -> None:
+    """Two reviews by the supervised model to each prompt, labelled by gold with noise; the held-out ones apart."""
+    model = _model(sft)
+    prompts = reviews.prompts(PAIRS + HELD_OUT_PAIRS, seed + 2)
+    written: list[str] = []
+    for start in range(0, len(prompts), 400):
+        written += model.generate(prompts[start : start + 400], samples=2, max_tokens=56, seed=seed + start)
+    rows = reviews.label(zip(prompts, written[::2], written[1::2], strict=True), seed=seed)
+    write_rows(folder / "held_out_pairs.jsonl", rows[:HELD_OUT_PAIRS])
+    write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
+
+
+def compare(sft: Path, reward: Path, ppo: Path, data: Path, seconds: float) -> dict[str, Any]:
+    """Before and after on the held-out prompts, as a table with some answers; what to try next."""
+    from surefoot.language.evaluate import evaluate_run
+    from surefoot.run.tracking import read_metrics
+
+    judged = evaluate_run(ppo, rows=128)
+    accuracy = read_metrics(reward / "metrics.jsonl")[-1]["held_out_accuracy"]
+    before, after = judged["start"], judged["trained"]
+    print("\nAnswers to held-out prompts, half of them of products that no preference and no training prompt has named:")
+    print(f"{'':28}{'SFT':>10}{'PPO':>10}")
+    for name, label in (
+        ("reward", "proxy reward (learned)"),
+        ("gold", "gold reward (the truth)"),
+        ("kl", "KL to SFT, nats/response"),
+        ("distinct_2", "distinct bigrams"),
+        ("length", "length, tokens"),
+    ):
+        print(f"{label:28}{before[name]:>10.2f}{after[name]:>10.2f}")
+    print(f"reward model: {accuracy:.0%} of held-out pairs are ordered as they were labelled")
+    print(f"by gold, PPO beats SFT on {judged['win_rate_gold']:.0%} of the prompts; {seconds:.0f} s in all, {ppo.parent}/")
+    print()
+    for row in judged["samples"][:3] + judged["samples"][64:67]:
+        print(f"  {row['prompt'].strip():12} SFT: {row['start']}\n{'':15}PPO: {row['response']}")
+    print("\nTry next:")
+    print("  surefoot demo language --no-anchor       # β = 0: watch the reward being hacked")
+    print(f"  surefoot generate {ppo} --prompt 'new tent: ' --samples 5")
+    print(f"  surefoot evaluate {ppo} --json")
+    return {"seconds": seconds, "reward_accuracy": accuracy, **{k: v for k, v in judged.items() if k != "samples"}}
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """JSON lines."""
+    write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+
+
+def _model(run: Path) -> LanguageModel:
+    from surefoot.language.trained import writer
+
+    return writer(str(run))

@@ -1,0 +1,83 @@
+"""How good a finished run of language is: on held-out rows, beside the model that it started from."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.config import make_recipe, read_toml, to_table
+from surefoot.errors import SurefootError
+from surefoot.kinds import Recipe
+from surefoot.language.metrics import win_rate
+from surefoot.language.world import LanguageWorld
+from surefoot.run.checkpoint import load_checkpoint, load_weights
+from surefoot.run.folder import check_is_run, checkpoint_to_load
+from surefoot.worlds import make_world
+
+
+def evaluate_run(run: Path, *, data: str | None = None, rows: int | None = None, seed: int | None = None) -> dict[str, Any]:
+    """Judge the best checkpoint of a run (the last, where there is no best) on held-out rows.
+
+    data   other rows than the recipe's held-out ones
+    rows   how many of them; default as the recipe says
+    seed   of the samples
+
+    Of SFT and reward models the held-out loss, and accuracy. Of an online run reward, gold, KL, length and diversity of both
+    the trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins.
+    Raises SurefootError when the folder is no run of language, or there are no rows to judge on.
+    """
+    check_is_run(run)
+    checkpoint = checkpoint_to_load(run)
+    recipe = changed(make_recipe(read_toml(run / "config.toml")), data, rows, seed)
+    world = make_world(recipe)
+    trees = load_checkpoint(checkpoint)
+    told: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
+    if not isinstance(world, LanguageWorld):
+        load_weights(world.policy, trees["agent"], checkpoint)
+        judged = world.evaluate()
+        assert judged is not None
+        return told | dict(judged.metrics)
+    before, start = _judged(world)  # the policy as it was loaded is the model that training started from
+    load_weights(world.policy, trees["agent"], checkpoint)
+    after, trained = _judged(world)
+    samples = [{**row, "start": old["response"]} for row, old in zip(trained, start, strict=True)]
+    told |= {"rows": len(samples), "start": before, "trained": after}
+    for name in ("reward", "gold"):
+        if name in trained[0]:
+            ours, theirs = (torch.tensor([row[name] for row in found]) for found in (trained, start))
+            told[f"win_rate_{name}"] = win_rate(ours, theirs)
+    return told | {"samples": samples}
+
+
+def _judged(world: LanguageWorld) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    judged = world.evaluate()
+    assert judged is not None
+    return {name.removeprefix("held_out_"): value for name, value in judged.metrics.items()}, judged.samples
+
+
+def changed(recipe: Recipe, data: str | None, rows: int | None, seed: int | None) -> Recipe:
+    """A run's recipe with other rows to judge on."""
+    table = to_table(recipe)
+    held_out = data or table.get("data", {}).get("held_out", "none")
+    if held_out == "none":
+        raise SurefootError("data.held_out='none': this run holds nothing out to judge on; name a file with --data FILE")
+    table["data"]["held_out"] = held_out
+    wanted = {"rows": rows, "seed": seed}
+    table["evaluation"] |= {name: value for name, value in wanted.items() if value is not None}
+    table["evaluation"]["rows"] = table["evaluation"]["rows"] or 256
+    return make_recipe(table)
+
+
+def table(told: dict[str, Any]) -> str:
+    """What ``evaluate_run`` found, for a person."""
+    lines = [f"{told['kind']} run after {told['steps']:,} steps; checkpoint {told['checkpoint']}"]
+    if "trained" not in told:
+        found = {name: value for name, value in told.items() if name.startswith("held_out_")}
+        return "\n".join([*lines, *(f"{name.replace('_', ' '):24}{value:>12.4f}" for name, value in found.items())])
+    lines.append(f"{'':24}{'start':>12}{'trained':>12}   on {told['rows']} held-out prompts")
+    for name, before in told["start"].items():
+        shown = ("–" if value is None else f"{value:.3f}" for value in (before, told["trained"][name]))
+        lines.append(f"{name.replace('_', ' '):24}" + "".join(f"{value:>12}" for value in shown))
+    for name in (name for name in told if name.startswith("win_rate_")):
+        lines.append(f"{'wins by ' + name.removeprefix('win_rate_'):24}{'':>12}{told[name]:>12.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,143 @@
+"""SFT and reward models are REINFORCE on rows that are all worth 1: the same loop, and the losses everybody knows."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.functional import bradley_terry_loss
+from surefoot.language.models import RewardModel
+from surefoot.language.supervised import SupervisedWorld
+from surefoot.rollout import LearnerState
+from surefoot.run.tracking import read_metrics
+from surefoot.session import make_learner
+
+SENTENCES = ("the cat sat", "a dog ran", "birds sing", "the sun is up")
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def demonstrations(path: Path, count: int = 24) -> str:
+    return write(path, ({"prompt": f"{i % 5}: ", "completion": SENTENCES[i % 4]} for i in range(count)))
+
+
+def pairs(path: Path, count: int = 24) -> str:
+    rows = ({"prompt": f"{i % 5}: ", "chosen": SENTENCES[i % 4], "rejected": SENTENCES[i % 4][::-1]} for i in range(count))
+    return write(path, rows)
+
+
+def recipe(kind: str, folder: Path, data: str, **fields: Any) -> Any:
+    settings = {"train": data, "max_length": 64, "batch": 8}
+    return make_recipe({"kind": kind, "model": str(folder), "steps": 96, "data": settings, **fields})
+
+
+def test_the_loss_of_sft_is_the_cross_entropy_of_the_completion(folder: Path, tmp_path: Path) -> None:
+    world = SupervisedWorld(recipe("sft", folder, demonstrations(tmp_path / "d.jsonl")))
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    credit = assign_credit(rollout, world.recipe.objective)
+    assert credit.advantages[rollout.mask].eq(1).all()
+    learner = make_learner(world.recipe, world.policy)
+    model, total, count = world.policy.model, 0.0, 0
+    for prompt, mask, actions, kept in zip(
+        rollout.inputs["prompt"], rollout.inputs["prompt_mask"], rollout.actions, rollout.mask, strict=True
+    ):
+        asked, said = prompt[mask], actions[kept]
+        with torch.no_grad():
+            logits = model(torch.cat([asked, said]).unsqueeze(0)).logits[0, len(asked) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, said, reduction="sum"))
+        count += len(said)
+    metrics = learner.update(rollout, credit, LearnerState.seeded(1, 96))
+    assert metrics["policy_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry(folder: Path, tmp_path: Path) -> None:
+    world = SupervisedWorld(recipe("reward", folder, pairs(tmp_path / "p.jsonl")))
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    with torch.no_grad():
+        scores = world.policy.scores(rollout.inputs)
+    wanted = bradley_terry_loss(scores[:, 0], scores[:, 1]).mean()
+    metrics = make_learner(world.recipe, world.policy).update(
+        rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96)
+    )
+    assert metrics["policy_loss"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_sft_learns_and_its_model_loads_in_plain_transformers_with_the_same_logits(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    data = demonstrations(tmp_path / "d.jsonl")
+    held_out = {"train": data, "held_out": data, "max_length": 64, "batch": 8}
+    fields = {"model": str(folders["llama"]), "data": held_out, "steps": 640, "optimizer": {"learning_rate": 5e-3}}
+    trained = surefoot.train("sft", run_dir=tmp_path / "run", **fields)
+    losses = [row["held_out_loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in row]
+    assert losses[-1] < losses[0] / 2
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    ids = torch.arange(12).unsqueeze(0) + 20
+    with torch.no_grad():
+        torch.testing.assert_close(there(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
+        loaded = surefoot.load(tmp_path / "run")
+        torch.testing.assert_close(loaded.model(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
+
+
+def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demonstrations(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    data, shown = pairs(tmp_path / "p.jsonl"), demonstrations(tmp_path / "d.jsonl")
+    fields = {"data": {"train": data, "held_out": data, "max_length": 64, "batch": 8}, "steps": 480, "demonstrations": shown}
+    surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["llama"]), optimizer={"learning_rate": 3e-3}, **fields)
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_accuracy"] > 0.95
+    model = RewardModel.load(tmp_path / "run" / "model")
+    world = SupervisedWorld(recipe("sft", folders["llama"], shown))
+    rows = data.demonstrations(data.read_rows(shown), world.tokens, 64)
+    ids = [torch.tensor([row]) for row in rows.ids]
+    with torch.no_grad():
+        scores = torch.cat([model(row, torch.ones_like(row, dtype=torch.bool)) for row in ids])
+    assert float(scores.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_an_interrupted_run_resumes_bit_for_bit(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    data = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl", 20)  # epochs end inside batches
+    fields = {"model": str(folders["qwen2"]), "data": {"train": data, "max_length": 64, "batch": 8}, "steps": 64}
+    fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
+    whole = surefoot.train(kind, run_dir=tmp_path / "whole", **fields)
+    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
+    resumed = surefoot.resume(tmp_path / "cut")
+    ours, theirs = (thing.model if kind == "sft" else thing for thing in (whole, resumed))
+    for name, weights in ours.state_dict().items():
+        assert torch.equal(weights, theirs.state_dict()[name]), name
+
+
+def test_training_stops_when_nothing_held_out_has_improved_for_long(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The held-out rows are the opposite of the training rows, so that learning makes them worse."""
+    data = {"train": demonstrations(tmp_path / "d.jsonl"), "max_length": 64, "batch": 8}
+    data["held_out"] = write(tmp_path / "h.jsonl", ({"prompt": "0: ", "completion": "QXZ" * 4} for _ in range(8)))
+    rows: list[Any] = []
+    surefoot.train(
+        "sft",
+        model=str(folders["llama"]),
+        data=data,
+        steps=8_000,
+        optimizer={"learning_rate": 1e-2},
+        evaluation={"every": 16, "patience": 3},
+        callback=lambda metrics: bool(rows.append(metrics)),
+    )
+    assert rows[-1]["steps"] < 4_000
+
+
+def test_an_objective_that_weighs_rows_otherwise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match="kind = 'sft' learns from rows that are all worth 1"):
+        recipe("sft", tmp_path, "rows.jsonl", algorithm="PPO_CLIP")
