@@ -94,8 +94,8 @@ def test_sft_learns_and_its_model_loads_in_plain_transformers_with_the_same_logi
 def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demonstrations(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    data, shown = pairs(tmp_path / "p.jsonl"), demonstrations(tmp_path / "d.jsonl")
-    fields = {"data": {"train": data, "held_out": data, "max_length": 64, "batch": 8}, "steps": 480, "demonstrations": shown}
+    told, shown = pairs(tmp_path / "p.jsonl"), demonstrations(tmp_path / "d.jsonl")
+    fields = {"data": {"train": told, "held_out": told, "max_length": 64, "batch": 8}, "steps": 480, "demonstrations": shown}
     surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["llama"]), optimizer={"learning_rate": 3e-3}, **fields)
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_accuracy"] > 0.95
     model = RewardModel.load(tmp_path / "run" / "model")

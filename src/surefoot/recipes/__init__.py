@@ -47,10 +47,13 @@ def base_table(what: str) -> dict[str, Any]:
     tables = presets()
     if what.endswith(".toml"):
         table = read_toml(Path(what))
-        partial = "task" in table and "algorithm" not in table  # a resolved recipe always names its algorithm
-        return merged(preset_for(str(table["task"])), table) if partial else table
+        if "algorithm" in table:  # a resolved recipe always names its algorithm; one that doesn't is laid over a preset
+            return table
+        kind = table.get("kind", "control")
+        below = preset_for(str(table["task"])) if "task" in table else tables.get(str(kind), {})
+        return merged(below, table)
     if what in tables:
-        if "task" not in tables[what]:
+        if "task" not in tables[what] and "kind" not in tables[what]:
             raise SurefootError(f"{what!r}: this preset is a starting point for any task; name an environment id instead")
         return tables[what]
     if ":" not in what:
