@@ -3,13 +3,14 @@
 Prompts are padded left and responses right; a mask says what is real (True), so which id pads never matters to a model.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, cause_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,17 +56,105 @@ class Tokens:
         assert isinstance(text, str)
         return text
 
+    def demonstration(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        """The ids of a row, and which of them are trained: those that the assistant wrote, its EOS included.
+
+        row   ``{"messages"}``, ``{"prompt", "completion"}`` of text or messages, or ``{"text"}``; other keys are not read
+
+        What an assistant's turn is comes from the template's ``{% generation %}`` mark, else from rendering the conversation
+        up to the turn and up to its end. Nothing after the last trained id is kept. The first id is never trained: nothing
+        precedes it.
+
+        Raises SurefootError when the template refuses the messages, writes a conversation otherwise when it goes on, or marks
+        nothing of what the assistant wrote.
+        """
+        if "messages" in row:
+            return self.conversation(row["messages"])
+        if "text" in row:
+            ids = [*self.encode_prompt(row["text"]), self.eos_id]
+            return ids, [False] + [True] * (len(ids) - 1)
+        prompt, completion = row["prompt"], row["completion"]
+        if not isinstance(completion, str):
+            return self.conversation([*prompt, *completion], after=len(prompt))
+        before, after = self.encode_prompt(prompt), self.encode_completion(completion)
+        return before + after, [False] * len(before) + [True] * len(after)
+
+    def conversation(self, messages: Messages, after: int = 0) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and which are trained: the assistant's among ``messages[after:]``. See demonstration."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= after]
+        if not turns:
+            raise SurefootError("no message is the assistant's, so nothing would be trained")
+        ids = self.render(messages)
+        trained = [False] * len(ids)
+        if re.search(r"{%-?\s*generation\b", self._template()):
+            start = self._prefix(messages, turns[0], ids, add_generation_prompt=True)
+            trained[start:] = self._marked(messages)[start:]
+        else:
+            for turn in turns:
+                start = self._prefix(messages, turn, ids, add_generation_prompt=True)
+                stop = self._prefix(messages, turn + 1, ids)
+                trained[start:stop] = [True] * (stop - start)
+        if not any(trained):
+            raise SurefootError(
+                "the chat template marks nothing of what the assistant wrote as generated, so nothing would be trained; "
+                "mend its {% generation %} block"
+            )
+        return self._ended(ids, trained, answered=turns[-1] == len(messages) - 1)
+
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
         """A conversation as the chat template writes it.
 
         Raises SurefootError when the tokenizer has no template, or the template refuses the messages.
         """
+        found = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+        return [int(i) for i in found]
+
+    def _marked(self, messages: Messages) -> list[bool]:
+        """What the template's own mark says was generated."""
+        found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return [bool(x) for x in found["assistant_masks"]]
+
+    def _prefix(self, messages: Messages, count: int, ids: list[int], **options: Any) -> int:
+        """How many ids the first messages take; they must be those that the whole conversation begins with."""
+        first = self.render(messages[:count], **options)
+        if ids[: len(first)] != first:
+            raise SurefootError(
+                f"the chat template writes the first {count} messages otherwise when more follow, so it can't be told what "
+                "the assistant wrote; use a template that marks it with {% generation %}, or rows of one answer each"
+            )
+        return len(first)
+
+    def _ended(self, ids: list[int], trained: list[bool], answered: bool) -> tuple[list[int], list[bool]]:
+        """Every run of trained ids up to its EOS, be that marked or just behind; and an answer that is the last ends with one.
+
+        What a template writes after EOS, a line break often, is never sampled: it is neither trained nor kept at the end.
+        """
+        settled, writing = [], False
+        for i, (token, marked) in enumerate(zip(ids, trained, strict=True)):
+            end = token in self.eos_ids
+            begins = marked and i > 0 and not trained[i - 1]
+            writing = begins or (writing and (marked or end))
+            settled.append(writing)
+            writing = writing and not end
+        length = len(ids) - settled[::-1].index(True)
+        ids, settled = ids[:length], settled[:length]
+        if answered and ids[-1] not in self.eos_ids:
+            return [*ids, self.eos_id], [*settled, True]
+        return ids, settled
+
+    def _template(self) -> str:
         if not self.tokenizer.chat_template:
             raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
-        ids = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, return_dict=False
-        )
-        return list(ids)
+        return str(self.tokenizer.get_chat_template())
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        self._template()
+        try:
+            return self.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+        except (TemplateError, TypeError, ValueError) as error:  # what an expression in a template may raise
+            raise SurefootError(f"the chat template refuses these messages ({cause_of(error)})") from None
 
     def _beginning(self) -> int:
         """What stands for an empty prompt: a response needs something to follow."""
