@@ -95,6 +95,20 @@ def test_control_and_language_never_import_each_other() -> None:
     assert offences("surefoot.language", "surefoot.control") == []
 
 
+def test_worlds_know_no_session() -> None:
+    assert offences(WORLDS, ("surefoot.session", "surefoot.api", "surefoot.cli")) == []
+    assert {"surefoot.control", "surefoot.language"} <= set(FILES)
+
+
+def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_used() -> None:
+    packages = ("transformers", "tokenizers", "pyarrow", "datasets", "huggingface_hub")
+    assert [line for line in offences("surefoot", packages) if not line.startswith("surefoot.language.")] == []
+    modules = ", ".join(name for name in FILES if inside(name, "surefoot.language"))
+    command = f"import sys, {modules}; print(sorted(set({packages}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]", "control runs, and messages come, without the extra"
+
+
 def test_run_imports_no_world() -> None:
     assert offences("surefoot.run", WORLDS) == []
 

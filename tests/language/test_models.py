@@ -328,6 +328,27 @@ def test_a_hub_id_without_a_network_is_one_line(name: str, hint: str, monkeypatc
         load_model(name)
 
 
+def test_a_model_that_was_downloaded_needs_no_network(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is laid out as huggingface_hub does, which then names it a hit."""
+    commit = "0" * 40
+    repository = tmp_path / "models--someone--tiny"
+    shutil.copytree(folders["gpt2"], repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for place in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(place, str(tmp_path))
+
+    def no_network(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    model, tokenizer = load_model("someone/tiny")
+    assert torch.equal(logits_of(model), logits_of(tiny.model("gpt2")))
+    assert len(tokenizer) == tiny.VOCABULARY
+
+
 def test_a_models_own_code_is_not_run_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("cache").absolute()))
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -151,6 +151,12 @@ def test_a_prompt_has_the_tokenizers_beginning_and_never_its_end() -> None:
     assert tokens.encode_prompt("") == [bos]
 
 
+@given(st.text("aé λ日🙂\n\t", max_size=20))
+def test_a_tokenizer_of_bytes_decodes_any_text_to_itself(text: str) -> None:
+    """Whose tokens are parts of characters, as GPT-2's are; surrounding and double spaces stay."""
+    assert BYTES.decode(BYTES.encode_completion(text)) == text
+
+
 def test_an_empty_prompt_is_eos_where_there_is_no_bos() -> None:
     assert POCKET.encode_prompt("") == [POCKET.eos_id]
 
@@ -243,4 +249,13 @@ def test_what_a_template_refuses_is_one_line(template: str) -> None:
         tokens_with(template).encode_prompt(BEGUN)
 
 
-POCKET = Tokens(pocket()[1])
+def byte_tokenizer() -> Any:
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    core = ByteLevelBPETokenizer()
+    core.train_from_iterator(["hello there, hello world"], vocab_size=300, special_tokens=["<|end|>"], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<|end|>")
+
+
+POCKET, BYTES = Tokens(pocket()[1]), Tokens(byte_tokenizer())

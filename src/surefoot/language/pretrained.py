@@ -36,18 +36,12 @@ def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig
     """
     from transformers import AutoConfig
 
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if is_folder(name):
         check_parts(Path(name))
     config: PreTrainedConfig
     with quiet():
         try:
-            try:
-                config = AutoConfig.from_pretrained(name, local_files_only=True, **options)
-            except OSError:
-                if is_folder(name):
-                    raise
-                config = AutoConfig.from_pretrained(name, **options)
+            config = _from_here_first(AutoConfig, name, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise _refused(name, error) from None
     no_dropout(config)
@@ -61,7 +55,8 @@ def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_
     """
     with quiet():
         try:
-            model, report = auto.from_pretrained(
+            model, report = _from_here_first(
+                auto,
                 name,
                 config=config,
                 dtype=torch.float32,
@@ -89,7 +84,7 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTok
 
     with quiet():
         try:
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            found: PreTrainedTokenizerBase = _from_here_first(AutoTokenizer, name, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise SurefootError(f"model={name!r}: its tokenizer can't be read ({cause_of(error)})") from None
     return found
@@ -195,6 +190,16 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise SurefootError(f"{folder}: the model is not saved ({error.strerror or error}); choose another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _from_here_first(auto: Any, name: str, **options: Any) -> Any:
+    """From the folder, or what was downloaded before; the hub is asked only for what is not here, and that can take long."""
+    try:
+        return auto.from_pretrained(name, local_files_only=True, **options)
+    except OSError:
+        if is_folder(name):
+            raise
+    return auto.from_pretrained(name, **options)
 
 
 def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
