@@ -1,0 +1,113 @@
+"""A reward model's folder as a reward: its own tokenizer, batches that don't matter, one line for what can't be."""
+
+import pytest
+import torch
+
+from surefoot.errors import SurefootError
+from surefoot.language.models import RewardModel, load_model, scalar_model
+from surefoot.language.rewards import ModelReward, load_reward
+
+from .test_rewards import Term
+
+PROMPTS = ["one: ", "two: ", "a longer prompt: ", "four: ", ""]
+RESPONSES = ["yes", "a much longer response than that", "", "no.", "why"]
+
+
+@pytest.fixture
+def reward_folder(loaded, tmp_path):
+    """A reward model of each family, with a scale of its own."""
+    model, tokenizer = loaded
+    scorer = scalar_model(model, seed=3, tokenizer=tokenizer)
+    scorer.standardise(torch.tensor([-1.0, 0.5, 3.5]))
+    scorer.save(tmp_path / "reward")
+    return tmp_path / "reward"
+
+
+def by_hand(folder, prompt, response):
+    """The standardised head at EOS, of one text alone."""
+    scorer = RewardModel.load(folder)
+    tokenizer = scorer.tokenizer
+    ids = torch.tensor([[*tokenizer(prompt)["input_ids"], *tokenizer(response)["input_ids"], tokenizer.eos_token_id]])
+    with torch.no_grad():
+        hidden = scorer.backbone(input_ids=ids).last_hidden_state[0, -1]
+        return float((hidden @ scorer.head.weight[0] + scorer.head.bias[0] - scorer.mean) / scorer.std)
+
+
+def test_a_score_is_that_of_the_whole_text_with_its_end(reward_folder):
+    scores = ModelReward(reward_folder, weight=2.0)(PROMPTS[:4], RESPONSES[:4], {})
+    expected = torch.tensor([by_hand(reward_folder, *pair) for pair in zip(PROMPTS[:4], RESPONSES[:4], strict=True)])
+    torch.testing.assert_close(scores.parts["reward_model"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores.total, 2 * scores.parts["reward_model"])
+    assert expected.std() > 0.01, "texts differ, so that a mistake would show"
+    assert scores.valid.all()
+    assert not scores.total.requires_grad
+
+
+def test_batches_and_order_change_no_score(reward_folder):
+    whole = ModelReward(reward_folder)(PROMPTS, RESPONSES, {}).total
+    alone = ModelReward(reward_folder, batch_tokens=1)(PROMPTS, RESPONSES, {}).total
+    turned = ModelReward(reward_folder, batch_tokens=70)(PROMPTS[::-1], RESPONSES[::-1], {}).total.flip(0)
+    torch.testing.assert_close(alone, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(turned, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_no_batch_is_larger_than_its_tokens(reward_folder):
+    reward, seen = ModelReward(reward_folder, batch_tokens=60), []
+    reward.model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    reward(PROMPTS, RESPONSES, {})
+    assert len(seen) > 1
+    assert sum(rows for rows, _ in seen) == len(PROMPTS)
+    assert all(rows * width <= 60 or rows == 1 for rows, width in seen)
+
+
+def test_nothing_to_score_gives_nothing(folders, tmp_path):
+    model, tokenizer = load_model(folders["llama"])
+    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    assert ModelReward(tmp_path / "reward")([], [], {}).total.shape == (0,)
+
+
+def test_a_conversation_is_scored_by_the_model_s_own_chat_template(tmp_path):
+    model, tokenizer = load_model("pocket")
+    scorer = scalar_model(model, 1, tokenizer)
+    scorer.save(tmp_path / "reward")
+    messages = [{"role": "user", "content": "Hello?"}]
+    answered = [*messages, {"role": "assistant", "content": "Hello."}]
+    ids = torch.tensor([tokenizer.apply_chat_template(answered, return_dict=False)])
+    with torch.no_grad():
+        expected = scorer(ids, torch.ones_like(ids, dtype=torch.bool))
+    torch.testing.assert_close(ModelReward(tmp_path / "reward")([messages], ["Hello."], {}).total, expected)
+
+
+def test_a_model_and_a_function_add_up(folders, tmp_path):
+    model, tokenizer = load_model(folders["llama"])
+    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")
+    terms = [Term(model=str(tmp_path / "reward"), weight=0.5), Term(function=f"{tmp_path / 'mine.py'}:short", weight=0.1)]
+    scores = load_reward(terms)(PROMPTS, RESPONSES, {})
+    assert list(scores.parts) == ["reward_model", "short"]
+    torch.testing.assert_close(scores.total, 0.5 * scores.parts["reward_model"] + 0.1 * scores.parts["short"])
+
+
+def test_what_is_no_reward_model_is_refused(folders):
+    with pytest.raises(SurefootError, match="no such folder"):
+        ModelReward("nowhere")
+    with pytest.raises(SurefootError, match="no reward model"):
+        ModelReward(folders["llama"])
+
+
+def test_a_text_longer_than_the_context_is_refused(folders, tmp_path):
+    model, tokenizer = load_model(folders["llama"])
+    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    reward = ModelReward(tmp_path / "reward")
+    assert reward(["x"], ["y" * (reward.context - 2)], {}).valid.all()
+    with pytest.raises(SurefootError, match=rf"have {reward.context + 1} tokens and its context is {reward.context}"):
+        reward(["x"], ["y" * (reward.context - 1)], {})
+
+
+def test_a_score_that_is_not_finite_is_refused(folders, tmp_path):
+    model, tokenizer = load_model(folders["llama"])
+    scorer = scalar_model(model, 1, tokenizer)
+    scorer.head.weight.data.fill_(float("nan"))
+    scorer.save(tmp_path / "reward")
+    with pytest.raises(SurefootError, match="gave a score that is not finite"):
+        ModelReward(tmp_path / "reward")(["x"], ["y"], {})
