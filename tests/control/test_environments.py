@@ -426,6 +426,13 @@ def test_an_environment_that_can_not_be_made_is_named_whichever_of_them_it_is(nt
         make_environments(maker, {}, 2, SEED)
 
 
+def test_a_task_may_be_a_function_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import gymnasium\n\ndef make(**a):\n    return gymnasium.make('CartPole-v1', **a)\n")
+    made = make_environments(f"{tmp_path / 'mine.py'}:make", {"sutton_barto_reward": True}, 2, SEED)
+    assert made.reset()["observation"].shape == (2, 4)
+    assert (made.step(np.zeros(2, np.int64)).rewards == 0).all(), "and gets its arguments"
+
+
 @pytest.mark.parametrize("task", ["surefoot.nowhere:make", "surefoot.demo:nothing"])
 def test_a_function_that_can_not_be_imported_is_named(task: str) -> None:
     with pytest.raises(SurefootError, match=rf"task='{task}': can't be imported .*must name module:function"):
