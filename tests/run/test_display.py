@@ -73,6 +73,12 @@ def test_complaints_skip_undefined_values():
     assert set(complaints({"explained_variance": -3.0, "clip_active": 0.9})) == {"explained_variance", "clip_active"}
 
 
+def test_the_complaint_about_a_critic_says_when_it_means_nothing():
+    """A solved task pays the same in every episode: the critic is fine, the number is not."""
+    assert "meaningless where returns are nearly constant" in complaints({"explained_variance": -30.0})["explained_variance"]
+    assert "meaningless" in drawn({**HEALTHY, "explained_variance": -30.0}).split("explained variance")[1]
+
+
 def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(tmp_path):
     written = set()
     for algorithm in ("PPO_CLIP", "PPO_PENALTY_ADAPTIVE", "TRPO"):

@@ -136,7 +136,7 @@ class Dashboard:
             value = metrics[name]
             text = "–" if value is None else form.format(value)
             table.add_row(label, Text(text, style="bold yellow" if name in unhealthy else "bold"), unhealthy.get(name, ""))
-        for name in unhealthy.keys() - SHOWN.keys():
+        for name in (name for name in unhealthy if name not in SHOWN):
             table.add_row(name, Text(f"{metrics[name]:.4g}", style="bold yellow"), unhealthy[name])
         progress = Table.grid(padding=(0, 2))
         progress.add_row(

@@ -135,9 +135,11 @@ METRICS: dict[str, Metric] = {
     ),
     "reference_loss": Metric("mean KL to the reference as the loss sees it; only with reference_coefficient"),
     "explained_variance": Metric(
-        "1 − Var(R̂ − V)/Var(R̂): 1 is a perfect critic, 0 a constant one; null where returns are constant",
+        "1 − Var(R̂ − V)/Var(R̂): 1 is a perfect critic, 0 a constant one; null where returns are constant, "
+        "and meaningless where they nearly are",
         low=-0.5,
-        why_low="the critic predicts worse than a constant: normal in the first iterations, else fit it longer or faster",
+        why_low="the critic predicts worse than a constant: normal in the first iterations, meaningless where returns are "
+        "nearly constant, else fit it longer or faster",
     ),
     "advantage_mean": Metric("mean advantage before normalisation"),
     "advantage_std": Metric("standard deviation of the advantages before normalisation"),
