@@ -11,6 +11,7 @@ import pytest
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, cli
 from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.config import make_recipe, parse_value, recipe_fields, to_toml
+from surefoot.demo import command_here
 from surefoot.recipes import find_recipe, presets, recipe_for
 
 
@@ -51,6 +52,17 @@ def test_train_then_evaluate_then_resume(surefoot, tmp_path):
     assert result["returns"] == [float(n) for n in result["lengths"]], "CartPole pays 1 per step"
     assert result == json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))
     assert "1,024 steps" in surefoot("resume", "runs/one", "--steps", "1024", "--quiet")
+
+
+def test_the_demo_names_a_command_that_the_shell_finds(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [".venv/bin/surefoot", "demo"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_here() == ".venv/bin/surefoot", "make demo does not activate what it makes"
+    (tmp_path / "surefoot").touch(mode=0o755)
+    assert command_here() == "surefoot"
+    monkeypatch.setattr(sys, "argv", ["surefoot/__main__.py", "demo"])
+    monkeypatch.setenv("PATH", "")
+    assert command_here() == "surefoot"
 
 
 def test_several_seeds_make_several_runs_and_a_spread(surefoot, tmp_path):

@@ -1,5 +1,7 @@
 """``surefoot demo``: a real agent learns CartPole-v1 while one watches."""
 
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +32,14 @@ def control_demo(run_dir: Path, seed: int, display_for: Callable[[Recipe, Path],
     print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
     steps = read_metrics(folder / "metrics.jsonl")[-1]["steps"]
     print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {folder}/")
+    here = command_here()
     print("Try next:")
-    print(f"  surefoot evaluate {folder} --episodes 100 --json")
-    print("  surefoot train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
-    print("  surefoot train HalfCheetah-v5 --steps 200000         # a harder one; then kill it and: surefoot resume RUN")
+    print(f"  {here} evaluate {folder} --episodes 100 --json")
+    print(f"  {here} train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
+    print(f"  {here} train Acrobot-v1 --name swing               # a harder one; kill it, then: {here} resume runs/swing")
+
+
+def command_here() -> str:
+    """What to type for ``surefoot``: its path, where the shell doesn't find it by name, as after ``make demo``."""
+    called = Path(sys.argv[0])
+    return "surefoot" if called.name != "surefoot" or shutil.which("surefoot") else str(called)
