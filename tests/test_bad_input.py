@@ -45,6 +45,7 @@ def refused(result, *parts):
 CASES = [
     (["train", "CartPol-v1"], ["'CartPol-v1'", "did you mean 'CartPole-v1'?"]),
     (["train", "cartpol"], ["did you mean 'cartpole'?"]),
+    (["train", ""], ["'': no recipe, .toml file or environment id of that name (see: surefoot list)"]),
     (["train", "CartPole-v1", "--algorithm", "PPO_CLOP"], ["algorithm='PPO_CLOP'", "did you mean 'PPO_CLIP'?"]),
     (["train", "CartPole-v1", "--algorithm", "ppo"], ["algorithm='ppo'", "did you mean 'PPO_"]),
     (["train", "CartPole-v1", "--objective.gae-lamda", "0.9"], ["--objective.gae-lamda", "--objective.gae-lambda"]),
@@ -77,7 +78,7 @@ CASES = [
     (["train", "CartPole-v1", "--algorithm", "TRPO", "--network.shared-trunk", "true"], ["shared_trunk=true", "TRPO"]),
     (["train", "CartPole-v1", "--objective.baseline", "mean"], ["objective.gae_lambda=0.8", "needs a critic"]),
     (["train", "CartPole-v1", "--network.shared-trunk", "true", "--optimizer.critic-learning-rate", "1e-3"], ["shared trunk"]),
-    (["train", "CartPole-v1", "--device", "gpu0"], ["device='gpu0'", "cpu"]),
+    (["train", "CartPole-v1", "--device", "gpu0"], ["device='gpu0'", "must be cpu, mps, cuda"]),
     (["train", "CartPole-v1", "--rung", "9"], ["--rung"]),
     (["train", "CartPole-v1", "--steps", "true"], ["steps=true", "whole number"]),
     (["train", "CartPole-v1", "--seed", "99999999999999999999"], ["seed=99999999999999999999", "less than or equal"]),
@@ -292,11 +293,13 @@ BREAKAGES = [
     (lambda: (np.zeros(3, np.float32), 1.0, False, False, {}), "shape (3,) where its space says shape (2,)"),
     (lambda: (None, 1.0, False, False, {}), "type NoneType"),
     (lambda: (np.zeros(2, np.float32), None, False, False, {}), "raised TypeError"),
+    (lambda: (np.zeros(2, np.float32), "5", False, False, {}), "raised TypeError"),
     (lambda: (np.zeros(2, np.float32), 1.0, False), "raised ValueError"),
+    (lambda: sys.exit(3), "raised SystemExit: 3"),
 ]
 
 
-@pytest.mark.parametrize(("result", "part"), BREAKAGES, ids=["raises", "shape", "type", "reward", "length"])
+@pytest.mark.parametrize(("result", "part"), BREAKAGES, ids=["raises", "shape", "type", "reward", "word", "length", "exits"])
 def test_an_environment_that_misbehaves_is_named_with_its_step(tmp_path, result, part):
     fields = {"steps": 1024, "rollout": {"environments": 1, "steps": 8}, "objective": {"reuse": {"minibatches": 4}}}
     with pytest.raises(SurefootError) as raised:
@@ -316,7 +319,9 @@ def test_three_updates_in_a_row_that_are_not_finite_end_the_run_with_its_last_go
             return np.zeros(2, np.float32), reward, False, False, {}
 
     fields = {"steps": 1024, "rollout": {"environments": 1, "steps": 8}, "objective": {"reuse": {"minibatches": 4}}}
-    with pytest.raises(SurefootError, match=r"the reward of environment 0 at step \d+ of its episode is not finite.*3rd"):
+    with pytest.raises(
+        SurefootError, match=r"the reward of environment 0 at step \d+ of its episode is not finite.*3rd.*then resume"
+    ):
         api.train(lambda: Rotting(None), run_dir=tmp_path / "run", checkpoint={"every": 8}, **fields)
     trees = load_checkpoint(tmp_path / "run" / "checkpoints" / "16")
     assert all(np.isfinite(tensor.numpy()).all() for tensor in trees["agent"].values())

@@ -137,6 +137,8 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         return f"{field}={first['input']!r}: unknown key{hint or '; known here: ' + ', '.join(sorted(siblings))}"
     if first["type"] == "missing":
         return f"{field}: is missing; set it, for example task = 'CartPole-v1'" if field == "task" else f"{field}: is missing"
+    if field == "device" and first["type"] == "string_pattern_mismatch":
+        return f"device={first['input']!r}: must be cpu, mps, cuda, or one of several such as cuda:1"
     message = first["msg"].removeprefix("Value error, ")
     return f"{field}={first['input']!r}: {message[:1].lower()}{message[1:]}"
 

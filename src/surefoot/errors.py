@@ -36,7 +36,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A clause such as ``; did you mean 'CartPole-v1'?`` for a word that is not among the known ones, or nothing."""
     lowered = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
-    close = close or [name for name in lowered if name.startswith(word.lower())][-1:]
+    close = close or [name for name in lowered if word and name.startswith(word.lower())][-1:]
     return f"; did you mean {lowered[close[0]]!r}?" if close else ""
 
 

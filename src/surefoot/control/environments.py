@@ -127,7 +127,7 @@ class LoopedEnvironments:
         self.place[:] = number, episode, 0
         try:
             observation, info = self.environments[index].reset(seed=episode_seed(self.seed, number, episode, self.purpose))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failure(index, "reset()", error) from error
         self._store(index, observation, info, True, "reset()")
 
@@ -153,10 +153,12 @@ class LoopedEnvironments:
         self.place[:] = self.first + index, self.episodes[index], len(self.actions[index])
         try:
             observation, reward, terminated, truncated, info = self.environments[index].step(action)
+            if isinstance(reward, str):  # float would read it
+                raise TypeError(f"a reward must be a number, not {reward!r}")
             reward = float(reward)  # an array would take None for NaN
             says = info.get(SAID, {}) if isinstance(info, dict) else {}
             score, life_lost = float(says.get("score", reward)), bool(says.get("life_lost", False))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failure(index, "step()", error) from error
         terminated, truncated = bool(terminated), bool(truncated)
         self._store(index, observation, info, not (terminated or truncated), "step()")
@@ -170,7 +172,7 @@ class LoopedEnvironments:
         except (TypeError, ValueError) as error:
             raise self._failure(index, call, error) from error
 
-    def _failure(self, index: int, call: str, error: Exception | str) -> SurefootError:
+    def _failure(self, index: int, call: str, error: BaseException | str) -> SurefootError:
         what = f"gave {error}" if isinstance(error, str) else f"raised {cause_of(error)}"
         return SurefootError(
             f"{self.name}: environment {self.first + index} {what} in {call}, episode {self.episodes[index]}, "
