@@ -78,7 +78,8 @@ class ControlCollector:
             outcomes.append(step)
             self.observations = step.observations
             self._count(step)
-            self.starts = step.over | step.ignored
+            # Still one after a row that only reset; but EnvPool resets after a lost life too, and there the game goes on.
+            self.starts = step.over | (step.ignored & self.starts)
             if self.memory is not None:
                 at_cuts |= {(index, len(outcomes) - 1): self.memory[index] for index in step.final_observations}
             kept += count - int(step.ignored.sum())
