@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError
-from surefoot.control.atari import make_atari, register
+from surefoot.control.atari import Lives, make_atari, register
 from surefoot.control.backends import training_environments
 from surefoot.control.environments import Environments, LoopedEnvironments, make_environments
 from surefoot.control.spaces import BARE
@@ -185,6 +185,36 @@ def test_rewards_can_be_learned_from_as_they_are() -> None:
     generator = np.random.default_rng(0)
     rewards = [env.step(int(generator.integers(6)))[1] for _ in range(120)]
     assert max(rewards) >= 5
+
+
+class Generous(gymnasium.Env[Any, Any]):
+    """Two lives of one step each, and the FIRE that begins the second one is worth 7 points."""
+
+    observation_space, action_space = gymnasium.spaces.Box(0, 255, (1,), np.uint8), gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.ale, self.left = self, 2
+
+    def lives(self) -> int:
+        return self.left
+
+    def get_action_meanings(self) -> list[str]:
+        return ["NOOP", "FIRE"]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.left = 2
+        return np.zeros(1, np.uint8), {}
+
+    def step(self, action: Any) -> Any:
+        self.left -= action == NOOP
+        return np.zeros(1, np.uint8), 7.0 if action == FIRE else 1.0, self.left == 0, False, {}
+
+
+def test_what_the_fire_after_a_lost_life_earns_is_learned_from_too() -> None:
+    env = Lives(Generous(), fire=True, training=True, ends_value=True)
+    env.reset()
+    _, reward, terminated, _, info = env.step(NOOP)
+    assert (reward, terminated, info["surefoot"]) == (8.0, False, {"score": 8.0, "life_lost": True})
 
 
 # ---- resume, and other processes --------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
         lost = 0 < left < self.lives and not (terminated or truncated)
         if lost and self.fire is not None:
             observation, extra, terminated, truncated, info = self.env.step(self.fire)
-            score += float(extra)
+            reward, score = reward + extra, score + float(extra)
             lost = not (terminated or truncated)
         self.lives = self._left()
         if not self.training:
