@@ -14,12 +14,15 @@ import surefoot
 from surefoot import SurefootError
 from surefoot.control.backends import training_environments
 from surefoot.control.environments import Step, VectorEnvironments
+from surefoot.control.episodes import greedy_episode
+from surefoot.control.memory import STARTS
 from surefoot.control.spaces import BARE
 from surefoot.recipes import find_recipe
 
 from .tiny import Clockwork, Endless, clockworks, fresh_state, world_of
 
 BACKENDS = ["native", "envpool"]
+ONCE: dict[str, Any] = {"objective": {"reuse": {"epochs": 1, "minibatches": 1}}, "evaluation": {"episodes": 0}}
 
 
 def environments_of(backend: str, task: str = "CartPole-v1", **arguments: Any) -> VectorEnvironments:
@@ -136,6 +139,50 @@ def test_a_lost_life_ends_the_value_and_the_episode_goes_on_to_its_true_score(mo
 def test_a_lost_life_is_no_end_for_algorithms_of_whole_episodes() -> None:
     world = world_of(Lives, surefoot.REINFORCE, rollout={"environments": 2, "episodes": 2})
     assert world.collector.collect(fresh_state()).mask.shape == (2, 12)
+
+
+def test_an_evaluation_counts_whole_episodes_and_their_true_scores() -> None:
+    """Where the task is one function, evaluation gets what training gets: changed rewards and lives."""
+    agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
+    judged = surefoot.evaluate(agent, Lives, episodes=3)
+    assert judged.returns == [30.0] * 3
+    assert judged.lengths == [6] * 3
+
+
+def test_a_film_counts_the_true_score() -> None:
+    agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
+    *_, end = greedy_episode(agent, Lives(), "lives", 0, 0, 100)
+    assert (end.step, end.reward, end.total) == (6, 5.0, 30.0)
+
+
+class PoolLives(Lives):
+    """As EnvPool tells of lives: the step that loses one says terminated, and the reset after it goes on with the game."""
+
+    going = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if self.going:
+            return np.full(2, self.t / 10, np.float32), {}
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, over, cut, info = super().step(action)
+        self.going = info["surefoot"]["life_lost"]
+        return observation, reward, over or self.going, cut, info
+
+
+def test_a_life_that_is_told_of_by_a_reset_does_not_make_an_lstm_forget_its_game() -> None:
+    def vector() -> Any:
+        return SyncVectorEnv([PoolLives], autoreset_mode=AutoresetMode.NEXT_STEP)
+
+    network, rollout = {"hidden": [4], "lstm": 4}, {"environments": 1, "steps": 18}
+    world = world_of(vector, network=network, rollout=rollout)
+    found = world.collector.collect(fresh_state())
+    # A game is 6 steps and a reset after each life: two in the middle of it, and the one that begins the next game.
+    assert (~found.mask[0]).nonzero().flatten().tolist() == [2, 5, 8, 11, 14, 17]
+    assert found.inputs[STARTS][0].nonzero().flatten().tolist() == [0, 9]
+    assert found.metrics["episode_return"] == 30.0
+    world.close()
 
 
 def test_a_lost_life_does_not_disturb_the_replay_of_an_episode() -> None:

@@ -4,11 +4,14 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from surefoot.control import simulator
+from surefoot.control.agent import Agent
 from surefoot.control.environments import make_environments
+from surefoot.recipes import find_recipe
 
 SCRIPT = """
 import numpy as np
@@ -21,6 +24,34 @@ for env in environments.environments:
 environments.step(np.zeros((3, 6), np.float32))
 environments.close()
 """
+
+
+EXPORT = """
+import sys
+import surefoot
+from surefoot.control.export import export_agent
+from pathlib import Path
+
+agent = surefoot.load(sys.argv[1])
+export_agent(agent, Path(sys.argv[1]) / "agent.pt2", "torch")
+"""
+
+
+def test_an_export_that_runs_an_episode_leaves_no_log_and_no_warning_either(tmp_path: Path) -> None:
+    agent = Agent.for_spaces(find_recipe("HalfCheetah-v5"), *spaces_of("HalfCheetah-v5"), "HalfCheetah-v5")
+    agent.save(tmp_path / "agent")
+    (tmp_path / "here").mkdir()
+    command = [sys.executable, "-c", EXPORT, str(tmp_path / "agent")]
+    done = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def spaces_of(task: str) -> tuple[Any, Any]:
+    environments = make_environments(task, {}, 1, 1)
+    environments.close()
+    return environments.observation_space, environments.action_space
 
 
 def test_a_deprecation_is_not_shown_an_unstable_simulation_once_and_no_log_is_left(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
         lost = 0 < left < self.lives and not (terminated or truncated)
         if lost and self.fire is not None:
             observation, extra, terminated, truncated, info = self.env.step(self.fire)
-            reward, score = reward + extra, score + float(extra)
+            score += float(extra)
+            reward = score
             lost = not (terminated or truncated)
         self.lives = self._left()
         if not self.training:

@@ -18,7 +18,7 @@ from surefoot.control.atari import ATARI, make_atari
 from surefoot.control.observations import Reader, copied
 from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
-from surefoot.control.vector import SAID, check_infos, said, stated_mode
+from surefoot.control.vector import check_infos, said, score_and_life, stated_mode
 from surefoot.dotted import imported
 from surefoot.errors import SurefootError, cause_of
 from surefoot.seeding import derived_seed
@@ -156,8 +156,7 @@ class LoopedEnvironments:
             if isinstance(reward, str):  # float would read it
                 raise TypeError(f"a reward must be a number, not {reward!r}")
             reward = float(reward)  # an array would take None for NaN
-            says = info.get(SAID, {}) if isinstance(info, dict) else {}
-            score, life_lost = float(says.get("score", reward)), bool(says.get("life_lost", False))
+            score, life_lost = score_and_life(info, reward)
         except (Exception, SystemExit) as error:
             raise self._failure(index, "step()", error) from error
         terminated, truncated = bool(terminated), bool(truncated)
@@ -322,9 +321,7 @@ def make_environments(
     name = task_name(task)
     try:
         make = maker(task, arguments, purpose)
-        mujoco_to_logging(task)
         first = make()
-        mujoco_to_logging(task)  # for those who import it when called
         single = not isinstance(first, VectorEnv)
         rest: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(count - 1)] if single else []
     except SurefootError:
@@ -342,7 +339,22 @@ def make_environments(
 
 
 def maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str = "training") -> Callable[[], Any]:
-    """The function of no arguments that makes one environment of a task; Atari's are others for evaluation."""
+    """The function of no arguments that makes one environment of a task; Atari's are others for evaluation.
+
+    MuJoCo is listened to before it first speaks, whoever makes the environment.
+    """
+    make = _maker(task, arguments, purpose)
+
+    def heard() -> Any:
+        mujoco_to_logging(task)
+        made = make()
+        mujoco_to_logging(task)  # for those who import it when called
+        return made
+
+    return heard
+
+
+def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str) -> Callable[[], Any]:
     if callable(task):
         return lambda: task(**arguments)
     function = task.partition(":")[2]

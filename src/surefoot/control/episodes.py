@@ -12,6 +12,7 @@ from surefoot.control.agent import Agent
 from surefoot.control.environments import episode_seed
 from surefoot.control.evaluate import SIDE_BY_SIDE
 from surefoot.control.spaces import MASK
+from surefoot.control.vector import score_and_life
 from surefoot.errors import SurefootError
 
 
@@ -23,7 +24,7 @@ class Moment:
     observation: Any
     """as the environment gave it"""
     reward: float
-    """of the step that led here"""
+    """of the step that led here: the task's true score, where the environment says one"""
     total: float
     """the return so far"""
     over: bool
@@ -53,10 +54,10 @@ def greedy_episode(
         step = moment.step + 1
         try:
             observation, reward, terminated, truncated, info = environment.step(action)
-            reward = float(reward)
+            score, _ = score_and_life(info, float(reward))
         except Exception as error:
             raise _failure(name, error, "step()", episode, step) from error
-        moment = Moment(step, observation, reward, moment.total + reward, bool(terminated or truncated))
+        moment = Moment(step, observation, score, moment.total + score, bool(terminated or truncated))
         yield moment
 
 

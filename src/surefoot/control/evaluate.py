@@ -24,7 +24,7 @@ LONGEST_EPISODE = 1_000_000
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Undiscounted, unnormalised returns, in the order of the episodes."""
+    """Undiscounted, unnormalised returns of whole episodes in true scores, in the order of the episodes."""
 
     mean_return: float
     std_return: float
@@ -87,10 +87,10 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
         distribution, memory = policy.step(remembering(normalise(agent.tensors(observations)), memory, starts))
         actions = distribution.mode() if deterministic else distribution.sample(generator)
         step = environments.step(send(actions.cpu()), active)
-        running += step.rewards
+        running += step.rewards if step.scores is None else step.scores
         length += active
         _check(environments.name, broken_parts(step.observations, step.rewards, step.final_observations), length)
-        starts = step.terminated | step.truncated
+        starts = step.over
         for index in np.flatnonzero(starts):
             returns[index].append(float(running[index]))
             lengths[index].append(int(length[index]))
