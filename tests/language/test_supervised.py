@@ -13,6 +13,7 @@ from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
 from surefoot.functional import bradley_terry_loss
+from surefoot.language import data
 from surefoot.language.models import RewardModel
 from surefoot.language.supervised import SupervisedWorld
 from surefoot.rollout import LearnerState
