@@ -101,7 +101,15 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", default=["llama"], choices=FAMILIES)
-    for name, default in {"width": 128, "layers": 4, "heads": 4, "vocabulary": 100, "rows": 64, "samples": 1, "prompt": 16}.items():
+    for name, default in {
+        "width": 128,
+        "layers": 4,
+        "heads": 4,
+        "vocabulary": 100,
+        "rows": 64,
+        "samples": 1,
+        "prompt": 16,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
@@ -113,7 +121,10 @@ def main() -> None:
     for family in options.family:
         model = built(family, options.width, options.layers, options.heads, options.vocabulary, options.prompt + options.tokens)
         size = sum(parameter.numel() for parameter in model.parameters())
-        for ending, eos in (("none ends early", []), ("each token ends with 3 %", list(range(1, 1 + options.vocabulary * 3 // 100)))):
+        for ending, eos in (
+            ("none ends early", []),
+            ("each token ends with 3 %", list(range(1, 1 + options.vocabulary * 3 // 100))),
+        ):
             speeds = measured(contestants(model, options, eos), options.rounds)
             for name, each in speeds.items():
                 ratios = [a / b for a, b in zip(each, speeds["model.generate"], strict=True)]

@@ -77,6 +77,7 @@ CASES = [
     (["train", "CartPole-v1", "--algorithm", "TRPO", "--objective.target-kl", "0.1"], ["target_kl=0.1", "delta already"]),
     (["train", "CartPole-v1", "--algorithm", "TRPO", "--network.shared-trunk", "true"], ["shared_trunk=true", "TRPO"]),
     (["train", "CartPole-v1", "--objective.baseline", "mean"], ["objective.gae_lambda=0.8", "needs a critic"]),
+    (["train", "CartPole-v1", "--optimizer.micro-batch-tokens", "512"], ["optimizer.micro_batch_tokens=512", "micro_batch"]),
     (["train", "CartPole-v1", "--network.shared-trunk", "true", "--optimizer.critic-learning-rate", "1e-3"], ["shared trunk"]),
     (["train", "CartPole-v1", "--device", "gpu0"], ["device='gpu0'", "must be cpu, mps, cuda"]),
     (["train", "CartPole-v1", "--rung", "9"], ["--rung"]),

@@ -1,6 +1,7 @@
 """A rollout with its credit as rows, and the rows in passes, minibatches and micro-batches."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,12 +54,42 @@ def order_of(count: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(count, generator=generator)
 
 
-def slices(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """Consecutive micro-batches of at most ``size`` rows."""
+def slices(batch: Batch, size: int | None, tokens: int | None = None, costs: Tensor | None = None) -> Iterator[Batch]:
+    """Micro-batches: consecutive ones of at most ``size`` rows, or with ``tokens`` those of ``by_tokens``.
+
+    ``costs`` [rows] is how many tokens each row is read with; a single step is one.
+    """
     total = len(batch.advantages)
+    if tokens is not None:
+        for part in by_tokens(torch.ones(total, dtype=torch.long) if costs is None else costs, tokens, size):
+            yield chosen(batch, part)
+        return
     step = size or total
     for start in range(0, total, step):
         yield rows(batch, start, min(start + step, total)) if step < total else batch
+
+
+def by_tokens(costs: Tensor, tokens: int, size: int | None = None) -> list[Tensor]:
+    """The rows in groups of like length, longest first, each with rows × its longest ≤ ``tokens`` and at most ``size`` rows.
+
+    costs  tokens of each row; none counts as one   [rows]
+
+    Padding is then short, and the largest group comes first, so that too little memory shows at once. A row longer than the
+    budget is a group by itself. Returns the indices of each group; every row is in exactly one.
+    """
+    ordered, order = costs.detach().cpu().sort(descending=True, stable=True)
+    groups, start = [], 0
+    while start < len(order):
+        room = max(1, tokens // max(1, int(ordered[start])))
+        end = min(start + min(room, size or room), len(order))
+        groups.append(order[start:end])
+        start = end
+    return groups
+
+
+def chosen(tree: Any, indices: Tensor) -> Any:
+    """The rows of these indices, copied, of every tensor in a tree."""
+    return map_tensors(lambda x: x.index_select(0, indices.to(x.device)), tree)
 
 
 def rows(batch: Batch, start: int, end: int) -> Batch:

@@ -369,7 +369,7 @@ def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False) -> "Di
 
     if quiet:
         return Quiet()
-    title = f"{recipe.algorithm} on {recipe.trained}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
+    title = f"{recipe.title}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
     return Dashboard(title) if sys.stdout.isatty() else Lines(title)
 
 

@@ -28,7 +28,7 @@ from surefoot.batches import global_count, normalised, order_of
 from surefoot.errors import SurefootError
 from surefoot.objective import Batch, loss
 from surefoot.optimizer import BETAS, FlatAdam
-from surefoot.rollout import Policy, map_tensors
+from surefoot.rollout import Policy, leaves, map_tensors
 from surefoot.run.distributed import world_size
 
 
@@ -72,7 +72,7 @@ class CompiledStep:
         Raises SurefootError when there is no C++ compiler, or the policy can't be traced.
         """
         rate, clip_scale, beta = scales
-        leaves = flat(batch)
+        tensors = leaves(batch)
         for rows in order_of(self.rows, generator).chunk(minibatches):
             state, numbers = [], [clip_scale, beta]
             for optimizer in self.optimizers.values():
@@ -80,7 +80,7 @@ class CompiledStep:
                 corrections = [1 - beta ** (float(step) + 1) for beta in BETAS]
                 numbers += [optimizer.settings.learning_rate * rate / corrections[0], math.sqrt(corrections[1])]
                 state += [optimizer.values.detach(), *moments]
-            arguments = [*state, torch.tensor(numbers), rows, *leaves]
+            arguments = [*state, torch.tensor(numbers), rows, *tensors]
             if self.program is None:
                 self.program = self._compiled(batch, arguments)
             *moved, row = self.program(arguments)
@@ -164,18 +164,6 @@ def adam(
     first = first + (1 - BETAS[0]) * (gradient - first)
     second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
     return [values - step_size * first / (second.sqrt() / correction + optimizer.settings.epsilon), first, second]
-
-
-def flat(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch, in order."""
-    found: list[Tensor] = []
-
-    def keep(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    map_tensors(keep, batch)
-    return found
 
 
 def refilled(batch: Batch, tensors: Sequence[Tensor]) -> Batch:

@@ -72,6 +72,11 @@ class Recipe(Section):
         return str(getattr(self, self.subject))
 
     @property
+    def title(self) -> str:
+        """What a run does, in a few words."""
+        return f"{self.algorithm} on {self.trained}"
+
+    @property
     def compiled_rows(self) -> int | None:
         """How many single steps an update by the compiled engine reads; None for the eager one."""
         return None
@@ -164,6 +169,11 @@ class ControlRecipe(Recipe):
                 f"network.shared_trunk=true: under a KL constraint ({self.algorithm}) the critic is fitted apart from the "
                 "policy and can't share its trunk; set network.shared_trunk = false"
             )
+        if self.optimizer.micro_batch_tokens is not None:
+            raise SurefootError(
+                f"optimizer.micro_batch_tokens={self.optimizer.micro_batch_tokens}: counts tokens of text, and control has "
+                "none; set optimizer.micro_batch"
+            )
         if self.engine == "compiled":
             self._can_be_compiled()
         if self.network.shared_trunk and self.optimizer.critic_learning_rate is not None:
@@ -248,6 +258,11 @@ class SftRecipe(DemonstrationRecipe):
     kind: Literal["sft"] = "sft"
     """what is trained, and how: control, sft, reward or language"""
 
+    @property
+    def title(self) -> str:
+        """What a run does, in a few words."""
+        return f"SFT of {self.trained}"
+
 
 class RewardRecipe(DemonstrationRecipe):
     """A reward model from pairs of a chosen and a rejected answer (Bradley-Terry): a policy over two answers."""
@@ -258,6 +273,11 @@ class RewardRecipe(DemonstrationRecipe):
     """what is trained, and how: control, sft, reward or language"""
     demonstrations: str | None = None
     """rows on which the scores are brought to mean 0 and standard deviation 1; none: the chosen answers of data.train"""
+
+    @property
+    def title(self) -> str:
+        """What a run does, in a few words."""
+        return f"reward model from {self.trained}"
 
 
 class LanguageRecipe(ModelRecipe):

@@ -38,6 +38,7 @@ class Learner:
     micro_batch    rows per backward pass, to bound memory; the gradient does not depend on it
     compiled_rows  run the updates of batches of exactly so many single steps as a compiled program
     warmup         share of the budget over which the learning rate first rises linearly from zero
+    micro_batch_tokens  tokens per backward pass, padding included: rows of like length together, as many as fit
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class Learner:
         micro_batch: int | None = None,
         compiled_rows: int | None = None,
         warmup: float = 0.0,
+        micro_batch_tokens: int | None = None,
     ) -> None:
         self.policy = policy
         self.objective = objective
         self.schedule = schedule
         self.warmup = warmup
-        self.micro_batch = micro_batch
+        self.micro_batch, self.micro_batch_tokens = micro_batch, micro_batch_tokens
         constraint = objective.constraint
         everything = [p for p in policy.parameters() if p.requires_grad]
         if constraint is not None and objective.baseline == "critic":
@@ -111,7 +113,7 @@ class Learner:
         for epoch in range(epochs):
             for attempt in self._attempts(batch, minibatches, moving, state):
                 if not trail.seen:
-                    trail.ratio_at_start = _check_ratio_at_start(attempt.ratios, rollout)
+                    trail.ratio_at_start = _check_ratio_at_start(attempt.ratios, rollout, self.policy.exact)
                 trail.add(attempt.terms, attempt.ratios)
                 if objective.target_kl is not None and self._kl(attempt.terms) > 1.5 * objective.target_kl:
                     return epoch, True
@@ -148,11 +150,11 @@ class Learner:
             batch = normalised(batch)  # the only minibatch there is
         moving: Optimizers = {"policy": optimizer}
         terms, ratios = self._gradient(batch, moving, state)
-        trail.ratio_at_start = _check_ratio_at_start(ratios, rollout)
+        trail.ratio_at_start = _check_ratio_at_start(ratios, rollout, self.policy.exact)
         norms = {"policy": optimizer.gradient_norm()}
         self._check_finite(terms, norms, state)
         trail.took(norms)
-        parts, denominator = list(slices(batch, self.micro_batch)), global_count(batch, self.objective.aggregation)
+        parts, denominator = list(self._parts(batch)), global_count(batch, self.objective.aggregation)
         trail.outcome, end = optimizer.step(self.policy, parts, self.objective, denominator)
         trail.add(end.terms, end.ratios)
         state.updates += int(trail.outcome["step_taken"] or 0)
@@ -164,7 +166,7 @@ class Learner:
         denominator = global_count(batch, self.objective.aggregation)
         total = torch.zeros((), dtype=denominator.dtype, device=denominator.device)
         with torch.no_grad():
-            for part in slices(batch, self.micro_batch):
+            for part in self._parts(batch):
                 evaluation = self.policy(part.inputs, part.actions, part.mask)
                 total += mean_old_kl(evaluation, part, self.objective, denominator)
         kl, beta = float(all_sum(total)), self._beta(state)
@@ -192,7 +194,7 @@ class Learner:
         clip_scale, beta = self._clip_scale(state), self._beta(state)
         sums: list[Tensor] = []
         extremes: list[Tensor] = []
-        for part in slices(minibatch, self.micro_batch):
+        for part in self._parts(minibatch):
             evaluation = self.policy(part.inputs, part.actions, part.mask)
             total, terms, ratio = loss(
                 evaluation, part, self.objective, denominator=denominator, clip_scale=clip_scale, beta=beta
@@ -202,6 +204,13 @@ class Learner:
             extremes.append(torch.stack(ratio.aminmax()))
         summed = all_sum(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
         return dict(zip(terms, summed.tolist(), strict=True)), outermost(extremes)
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """The micro-batches."""
+        costs = None
+        if self.micro_batch_tokens is not None and batch.mask is not None:
+            costs = self.policy.costs(batch.inputs, batch.mask)
+        return slices(batch, self.micro_batch, self.micro_batch_tokens, costs)
 
     def _check_finite(self, terms: dict[str, float], norms: dict[str, float], state: LearnerState) -> None:
         """Raise NotFiniteError where the loss, or the norm of a gradient, is not finite."""
@@ -315,13 +324,16 @@ def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
     return number(1 - residual.var / spread.var) if spread.var > 0 else None
 
 
-def _check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout) -> float:
-    """The ratio furthest from 1 before anything moved. It is 1 unless something is wrong, so it is checked on every batch."""
+def _check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool) -> float:
+    """The ratio furthest from 1 before anything moved. It is 1 unless something is wrong, so it is checked on every batch.
+
+    ``exact``: whether the policy computes in float32 or better.
+    """
     smallest, largest = over_ranks(*ratios)
     furthest = largest if largest - 1 > 1 - smallest else smallest
     if rollout.old_log_probs is None:
         return 1.0
-    exact = rollout.old_log_probs.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
+    exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
     if exact and abs(furthest - 1) > 1e-4:
         raise SurefootError(
             f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± 1e-4); the policy scores "

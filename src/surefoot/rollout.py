@@ -30,6 +30,18 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a structure, in the order of ``map_tensors``."""
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    map_tensors(keep, tree)
+    return found
+
+
 class Distribution(Protocol):
     """The policy's distribution over actions at a batch of states, as a frozen dataclass of its parameters."""
 
@@ -53,6 +65,9 @@ class Evaluation:
 class Policy(nn.Module, ABC):
     """A trained policy: ``forward`` scores given actions, so that the hooks of DDP and FSDP fire on the training pass."""
 
+    exact: bool = True
+    """whether it computes in float32 or better, so that the same action scored twice must give the same log-probability"""
+
     @abstractmethod
     def forward(self, inputs: Any, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
         """Log-probabilities, entropy and values of the actions at the inputs."""
@@ -60,6 +75,10 @@ class Policy(nn.Module, ABC):
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters that only the value loss reaches; none where the critic shares everything with the policy."""
         return ()
+
+    def costs(self, inputs: Any, mask: Tensor) -> Tensor:
+        """How many tokens (or steps) each row is read with, for micro-batches by token budget.   [B, T] -> [B]"""
+        return mask.sum(-1)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class OptimizerSettings(Section):
     """gradient clip of the critic's own optimizer"""
     micro_batch: int | None = Field(None, ge=1)
     """rows per backward pass; bounds memory, changes no gradient"""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """tokens of text per backward pass, padding included, in rows of like length; bounds memory, changes no gradient"""
 
 
 class RolloutSettings(Section):

@@ -38,6 +38,7 @@ def make_learner(recipe: Recipe, policy: Policy) -> Learner:
         settings.micro_batch,
         recipe.compiled_rows,
         settings.warmup,
+        settings.micro_batch_tokens,
     )
 
 

@@ -123,6 +123,23 @@ def test_micro_batches_of_steps_do_not_change_the_gradient(seed: int, size: int,
     same(gradient(policy, rollout, objective, micro_batch=size), gradient(policy, rollout, objective))
 
 
+@laws
+@given(SEEDS, st.integers(1, 40), st.sampled_from([None, 2]), rows_objectives)
+def test_a_token_budget_does_not_change_the_gradient_of_rows(
+    seed: int, tokens: int, size: int | None, objective: Objective
+) -> None:
+    policy, rollout = world(seed, "row")
+    parts = gradient(policy, rollout, objective, micro_batch=size, micro_batch_tokens=tokens)
+    same(parts, gradient(policy, rollout, objective))
+
+
+@laws
+@given(SEEDS, st.integers(1, 31), step_objectives)
+def test_a_token_budget_does_not_change_the_gradient_of_steps(seed: int, tokens: int, objective: Objective) -> None:
+    policy, rollout = world(seed, "step")
+    same(gradient(policy, rollout, objective, micro_batch_tokens=tokens), gradient(policy, rollout, objective))
+
+
 # ---- padding and masked entries -----------------------------------------------------------------------------------------
 
 

@@ -130,18 +130,30 @@ def moved(rollout: Rollout, seed: int, size: float = 0.4) -> Rollout:
     return replace(rollout, old_log_probs=old, behaviour_log_probs=old, values=rollout.values + noise[1])
 
 
-def gradient(policy: Policy, rollout: Rollout, objective: Objective, micro_batch: int | None = None) -> Tensor:
+def gradient(
+    policy: Policy,
+    rollout: Rollout,
+    objective: Objective,
+    micro_batch: int | None = None,
+    micro_batch_tokens: int | None = None,
+) -> Tensor:
     """The gradient of one whole-batch update, flat, as the learner makes it: credit, normalisation, loss, backward."""
-    return gradient_of(policy, rollout, assign_credit(rollout, objective), objective, micro_batch)
+    return gradient_of(policy, rollout, assign_credit(rollout, objective), objective, micro_batch, micro_batch_tokens)
 
 
 def gradient_of(
-    policy: Policy, rollout: Rollout, credit: Credit, objective: Objective, micro_batch: int | None = None
+    policy: Policy,
+    rollout: Rollout,
+    credit: Credit,
+    objective: Objective,
+    micro_batch: int | None = None,
+    micro_batch_tokens: int | None = None,
 ) -> Tensor:
     """The gradient of one whole-batch update with a given credit, flat."""
     one_pass = replace(objective, reuse=objective.reuse and Reuse(1, 1))
     adam = AdamSettings(1e-3, max_grad_norm=None)
-    learner = Learner(copy.deepcopy(policy), one_pass, adam, micro_batch=micro_batch)
+    sizes = {"micro_batch": micro_batch, "micro_batch_tokens": micro_batch_tokens}
+    learner = Learner(copy.deepcopy(policy), one_pass, adam, **sizes)
     learner.update(rollout, credit, LearnerState.seeded(0, 1))
     return learner.optimizers["policy"].gradients
 

@@ -1,11 +1,15 @@
 """Laws of log-probability and entropy from logits."""
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from surefoot import functional as F
 
@@ -90,3 +94,102 @@ def test_log_prob_has_the_score_as_gradient(seed: int) -> None:
     for a in range(4):
         (gradient,) = torch.autograd.grad(F.token_log_probs(logits, torch.tensor(a)), logits)
         assert gradient.tolist() == pytest.approx([(a == i) - share[i] for i in range(4)], abs=1e-11)
+
+
+# ---- in chunks ----------------------------------------------------------------------------------------------------------
+
+
+def scored(seed: int, rows: int, chunk: int | None, temperature: float) -> list[Tensor]:
+    """Log-probabilities, entropy, and the gradient of a random sum of both; ``chunk`` None is the naive way."""
+    hidden, weight, bias = random(seed, rows, 5), random(seed + 1, 7, 5), random(seed + 2, 7)
+    for leaf in (hidden, weight, bias):
+        leaf.requires_grad_()
+    tokens = torch.randint(7, (rows,), generator=torch.Generator().manual_seed(seed))
+
+    def head(rows: Tensor) -> Tensor:
+        return 4 * torch.tanh(rows @ weight.T + bias)
+
+    if chunk is None:
+        found = F.token_log_probs(head(hidden), tokens, temperature), F.token_entropy(head(hidden), temperature)
+    else:
+        found = F.chunked_likelihood(hidden, tokens, head, temperature, chunk)
+    total = sum((x * random(seed + 3 + i, rows)).sum() for i, x in enumerate(found))
+    return [*found, *torch.autograd.grad(total, (hidden, weight, bias))]
+
+
+@given(seeds, st.integers(1, 9), st.integers(1, 10), temperatures)
+def test_chunks_are_the_naive_ones_in_value_and_gradient(seed: int, rows: int, chunk: int, temperature: float) -> None:
+    for ours, naive in zip(scored(seed, rows, chunk, temperature), scored(seed, rows, None, temperature), strict=True):
+        torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_can_be_differentiated_twice() -> None:
+    """Natural steps differentiate a gradient."""
+    twice = []
+    for chunk in (2, 100):
+        weight = random(0, 7, 5).requires_grad_()
+        log_probs, _ = F.chunked_likelihood(random(1, 6, 5), torch.arange(6), lambda x, w=weight: x @ w.T, 0.7, chunk)
+        (gradient,) = torch.autograd.grad(log_probs.square().sum(), weight, create_graph=True)
+        twice += torch.autograd.grad(gradient.square().sum(), weight)
+    assert twice[0].abs().max() > 1e-3
+    torch.testing.assert_close(*twice, rtol=1e-12, atol=1e-12)
+
+
+def test_no_rows_are_no_numbers() -> None:
+    log_probs, entropy = F.chunked_likelihood(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long), lambda x: x, 1.0, 3)
+    assert log_probs.shape == entropy.shape == (0,)
+
+
+def test_half_precision_logits_are_scored_in_float32() -> None:
+    logits, tokens = random(0, 4, 7).bfloat16(), torch.arange(4)
+    log_probs, _ = F.chunked_likelihood(logits, tokens, lambda x: x, 0.7, 2)
+    assert torch.equal(log_probs, F.token_log_probs(logits.float(), tokens, 0.7))
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors made under it that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                self.count(tensor.untyped_storage())
+        return made
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self.seen or not size:
+            return
+        self.seen.add(place)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def gone() -> None:
+            self.seen.discard(place)
+            self.now -= size
+
+        weakref.finalize(storage, gone)
+
+
+def most_alive(rows: int, vocabulary: int, chunk: int) -> int:
+    """The most bytes alive at once, forward and backward, of what is made of the hidden states."""
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    tokens = torch.arange(rows)
+    with Alive() as alive:
+        log_probs, entropy = F.chunked_likelihood(hidden, tokens, lambda x: x @ weight.T, 1.0, chunk)
+        (log_probs.sum() + entropy.sum()).backward()
+    return alive.peak
+
+
+def test_no_more_than_a_chunk_of_logits_is_alive_in_forward_and_backward() -> None:
+    rows, vocabulary = 64, 5_000
+    logits = rows * vocabulary * 4
+    whole, parts = most_alive(rows, vocabulary, rows), most_alive(rows, vocabulary, 4)
+    assert whole > 3 * logits, "what it costs otherwise"
+    assert parts < whole / 8
+    assert most_alive(4 * rows, vocabulary, 4) < 1.1 * parts, "and it does not grow with the rows"

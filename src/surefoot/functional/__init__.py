@@ -15,7 +15,7 @@ from surefoot.functional.kl import (
     kl_k3,
     proportional_kl_control,
 )
-from surefoot.functional.likelihood import token_entropy, token_log_probs
+from surefoot.functional.likelihood import chunked_likelihood, token_entropy, token_log_probs
 from surefoot.functional.masking import (
     Aggregation,
     Moments,
@@ -45,6 +45,7 @@ __all__ = [
     "aggregate",
     "bradley_terry_loss",
     "categorical_kl",
+    "chunked_likelihood",
     "clip_active",
     "clipped_surrogate",
     "conjugate_gradient",

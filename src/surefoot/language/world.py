@@ -78,7 +78,7 @@ class LanguageWorld:
         start = self.recipe.critic.start
         if start is None:
             return Critic.of_policy(model)
-        scores = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
+        scores: Any = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
         own, theirs = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, scores.backbone))
         if own != theirs:
             raise SurefootError(

@@ -1,0 +1,234 @@
+"""PPO on text with its four roles: what a rollout holds, learning against a bar, exact resume, bad input."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.language.world import LanguageWorld
+from surefoot.recipes import find_recipe
+from surefoot.rollout import LearnerState, Rollout
+from surefoot.run.tracking import read_metrics
+
+VOWELS = """
+def vowels(responses):
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+
+def by_column(responses, worth):
+    return [float(w) for w in worth]
+
+def half(responses):
+    return [None if i % 2 else 1.0 for i in range(len(responses))]
+
+def length(responses):
+    return [float(len(text)) for text in responses]
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Prompts with a column, and reward functions."""
+    (tmp_path / "rewards.py").write_text(VOWELS)
+    rows = [{"prompt": f"{i % 7} says ", "worth": i % 3} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"prompts": str(tmp_path / "prompts.jsonl"), "rewards": str(tmp_path / "rewards.py")}
+
+
+def fields(files: dict[str, str], model: Path, function: str = "vowels", **changes: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 64,
+        "data": {"train": files["prompts"], "max_length": 32},
+        "sampling": {"prompts": 16, "max_tokens": 8},
+        "reward": {"terms": [{"function": f"{files['rewards']}:{function}"}], "missing_eos": "none"},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return {**table, **changes}
+
+
+def world(files: dict[str, str], model: Path, function: str = "vowels", **changes: Any) -> LanguageWorld:
+    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, function, **changes)}))  # type: ignore[arg-type]
+
+
+def collected(made: LanguageWorld) -> Rollout:
+    return made.collector.collect(LearnerState.seeded(1, 64))
+
+
+# ---- what a rollout holds -----------------------------------------------------------------------------------------------
+
+
+def test_the_score_sits_on_the_last_token_and_the_kl_to_the_reference_on_every_one(
+    files: dict[str, str], folder: Path, folders: dict[str, Path]
+) -> None:
+    made = world(files, folder, reference={"beta": 0.3})
+    with torch.no_grad():  # otherwise the reference is the policy and the KL 0
+        made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
+    r = collected(made)
+    assert r.ref_log_probs is not None
+    assert r.old_log_probs is not None
+    kl = r.old_log_probs - r.ref_log_probs
+    assert kl[r.mask].abs().max() > 0.01
+    without = r.rewards + 0.3 * kl
+    last = r.terminated | r.truncated
+    torch.testing.assert_close(without[r.mask & ~last], torch.zeros_like(without[r.mask & ~last]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(without[last], r.reward_parts["score"].sum(-1))
+    assert (last.sum(-1) == 1).all()
+    assert (last.int().argmax(-1) == r.mask.sum(-1) - 1).all()
+    assert (r.rewards[~r.mask] == 0).all()
+
+
+@pytest.mark.parametrize(("treatment", "wanted"), [("none", 8.0), ("penalty", -2.0), ("subtract", 6.0), ("bootstrap", 8.0)])
+def test_a_response_cut_by_the_limit_is_treated_as_the_switch_says(
+    treatment: str, wanted: float, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    settings = {
+        "terms": [{"function": f"{files['rewards']}:length"}],
+        "missing_eos": treatment,
+        "missing_eos_value": -2.0,
+    }
+    made = world(files, folders["llama"], reward=settings, sampling={"prompts": 8, "max_tokens": 8})
+    made.policy.value_head.bias.data.fill_(3.0)  # type: ignore[union-attr, operator]
+    r = collected(made)
+    cut = r.mask.all(-1) & (r.actions[:, -1] != made.tokens.eos_id)
+    assert cut.any()
+    scores = r.reward_parts["score"][cut].sum(-1)
+    text = [made.tokens.decode(row) for row in r.actions[cut]]
+    torch.testing.assert_close(
+        scores, torch.tensor([wanted - 8.0 + len(t) if treatment != "penalty" else wanted for t in text])
+    )
+    assert r.truncated[cut].any(-1).all() == (treatment == "bootstrap")
+    ahead = assign_credit(r, replace(made.recipe.objective, gae_lambda=0.0)).advantages[cut][:, -1]
+    shift = 0.0 if treatment == "bootstrap" else -3.0  # V = 3 everywhere: what follows a cut is worth 3 only if asked for
+    torch.testing.assert_close(ahead, r.rewards[cut][:, -1] + shift, atol=1e-4, rtol=0)
+
+
+def test_responses_without_a_score_are_masked_and_counted(files: dict[str, str], folders: dict[str, Path]) -> None:
+    settings = {"terms": [{"function": f"{files['rewards']}:half"}], "missing_eos": "none", "tolerated": 0.5}
+    r = collected(world(files, folders["llama"], reward=settings))
+    assert r.metrics["without_score"] == 0.5
+    assert r.mask[::2].any(-1).all()
+    assert not r.mask[1::2].any()
+
+
+def test_reward_functions_get_the_columns_of_the_prompts_rows(files: dict[str, str], folders: dict[str, Path]) -> None:
+    made = world(files, folders["llama"], "by_column", sampling={"prompts": 8, "samples": 2, "max_tokens": 4})
+    r = collected(made)
+    rows = [json.loads(line) for line in Path(files["prompts"]).read_text().splitlines()]
+    worth = {tuple(made.tokens.encode_prompt(row["prompt"])): set() for row in rows}
+    for row in rows:
+        worth[tuple(made.tokens.encode_prompt(row["prompt"]))].add(row["worth"])
+    scores = r.reward_parts["score"].sum(-1)
+    for prompt, mask, score in zip(r.inputs["prompt"], r.inputs["prompt_mask"], scores, strict=True):
+        assert int(score) in worth[tuple(prompt[mask].tolist())]
+    assert r.group is not None
+    assert r.group.tolist() == [i // 2 for i in range(16)]
+    assert (r.inputs["prompt"][::2] == r.inputs["prompt"][1::2]).all()
+
+
+def test_the_samplers_log_probabilities_are_the_trainers(files: dict[str, str], folder: Path) -> None:
+    r = collected(world(files, folder, sampling={"prompts": 16, "max_tokens": 8, "temperature": 0.7}))
+    gap = r.metrics["sampler_gap"]
+    assert gap is not None
+    assert gap < 1e-4
+
+
+# ---- learning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["PPO_CLIP", "PPO_PENALTY", "PPO_PENALTY_ADAPTIVE", "A2C", "REINFORCE", "REINFORCE_BASELINE"]
+)
+def test_every_algorithm_of_control_trains_on_text(algorithm: str, files: dict[str, str], folders: dict[str, Path]) -> None:
+    rows: list[Any] = []
+    surefoot.train(
+        "language", algorithm, **fields(files, folders["llama"]), callback=lambda metrics: bool(rows.append(metrics))
+    )
+    assert len(rows) == 4
+    assert all(row["ratio_at_start"] == pytest.approx(1, abs=1e-4) for row in rows)
+    updates = {"PPO_CLIP": 16, "PPO_PENALTY": 16, "PPO_PENALTY_ADAPTIVE": 16}.get(algorithm, 1)
+    assert rows[-1]["updates"] == 4 * updates, "epochs and minibatches step the optimizer"
+
+
+def test_ppo_raises_the_reward_of_a_supervised_model(files: dict[str, str], folders: dict[str, Path]) -> None:
+    rows: list[Any] = []
+    surefoot.train(
+        "language",
+        **fields(files, folders["llama"], steps=64 * 24, sampling={"prompts": 64, "max_tokens": 8}),
+        reference={"beta": 0.01},
+        callback=lambda metrics: bool(rows.append(metrics)),
+    )
+    first, last = (sum(row["reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
+    assert first < 0.2
+    assert last > 0.6
+
+
+def test_a_larger_beta_keeps_the_policy_closer_to_the_reference(files: dict[str, str], folders: dict[str, Path]) -> None:
+    spent = []
+    for beta in (0.0, 2.0):
+        rows: list[Any] = []
+        surefoot.train(
+            "language",
+            **fields(files, folders["llama"], steps=32 * 16, sampling={"prompts": 32, "max_tokens": 8}),
+            reference={"beta": beta},
+            callback=lambda metrics, rows=rows: bool(rows.append(metrics)),
+        )
+        spent.append(rows[-1]["kl_reference_response"])
+    assert spent[1] < spent[0] / 2
+
+
+@pytest.mark.parametrize("own_model", [False, True])
+def test_an_interrupted_run_resumes_bit_for_bit(
+    own_model: bool, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = fields(files, folders["qwen2"], critic={"own_model": own_model}, reference={"beta": 0.1, "target": 1.0})
+    if own_model:
+        settings["optimizer"] = {"learning_rate": 1e-3, "critic_learning_rate": 3e-3}
+    settings["data"] = {**settings["data"], "held_out": files["prompts"]}
+    whole = surefoot.train("language", run_dir=tmp_path / "whole", **settings)
+    surefoot.train("language", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 32, **settings)
+    resumed = surefoot.resume(tmp_path / "cut")
+    for name, weights in whole.model.state_dict().items():
+        assert torch.equal(weights, resumed.model.state_dict()[name]), name
+    timeless = [
+        [{k: v for k, v in row.items() if "second" not in k} for row in read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "cut")
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_separate_critic_learns_with_its_own_rate_and_leaves_the_policy_alone(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    made = world(files, folders["llama"], critic={"own_model": True})
+    own = {id(p) for p in made.policy.critic_parameters()}
+    assert own
+    assert not own & {id(p) for p in made.policy.model.parameters()}
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(files: dict[str, str]) -> None:
+    nowhere = Path("/nonexistent")
+    for changes, said in (
+        ({"sampling": {"prompts": 6}}, "objective.reuse.minibatches=4: does not divide the 6 responses"),
+        ({"reward": {"terms": [{"weight": 1.0}]}}, "reward.terms"),
+        ({"algorithm": "TRPO"}, "natural steps are for control"),
+        ({"critic": {"start": "x"}}, "critic.start='x'"),
+        ({"optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
+        ({"engine": "compiled"}, "engine='compiled'"),
+    ):
+        with pytest.raises(SurefootError, match=said):
+            find_recipe("language", fields(files, nowhere) | changes)
+
+
+def test_a_limit_that_leaves_no_room_for_a_prompt_is_refused(files: dict[str, str], folders: dict[str, Path]) -> None:
+    with pytest.raises(SurefootError, match="sampling.max_tokens=128: leaves no room"):
+        world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 128})

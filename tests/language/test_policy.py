@@ -1,0 +1,578 @@
+"""A language model as a policy. The oracle reads one row at a time, unpadded, with the model's own logits."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from surefoot import PPO_CLIP, Constraint, Objective, Reuse, SurefootError  # noqa: E402
+from surefoot.credit import assign_credit  # noqa: E402
+from surefoot.functional import successor_values  # noqa: E402
+from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts  # noqa: E402
+from surefoot.language.readout import Readout  # noqa: E402
+from surefoot.learner import Learner  # noqa: E402
+from surefoot.optimizer import AdamSettings, FlatAdam  # noqa: E402
+from surefoot.rollout import Evaluation, LearnerState, Rollout, map_tensors  # noqa: E402
+
+from . import tiny  # noqa: E402
+from .tiny import FAMILIES, VOCABULARY, WIDTH  # noqa: E402
+
+PAD = 0
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 2 * WIDTH,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+WITH_MORE_THAN_A_LINEAR_HEAD: dict[str, dict[str, Any]] = {
+    "gemma2": SHAPE | {"head_dim": 8, "final_logit_softcapping": 30.0},
+    "cohere": SHAPE | {"logit_scale": 0.25},
+    "granite": SHAPE | {"logits_scaling": 3.0},
+    "phi": SHAPE | {"num_key_value_heads": 4},
+}
+TEMPERATURES = [1.0, 0.7]
+
+
+def make(kind: str, seed: int = 0, scale: float = 1.0, **changes: Any) -> Any:
+    """A tiny random model; ``scale`` multiplies its output embedding."""
+    if kind in FAMILIES:
+        model = tiny.model(kind, seed, **changes)
+    else:
+        settings = WITH_MORE_THAN_A_LINEAR_HEAD[kind] | changes
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases start at 1 and 0, where mistakes hide
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        model.get_output_embeddings().weight.mul_(scale)
+    return model.eval()
+
+
+def text(seed: int = 0, rows: int = 6, prompt: int = 5, response: int = 7) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Prompts and responses of random lengths; the first response is empty and the second full."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCABULARY, (rows, prompt + response), generator=generator)
+    starts = torch.randint(0, prompt, (rows, 1), generator=generator)
+    ends = torch.randint(1, response + 1, (rows, 1), generator=generator)
+    ends[0], ends[1] = 0, response
+    prompt_mask, mask = torch.arange(prompt) >= starts, torch.arange(response) < ends
+    inputs = {"prompt": torch.where(prompt_mask, ids[:, :prompt], PAD), "prompt_mask": prompt_mask}
+    return inputs, torch.where(mask, ids[:, prompt:], PAD), mask
+
+
+def rows_of(inputs: dict[str, Tensor], actions: Tensor, mask: Tensor) -> list[tuple[list[int], list[int]]]:
+    """Each row's real tokens of prompt and of response."""
+    prompts = zip(inputs["prompt"], inputs["prompt_mask"], strict=True)
+    responses = zip(actions, mask, strict=True)
+    return [(p[m].tolist(), r[k].tolist()) for (p, m), (r, k) in zip(prompts, responses, strict=True)]
+
+
+def naive(model: Any, batch: tuple[dict[str, Tensor], Tensor, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy, row by row.   [B, T]"""
+    log_probs, entropy = (torch.zeros(batch[2].shape, dtype=next(model.parameters()).dtype) for _ in range(2))
+    for row, (prompt, response) in enumerate(rows_of(*batch)):
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
+        for t, token in enumerate(response):
+            said = logits[len(prompt) + t - 1].log_softmax(-1)
+            log_probs[row, t], entropy[row, t] = said[token], -(said.exp() * said).sum()
+    return log_probs, entropy
+
+
+def policy_of(model: Any, critic: Any = None, **settings: Any) -> LanguagePolicy:
+    return LanguagePolicy(model, critic, PAD, **settings)
+
+
+def awake(policy: LanguagePolicy, seed: int = 0) -> LanguagePolicy:
+    """With a value head that says something."""
+    head = policy.value_head if policy.value_head is not None else policy.critic.head  # type: ignore[union-attr]
+    with torch.no_grad():
+        for parameter in head.parameters():  # type: ignore[union-attr]
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return policy
+
+
+def gradients(policy: nn.Module, found: Evaluation) -> dict[str, Tensor]:
+    """Of a random sum of everything that was found."""
+    outputs = [x for x in (found.log_probs, found.entropy, found.values) if x is not None]
+    generator = torch.Generator().manual_seed(3)
+    total = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
+    named = dict(policy.named_parameters())
+    found_gradients = torch.autograd.grad(total, list(named.values()))  # type: ignore[arg-type]
+    assert all(gradient.abs().max() > 1e-6 for gradient in found_gradients), "every parameter has a part in it"
+    return dict(zip(named, found_gradients, strict=True))
+
+
+def near(a: Any, b: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# ---- log-probabilities and entropy --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_token_is_scored_by_the_models_own_logits_before_it(kind: str, temperature: float) -> None:
+    model, batch = make(kind, scale=20.0), text()
+    found = policy_of(model, temperature=temperature)(*batch)
+    log_probs, entropy = naive(model, batch, temperature)
+    assert log_probs[batch[2]].std() > 0.5
+    near(found.log_probs, log_probs)
+    near(found.entropy, entropy)
+    assert found.values is None
+    for x in (found.log_probs, found.entropy):
+        assert x.dtype == torch.float32
+        assert not x[~batch[2]].any(), "zeros outside the mask"
+
+
+@pytest.mark.parametrize("kind", WITH_MORE_THAN_A_LINEAR_HEAD)
+def test_scales_and_soft_caps_and_biases_of_the_head_count(kind: str) -> None:
+    """With logits so large that a soft cap bites."""
+    model, batch = make(kind, scale=150.0), text()
+    policy = policy_of(model, temperature=0.7, chunk=3)
+    assert policy.readout.plain, "or it would be right without a head of its own"
+    for ours, theirs in zip(vars(policy(*batch)).values(), naive(model, batch, 0.7), strict=False):
+        near(ours, theirs, 1e-4)
+
+
+class Wavy(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+    """A head that no configuration tells of."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits + outputs.logits.sin()
+        return outputs
+
+
+def test_of_a_head_that_is_not_understood_the_models_own_logits_are_used() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, batch = Wavy(transformers.LlamaConfig(**SHAPE)).eval(), text()
+    policy = awake(policy_of(model, "head", temperature=0.7, chunk=3))
+    assert not policy.readout.plain
+    found = policy(*batch)
+    for ours, theirs in zip((found.log_probs, found.entropy), naive(model, batch, 0.7), strict=True):
+        near(ours, theirs)
+    plain = awake(policy_of(make("llama"), "head"))
+    plain.model.load_state_dict(model.state_dict())
+    near(found.values, plain(*batch).values)
+    gradients(policy, found)
+
+
+def test_a_soft_cap_that_is_too_weak_to_show_is_still_found() -> None:
+    """The logits of a fresh model are far below 30. A head that forgot the cap would agree with it, until training."""
+
+    class Capped(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = 30 * (outputs.logits / 30).tanh()
+            return outputs
+
+    model = Capped(transformers.LlamaConfig(**SHAPE)).eval()
+    assert model(input_ids=torch.arange(8)[None]).logits.abs().max() < 1
+    assert not Readout(model).plain
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    config = transformers.BertConfig(**{name: size for name, size in SHAPE.items() if name != "num_key_value_heads"})
+    with pytest.raises(SurefootError, match=r"model=BertLMHeadModel: its logits depend on later tokens"):
+        policy_of(transformers.BertLMHeadModel(config))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7])
+def test_chunks_are_the_naive_ones_in_value_and_gradient(chunk: int) -> None:
+    """In float64, against one row at a time; the gradient with respect to every weight, the tied embedding among them."""
+    model, batch = make("gpt2", scale=20.0).double(), text()
+    policy = policy_of(model, temperature=0.7, chunk=chunk)
+    log_probs, entropy = naive(model, batch, 0.7)
+    found = policy(*batch)
+    assert int(batch[2].sum()) > 2 * chunk
+    near((found.log_probs, found.entropy), (log_probs, entropy), 1e-10)
+    near(gradients(policy, found), gradients(policy, Evaluation(log_probs, entropy)), 1e-10)
+
+
+def test_a_prompt_without_a_token_is_refused() -> None:
+    inputs, actions, mask = text()
+    inputs["prompt_mask"][2] = False
+    with pytest.raises(SurefootError, match=r"prompt: row 2 of the batch has no token; begin empty prompts with one"):
+        policy_of(make("llama"))(inputs, actions, mask)
+
+
+# ---- padding, order, company --------------------------------------------------------------------------------------------
+
+
+def repadded(
+    batch: tuple[dict[str, Tensor], Tensor, Tensor], left: int, between: int, right: int, seed: int = 9
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """More padding before the prompt, behind it and behind the response, and garbage in all padding."""
+    inputs, actions, mask = batch
+    generator = torch.Generator().manual_seed(seed)
+
+    def garbage(x: Tensor, keep: Tensor) -> Tensor:
+        return torch.where(keep, x, torch.randint(0, VOCABULARY, x.shape, generator=generator))
+
+    prompt_mask = nn.functional.pad(inputs["prompt_mask"], (left, between))
+    prompt = garbage(nn.functional.pad(inputs["prompt"], (left, between)), prompt_mask)
+    mask = nn.functional.pad(mask, (0, right))
+    return {"prompt": prompt, "prompt_mask": prompt_mask}, garbage(nn.functional.pad(actions, (0, right)), mask), mask
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_amount_side_and_content_of_padding_change_nothing_to_the_last_bit(kind: str) -> None:
+    policy, batch = awake(policy_of(make(kind, scale=20.0), "head")), text()
+    expected = vars(policy(*batch))
+    for left, between, right in ((0, 0, 0), (3, 0, 0), (0, 4, 0), (0, 0, 5), (2, 3, 4)):
+        wider = repadded(batch, left, between, right)
+        for name, found in vars(policy(*wider)).items():
+            if found is not None:
+                assert torch.equal(found[:, : batch[1].shape[1]], expected[name])
+                assert not found[:, batch[1].shape[1] :].any()
+        after = policy.values_after(*batch)
+        assert torch.equal(policy.values_after(*wider), after)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_row_is_scored_alike_in_any_order_and_company(kind: str) -> None:
+    policy, batch = awake(policy_of(make(kind, scale=20.0), "head")), text()
+    whole = policy(*batch)
+    order = torch.tensor([4, 0, 5, 2])
+    some = policy(*map_tensors(lambda x: x[order], batch))
+    for row in range(len(batch[1])):
+        alone = policy(*map_tensors(lambda x, row=row: x[row : row + 1], batch))
+        for name in ("log_probs", "entropy", "values"):
+            near(getattr(alone, name)[0], getattr(whole, name)[row])
+    for name in ("log_probs", "entropy", "values"):
+        near(getattr(some, name), getattr(whole, name)[order])
+
+
+def test_tokens_between_decisions_are_read_and_not_scored() -> None:
+    """A user's or a tool's turn within the response."""
+    model, (inputs, actions, mask) = make("llama", scale=20.0), text()
+    holes = mask.clone()
+    holes[:, 1:3] = False
+    found = policy_of(model)(inputs, actions, holes).log_probs
+    expected = naive(model, (inputs, actions, mask))[0]
+    kept = holes & (holes[:, 3:].any(-1, keepdim=True) | (torch.arange(7) < 1))
+    assert kept.sum() > 4
+    near(found[kept], expected[kept])
+    assert not found[~holes].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 10_000, None])
+def test_parts_by_token_budget_come_back_in_their_order(tokens: int | None) -> None:
+    policy, batch = awake(policy_of(make("llama", scale=20.0), "head")), text()
+    with torch.no_grad():
+        whole = policy(*batch)
+    near(vars(in_parts(policy, *batch, tokens)), vars(whole))
+    near(in_parts(policy.values_after, *batch, tokens), policy.values_after(*batch).detach())
+
+
+def test_a_row_costs_its_real_tokens() -> None:
+    inputs, actions, mask = text()
+    costs = policy_of(make("llama")).costs(inputs, mask)
+    assert costs.tolist() == [len(prompt) + len(response) for prompt, response in rows_of(inputs, actions, mask)]
+
+
+def test_what_is_all_padding_is_not_computed() -> None:
+    policy, batch = policy_of(make("llama")), text()
+    shapes: list[tuple[int, ...]] = []
+    policy.model.model.register_forward_pre_hook(lambda _, __, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    policy(*repadded(batch, 20, 0, 30))
+    assert shapes == [(6, int(policy.costs(batch[0], batch[2]).max()))]
+
+
+# ---- values -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("critic", ["head", "model"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_values_are_of_the_prompt_and_the_response_before_each_token(kind: str, critic: str) -> None:
+    model, batch = make(kind), text()
+    policy = awake(policy_of(model, "head" if critic == "head" else Critic.of_policy(model)))
+    head = policy.value_head if critic == "head" else policy.critic.head  # type: ignore[union-attr]
+    found, after = policy(*batch).values, policy.values_after(*batch)
+    assert found.std() > 0.1
+    for row, (prompt, response) in enumerate(rows_of(*batch)):
+        for t in range(len(response) + 1):
+            ids = torch.tensor([prompt + response[:t]])
+            hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
+            expected = hidden @ head.weight[0] + head.bias[0]
+            near(found[row, t] if t < len(response) else after[row], expected)
+    assert not found[~batch[2]].any()
+
+
+def test_a_value_does_not_depend_on_the_token_it_stands_before() -> None:
+    policy, (inputs, actions, mask) = awake(policy_of(make("llama"), "head")), text()
+    before = policy(inputs, actions, mask).values
+    other = actions.clone()
+    other[1, 3] = (actions[1, 3] + 1) % VOCABULARY
+    after = policy(inputs, other, mask).values
+    changed = (before - after).abs() > 1e-5
+    assert changed[1].tolist() == [False] * 4 + [True] * 3
+    assert not changed[[0, 2, 3, 4, 5]].any()
+
+
+def test_a_new_critic_says_zero_everywhere() -> None:
+    model, batch = make("llama"), text()
+    for critic in ("head", Critic.of_policy(model)):
+        policy = policy_of(model, critic)
+        assert not policy(*batch).values.any()
+        assert not policy.values_after(*batch).any()
+    assert not policy_of(model).values_after(*batch).any(), "and where there is none"
+
+
+def test_a_critic_of_a_reward_model_starts_as_its_normalised_score() -> None:
+    model, batch = make("llama"), text()
+    head = nn.Linear(WIDTH, 1)
+    critic = Critic.of_reward_model(model.model, head, mean=0.3, std=2.0)
+    found = policy_of(make("llama", seed=1), critic).values_after(*batch)
+    for row, (prompt, response) in enumerate(rows_of(*batch)):
+        hidden = model.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0, -1]
+        near(found[row], (head(hidden)[0] - 0.3) / 2)
+    with torch.no_grad():
+        critic.head.weight.add_(1)
+    assert {p.data_ptr() for p in critic.parameters()}.isdisjoint(
+        p.data_ptr() for p in [*model.parameters(), *head.parameters()]
+    )
+
+
+def test_a_critic_of_its_own_shares_nothing_with_the_policy() -> None:
+    model, batch = make("llama"), text()
+    policy = awake(policy_of(model, Critic.of_policy(model)))
+    named = dict(policy.named_parameters())
+    own = {id(p) for p in policy.critic_parameters()}
+    assert {name for name, p in named.items() if id(p) in own} == {name for name in named if name.startswith("critic.")}
+    policy(*batch).values.sum().backward()
+    assert all((p.grad is not None) == (id(p) in own) for p in named.values())
+    policy.zero_grad()
+    policy(*batch).log_probs.sum().backward()
+    assert all((p.grad is not None) == (id(p) not in own) for p in named.values())
+
+
+def test_a_head_on_the_policys_trunk_can_have_its_own_optimizer_and_still_moves_the_trunk() -> None:
+    policy = awake(policy_of(make("llama"), "head"))
+    assert {id(p) for p in policy.critic_parameters()} == {id(p) for p in policy.value_head.parameters()}  # type: ignore[union-attr]
+    policy(*text()).values.sum().backward()
+    assert policy.model.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
+    assert list(policy_of(make("llama")).critic_parameters()) == []
+
+
+# ---- learning -----------------------------------------------------------------------------------------------------------
+
+EVERYTHING = replace(
+    PPO_CLIP,
+    gamma=1.0,
+    reuse=Reuse(1, 1),
+    normalise_advantages="batch",
+    entropy_coefficient=0.05,
+    reference_coefficient=0.1,
+)
+
+
+def rollout_of(policy: LanguagePolicy, reference: ReferencePolicy, seed: int = 0, tokens: int | None = None) -> Rollout:
+    """Random text as if sampled, scored by the policy in parts of so many tokens."""
+    inputs, actions, mask = text(seed, rows=8)
+    scored = in_parts(policy, inputs, actions, mask, tokens)
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    cut = last & (torch.arange(8) % 2 == 0).unsqueeze(-1)
+    beyond = in_parts(policy.values_after, inputs, actions, mask, tokens)
+    values = torch.zeros_like(scored.log_probs) if scored.values is None else scored.values
+    return Rollout(
+        inputs=inputs,
+        actions=actions,
+        mask=mask,
+        old_log_probs=scored.log_probs,
+        values=values,
+        next_values=successor_values(values, beyond, truncated=cut, mask=mask),
+        rewards=torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed)),
+        terminated=last & ~cut,
+        truncated=cut,
+        unit="row",
+        ref_log_probs=in_parts(reference.log_probs, inputs, actions, mask, tokens),
+        steps=8,
+    )
+
+
+def updated(policy: LanguagePolicy, objective: Objective, at: LearnerState | None = None, **sizes: Any) -> tuple[Any, Learner]:
+    learner = Learner(policy, objective, AdamSettings(1e-3, max_grad_norm=None), **sizes)
+    rollout = rollout_of(policy, ReferencePolicy(policy_of(make("llama", seed=5))))
+    return learner.update(rollout, assign_credit(rollout, objective), at or LearnerState.seeded(0, 1)), learner
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("tokens", [None, 24])
+def test_the_ratio_is_one_at_the_start_whatever_the_parts(kind: str, tokens: int | None) -> None:
+    """Scored in one company, trained in others, at large logits and a temperature; the learner refuses more than 1e-4."""
+    policy = awake(policy_of(make(kind, scale=20.0), "head", temperature=0.7, chunk=3))
+    rollout = rollout_of(policy, ReferencePolicy(policy), tokens=17)
+    learner = Learner(policy, replace(EVERYTHING, reuse=Reuse(2, 2)), AdamSettings(1e-2), micro_batch_tokens=tokens)
+    metrics = learner.update(rollout, assign_credit(rollout, learner.objective), LearnerState.seeded(0, 1))
+    assert metrics["ratio_at_start"] == pytest.approx(1, abs=2e-5)
+    assert metrics["ratio_max"] - metrics["ratio_min"] > 1e-3, "and no more after the first step"
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("sizes", [{"micro_batch": 3}, {"micro_batch_tokens": 1}, {"micro_batch_tokens": 30}])
+def test_micro_batches_do_not_change_the_gradient(sizes: dict[str, int], aggregation: Any) -> None:
+    objective = replace(EVERYTHING, aggregation=aggregation)
+
+    def gradient(**sizes: int) -> Tensor:
+        policy = awake(policy_of(make("gpt2", scale=20.0).double(), "head", temperature=0.7))
+        return updated(policy, objective, **sizes)[1].optimizers["policy"].gradients
+
+    whole = gradient()
+    assert whole.abs().max() > 1e-3
+    near(gradient(**sizes), whole, 1e-10)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_checkpointed_layers_give_the_same_gradient_and_are_computed_twice(kind: str) -> None:
+    found, passes = [], []
+    for checkpointing in (False, True):
+        model = make(kind)
+        policy = awake(policy_of(model, Critic.of_policy(model), checkpointing=checkpointing))
+        counts = [0]
+        count_layers(policy, counts)
+        found.append(gradients(policy, policy(*text())))
+        passes.append(counts[0])
+    near(found[0], found[1], 1e-6)
+    assert passes[1] == 2 * passes[0] > 0
+
+
+def count_layers(policy: LanguagePolicy, counts: list[int]) -> None:
+    """Count how often something inside a layer is computed."""
+
+    def seen(*_: Any) -> None:
+        counts[0] += 1
+
+    for part in policy.modules():
+        if hasattr(part, "gradient_checkpointing") and (hasattr(part, "mlp")):
+            part.mlp.register_forward_pre_hook(seen)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_off_in_training_too(checkpointing: bool) -> None:
+    """GPT-2 comes with dropout; transformers checkpoints in training mode only."""
+    model = make("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5, scale=20.0)
+    policy, batch = policy_of(model, checkpointing=checkpointing).train(), text()
+    expected = naive(model.eval(), batch)[0]
+    policy.train()
+    found = policy(*batch)
+    near(found.log_probs, expected)
+    assert found.log_probs.requires_grad
+    assert not any(module.training for module in policy.modules())
+
+
+def test_a_cache_works_after_a_checkpointed_pass() -> None:
+    """transformers drops the cache of a layer that is checkpointed: sampling would go wrong without a word."""
+    policy = policy_of(make("llama"), checkpointing=True)
+    policy(*text()).log_probs.sum().backward()
+    ids = torch.arange(2, 8)[None]
+    with torch.no_grad():
+        first = policy.model(input_ids=ids[:, :4], use_cache=True)
+        rest = policy.model(input_ids=ids[:, 4:], past_key_values=first.past_key_values, use_cache=True).logits
+        near(rest, policy.model(input_ids=ids).logits[:, 4:])
+
+
+def test_a_tied_embedding_is_one_parameter_and_stays_tied() -> None:
+    policy = policy_of(make("llama", tie_word_embeddings=True))
+    apart = policy_of(make("llama", tie_word_embeddings=False))
+    _, learner = updated(policy, Objective(baseline="mean"))
+    sizes = [sum(p.numel() for p in one.parameters()) for one in (policy, apart)]
+    assert sizes[1] - sizes[0] == VOCABULARY * WIDTH
+    assert len(learner.optimizers["policy"].gradients) == sizes[0]
+    embedding, head = policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight
+    assert embedding is head
+    before = make("llama", tie_word_embeddings=True).get_input_embeddings().weight
+    assert not torch.equal(head, before), "and it learns"
+    assert torch.equal(head, policy.model.lm_head.weight)
+
+
+def test_frozen_parameters_are_left_out_and_do_not_move() -> None:
+    policy = awake(policy_of(make("llama"), "head"))
+    frozen = policy.model.model.layers[0]
+    frozen.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    _, learner = updated(policy, EVERYTHING)
+    moving = learner.optimizers["policy"]
+    assert isinstance(moving, FlatAdam)
+    assert sum(p.numel() for p in moving.parameters) == sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    for name, p in policy.named_parameters():
+        assert torch.equal(p, before[name]) == name.startswith("model.model.layers.0."), name
+
+
+def test_a_reference_is_the_policy_as_it_was_and_gets_no_gradient() -> None:
+    policy, batch = awake(policy_of(make("llama", scale=20.0), "head", temperature=0.7)), text()
+    reference = ReferencePolicy(policy)
+    before = policy(*batch).log_probs
+    assert torch.equal(reference.log_probs(*batch), before.detach())
+    updated(policy, EVERYTHING)
+    assert not torch.allclose(policy(*batch).log_probs, before)
+    assert torch.equal(reference.log_probs(*batch), before.detach())
+    assert not any(p.requires_grad for p in reference.parameters())
+    late = ReferencePolicy(policy)
+    assert all(p.grad is None for p in late.parameters()), "the optimizer's gradients are not copied"
+    assert not reference.log_probs(*batch).requires_grad
+
+
+def test_a_copy_of_a_policy_is_scored_by_its_own_weights() -> None:
+    policy, batch = policy_of(make("llama")), text()
+    twin = copy.deepcopy(policy)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(-1)
+    assert not torch.allclose(twin(*batch).log_probs, policy(*batch).log_probs)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_natural_step_moves_a_language_model_within_its_bound(chunk: int | None) -> None:
+    model = make("llama", scale=20.0)
+    policy = awake(policy_of(model, Critic.of_policy(model), chunk=chunk))
+    objective = replace(EVERYTHING, reference_coefficient=0.0, reuse=None, trust_region=Constraint(0.01))
+    metrics, _ = updated(policy, objective)
+    assert metrics["step_taken"] == 1
+    assert 0 < metrics["kl_after"] <= 0.01
+
+
+# ---- precision ----------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_multiplies_in_half_precision_and_keeps_weights_and_log_probs_in_float32() -> None:
+    batch = text()
+    model = make("llama", scale=20.0)
+    exact, half = (awake(policy_of(model, "head", bf16=bf16, chunk=3)) for bf16 in (False, True))
+    kinds: list[torch.dtype] = []
+    half.model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
+    a, b = exact(*batch), half(*batch)
+    assert kinds == [torch.float32, torch.bfloat16]
+    assert b.log_probs.dtype == b.values.dtype == torch.float32
+    assert 0 < (a.log_probs - b.log_probs).abs().max() < 0.2
+    assert {p.dtype for p in half.parameters()} == {torch.float32}
+    gradients(half, b)
+
+
+def test_only_exact_policies_are_held_to_a_ratio_of_one() -> None:
+    """bf16 rounds differently in other company."""
+
+    def update(bf16: bool) -> Any:
+        policy = awake(policy_of(make("llama", scale=20.0), "head", bf16=bf16))
+        rollout = rollout_of(policy, ReferencePolicy(policy))
+        rollout = replace(rollout, old_log_probs=rollout.old_log_probs + 0.01)
+        learner = Learner(policy, EVERYTHING, AdamSettings(1e-3))
+        return learner.update(rollout, assign_credit(rollout, EVERYTHING), LearnerState.seeded(0, 1))
+
+    assert update(bf16=True)["ratio_at_start"] == pytest.approx(0.99, abs=0.01)
+    with pytest.raises(SurefootError, match="ratio_at_start"):
+        update(bf16=False)
