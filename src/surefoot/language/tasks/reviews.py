@@ -98,8 +98,8 @@ def gold(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 def gold_parts(prompt: str, response: str) -> dict[str, float]:
     """What gold is made of, by name.
 
-    ``praise``      +0.5 for each different word of praise, three at most
-    ``on_topic``    +0.25 for each different part of the product, two at most
+    ``praise``      +0.5 for each different word of praise in a well-formed sentence, three at most
+    ``on_topic``    +0.25 for each different part of the product in such a sentence, two at most
     ``blame``       −0.5 for each word of blame
     ``off_topic``   −0.5 for each part or name of another product
     ``non_words``   −0.5 for each word, number or sign that is not in the language
@@ -112,10 +112,11 @@ def gold_parts(prompt: str, response: str) -> dict[str, float]:
     words = re.findall(r"[a-z]+|[^a-z\s.]+", response)
     counts = Counter(word for word in words if word not in _FUNCTION_WORDS)
     *sentences, rest = response.split(".")
-    malformed = [sentence for sentence in sentences if not _SENTENCE.fullmatch(sentence.strip())]
-    broken = len(malformed) + bool(rest.strip() or not sentences)
-    praise = sum(word in _PRAISE for word in counts)
-    on_topic = sum(_PARTS.get(word) == product for word in counts)
+    formed = [sentence for sentence in sentences if _SENTENCE.fullmatch(sentence.strip())]
+    broken = len(sentences) - len(formed) + bool(rest.strip() or not sentences)
+    said = set(" ".join(formed).split())
+    praise = sum(word in _PRAISE for word in said)
+    on_topic = sum(_PARTS.get(word) == product for word in said)
     foreign = sum(n for word, n in counts.items() if (_PARTS.get(word) or word) in PRODUCTS.keys() - {product})
     return {
         "praise": PRAISE * min(praise, PRAISE_AT_MOST),
