@@ -183,9 +183,9 @@ class RewardSettings(Section):
 
     terms: tuple[RewardTerm, ...] = Field(min_length=1)
     """the parts of the reward, which are added up"""
-    missing_eos: Literal["penalty", "subtract", "bootstrap", "none"] = "penalty"
-    """a response cut by the length limit: earns missing_eos_value instead, or loses that much, or its value is bootstrapped
-    by V, or it is scored like any other"""
+    missing_eos: Literal["penalty", "subtract", "bootstrap"] | None = "penalty"
+    """a response cut by the length limit: earns missing_eos_value instead, or loses that much, or what follows is bootstrapped
+    by V; none: it is scored like any other"""
     missing_eos_value: float = -1.0
     """the penalty, or what is subtracted"""
     deadline: float = Field(60.0, gt=0)

@@ -230,5 +230,5 @@ def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(file
 
 
 def test_a_limit_that_leaves_no_room_for_a_prompt_is_refused(files: dict[str, str], folders: dict[str, Path]) -> None:
-    with pytest.raises(SurefootError, match="sampling.max_tokens=128: leaves no room"):
+    with pytest.raises(SurefootError, match=r"sampling\.max_tokens=128: leaves no room"):
         world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 128})
