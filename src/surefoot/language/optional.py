@@ -24,12 +24,15 @@ def quiet() -> Iterator[None]:
     """Neither bars nor reports of ``transformers`` within: what is wrong is said in one line by us. Restored after."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(levels.CRITICAL)
+    loggers = [levels.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    before, bars = [logger.level for logger in loggers], logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(levels.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
         if bars:
             logging.enable_progress_bar()

@@ -6,11 +6,14 @@ Left alone, ``from_pretrained`` fills weights that are missing with random numbe
 import json
 import re
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -85,6 +88,8 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTok
     with quiet():
         try:
             found: PreTrainedTokenizerBase = _from_here_first(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+        except SurefootError:
+            raise
         except Exception as error:
             raise SurefootError(f"model={name!r}: its tokenizer can't be read ({cause_of(error)})") from None
     return found
@@ -199,7 +204,30 @@ def _from_here_first(auto: Any, name: str, **options: Any) -> Any:
     except OSError:
         if is_folder(name):
             raise
+    _check_hub(name)
     return auto.from_pretrained(name, **options)
+
+
+def _check_hub(name: str) -> None:
+    """Raise SurefootError when the hub has no address here: asking it would try again and again, for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise _unreachable(name)
+    address = urlsplit(constants.ENDPOINT)
+    if getproxies().get(address.scheme):  # then the proxy knows the address
+        return
+    try:
+        socket.getaddrinfo(address.hostname, None)
+    except OSError:
+        raise _unreachable(name) from None
+
+
+def _unreachable(name: str) -> SurefootError:
+    return SurefootError(
+        f"model={name!r}: no such folder here, and the hub can't be reached{did_you_mean(name, _around())}; "
+        "give a folder, or 'pocket', the model that is built in"
+    )
 
 
 def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
@@ -238,6 +266,8 @@ def _make_writable(model: Any) -> None:
 
 def _refused(name: str, error: Exception) -> SurefootError:
     """One line for whatever ``from_pretrained`` raised."""
+    if isinstance(error, SurefootError):
+        return error
     text = str(error)
     if "trust_remote_code" in text:
         return SurefootError(
@@ -247,10 +277,7 @@ def _refused(name: str, error: Exception) -> SurefootError:
     if is_folder(name):
         return SurefootError(f"model={name!r}: can't be read ({cause_of(error)})")
     if any(words in text for words in ("connect", "offline", "resolve", "timed out", "local_files_only", "cached")):
-        return SurefootError(
-            f"model={name!r}: no such folder here, and the hub can't be reached{did_you_mean(name, _around())}; "
-            "give a folder, or 'pocket', the model that is built in"
-        )
+        return _unreachable(name)
     return SurefootError(f"model={name!r}: no such folder here, and the hub refuses it ({cause_of(error)})")
 
 

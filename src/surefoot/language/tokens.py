@@ -84,15 +84,17 @@ class Tokens:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= after]
         if not turns:
             raise SurefootError("no message is the assistant's, so nothing would be trained")
-        ids = self.render(messages)
-        trained = [False] * len(ids)
         if re.search(r"{%-?\s*generation\b", self._template()):
-            start = self._prefix(messages, turns[0], ids, add_generation_prompt=True)
-            trained[start:] = self._marked(messages)[start:]
+            found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            ids = [int(i) for i in found["input_ids"]]
+            start = self._prefix(messages, turns[0], ids, add_generation_prompt=True) if after else 0
+            trained = [bool(marked) and i >= start for i, marked in enumerate(found["assistant_masks"])]
         else:
+            ids = self.render(messages)
+            trained = [False] * len(ids)
             for turn in turns:
                 start = self._prefix(messages, turn, ids, add_generation_prompt=True)
-                stop = self._prefix(messages, turn + 1, ids)
+                stop = len(ids) if turn == len(messages) - 1 else self._prefix(messages, turn + 1, ids)
                 trained[start:stop] = [True] * (stop - start)
         if not any(trained):
             raise SurefootError(
@@ -108,11 +110,6 @@ class Tokens:
         """
         found = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
         return [int(i) for i in found]
-
-    def _marked(self, messages: Messages) -> list[bool]:
-        """What the template's own mark says was generated."""
-        found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return [bool(x) for x in found["assistant_masks"]]
 
     def _prefix(self, messages: Messages, count: int, ids: list[int], **options: Any) -> int:
         """How many ids the first messages take; they must be those that the whole conversation begins with."""
