@@ -146,13 +146,12 @@ class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
         if lost and self.fire is not None:
             observation, extra, terminated, truncated, info = self.env.step(self.fire)
             score += float(extra)
-            reward = score
             lost = not (terminated or truncated)
         self.lives = self._left()
         if not self.training:
             return observation, score, terminated, truncated, info
         saying = {"score": score, "life_lost": lost and self.ends_value}
-        return observation, reward, terminated, truncated, {**info, SAID: saying}
+        return observation, score, terminated, truncated, {**info, SAID: saying}
 
     def _left(self) -> int:
         return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]  # ale-py's
