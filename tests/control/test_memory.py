@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import surefoot
 from surefoot.config import Recipe, make_recipe
+from surefoot.control.agent import Agent
 from surefoot.control.memory import REMEMBERED, STARTS, Memory
 from surefoot.control.world import ControlWorld
 from surefoot.errors import SurefootError
@@ -200,17 +201,21 @@ def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
         agent.predict(np.stack([one, one]), fresh)
 
 
-@pytest.mark.parametrize("algorithm", ["A2C", "PPO_CLIP", "PPO_PENALTY", "TRPO", "REINFORCE_BASELINE"])
+@pytest.mark.parametrize("algorithm", surefoot.ALGORITHMS)
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_kind_of_objective_trains_an_lstm(algorithm: str, shared: bool) -> None:
+def test_every_algorithm_trains_an_lstm(algorithm: str, shared: bool) -> None:
     if algorithm == "TRPO" and shared:
         pytest.skip("a shared trunk is refused")
     network = {**SMALL["network"], "shared_trunk": shared}
-    objective = {} if algorithm in ("A2C", "REINFORCE_BASELINE") else SMALL["objective"]
+    objective = SMALL["objective"] if surefoot.ALGORITHMS[algorithm].reuse else {}
     settings = {**SMALL, "network": network, "objective": objective}
     history: list[Metrics] = []
     agent = surefoot.train("CartPole-v1", algorithm=algorithm, steps=48, run_dir=None, callback=history.append, **settings)
     assert history[-1]["policy_loss"] is not None
+    fresh = Agent(agent.recipe, agent.observation_space, agent.action_space).policy
+    for (name, now), before in zip(agent.policy.named_parameters(), fresh.parameters(), strict=True):
+        assert now.isfinite().all(), name
+        assert not torch.equal(now, before), name
     assert surefoot.evaluate(agent, episodes=2, seed=1).episodes == 2
 
 

@@ -16,6 +16,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 import surefoot
 from surefoot import ALGORITHMS, PPO_CLIP, SurefootError
+from surefoot.control.agent import Agent
 from surefoot.control.environments import LoopedEnvironments, VectorEnvironments
 from surefoot.control.spaces import (
     Misfit,
@@ -70,12 +71,21 @@ TINY: dict[str, Any] = {
 # ---- everything trains ------------------------------------------------------------------------------------------------
 
 
+def assert_trained(agent: surefoot.Agent) -> None:
+    """Every part of the policy has moved, and to finite numbers."""
+    fresh = Agent(agent.recipe, agent.observation_space, agent.action_space).policy
+    for (name, now), before in zip(agent.policy.named_parameters(), fresh.parameters(), strict=True):
+        assert now.isfinite().all(), name
+        assert not torch.equal(now, before), name
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_algorithm_trains_every_kind_of_action(algorithm: str, action: str) -> None:
     objective = ALGORITHMS[algorithm]
     make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action])
     agent = surefoot.train(lambda: make(), objective, steps=40, objective=small(objective), **TINY)
+    assert_trained(agent)
     sent, _ = agent.predict(OBSERVATIONS["vector"].sample())
     assert ACTIONS[action].contains(sent)
 
@@ -87,14 +97,17 @@ def test_every_algorithm_trains_every_kind_of_observation(algorithm: str, seen: 
     make = partial(Sampled, OBSERVATIONS[seen], spaces.Discrete(2))
     network = {"shared_trunk": objective.constraint is None}
     agent = surefoot.train(lambda: make(), objective, steps=24, objective=small(objective), network=network, **TINY)
-    assert all(weight.isfinite().all() for weight in agent.state_dict().values())
+    assert_trained(agent)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("action", [name for name, space in ACTIONS.items() if not isinstance(space, spaces.Box)])
-def test_every_kind_of_choice_can_be_masked(action: str) -> None:
+def test_every_algorithm_trains_every_kind_of_choice_under_masks(algorithm: str, action: str) -> None:
+    objective = ALGORITHMS[algorithm]
     make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action], masked=True)
     seen: list[Any] = []
-    surefoot.train(lambda: make(), PPO_CLIP, steps=64, objective=small(PPO_CLIP), callback=seen.append, **TINY)
+    agent = surefoot.train(lambda: make(), objective, steps=64, objective=small(objective), callback=seen.append, **TINY)
+    assert_trained(agent)
     assert all(math.isfinite(metrics[name]) for metrics in seen for name in ("entropy", "policy_loss", "gradient_norm_policy"))
 
 
