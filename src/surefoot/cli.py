@@ -12,6 +12,7 @@ import click
 from surefoot import __version__
 from surefoot.algorithms import LADDER
 from surefoot.cli_language import data, generate
+from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
 from surefoot.config import parse_value, read_toml, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import Recipe
@@ -20,7 +21,6 @@ from surefoot.sections import MAX_SEED
 
 if TYPE_CHECKING:
     from surefoot.compare.report import Report
-    from surefoot.run.dashboard import Display
 
 SHORT = {"algorithm", "steps", "seed", "device"}
 """recipe fields that have a flag without a table before it, listed with the command's own"""
@@ -136,9 +136,9 @@ def train(
         folder = run_folder(one, run_dir, name, several=seeds > 1)
         start(one, folder, display=display_for(one, folder, quiet))
         results.append(final_line(one, folder))
-        click.echo(results[-1][0])
+        tell(results[-1][0])
     if seeds > 1:
-        click.echo(spread([score for _, score in results]))
+        tell(spread([score for _, score in results]))
 
 
 @cli.command()
@@ -154,7 +154,7 @@ def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> No
     check_is_run(run)
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))
     recipe = find_recipe(str(run / "config.toml"))
-    click.echo(final_line(recipe, run)[0])
+    tell(final_line(recipe, run)[0])
 
 
 @cli.command()
@@ -317,7 +317,7 @@ def list_() -> None:
 def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
     """Learn while you watch: PPO on CartPole-v1 in a minute, or a language model by SFT, reward model and PPO in five."""
     if which == "language":
-        from surefoot.language.demo import language_demo
+        from surefoot.demo_language import language_demo
 
         language_demo(run_dir, seed, display_for, anchored=not no_anchor)
         return
@@ -341,56 +341,7 @@ def describe(recipe: Recipe) -> str:
     return "\n".join([to_toml(recipe), *(f"# {line}" for line in world.arithmetic())])
 
 
-def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: bool) -> Path:
-    """Where a run goes. Names made up here never collide; names that were given are taken as they are."""
-    suffix = f"-seed{recipe.seed}" if several else ""
-    if name is not None:
-        return (run_dir or Path("runs")) / f"{name}{suffix}"
-    if run_dir is not None:
-        return run_dir / f"seed{recipe.seed}" if several else run_dir
-    from surefoot.run.folder import task_label
-
-    base = Path("runs") / f"{task_label(recipe.trained)}-{recipe.algorithm.lower()}-{recipe.seed}"
-    folder, number = base, 2
-    while folder.exists():
-        folder, number = base.with_name(f"{base.name}-{number}"), number + 1
-    return folder
-
-
 def show_report(report: "Report", as_json: bool) -> None:
     """Tables for a person, or all of it for a program."""
     click.echo(json.dumps(report.results) if as_json else f"\n{report.text}\n")
     click.echo(report.last_line, err=as_json)
-
-
-def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False) -> "Display":
-    """A live table on a terminal, plain lines elsewhere."""
-    from surefoot.run.dashboard import Dashboard, Lines, Quiet
-
-    if quiet:
-        return Quiet()
-    title = f"{recipe.title}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
-    return Dashboard(title) if sys.stdout.isatty() else Lines(title)
-
-
-def final_line(recipe: Recipe, folder: Path) -> tuple[str, float | None]:
-    """How a run ended, from its own metrics."""
-    from surefoot.run.dashboard import SHOWN
-    from surefoot.run.tracking import read_metrics
-
-    last = read_metrics(folder / "metrics.jsonl")[-1]
-    name = next((name for name in recipe.scores if last.get(name) is not None), recipe.scores[-1])
-    score = last.get(name)
-    shown = "not known yet" if score is None else f"{score:,.4g}" if abs(score) < 10 else f"{score:,.1f}"
-    label = SHOWN[name][0] if name in SHOWN else name
-    return f"{recipe.trained}, seed {recipe.seed}: {label} {shown} after {last['steps']:,} steps -> {folder}", score
-
-
-def spread(scores: list[float | None]) -> str:
-    """Mean and spread over seeds."""
-    import numpy as np
-
-    known = [score for score in scores if score is not None]
-    if not known:
-        return "no seed has a score"
-    return f"{len(known)} seeds: mean {np.mean(known):,.1f}, standard deviation {np.std(known):,.1f}, worst {min(known):,.1f}"

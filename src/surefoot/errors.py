@@ -42,4 +42,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def missing_extra(package: str, extra: str, purpose: str) -> SurefootError:
     """The one line for an optional package that is not installed."""
-    return SurefootError(f"{purpose} needs {package}, which is not installed; run: pip install 'surefoot[{extra}]'")
+    return SurefootError(
+        f"{purpose} needs {package}, which is not installed; run: pip install 'surefoot[{extra}]', in a checkout: "
+        f"pip install -c constraints.txt -e '.[{extra}]'"
+    )

@@ -389,5 +389,6 @@ def test_without_the_encoder_the_extra_is_named(command: Any, run: Path, monkeyp
     code, _, err = command("watch", str(run))
     assert (code, err) == (
         2,
-        "surefoot: a video needs imageio-ffmpeg, which is not installed; run: pip install 'surefoot[video]'\n",
+        "surefoot: a video needs imageio-ffmpeg, which is not installed; run: pip install 'surefoot[video]', in a "
+        "checkout: pip install -c constraints.txt -e '.[video]'\n",
     )

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 Inputs = Mapping[str, Tensor]
 
-CHUNK = 2**23
-"""how many logits are held at once where no chunk is given: 32 MiB in float32, and a few times that while they are worked on"""
+CHUNK = 2**24
+"""how many logits are held at once where no chunk is given: 64 MiB in float32, and a few times that while they are worked on.
+Blocks of 32 MiB and less glibc keeps when they are freed, and scatters, so that smaller chunks can take more memory"""
 
 
 class ValueHead(nn.Linear):
@@ -86,7 +87,7 @@ class LanguagePolicy(Policy):
                    module from token ids [B, L] to values [B, L]
     pad_id         what stands where nothing is; no result depends on it
     temperature    divides the logits, as in sampling
-    chunk          decisions whose logits are held at once; None for as many as make 2²³ logits
+    chunk          decisions whose logits are held at once; None for as many as make 2²⁴ logits
     checkpointing  compute every layer again in the backward pass instead of keeping what is inside
     bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
 
