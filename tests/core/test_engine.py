@@ -127,6 +127,10 @@ def test_batches_of_another_size_take_the_eager_path() -> None:
         ({"algorithm": "TRPO", "objective": {}}, "TRPO takes natural steps"),
         ({"algorithm": "REINFORCE", "objective": {}}, "REINFORCE collects whole episodes, whose lengths differ"),
         ({"device": "cuda"}, "device = 'cuda' is not the CPU"),
+        (
+            {"network": {"lstm": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}},
+            "network.lstm learns from whole sequences",
+        ),
         ({"optimizer": {"micro_batch": 4}}, "optimizer.micro_batch splits the minibatch"),
     ],
 )

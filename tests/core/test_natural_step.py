@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surefoot import PPO_UNCLIPPED, TRPO, Constraint, Interrupted, NotFiniteError, Objective, Reuse, SurefootError
 from surefoot.batches import global_count, rows_of, slices
+from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.policies import ActorCritic
 from surefoot.control.spaces import BARE
 from surefoot.credit import assign_credit
@@ -74,16 +75,21 @@ def surrogate_of(policy: Policy, rollout: Rollout, advantages: Tensor) -> float:
 # ---- the Fisher matrix --------------------------------------------------------------------------------------------------
 
 
-def in_control(box: bool) -> tuple[Policy, Rollout]:
+def in_control(box: bool, lstm: int | None = None) -> tuple[Policy, Rollout]:
     """A policy of control in float64, off its initial symmetry, and what it would have done."""
     action_space = spaces.Box(-1, 1, (2,)) if box else spaces.Discrete(3)
     generator = torch.Generator().manual_seed(1)
-    policy = ActorCritic(spaces.Box(-9, 9, (3,)), action_space, Network(hidden=(4, 3)), True, generator).double()
+    policy = ActorCritic(spaces.Box(-9, 9, (3,)), action_space, Network(hidden=(4, 3), lstm=lstm), True, generator).double()
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=DOUBLE) / 3)
         inputs = {BARE: torch.randn(3, 4, 3, generator=generator, dtype=DOUBLE)}
-        actions = policy.step(inputs)[0].sample(generator)
+        if lstm is None:
+            actions = policy.step(inputs)[0].sample(generator)
+        else:  # every row begins anew at some step, and remembers something before
+            inputs[STARTS] = torch.eye(3, 4, dtype=torch.bool).roll(1, 1)
+            inputs[REMEMBERED] = torch.randn(3, 2, 2, lstm, generator=generator, dtype=DOUBLE)
+            actions = torch.randint(3, (3, 4), generator=generator)
         here = policy(inputs, actions)
     mask = torch.rand(3, 4, generator=generator) < 0.8
     zeros, none = torch.zeros_like(mask, dtype=DOUBLE), torch.zeros_like(mask)
@@ -97,6 +103,7 @@ def in_control(box: bool) -> tuple[Policy, Rollout]:
         rewards=torch.randn(3, 4, generator=generator, dtype=DOUBLE),
         terminated=none,
         truncated=none,
+        unit="step" if lstm is None else "row",
         old_distribution=here.distribution,
     )
 
@@ -109,6 +116,7 @@ def in_a_page(unit: str) -> tuple[Policy, Rollout]:
 WORLDS = {
     "Discrete": lambda: in_control(box=False),
     "Box": lambda: in_control(box=True),
+    "LSTM": lambda: in_control(box=False, lstm=3),
     "steps": lambda: in_a_page("step"),
     "rows": lambda: in_a_page("row"),
 }
