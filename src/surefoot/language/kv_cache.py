@@ -5,12 +5,19 @@ that are done by letting the last ones take their places, which copies one row p
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from surefoot.language.tokens import positions
+
+CACHE_TOLERANCE = 1e-2
+"""largest difference of a log-probability that can be rounding, in float32, when the cache is used rather than not"""
 
 
 class Decoder(Protocol):
@@ -39,55 +46,55 @@ class Prompts:
         """Real tokens of each.   [G]"""
         return self.mask.sum(-1)
 
+    def few(self) -> Tensor:
+        """The shortest and the longest of them, by index.   [2]"""
+        return torch.stack([self.lengths.argmin(), self.lengths.argmax()])
+
+    def at(self, rows: Tensor) -> "Prompts":
+        """Some of the prompts, padded as they are."""
+        return Prompts(self.ids[rows], self.mask[rows])
+
     @property
     def padded(self) -> bool:
         """Whether any of them is shorter than the longest."""
         return not bool(self.mask[:, 0].all())
 
 
-def forward(model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor, keep: int, past: Any = None) -> Any:
+def forward(
+    model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor, *, keep: int, past: Any = None, caching: bool = True
+) -> Any:
     """One forward pass of a model of ``transformers``, told only what its family understands.
 
     ids [n, t]; mask [n, everything so far] or None where nothing is padding; positions [n, t]; logits of the last ``keep``.
     """
-    options = {
-        "position_ids": positions,
-        "logits_to_keep": keep,
-        "use_cache": past is not False,
-        cache_name(type(model)): past or None,
-    }
-    known = parameters_of(type(model))
+    options = {"position_ids": positions, "logits_to_keep": keep, "use_cache": caching, cache_name(model): past}
+    known = parameters_of(type(model).forward)
     options = {name: value for name, value in options.items() if name in known and value is not None}
     return model(input_ids=ids, attention_mask=None if mask is None else mask.long(), **options)
 
 
 @cache
-def parameters_of(kind: type[nn.Module]) -> frozenset[str]:
+def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
     """What a model's ``forward`` takes, by name."""
-    return frozenset(inspect.signature(kind.forward).parameters)
+    return frozenset(inspect.signature(function).parameters)
 
 
-def cache_name(kind: type[nn.Module]) -> str:
+def cache_name(model: nn.Module) -> str:
     """State-space models call their cache differently."""
-    return "cache_params" if "cache_params" in parameters_of(kind) else "past_key_values"
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Positions counted over real tokens; a pad gets 0, which nothing reads.   [n, t] -> [n, t]"""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return "cache_params" if "cache_params" in parameters_of(type(model).forward) else "past_key_values"
 
 
 def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
     """The model's logits after each prompt [G, vocabulary] and its cache, None for a model that keeps none."""
     mask = prompts.mask if prompts.padded else None
-    output = forward(model, prompts.ids, mask, positions_of(prompts.mask), keep=1)
-    found = getattr(output, cache_name(type(model)), None)
+    output = forward(model, prompts.ids, mask, positions(prompts.mask), keep=1)
+    found = getattr(output, cache_name(model), None)
     usable = all(hasattr(layer, "reorder_cache") for layer in getattr(found, "layers", [None]))
     return output.logits[:, -1], found if usable else None
 
 
 @cache
-def preallocated_layer() -> type:
+def preallocated_layer() -> Any:
     """The class of a cache layer whose room is taken once: ``transformers``' own grows by copying all of it at every token."""
     from transformers.cache_utils import DynamicLayer
 
@@ -95,7 +102,7 @@ def preallocated_layer() -> type:
         """Keys and values are views of the first ``rows`` rows and the first positions of two buffers."""
 
         def __init__(self, source: Any, samples: int, more: int) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.dtype, self.device, self.is_initialized = source.keys.dtype, source.keys.device, True
             self.length, self.rows = source.keys.shape[-2], samples * len(source.keys)
             self.buffers = [self.room_for(states, samples, more) for states in (source.keys, source.values)]
@@ -107,17 +114,18 @@ def preallocated_layer() -> type:
             buffer.view(groups, samples, heads, length + more, width)[:, :, :, :length] = states.unsqueeze(1)
             return buffer
 
-        def look(self) -> None:
-            self.keys, self.values = (buffer[: self.rows, :, : self.length] for buffer in self.buffers)
+        def look(self) -> tuple[Tensor, Tensor]:
+            keys, values = (buffer[: self.rows, :, : self.length] for buffer in self.buffers)
+            self.keys, self.values = keys, values
+            return keys, values
 
-        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             """Write the new positions where the old ones end."""
-            new = slice(self.length, self.length + keys.shape[-2])
-            for buffer, states in zip(self.buffers, (keys, values), strict=True):
+            new = slice(self.length, self.length + key_states.shape[-2])
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
                 buffer[: self.rows, :, new] = states
             self.length = new.stop
-            self.look()
-            return self.keys, self.values
+            return self.look()
 
         def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:
             for buffer in self.buffers:
@@ -150,7 +158,9 @@ class CachedDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Logits after one more token.   [n] -> [n, vocabulary]"""
         self.length += 1
-        mask = None if self.mask is None else self.mask[: len(tokens), : self.length]
+        # a recurrent state has forgotten its padding, and such a model would take the mask for the new token's
+        state_space = cache_name(self.model) == "cache_params"
+        mask = None if self.mask is None or state_space else self.mask[: len(tokens), : self.length]
         output = forward(self.model, tokens.unsqueeze(-1), mask, self.positions, keep=1, past=self.past)
         self.positions = self.positions + 1
         logits: Tensor = output.logits[:, -1]
@@ -170,6 +180,34 @@ class CachedDecoder:
             self.mask = self.mask[kept]
 
 
+def difference(model: nn.Module, decoder: Decoder, prompts: Prompts, steps: int) -> float:
+    """The largest difference of a log-probability between a decoder's steps and the model's pass over the whole sequence."""
+    tokens = prompts.ids[:, -1:].expand(-1, steps)  # any would do
+    mask = torch.cat([prompts.mask, prompts.mask.new_ones(len(tokens), steps)], -1)
+    output = forward(model, torch.cat([prompts.ids, tokens], -1), mask, positions(mask), keep=steps, caching=False)
+    got = torch.stack([decoder.step(token) for token in tokens.T], 1)
+    return float((got.log_softmax(-1) - output.logits[:, -steps:].log_softmax(-1)).abs().max())
+
+
+_KEEPS: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+
+
+def cache_keeps_its_promise(model: nn.Module, prompts: Prompts, more: int) -> bool:
+    """Whether decoding with the model's cache says what the model says without; asked once per model, with and without padding.
+
+    Some families misread a mask or a position when they have a cache.
+    """
+    known = _KEEPS.setdefault(model, {})
+    if more and prompts.padded not in known:
+        few, steps = prompts.at(prompts.few()), min(2, more)
+        logits, past = read_prompts(model, few)
+        rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
+        known[prompts.padded] = (
+            rough or difference(model, CachedDecoder(model, few, past, 1, steps), few, steps) <= CACHE_TOLERANCE
+        )
+    return known.get(prompts.padded, True)
+
+
 class RecomputingDecoder:
     """A model without a cache: the whole sequence at every step. Slow, and right for every family."""
 
@@ -184,7 +222,7 @@ class RecomputingDecoder:
         self.ids[:, self.length] = tokens
         self.length += 1
         ids, mask = self.ids[:, : self.length], self.mask[:, : self.length]
-        logits: Tensor = forward(self.model, ids, mask, positions_of(mask), keep=1, past=False).logits[:, -1]
+        logits: Tensor = forward(self.model, ids, mask, positions(mask), keep=1, caching=False).logits[:, -1]
         return logits
 
     def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:

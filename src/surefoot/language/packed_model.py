@@ -40,8 +40,8 @@ class PackedModel:
     width: int
     """of a head"""
     eps: float
-    offset: Tensor | None
-    """√(model width · eps) for RMSNorm; None means LayerNorm"""
+    centred: bool
+    """LayerNorm, which subtracts the mean, or RMSNorm"""
     gated: bool
     activation: Callable[[Tensor], Tensor]
     embedding: nn.Module
@@ -55,11 +55,9 @@ class PackedModel:
     head: nn.Module
 
     def normalised(self, x: Tensor) -> Tensor:
-        """LayerNorm, or RMSNorm over √d, without its weights: those and √d are in the next matrix.   [n, d] -> [n, d]"""
-        if self.offset is None:
-            return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
-        # x/√(Σx² + d·eps) in three operations; torch's own rms_norm takes twice as long on a CPU
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.offset)
+        """LayerNorm or RMSNorm without its weights, which are in the next matrix.   [n, d] -> [n, d]"""
+        norm = nn.functional.layer_norm if self.centred else nn.functional.rms_norm
+        return norm(x, x.shape[-1:], eps=self.eps)
 
 
 def packed(model: Any) -> PackedModel | None:
@@ -70,7 +68,7 @@ def packed(model: Any) -> PackedModel | None:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     readers = {"llama": pack_llama, "mistral": pack_llama, "qwen2": pack_llama, "gemma": pack_llama, "gpt2": pack_gpt2}
     reader = readers.get(str(kind))
-    if reader is None or model.dtype not in (torch.float32, torch.float64):
+    if reader is None or model.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(model.device.type):
         return None
     return reader(model)
 
@@ -93,13 +91,14 @@ def pack_llama(model: Any) -> PackedModel | None:
     rotary = core.rotary_emb
     width = core.layers[0].self_attn.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    everywhere = [(b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj, b.self_attn.o_proj) for b in core.layers]
+    everywhere: list[tuple[Any, ...]] = [
+        (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj, b.self_attn.o_proj) for b in core.layers
+    ]
     everywhere += [(b.mlp.gate_proj, b.mlp.up_proj, b.mlp.down_proj) for b in core.layers]
     known = plain([module for group in everywhere for module in group], nn.Linear)
     moving = rotary.rope_type in ("dynamic", "longrope")  # their frequencies depend on the length
     if not known or moving or not 0 < sum(p.numel() for p in core.layers.parameters()) <= PACKED_LIMIT:
         return None
-    root = config.hidden_size**0.5
     one = 1.0 if config.model_type == "gemma" else 0.0
     pairs = torch.arange(width, device=model.device).view(2, -1).t().flatten()  # 0, w/2, 1, w/2 + 1, …: (re, im) of each turn
     order = torch.arange((heads + 2 * kv_heads) * width, device=model.device).view(-1, width)
@@ -107,11 +106,11 @@ def pack_llama(model: Any) -> PackedModel | None:
     layers = []
     for block in core.layers:
         attention, mlp = block.self_attn, block.mlp
-        qkv, bias = joined([attention.q_proj, attention.k_proj, attention.v_proj], root * (one + block.input_layernorm.weight))
+        qkv, bias = joined([attention.q_proj, attention.k_proj, attention.v_proj], one + block.input_layernorm.weight)
         scale = torch.ones(len(order), 1, dtype=qkv.dtype, device=qkv.device)
         scale[:heads] = attention.scaling
         scale = scale.expand(-1, width).flatten()
-        up, up_bias = joined([mlp.gate_proj, mlp.up_proj], root * (one + block.post_attention_layernorm.weight))
+        up, up_bias = joined([mlp.gate_proj, mlp.up_proj], one + block.post_attention_layernorm.weight)
         layers.append(
             PackedLayer(
                 qkv=qkv[:, order.flatten()] * scale,
@@ -136,7 +135,7 @@ def pack_llama(model: Any) -> PackedModel | None:
         kv_heads=kv_heads,
         width=width,
         eps=config.rms_norm_eps,
-        offset=torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5, dtype=model.dtype, device=model.device),
+        centred=False,
         gated=True,
         activation=core.layers[0].mlp.act_fn,
         embedding=core.embed_tokens,
@@ -180,7 +179,7 @@ def pack_gpt2(model: Any) -> PackedModel | None:
         kv_heads=config.num_attention_heads,
         width=config.hidden_size // config.num_attention_heads,
         eps=config.layer_norm_epsilon,
-        offset=None,
+        centred=True,
         gated=False,
         activation=core.h[0].mlp.act,
         embedding=core.wte,

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.language.endings import Ending
 from surefoot.language.fast_decode import fast_decoder
-from surefoot.language.kv_cache import CachedDecoder, Decoder, Prompts, RecomputingDecoder, read_prompts
+from surefoot.language.kv_cache import (
+    CachedDecoder,
+    Decoder,
+    Prompts,
+    RecomputingDecoder,
+    cache_keeps_its_promise,
+    read_prompts,
+)
+from surefoot.language.tokens import left_padded
 from surefoot.seeding import derived_seed
 
 if TYPE_CHECKING:
@@ -76,27 +85,28 @@ def sample(
 
     The prompt is read once for all its samples; finished responses leave the batch. The model is in eval mode meanwhile, and
     without gradient. ``path`` is chosen by what the model allows (``Samples.path`` says which); asking for one is for tests.
-    Raises SurefootError for prompts, seeds, limits or a path that cannot be, NotFiniteError where the model's logits are not finite.
+
+    Raises SurefootError for prompts, seeds, limits or a path that can't be, NotFiniteError for logits that are not finite.
     """
-    check(model, prompts, samples, max_tokens, temperature, seeds, stop, decode, greedy, path)
+    check(model, prompts, max_tokens, eos_ids)
+    check_draw(len(prompts), samples, temperature, seeds, stop, decode, greedy, path)
     device = model.get_input_embeddings().weight.device
-    batch = left_padded(prompts, pad_id, device)
+    ids, mask = left_padded(prompts, pad_id)
+    batch = Prompts(ids.to(device), mask.to(device))
     rows = samples * len(prompts)
     uniforms = None if greedy else uniforms_of(seeds, max_tokens).to(device)
-    ending = Ending(eos_ids, stop, decode, model.get_input_embeddings().weight.shape[0], device)
     actions = torch.full((max_tokens, rows), pad_id, dtype=torch.long, device=device)
     lengths = torch.full((rows,), max_tokens, dtype=torch.long, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
-    log_probs: Tensor | None = None
     with torch.no_grad(), evaluating(model):
         logits, past = read_prompts(model, batch)
+        ending = Ending(eos_ids, stop, decode, logits.shape[-1], device)
         decoder, used = decoder_for(model, batch, past, samples, max_tokens, path)
         logits = logits.repeat_interleave(samples, 0)
+        log_probs = torch.zeros(max_tokens, rows, dtype=working_dtype(logits), device=device)
         slots = torch.arange(rows, device=device)  # which response each slot of the decoder holds
         for now in range(max_tokens):
             known = log_softmax(logits, temperature)
-            if log_probs is None:
-                log_probs = known.new_zeros(max_tokens, rows)
             tokens = known.argmax(-1) if uniforms is None else inverse_cdf(known, uniforms[now].index_select(0, slots))
             actions[now].index_copy_(0, slots, tokens)
             log_probs[now].index_copy_(0, slots, known.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
@@ -114,7 +124,6 @@ def sample(
                 slots, tokens = slots[:count], tokens[:count]
             if now + 1 < max_tokens:
                 logits = decoder.step(tokens)
-    assert log_probs is not None
     longest = int(lengths.max())
     mask = torch.arange(longest, device=device) < lengths.unsqueeze(-1)
     log_probs = log_probs[:longest].T.contiguous()
@@ -145,7 +154,10 @@ def generate(
     stop: Sequence[str] = (),
     greedy: bool = False,
 ) -> list[str]:
-    """Answers as text, ``samples`` to each prompt (text or messages), prompt-major; a stop string and what follows is cut off."""
+    """Answers as text to prompts of text or messages, prompt-major; a stop string and what follows it are cut off.
+
+    An answer depends on the prompt, the seed and its place in the list. Raises what ``sample`` and ``tokens`` raise.
+    """
     drawn = sample(
         model,
         [tokens.encode_prompt(prompt) for prompt in prompts],
@@ -167,9 +179,14 @@ def before(text: str, stop: Sequence[str]) -> str:
     return text[: min((at for word in stop if (at := text.find(word)) >= 0), default=None)]
 
 
+def working_dtype(logits: Tensor) -> torch.dtype:
+    """float32, or float64 for a model in float64."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature), in float32 at least.   [n, vocabulary] -> [n, vocabulary]"""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(working_dtype(logits))
     return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
 
 
@@ -189,14 +206,6 @@ def uniforms_of(seeds: Sequence[int], count: int) -> Tensor:
     for seed in seeds:
         columns.append(torch.rand(count, generator=generator.manual_seed(seed), dtype=torch.float64))
     return torch.stack(columns, 1)
-
-
-def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Prompts:
-    """The prompts in one tensor, ending together.   -> ids and mask [G, P]"""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    return Prompts(ids, torch.arange(longest, device=device) >= longest - lengths.unsqueeze(-1))
 
 
 @contextmanager
@@ -221,63 +230,38 @@ def decoder_for(
         found = fast_decoder(model, prompts, past, samples, more)
         if found is not None:
             return found, "fast"
-    if path in (None, "cached") and past is not None:
+    if past is not None and (path == "cached" or (path is None and cache_keeps_its_promise(model, prompts, more))):
         return CachedDecoder(model, prompts, past, samples, more), "cached"
     if path in (None, "recomputed"):
         return RecomputingDecoder(model, prompts, samples, more), "recomputed"
     raise SurefootError(f"path={path!r}: not possible for {type(model).__name__}; leave it out")
 
 
-class Ending:
-    """Whether responses are at their end: EOS by a table over the vocabulary, stop strings by decoding."""
-
-    def __init__(
-        self,
-        eos_ids: Sequence[int],
-        stop: Sequence[str],
-        decode: Callable[[Sequence[int]], str] | None,
-        vocabulary: int,
-        device: torch.device,
-    ) -> None:
-        self.is_eos = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self.is_eos[list(eos_ids)] = True
-        self.stop, self.decode = stop, decode
-        self.may_end: dict[int, bool] = {}
-
-    def reached(self, tokens: Tensor, actions: Tensor, slots: Tensor) -> Tensor | None:
-        """[n] True where the response in a slot ends with this token, or None where none does.   tokens [n], actions [t, N]"""
-        done = self.is_eos[tokens]
-        if self.stop:
-            done |= torch.tensor(self.stopped(tokens.tolist(), actions, slots.tolist()), device=done.device)
-        return done if bool(done.any()) else None
-
-    def stopped(self, tokens: list[int], actions: Tensor, slots: list[int]) -> list[bool]:
-        """Whether the decoded text of each slot's response holds a stop string."""
-        assert self.decode is not None
-        found = []
-        for token, slot in zip(tokens, slots, strict=True):
-            text = self.decode(actions[:, slot].tolist()) if self.may_complete(token) else ""
-            found.append(any(word in text for word in self.stop))
-        return found
-
-    def may_complete(self, token: int) -> bool:
-        """False only where the token's own text shows that no stop string ends in it, which saves decoding the response.
-
-        Part of a character decodes to U+FFFD, and a decoder may strip spaces at the edge: such tokens are always looked into.
-        """
-        if token not in self.may_end:
-            assert self.decode is not None
-            text = self.decode([token])
-            ends = any(word[-1].isspace() or word[-1] in text for word in self.stop)
-            self.may_end[token] = ends or not text.strip() or "\ufffd" in text
-        return self.may_end[token]
+def check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, eos_ids: Sequence[int]) -> None:
+    """Refuse in one line prompts that this model can't answer."""
+    if not prompts:
+        raise SurefootError("prompts: none given; give at least one")
+    if max_tokens < 1:
+        raise SurefootError(f"max_tokens={max_tokens}: must be at least 1")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, ids in [("eos_ids", eos_ids), *((f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts))]:
+        unknown = [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < vocabulary]
+        if unknown:
+            raise SurefootError(f"{name}: no token {unknown[0]} among the model's {vocabulary}; use the model's own tokenizer")
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise SurefootError(f"prompts[{index}]: has no tokens; a response needs at least one to follow, such as BOS")
+        if context and len(prompt) + max_tokens > context:
+            raise SurefootError(
+                f"prompts[{index}]: {len(prompt)} tokens and max_tokens={max_tokens} don't fit into the model's context of "
+                f"{context}; shorten one of them"
+            )
 
 
-def check(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
+def check_draw(
+    prompts: int,
     samples: int,
-    max_tokens: int,
     temperature: float,
     seeds: Sequence[int],
     stop: Sequence[str],
@@ -285,31 +269,14 @@ def check(
     greedy: bool,
     path: Path | None,
 ) -> None:
-    """Refuse in one line what can't be sampled."""
-    if not prompts:
-        raise SurefootError("prompts: none given; give at least one")
-    for name, number in (("samples", samples), ("max_tokens", max_tokens)):
-        if number < 1:
-            raise SurefootError(f"{name}={number}: must be at least 1")
+    """Refuse in one line a way of drawing that can't be."""
+    if samples < 1:
+        raise SurefootError(f"samples={samples}: must be at least 1")
     if not 0 < temperature < float("inf"):
         raise SurefootError(f"temperature={temperature}: must be a positive number; greedy takes the likeliest token instead")
-    if not greedy and len(seeds) != samples * len(prompts):
-        raise SurefootError(f"seeds: {len(seeds)} given for {len(prompts)} prompts x samples={samples}; give one per response")
-    if stop and (decode is None or not all(stop)):
-        raise SurefootError(f"stop={list(stop)!r}: needs strings that are not empty, and decode=, which turns tokens into text")
+    if not greedy and len(seeds) != samples * prompts:
+        raise SurefootError(f"seeds: {len(seeds)} given for {prompts} prompts x samples={samples}; give one per response")
+    if stop and (isinstance(stop, str) or decode is None or not all(stop)):
+        raise SurefootError(f"stop={stop!r}: needs a list of strings, none empty, and decode=, which turns tokens into text")
     if path is not None and path not in get_args(Path):
         raise SurefootError(f"path={path!r}: choose one of {', '.join(get_args(Path))}")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for index, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise SurefootError(f"prompts[{index}]: has no tokens; a response needs at least one to follow, such as BOS")
-        if max(prompt) >= vocabulary or min(prompt) < 0:
-            raise SurefootError(
-                f"prompts[{index}]: token {max(prompt)} is not among the model's {vocabulary}; use the tokenizer made for the model"
-            )
-        if context and len(prompt) + max_tokens > context:
-            raise SurefootError(
-                f"prompts[{index}]: {len(prompt)} tokens and max_tokens={max_tokens} don't fit into the model's context of {context}; "
-                "shorten one of them"
-            )

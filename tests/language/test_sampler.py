@@ -1,0 +1,479 @@
+"""Responses are drawn from the model's own distribution, whichever path decodes them, and nothing else has a say in them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.language.endings import Ending
+from surefoot.language.sampler import Path, Samples, generate, inverse_cdf, sample, uniforms_of
+from surefoot.language.tokens import Tokens
+
+from . import tiny
+
+PATHS: tuple[Path, ...] = ("fast", "cached", "recomputed")
+PROMPTS = [[20, 31, 42, 53, 64, 75, 86], [33], [47, 48, 49], [90, 91, 92, 93]]
+EOS = (1, 40, 50, 60, 70, 80)
+"""six ends among 102 tokens, so that responses have many lengths"""
+
+
+def draw(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> Samples:
+    """Three responses of at most 16 tokens to each prompt."""
+    count = len(prompts) * options.get("samples", 3)
+    defaults = {"samples": 3, "max_tokens": 16, "eos_ids": EOS, "pad_id": 0, "seeds": range(100, 100 + count)}
+    return sample(model, prompts, **{**defaults, **options})
+
+
+def own_logits(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """What the model says before each token of the response, with no padding, no cache and no company.   -> [T, vocabulary]"""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+
+
+def expect_own_log_probs(
+    model: Any, prompts: Sequence[Sequence[int]], drawn: Samples, temperature: float, within: float
+) -> None:
+    repeated = [prompt for prompt in prompts for _ in range(len(drawn.ended) // len(prompts))]
+    for i, (prompt, response) in enumerate(zip(repeated, drawn.responses(), strict=True)):
+        said = (own_logits(model, prompt, response) / temperature).log_softmax(-1)
+        expected = said[range(len(response)), response]
+        torch.testing.assert_close(drawn.log_probs[i, : len(response)], expected, atol=within, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("path", PATHS)
+def test_log_probs_are_those_of_the_models_own_forward_pass(family: str, path: Path, temperature: float) -> None:
+    model = tiny.model(family)
+    drawn = draw(model, path=path, temperature=temperature)
+    assert drawn.path == path
+    assert drawn.lengths.min() < 8, "some responses are short"
+    assert drawn.lengths.max() == 16, "and some long"
+    expect_own_log_probs(model, PROMPTS, drawn, temperature, within=1e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_in_float64_they_agree_to_eleven_digits(family: str, path: Path) -> None:
+    """So what float32 leaves is rounding, and no position, mask or scale that is slightly wrong."""
+    model = tiny.model(family).double()
+    drawn = draw(model, path=path)
+    assert drawn.log_probs.dtype == torch.float64
+    # LayerNorm and RMSNorm of some families compute in float32 whatever the model is in
+    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-11 if family == "gpt2" else 1e-5)
+
+
+def test_every_path_draws_the_same_tokens(family: str) -> None:
+    fast, *others = [draw(tiny.model(family), path=path) for path in PATHS]
+    for other in others:
+        assert torch.equal(fast.actions, other.actions)
+        assert torch.equal(fast.mask, other.mask)
+        assert torch.equal(fast.ended, other.ended)
+
+
+def test_a_known_family_takes_the_fast_path(family: str) -> None:
+    assert draw(tiny.model(family)).path == "fast"
+
+
+def test_the_built_in_model_takes_the_fast_path() -> None:
+    from surefoot.language.models import load_model
+
+    model, _ = load_model("pocket")
+    drawn = draw(model)
+    assert drawn.path == "fast"
+    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_token_is_where_its_responses_own_uniform_falls(path: Path) -> None:
+    """One number per token, from a generator of the response's own, through the cumulative distribution of the model itself."""
+    model = tiny.model("llama")
+    drawn = draw(model, path=path, temperature=0.8)
+    for i, response in enumerate(drawn.responses()):
+        uniforms = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + i)).numpy()
+        said = (own_logits(model, PROMPTS[i // 3], response).double() / 0.8).softmax(-1).numpy()
+        expected = [int(np.searchsorted(row.cumsum(), u, side="right")) for row, u in zip(said, uniforms, strict=False)]
+        assert response == expected
+
+
+def test_tokens_come_as_often_as_their_probability_says() -> None:
+    model = tiny.model("qwen2", scale=2.0)
+    many = 20_000
+    drawn = draw(model, [[33, 34]], samples=many, max_tokens=1, seeds=range(many), temperature=1.3)
+    wanted = (own_logits(model, [33, 34], [0])[0].double() / 1.3).softmax(-1)
+    seen = torch.bincount(drawn.actions[:, 0], minlength=tiny.VOCABULARY) / many
+    error = (wanted * (1 - wanted) / many).sqrt()
+    assert ((seen - wanted).abs() <= 4.5 * error + 1e-4).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_company_order_and_padding_have_no_say(family: str, path: Path) -> None:
+    model = tiny.model(family)
+    together = draw(model, path=path)
+    seeds = [*range(100, 112)]
+    backwards = draw(model, PROMPTS[::-1], seeds=seeds[::-1], path=path, pad_id=7)
+    assert backwards.responses() == together.responses()[::-1]
+    for g, prompt in enumerate(PROMPTS):
+        alone = [draw(model, [prompt], samples=1, seeds=[seeds[3 * g + j]], path=path) for j in range(3)]
+        for j, one in enumerate(alone):
+            row = 3 * g + j
+            length = int(together.lengths[row])
+            assert one.responses()[0] == together.responses()[row]
+            torch.testing.assert_close(one.log_probs[0], together.log_probs[row, :length], atol=5e-5, rtol=0)
+
+
+def test_a_lower_limit_gives_the_beginning_of_the_same_responses() -> None:
+    model = tiny.model("gpt2")
+    long, short = draw(model, max_tokens=40), draw(model, max_tokens=9)
+    assert short.responses() == [response[:9] for response in long.responses()]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_response_ends_with_its_first_eos_or_at_the_limit(family: str, path: Path) -> None:
+    drawn = draw(tiny.model(family), path=path)
+    assert drawn.mask.shape[1] == drawn.lengths.max()
+    assert drawn.ended.any()
+    assert not drawn.ended.all()
+    for row, response in enumerate(drawn.responses()):
+        ended, length = bool(drawn.ended[row]), len(response)
+        assert not any(token in EOS for token in response[:-1])
+        assert (response[-1] in EOS) == ended
+        assert ended or length == 16
+        assert drawn.mask[row].tolist() == [t < length for t in range(drawn.mask.shape[1])]
+        assert (drawn.actions[row, length:] == 0).all()
+        assert (drawn.log_probs[row, length:] == 0).all()
+
+
+def test_an_end_at_the_limit_counts_as_an_end() -> None:
+    model = tiny.model("llama")
+    whole = draw(model)
+    row = next(i for i in range(12) if whole.ended[i] and whole.lengths[i] > 2)
+    cut = draw(model, max_tokens=int(whole.lengths[row]))
+    assert cut.ended[row]
+    assert cut.responses()[row] == whole.responses()[row]
+
+
+def test_without_any_eos_every_response_reaches_the_limit() -> None:
+    drawn = draw(tiny.model("gemma"), eos_ids=())
+    assert drawn.mask.all()
+    assert not drawn.ended.any()
+
+
+def test_prompts_come_back_padded_left_and_prompt_major() -> None:
+    drawn = draw(tiny.model("llama"), pad_id=9)
+    assert drawn.prompt.shape == drawn.prompt_mask.shape == (12, 7)
+    for row in range(12):
+        assert drawn.prompt[row][drawn.prompt_mask[row]].tolist() == PROMPTS[row // 3]
+        assert (drawn.prompt[row][~drawn.prompt_mask[row]] == 9).all()
+        assert drawn.prompt_mask[row, -1]
+
+
+def test_a_prompt_may_hold_the_pad_token() -> None:
+    model = tiny.model("llama")
+    prompts = [[7, 30, 7, 7], [7]]
+    drawn = draw(model, prompts, pad_id=7)
+    expect_own_log_probs(model, prompts, drawn, 1.0, within=1e-4)
+
+
+class Watch:
+    """Shapes of everything the model's embedding is asked for: what is really computed."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: list[tuple[int, ...]] = []
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: self.seen.append(tuple(inputs[0].shape)))
+
+
+def test_a_prompt_is_read_once_for_all_its_samples(family: str) -> None:
+    model = tiny.model(family)
+    watch = Watch(model)
+    draw(model, samples=8, path="cached")
+    assert watch.seen[0] == (len(PROMPTS), 7)
+    assert all(shape[1] == 1 for shape in watch.seen[1:])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_finished_responses_are_not_computed_further(path: Path) -> None:
+    model = tiny.model("qwen2")
+    watch = Watch(model)
+    drawn = draw(model, samples=8, path=path)
+    rows = [shape[0] for shape in watch.seen[-(drawn.mask.shape[1] - 1) :]]
+    going_on = [int((drawn.lengths > t).sum()) for t in range(1, drawn.mask.shape[1])]
+    assert rows == going_on
+    assert rows[0] > rows[-1]
+
+
+def test_greedy_takes_the_likeliest_token_and_needs_no_seeds(family: str) -> None:
+    model = tiny.model(family)
+    drawn = draw(model, greedy=True, seeds=(), samples=1)
+    for prompt, response in zip(PROMPTS, drawn.responses(), strict=True):
+        assert response == own_logits(model, prompt, response).argmax(-1).tolist()
+    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
+
+
+def test_a_temperature_near_zero_is_greedy() -> None:
+    model = tiny.model("llama")
+    assert draw(model, temperature=1e-4).actions.equal(draw(model, greedy=True).actions)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """A token per character; see tiny.tokenizer."""
+    return Tokens(tiny.tokenizer()).decode(ids)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(path: Path) -> None:
+    model = tiny.model("llama")
+    free = draw(model, eos_ids=(1,), samples=16, path=path)
+    texts = [text_of(ids) for ids in free.responses()]
+    stop = [texts[0][3:6], texts[5][7:9], "e"]
+    stopped = draw(model, eos_ids=(1,), samples=16, path=path, stop=stop, decode=text_of)
+    cut = 0
+    for whole, ids, ended in zip(free.responses(), stopped.responses(), stopped.ended.tolist(), strict=True):
+        ends = [t for t in range(1, len(whole) + 1) if any(word in text_of(whole[:t]) for word in stop)]
+        assert ids == whole[: ends[0] if ends else None]
+        assert ended == (bool(ends) or whole[-1] == 1)
+        cut += bool(ends) and len(ids) > 2
+    assert 3 <= cut < 64
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b" ", b"\n", b"\xc3", b"\xa9", b"b\n", b" \xc3", b""]), max_size=8),
+    st.lists(st.sampled_from(["é", "a\n", " ", "éé", "b"]), min_size=1, max_size=2),
+)
+def test_the_shortcut_past_decoding_misses_no_stop_string(parts: list[bytes], stop: list[str]) -> None:
+    """Tokens that are half a character, that are nothing, or whose edge is stripped, as tokenizers have them."""
+    vocabulary = [b"a", b" ", b"\n", b"\xc3", b"\xa9", b"b\n", b" \xc3", b""]
+
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join(vocabulary[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
+
+    ids = [vocabulary.index(part) for part in parts]
+    ending = Ending((), stop, decode, len(vocabulary), torch.device("cpu"))
+    actions = torch.tensor(ids).view(-1, 1)
+    for t in range(1, len(ids) + 1):
+        if any(word in decode(ids[: t - 1]) for word in stop):
+            break  # it had ended there
+        reached = ending.reached(torch.tensor(ids[t - 1 : t]), actions[:t], torch.tensor([0]))
+        assert (reached is not None) == any(word in decode(ids[:t]) for word in stop)
+
+
+def test_generate_answers_text_with_text_and_cuts_the_stop_string_off(loaded: tuple[Any, Any]) -> None:
+    model, tokens = loaded[0], Tokens(loaded[1], loaded[0])
+    free = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3)
+    assert len(free) == 6
+    assert len(set(free)) > 1
+    word = free[0][4:6]
+    cut = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3, stop=[word])
+    assert cut == [answer.partition(word)[0] for answer in free]
+    assert generate(model, tokens, ["hello"], max_tokens=5, greedy=True) == generate(
+        model, tokens, ["hello"], max_tokens=5, greedy=True, seed=9
+    )
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=9).filter(lambda w: sum(w) > 0.1), st.floats(0, 1, exclude_max=True))
+def test_inverse_cdf_takes_the_interval_that_holds_u_and_nothing_impossible(weights: list[float], u: float) -> None:
+    probabilities = torch.tensor(weights, dtype=torch.float64)
+    probabilities = torch.where(probabilities < 1e-6, 0, probabilities)
+    probabilities /= probabilities.sum()
+    taken = int(inverse_cdf(probabilities.log().unsqueeze(0), torch.tensor([u], dtype=torch.float64))[0])
+    assert probabilities[taken] > 0
+    below, above = float(probabilities[:taken].sum()), float(probabilities[: taken + 1].sum())
+    assert below - 1e-12 <= u <= above + 1e-12
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
+def test_the_extremes_of_u_reach_the_first_and_last_possible_token(u: float) -> None:
+    log_probs = torch.tensor([[0.0, 0.3, 0.4, 0.3, 0.0, 0.0]]).log()
+    assert inverse_cdf(log_probs, torch.tensor([u], dtype=torch.float64)).item() == (1 if u == 0 else 3)
+
+
+def test_uniforms_of_a_seed_do_not_depend_on_how_many_are_drawn() -> None:
+    many = uniforms_of([5, 2**63 - 1, 5], 1000)
+    assert torch.equal(many[:, 0], many[:, 2])
+    assert not torch.equal(many[:, 0], many[:, 1])
+    for count in (1, 7, 33):
+        assert torch.equal(uniforms_of([5, 2**63 - 1, 5], count), many[:count])
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    model = tiny.model("llama")
+    before = torch.get_rng_state()
+    draw(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_dropout_and_checkpointing_are_off_meanwhile_and_back_afterwards(family: str) -> None:
+    names = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if family == "gpt2" else ("attention_dropout",)
+    model = tiny.model(family, **dict.fromkeys(names, 0.5))
+    quiet = draw(model)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    training = [module.training for module in model.modules()]
+    assert draw(model).actions.equal(quiet.actions)
+    assert draw(model, path="cached").actions.equal(quiet.actions)
+    assert [module.training for module in model.modules()] == training
+
+
+def test_what_comes_out_can_be_learned_from() -> None:
+    """Autograd may keep it: no tensor of inference mode, nothing that requires grad."""
+    model = tiny.model("llama")
+    drawn = draw(model)
+    for tensor in (drawn.prompt, drawn.actions, drawn.mask, drawn.log_probs, drawn.ended):
+        assert not tensor.is_inference()
+        assert not tensor.requires_grad
+    logits = model(input_ids=torch.cat([drawn.prompt, drawn.actions], 1)).logits[:, 6:-1]
+    loss = (logits.log_softmax(-1).gather(-1, drawn.actions.unsqueeze(-1)).squeeze(-1) - drawn.log_probs).exp().mean()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_weights_are_read_anew_at_every_call(family: str) -> None:
+    model = tiny.model(family)
+    draw(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
+    drawn = draw(model)
+    assert drawn.path == "fast"
+    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
+
+
+def doubled_feed_forward(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: 2 * output)
+
+
+def adapted_projection(model: Any) -> None:
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1e-3 * x
+
+    attention = model.model.layers[0].self_attn
+    weight = attention.o_proj.weight
+    attention.o_proj = Adapted(*weight.T.shape, bias=False)
+    attention.o_proj.weight = weight
+
+
+def other_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
+
+
+@pytest.mark.parametrize("change", [doubled_feed_forward, adapted_projection, other_activation])
+def test_a_model_that_is_not_what_it_seems_is_decoded_by_its_own_forward_pass(change: Any) -> None:
+    model = tiny.model("llama")
+    change(model)
+    drawn = draw(model)
+    assert drawn.path == "cached"
+    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
+
+
+def test_a_cache_that_says_something_else_is_not_used() -> None:
+    """A model whose pass with a cache forgets a layer, as a family with a defect would."""
+    model = tiny.model("llama")
+    other_activation(model)
+    layer = model.model.layers[1]
+    own = layer.forward
+
+    def defective(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return own(x, *args, **kwargs) if x.shape[1] > 1 else x
+
+    layer.forward = defective
+    drawn = draw(model)
+    assert drawn.path == "recomputed"
+    layer.forward = own
+    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
+
+
+def test_half_precision_is_decoded_by_the_models_own_pass_with_log_probs_in_float32() -> None:
+    model = tiny.model("llama", scale=2.0).bfloat16()
+    drawn = draw(model)
+    assert (drawn.path, drawn.log_probs.dtype) == ("cached", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert draw(tiny.model("llama")).path == "cached"
+
+
+SMALL = {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+OTHERS: dict[str, tuple[dict[str, Any], Path]] = {
+    "mistral": ({**SMALL, "num_key_value_heads": 2, "sliding_window": 6}, "cached"),
+    "qwen3": ({**SMALL, "num_key_value_heads": 2, "head_dim": 8}, "cached"),
+    "gemma3_text": ({**SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}, "cached"),
+    "phi": ({**SMALL}, "cached"),
+    "gpt_neox": ({**SMALL}, "cached"),
+    "opt": ({**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}, "cached"),
+    "bloom": ({"vocab_size": 102, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "cached"),
+    "mamba": ({"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, "cached"),
+    "openai-gpt": ({"vocab_size": 102, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "recomputed"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
+    """Sliding windows, learned positions taken from the mask, biases by distance, recurrent states, and no cache at all."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape, path = OTHERS[kind]
+    config = AutoConfig.for_model(kind, **shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim == 2 and "A_log" not in name and "embed" not in name:
+                    weight.mul_(4)
+    drawn = draw(model)
+    assert drawn.path == path
+    assert drawn.lengths.unique().numel() > 3
+    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prompts": []}, "prompts: none given"),
+        ({"prompts": [[5], []]}, r"prompts\[1\]: has no tokens"),
+        ({"prompts": [[5], [102]]}, r"prompts\[1\]: no token 102 among the model's 102"),
+        ({"prompts": [[5, -1]]}, r"prompts\[0\]: no token -1"),
+        ({"prompts": [[5] * 113]}, r"prompts\[0\]: 113 tokens and max_tokens=16 don't fit into the model's context of 128"),
+        ({"eos_ids": (1, 50_000)}, "eos_ids: no token 50000"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"samples": 0}, "samples=0"),
+        ({"temperature": 0.0}, "temperature=0.0: .*greedy"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"seeds": [1, 2]}, r"seeds: 2 given for 4 prompts x samples=3"),
+        ({"stop": ["a"]}, "stop=.*decode="),
+        ({"stop": ["a", ""], "decode": text_of}, "stop=.*none empty"),
+        ({"stop": "abc", "decode": text_of}, "stop='abc': needs a list"),
+        ({"path": "quick"}, "path='quick': choose one of fast, cached, recomputed"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SurefootError, match=said) as refused:
+        draw(tiny.model("gpt2"), **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_last_place_of_the_context_can_be_used(family: str) -> None:
+    model = tiny.model(family)
+    for more in (1, 2, 3):
+        prompts = [[30] * (128 - more), [31, 32]]
+        expect_own_log_probs(model, prompts, draw(model, prompts, max_tokens=more), 1.0, within=1e-4)
+
+
+def test_a_path_that_a_model_does_not_have_is_refused() -> None:
+    model = tiny.model("llama")
+    other_activation(model)
+    with pytest.raises(SurefootError, match="path='fast': not possible for LlamaForCausalLM"):
+        draw(model, path="fast")
+
+
+def test_logits_that_are_not_finite_are_told(family: str) -> None:
+    model = tiny.model(family)
+    with torch.no_grad():
+        next(model.parameters())[33] = torch.nan
+    with pytest.raises(NotFiniteError, match="logits"):
+        draw(model)
