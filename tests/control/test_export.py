@@ -260,9 +260,10 @@ def test_a_program_that_differs_in_one_entry_is_found_out(
     observations = [rng.normal(size=agent.observation_space.shape) for _ in range(10)]
     if (task, name) == ("CartPole-v1", "action"):  # so that 0 + 1 is the other action, and 7 is none
         observations.sort(key=lambda observation: agent.predict(observation, deterministic=True)[0])
-    export._compare(agent, acting, altered(acting, name, 0), observations, "it")
+    situations = [export.Situation(observation) for observation in observations]
+    export._compare(agent, acting, altered(acting, name, 0), situations, "it")
     with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
-        export._compare(agent, acting, altered(acting, name, by), observations, "it")
+        export._compare(agent, acting, altered(acting, name, by), situations, "it")
 
 
 def test_nothing_is_written_when_the_file_differs(
@@ -287,7 +288,7 @@ def test_equally_likely_actions_may_be_told_apart_differently(agents: dict[str, 
         agent.policy.actor_head.weight.zero_()
         agent.policy.actor_head.bias.zero_()
     acting = export.Acting(agent)
-    export._compare(agent, acting, altered(acting, "action", 1), [np.zeros(4)], "it")
+    export._compare(agent, acting, altered(acting, "action", 1), [export.Situation(np.zeros(4))], "it")
 
 
 def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +384,158 @@ def test_observations_of_other_kinds_are_exported_too(task: str, tmp_path: Path)
     assert "acts as the agent does on" in done.line()
 
 
-def test_an_agent_with_memory_is_refused_in_one_line(tmp_path: Path) -> None:
-    agent = surefoot.train("CartPole-v1", surefoot.A2C, steps=1, network={"lstm": 4}, evaluation={"episodes": 0})
-    with pytest.raises(SurefootError, match=r"network.lstm=4: an agent with memory can't be exported"):
-        export.export_agent(agent, tmp_path / "agent.pt2", "torch")
+class TwoParts(gymnasium.Env[dict[str, np.ndarray], int]):
+    """Observations of two parts, at random; an episode is 8 steps."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, one: str = "near", other: str = "far") -> None:
+        self.observation_space = spaces.Dict({one: spaces.Box(-1, 1, (2,)), other: spaces.Box(-9, 9, (3,))})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.observation_space.sample(), float(action), False, self.t == 8, {}
+
+
+PLACE = f"{__name__}:{TwoParts.__name__}"
+BRIEF: dict[str, Any] = {
+    "evaluation": {"episodes": 0},
+    "rollout": {"environments": 2, "steps": 64},
+    "normalise": {"observations": True, "rewards": False},
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_agent_that_normalises_several_parts_is_exported_without_a_warning(format: str, tmp_path: Path) -> None:
+    agent = surefoot.train(PLACE, surefoot.A2C, steps=128, **BRIEF)
+    done = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    assert done.signature == "far [N, 3], near [N, 2] -> action [N], logits [N, 2], value [N]"
+    assert done.compared == "9 observations of an episode and 128 random ones"
+
+
+@pytest.mark.parametrize(("names", "lstm"), [(("near", "value"), None), (("memory", "far"), 4), (("next_memory", "far"), 4)])
+def test_a_part_with_the_name_of_something_else_in_the_file_is_refused(
+    names: tuple[str, str], lstm: int | None, tmp_path: Path
+) -> None:
+    parts = dict(zip(("one", "other"), names, strict=True))
+    agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)
+    (taken,) = set(names) - {"near", "far"}
+    with pytest.raises(
+        SurefootError, match=f"observation '{taken}': an exported file has that name for something else; rename"
+    ):
+        export_agent(agent, tmp_path / "agent.onnx", "onnx")
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+Stepping = Callable[[np.ndarray, np.ndarray, np.ndarray], list[np.ndarray]]
+
+
+def stepping(path: Path) -> Stepping:
+    """A file with memory as its own runtime runs it: observations, memory, episode starts -> its outputs."""
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        names = ["observation", "memory", "episode_start"]
+        return lambda *given: session.run(None, dict(zip(names, given, strict=True)))
+    module = torch.export.load(path).module()
+    return lambda *given: [output.numpy() for output in module(*map(torch.from_numpy, given))]
+
+
+def remembering_agent(task: str, shared: bool = False, **changes: Any) -> surefoot.Agent:
+    """An agent whose LSTM weighs so much that what it remembers decides what it does."""
+    network = {"hidden": [8], "lstm": 6, "shared_trunk": shared}
+    agent = surefoot.train(task, surefoot.A2C, steps=128, network=network, seed=2, **{**BRIEF, **changes})
+    draws = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        agent.policy.actor_head.weight.normal_(generator=draws)
+        for name, parameter in agent.policy.named_parameters():
+            if "lstm" in name:
+                parameter.normal_(generator=draws)
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("task", "format", "shared"),
+    [
+        ("CartPole-v1", "onnx", False),
+        ("CartPole-v1", "torch", True),
+        ("Pendulum-v1", "onnx", True),
+        ("Pendulum-v1", "torch", False),
+    ],
+)
+def test_the_file_remembers_over_an_episode_what_the_agent_does(task: str, format: str, shared: bool, tmp_path: Path) -> None:
+    """The program acts on its own memory, the agent is asked at every step, and the second episode forgets the first."""
+    agent = remembering_agent(task, shared)
+    run = stepping(export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format).path)
+    environment = gymnasium.make(task, disable_env_checker=True)
+    memory, state = np.full((1, 1 if shared else 2, 2, 6), 7, np.float32), None  # of no episode: to be forgotten
+    taken, forgetful = [], []
+    for episode in range(2):
+        observation, _ = environment.reset(seed=episode)
+        start, over = True, False
+        while not over:
+            seen = observation[None].astype(np.float32)
+            action, *_, value, memory = run(seen, memory, np.array([start]))
+            expected_value = agent.value(seen, state, [start])
+            wanted, state = agent.predict(seen, state, [start], deterministic=True)
+            assert np.allclose(action, wanted, rtol=1e-4, atol=1e-5)
+            assert np.allclose(value, expected_value, rtol=1e-4, atol=1e-5)
+            assert np.allclose(memory, state, rtol=1e-4, atol=1e-5)
+            taken.append(action[0])
+            forgetful.append(agent.predict(seen, deterministic=True)[0][0])
+            observation, _, terminated, truncated, _ = environment.step(action[0])
+            start, over = False, terminated or truncated
+    assert len(taken) > 10
+    assert not np.allclose(taken, forgetful), "without its memory the agent would act otherwise"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, tmp_path: Path) -> None:
+    agent = remembering_agent("CartPole-v1")
+    made = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    assert made.signature == (
+        "observation [N, 4], memory [N, 2, 2, 6], episode_start [N] -> "
+        "action [N], logits [N, 2], value [N], next_memory [N, 2, 2, 6]"
+    )
+    run, draws = stepping(made.path), np.random.default_rng(1)
+    for count in (1, 5):
+        memory = draws.uniform(-1, 1, (count, 2, 2, 6)).astype(np.float32)
+        for _ in range(4):
+            seen, starts = draws.normal(size=(count, 4)).astype(np.float32), draws.random(count) < 0.5
+            action, _, _, after = run(seen, memory, starts)
+            for row in range(count):
+                fresh = None if starts[row] else memory[row : row + 1]
+                wanted, state = agent.predict(seen[row], fresh, deterministic=True)
+                assert action[row] == wanted
+                assert np.allclose(after[row], state[0], rtol=1e-4, atol=1e-5)
+            memory = after
+
+
+@pytest.mark.parametrize("name", ["action", "value", "next_memory"])
+def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
+    agent = remembering_agent("Pendulum-v1")
+    acting, (situations, _) = export.Acting(agent), export._situations(agent)
+    assert {situation.start for situation in situations} == {True, False}
+    export._compare(agent, acting, altered(acting, name, 0), situations, "it")
+    with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
+        export._compare(agent, acting, altered(acting, name, 0.01), situations, "it")
+
+
+@pytest.mark.parametrize("forgotten", ["memory", "episode_start"])
+def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten: str) -> None:
+    agent = remembering_agent("Pendulum-v1")
+    acting, (situations, _) = export.Acting(agent), export._situations(agent)
+    index = list(acting.inputs).index(forgotten)
+
+    def blind(given: list[np.ndarray]) -> list[np.ndarray]:
+        kept = [np.zeros_like(part) if at == index else part for at, part in enumerate(given)]
+        return [output.numpy() for output in acting(*map(torch.from_numpy, kept))]
+
+    with pytest.raises(SurefootError, match="it: acts otherwise than the agent"):
+        export._compare(agent, acting, blind, situations, "it")

@@ -7,16 +7,17 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor, nn
+from torch import Tensor
 
 from surefoot import __version__
+from surefoot.control.acting import Acting
 from surefoot.control.agent import Agent
 from surefoot.control.environments import maker
 from surefoot.control.episodes import check_same_spaces, greedy_episode
@@ -30,54 +31,6 @@ OPSET = 18
 SAMPLES, EPISODE = 128, 256
 """random observations, and steps of a real episode, on which the file is compared with the agent"""
 RTOL, ATOL = 1e-4, 1e-5
-
-
-class Acting(nn.Module):
-    """What an agent does with a batch of raw observations, as one graph without state.
-
-    Outputs are (action, the parameters of the distribution, V if there is a critic), named by ``outputs``.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        super().__init__()
-        if agent.policy.actor_memory is not None:
-            raise SurefootError(
-                f"network.lstm={agent.recipe.network.lstm}: an agent with memory can't be exported: the file has no state"
-            )
-        self.policy = copy.deepcopy(agent.policy).cpu().requires_grad_(False)
-        self.normalise = agent.normaliser()
-        space = agent.action_space
-        self.shape, self.discrete = tuple(space.shape or ()), isinstance(space, spaces.Discrete)
-        self.kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
-        bounds = (space.low, space.high) if isinstance(space, spaces.Box) else (getattr(space, "start", 0),)
-        self.bounds = [torch.from_numpy(np.array(bound)) for bound in bounds]
-        self.inputs = {
-            path: torch.from_numpy(np.full((2, *leaf.shape), 0 if leaf.bounds is None else leaf.bounds[0], leaf.dtype))
-            for path, leaf in agent.leaves.items()
-        }
-        distribution, _ = self.policy.step(self._inputs(*self.inputs.values()))
-        self.outputs = ["action", *(field.name for field in fields(distribution))]
-        if self.policy.critic_head is not None:
-            self.outputs.append("value")
-
-    def forward(self, *observations: Tensor) -> tuple[Tensor, ...]:
-        """The leaves of N observations, in the order of ``inputs`` -> what ``outputs`` names."""
-        inputs = self._inputs(*observations)
-        distribution, _ = self.policy.step(inputs)
-        action = distribution.mode()
-        action = action.reshape(action.shape[:1] + self.shape)
-        if len(self.bounds) == 2:  # within a Box, counted from a start elsewhere
-            action = torch.minimum(torch.maximum(action, self.bounds[0]), self.bounds[1])
-        else:
-            action = action + self.bounds[0]
-        found = [action.to(self.kind), *(getattr(distribution, field.name) for field in fields(distribution))]
-        if self.policy.critic_head is not None:
-            found.append(self.policy.values(inputs))
-        return tuple(found)
-
-    def _inputs(self, *observations: Tensor) -> dict[str, Tensor]:
-        """What the policy reads."""
-        return self.normalise(dict(zip(self.inputs, observations, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -110,16 +63,16 @@ def export_agent(agent: Agent, path: Path, format: str, steps: str = "") -> Expo
     about = {"surefoot": __version__, "task": agent.recipe.task, "algorithm": agent.recipe.algorithm}
     about |= {"steps": steps} if steps.isdigit() else {}
     acting = Acting(agent)
-    observations, compared = _observations(agent)
+    situations, compared = _situations(agent)
     with _quiet():
         program = _traced(acting, agent.recipe.task)
-        _compare(agent, acting, _from_torch(program.module()), observations, "the traced network")
+        _compare(agent, acting, _from_torch(program.module()), situations, "the traced network")
         content = _onnx(program, acting, about) if format == "onnx" else _pt2(program, about)
         read = _from_onnx(content) if format == "onnx" else _from_torch(torch.export.load(io.BytesIO(content)).module())
         if read is None:
             compared += " (before it was written: onnxruntime, which would run the file, is not installed)"
         else:
-            _compare(agent, acting, read, observations, str(path))
+            _compare(agent, acting, read, situations, str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content)
@@ -147,7 +100,7 @@ def _traced(acting: Acting, task: str) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("N", min=1)
     try:
         program = torch.export.export(
-            acting, tuple(acting.inputs.values()), dynamic_shapes={"observations": tuple({0: batch} for _ in acting.inputs)}
+            acting, tuple(acting.inputs.values()), dynamic_shapes={"given": tuple({0: batch} for _ in acting.inputs)}
         )
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
@@ -210,6 +163,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", r".*lstm\._flat_weights.* assigned during export", UserWarning)  # as they were
             yield
     finally:
         log.setLevel(level)
@@ -218,7 +172,16 @@ def _quiet() -> Iterator[None]:
 # ---- comparing --------------------------------------------------------------------------------------------------------
 
 Reader = Callable[[list[Array]], list[Array]]
-"""leaves of N observations -> the outputs, as some program that is not the agent computes them"""
+"""the inputs for N observations -> the outputs, as some program that is not the agent computes them"""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """An observation; and, where the agent has a memory, what is remembered before it [1, memories, 2, width]."""
+
+    observation: Any
+    memory: Array | None = None
+    start: bool = False
 
 
 def _from_torch(module: Any) -> Reader:
@@ -238,8 +201,8 @@ def _from_onnx(content: bytes) -> Reader | None:
     return lambda leaves: list(session.run(None, dict(zip(names, leaves, strict=True))))
 
 
-def _observations(agent: Agent) -> tuple[list[Any], str]:
-    """Observations to compare on, random ones and those of a greedy episode, and what they are in words."""
+def _situations(agent: Agent) -> tuple[list[Situation], str]:
+    """Situations to compare in, random ones and those of a greedy episode, and what they are in words."""
     space = copy.deepcopy(agent.observation_space)
     space.seed(0)
     found: list[Any] = [space.sample() for _ in range(SAMPLES)]
@@ -247,26 +210,64 @@ def _observations(agent: Agent) -> tuple[list[Any], str]:
         found = [np.clip(observation, -100, 100) for observation in found]
         if agent.observation_normaliser is not None:
             found += [100 * observation for observation in found]  # so that its clip is reached
-    recipe, count = agent.recipe, len(found)
+    random, recipe = _anywhere(agent, found), agent.recipe
     try:
         with closing(maker(recipe.task, recipe.environment, "evaluation")()) as environment:
             check_same_spaces(agent, environment, recipe.task)
-            found += [moment.observation for moment in greedy_episode(agent, environment, recipe.task, 0, 0, EPISODE)]
+            moments = greedy_episode(agent, environment, recipe.task, 0, 0, EPISODE)
+            episode = _in_turn(agent, [moment.observation for moment in moments])
     except Exception:  # the environment need not be here: an agent is exported to be used elsewhere
-        return found[:count], f"{count} random observations alone, as {recipe.task} does not run here"
-    return found, f"{len(found) - count} observations of an episode and {count} random ones"
+        return random, f"{len(random)} random observations alone, as {recipe.task} does not run here"
+    return random + episode, f"{len(episode)} observations of an episode and {len(random)} random ones"
 
 
-def _compare(agent: Agent, acting: Acting, read: Reader, observations: list[Any], what: str) -> None:
+def _anywhere(agent: Agent, observations: list[Any]) -> list[Situation]:
+    """Observations, each with something random remembered, which every other one is to forget."""
+    nothing = agent.policy.nothing_remembered(1)
+    if nothing is None:
+        return [Situation(observation) for observation in observations]
+    draws = np.random.default_rng(0)
+    return [
+        Situation(observation, draws.uniform(-1, 1, nothing.shape).astype(np.float32), index % 2 == 0)
+        for index, observation in enumerate(observations)
+    ]
+
+
+def _in_turn(agent: Agent, observations: list[Any]) -> list[Situation]:
+    """The observations of an episode, with what the agent remembers before each."""
+    nothing = agent.policy.nothing_remembered(1)
+    if nothing is None:
+        return [Situation(observation) for observation in observations]
+    found, memory = [], nothing.cpu().numpy()
+    for index, observation in enumerate(observations):
+        found.append(Situation(observation, memory, index == 0))
+        memory = _asked(agent, found[-1])[1]
+    return found
+
+
+def _asked(agent: Agent, situation: Situation) -> tuple[Array, Array]:
+    """The agent's own action and memory after it."""
+    start = None if situation.memory is None else situation.start
+    action, memory = agent.predict(situation.observation, situation.memory, start, deterministic=True)
+    return action, memory
+
+
+def _compare(agent: Agent, acting: Acting, read: Reader, situations: list[Situation], what: str) -> None:
     """Raise SurefootError unless a reader gives what the agent's ``predict`` does, rounding aside.
 
     A choice may differ where the logits of both are the same but for rounding.
     """
-    read_ = [agent.read(observation)[0] for observation in observations]
-    leaves = [np.stack([row[path] for row in read_]) for path in acting.inputs]
-    wanted = [output.numpy() for output in acting(*map(torch.from_numpy, leaves))]
-    wanted[0] = np.stack([agent.predict(observation, deterministic=True)[0] for observation in observations])
-    for name, ours, theirs in zip(acting.outputs, wanted, read(leaves), strict=True):
+    rows = [agent.read(situation.observation)[0] for situation in situations]
+    given = [np.stack([row[path] for row in rows]) for path in agent.leaves]
+    if acting.remembers:
+        given.append(np.concatenate([situation.memory for situation in situations if situation.memory is not None]))
+        given.append(np.array([situation.start for situation in situations]))
+    wanted = [output.numpy() for output in acting(*map(torch.from_numpy, given))]
+    answers = [_asked(agent, situation) for situation in situations]
+    wanted[0] = np.stack([action for action, _ in answers])
+    if acting.remembers:
+        wanted[-1] = np.concatenate([memory for _, memory in answers])
+    for name, ours, theirs in zip(acting.outputs, wanted, read(given), strict=True):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             raise _differs(what, f"{name} is {theirs.dtype} {theirs.shape} instead of {ours.dtype} {ours.shape}")
         if len(acting.bounds) == 1 and name == "action":  # how much less likely than the likeliest is what was chosen

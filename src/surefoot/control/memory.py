@@ -36,7 +36,9 @@ class Memory(nn.Module):
         hidden, cell = state[:, 0], state[:, 1]
         pieces = []
         # The library's loop over time is fast, but can't forget: so one call from each start of any row to the next.
-        cuts = [0, *(t for t in starts.any(0).nonzero().flatten().tolist() if t), features.shape[1]]
+        # (A single step is told apart by its shape alone, so that a graph can be traced through it.)
+        later = starts.any(0).nonzero().flatten().tolist() if features.shape[1] > 1 else []
+        cuts = [0, *(t for t in later if t), features.shape[1]]
         for begin, end in pairwise(cuts):
             forgotten = starts[:, begin, None]
             hidden, cell = hidden.masked_fill(forgotten, 0), cell.masked_fill(forgotten, 0)

@@ -66,7 +66,8 @@ class ObservationNormaliser(RunningMoments):
         """The same as a function that later updates don't change, prepared once for a loop over single observations."""
         clip, sizes = self.clip, [math.prod(shape) for shape in self.shapes.values()]
         pieces = zip(self.shapes.items(), torch.split(self.mean.float(), sizes), torch.split(self.scale, sizes), strict=True)
-        prepared = [(path, mean.reshape(shape), scale.reshape(shape)) for (path, shape), mean, scale in pieces]
+        # Copies, because torch can't be sure how to save tensors that are parts of one (in an exported agent).
+        prepared = [(path, mean.reshape(shape).clone(), scale.reshape(shape).clone()) for (path, shape), mean, scale in pieces]
 
         def normalise(observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
             result = dict(observations)

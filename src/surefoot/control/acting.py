@@ -1,0 +1,83 @@
+"""What an agent does with an observation, as one graph without state: what an exported file holds."""
+
+import copy
+from dataclasses import fields
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from surefoot.control.agent import Agent
+from surefoot.control.memory import REMEMBERED, STARTS
+from surefoot.errors import SurefootError
+
+MEMORY, START, NEXT_MEMORY = "memory", "episode_start", "next_memory"
+"""what a graph with memory takes beside the observation, and gives last"""
+
+
+class Acting(nn.Module):
+    """What an agent does with a batch of raw observations, as one graph without state.
+
+    Outputs are (action, the parameters of the distribution, V if there is a critic), named by ``outputs``. An LSTM's memory
+    goes in after the leaves of the observation, with a flag that says where it is to be forgotten, and comes out last.
+    Raises SurefootError where a leaf of the observation has the name of one of these.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.policy = copy.deepcopy(agent.policy).cpu().requires_grad_(False)
+        self.normalise = agent.normaliser()
+        space = agent.action_space
+        self.shape, self.discrete = tuple(space.shape or ()), isinstance(space, spaces.Discrete)
+        self.kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
+        bounds = (space.low, space.high) if isinstance(space, spaces.Box) else (getattr(space, "start", 0),)
+        self.bounds = [torch.from_numpy(np.array(bound)) for bound in bounds]
+        self.inputs = {
+            path: torch.from_numpy(np.full((2, *leaf.shape), 0 if leaf.bounds is None else leaf.bounds[0], leaf.dtype))
+            for path, leaf in agent.leaves.items()
+        }
+        self.leaves = list(self.inputs)
+        memory = self.policy.nothing_remembered(2)
+        self.remembers = memory is not None
+        if memory is not None:
+            _check_names(self.leaves, [MEMORY, START])
+            self.inputs |= {MEMORY: memory, START: torch.ones(2, dtype=torch.bool)}
+        distribution, _ = self.policy.step(self._inputs(*self.inputs.values()))
+        self.outputs = ["action", *(field.name for field in fields(distribution))]
+        if self.policy.critic_head is not None:
+            self.outputs.append("value")
+        if self.remembers:
+            self.outputs.append(NEXT_MEMORY)
+        _check_names(self.leaves, self.outputs)
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """The inputs for N observations, in the order of ``inputs`` -> what ``outputs`` names."""
+        inputs = self._inputs(*given)
+        distribution, memory = self.policy.step(inputs)
+        action = distribution.mode()
+        action = action.reshape(action.shape[:1] + self.shape)
+        if len(self.bounds) == 2:  # within a Box, counted from a start elsewhere
+            action = torch.minimum(torch.maximum(action, self.bounds[0]), self.bounds[1])
+        else:
+            action = action + self.bounds[0]
+        found = [action.to(self.kind), *(getattr(distribution, field.name) for field in fields(distribution))]
+        if self.policy.critic_head is not None:
+            found.append(self.policy.values(inputs))
+        if memory is not None:
+            found.append(memory)
+        return tuple(found)
+
+    def _inputs(self, *given: Tensor) -> dict[str, Tensor]:
+        """What the policy reads."""
+        inputs = self.normalise(dict(zip(self.leaves, given, strict=False)))
+        if self.remembers:
+            inputs |= {REMEMBERED: given[-2], STARTS: given[-1]}
+        return inputs
+
+
+def _check_names(leaves: list[str], taken: list[str]) -> None:
+    for name in set(leaves) & set(taken):
+        raise SurefootError(
+            f"observation {name!r}: an exported file has that name for something else; rename this part of the space"
+        )
