@@ -1,5 +1,6 @@
 """What a person sees: every number the issue of a run needs, unhealthy ones with the reason; plain lines when piped."""
 
+import pytest
 import io
 import json
 
@@ -79,6 +80,25 @@ def test_the_complaint_about_a_critic_says_when_it_means_nothing():
     assert "meaningless" in drawn({**HEALTHY, "explained_variance": -30.0}).split("explained variance")[1]
 
 
+def keys_of_language(folder):
+    """The keys of one iteration of each kind of language run, on the smallest of data."""
+    pytest.importorskip("transformers")
+    rows = folder / "rows.jsonl"
+    said = ("i love it.", "it is fine.", "the chain is weak.", "good")
+    told = ({"prompt": "new bike: ", "completion": text, "chosen": text, "rejected": "no"} for text in said)
+    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    gold = "surefoot.language.tasks.reviews:gold"
+    shared = {"model": "pocket", "steps": 4, "data": {"train": str(rows), "held_out": str(rows), "max_length": 64}}
+    few = {"data": {**shared["data"], "batch": 4}}
+    terms = [{"function": gold}, {"function": "surefoot.language.tasks.reviews:gold", "weight": 0.5}]
+    online = {"sampling": {"prompts": 4, "max_tokens": 4}, "reward": {"terms": terms, "gold": gold}}
+    written = set()
+    for kind, changes in (("sft", few), ("reward", few), ("language", online)):
+        api.start(find_recipe(kind, {**shared, **changes}), folder / kind)
+        written |= {key for row in read_metrics(folder / kind / "metrics.jsonl") for key in row}
+    return {key for key in written if not key.startswith("reward_")}  # the parts of a reward have their own names
+
+
 def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(tmp_path):
     written = set()
     for algorithm in ("PPO_CLIP", "PPO_PENALTY_ADAPTIVE", "TRPO"):
@@ -88,6 +108,7 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
         rows = read_metrics(tmp_path / algorithm / "metrics.jsonl")
         assert [row["iteration"] for row in rows] == [1, 2]
         written |= {key for row in rows for key in row}
+    written |= keys_of_language(tmp_path)
     assert written - set(METRICS) == set()
     assert set(METRICS) - written <= {"reference_loss"}
 
