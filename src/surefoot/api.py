@@ -131,6 +131,14 @@ def load(folder: str | Path) -> Any:
     return load_result(load_checkpoint(checkpoint), checkpoint)
 
 
+def load_agent(checkpoint: Path) -> Agent:
+    """The agent that a checkpoint holds; SurefootError when it holds a model of language."""
+    found = load(checkpoint)
+    if not isinstance(found, Agent):
+        raise SurefootError(f"{checkpoint}: holds a model of language; this is for agents in environments")
+    return found
+
+
 def evaluate(
     agent: Agent, task: Task | None = None, *, episodes: int = 20, seed: int = 0, deterministic: bool = True
 ) -> EvaluationResult:

@@ -179,7 +179,7 @@ def evaluate(
         told = evaluate_run(run, data=rows_file, rows=rows, seed=seed)
         click.echo(json.dumps(told, ensure_ascii=False) if as_json else table(told))
         return
-    result = api.evaluate(api.load(checkpoint), task, episodes=episodes, seed=seed)
+    result = api.evaluate(api.load_agent(checkpoint), task, episodes=episodes, seed=seed)
     if as_json:
         click.echo(json.dumps({**result.to_json(), "checkpoint": str(checkpoint)}))
         return
@@ -260,7 +260,7 @@ def watch(
 
     pixels = size_from_text(size)
     found = chosen_checkpoint(run, checkpoint)
-    agent = api.load(found)
+    agent = api.load_agent(found)
     path = out or output_file(run, found, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")
     other = None if task == agent.recipe.task else task
     filmed = film(
@@ -281,7 +281,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     from surefoot.run.folder import chosen_checkpoint, output_file
 
     found = chosen_checkpoint(run, checkpoint)
-    agent = api.load(found)
+    agent = api.load_agent(found)
     path = out or output_file(run, found, agent.recipe.task, "exports", ENDINGS[format])
     click.echo(export_agent(agent, path, format, found.absolute().name).line())
 

@@ -19,6 +19,17 @@ from surefoot.kinds import KINDS, ControlRecipe, Recipe
 # ---- from tables to a recipe ------------------------------------------------------------------------------------------
 
 
+MISSING = {
+    "task": "task = 'CartPole-v1'",
+    "model": "model = 'pocket', or a folder of transformers",
+    "data": "data.train = 'rows.jsonl'",
+    "data.train": "data.train = 'rows.jsonl'",
+    "reward": "reward.terms = [{ function = 'file.py:function' }]",
+    "reward.terms": "reward.terms = [{ function = 'file.py:function' }]",
+}
+"""fields without a default, each with an example"""
+
+
 def make_recipe(table: Mapping[str, Any]) -> Recipe:
     """A recipe from nested tables. ``kind`` says of which kind it is (control, if it says nothing), ``algorithm`` names the
     objective that the ``objective`` table changes.
@@ -136,7 +147,8 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         hint = did_you_mean(place[-1], siblings)
         return f"{field}={first['input']!r}: unknown key{hint or '; known here: ' + ', '.join(sorted(siblings))}"
     if first["type"] == "missing":
-        return f"{field}: is missing; set it, for example task = 'CartPole-v1'" if field == "task" else f"{field}: is missing"
+        example = MISSING.get(field)
+        return f"{field}: is missing; set it, for example {example}" if example else f"{field}: is missing"
     if field == "device" and first["type"] == "string_pattern_mismatch":
         return f"device={first['input']!r}: must be cpu, mps, cuda, or one of several such as cuda:1"
     message = first["msg"].removeprefix("Value error, ")

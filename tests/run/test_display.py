@@ -1,9 +1,9 @@
 """What a person sees: every number the issue of a run needs, unhealthy ones with the reason; plain lines when piped."""
 
-import pytest
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from surefoot import api

@@ -1,0 +1,131 @@
+"""The commands about text, as a user types them: what they print, and one line for what can't be."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import surefoot
+from surefoot.cli import main
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        told = capsys.readouterr()
+        return int(leaving.value.code or 0), told.out, told.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Path:
+    """Three small runs, each from the one before: ``sft``, ``reward`` and ``ppo``."""
+    root = tmp_path_factory.mktemp("runs")
+    said = ("i love it.", "it is fine.", "no.")
+    rows = ({"prompt": "old bike: ", "completion": text, "chosen": text, "rejected": "bad"} for text in said * 4)
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(root / "rows.jsonl"), "held_out": str(root / "rows.jsonl"), "max_length": 64}
+    batches = {"data": {**data, "batch": 6}, "steps": 12}
+    surefoot.train("sft", run_dir=root / "sft", model=str(folders["llama"]), **batches)
+    surefoot.train("reward", run_dir=root / "reward", model=str(root / "sft"), **batches)
+    terms = {"terms": [{"model": str(root / "reward")}], "gold": "surefoot.language.tasks.reviews:gold"}
+    sampling = {"prompts": 4, "max_tokens": 6}
+    surefoot.train(
+        "language", run_dir=root / "ppo", model=str(root / "sft"), data=data, steps=8, reward=terms, sampling=sampling
+    )
+    return root
+
+
+def test_generate_answers_from_a_run_a_folder_and_a_file(command: Command, runs: Path) -> None:
+    for model in (runs / "ppo", runs / "sft" / "model"):
+        code, out, err = command("generate", str(model), "--prompt", "old bike: ", "--samples", "3", "--max-tokens", "5")
+        assert (code, err) == (0, "")
+        assert len([line for line in out.splitlines() if line.startswith("old bike: ")]) == 3
+    words = ("generate", str(runs / "ppo"), "--file", str(runs / "rows.jsonl"), "--json", "--greedy", "--max-tokens", "5")
+    first, second = command(*words), command(*words)
+    assert first == second
+    found = [json.loads(line) for line in first[1].splitlines()]
+    assert len(found) == 12
+    assert {row["prompt"] for row in found} == {"old bike: "}
+    assert len({row["response"] for row in found}) == 1, "greedy answers to one prompt are one"
+
+
+def test_evaluate_of_an_online_run_compares_it_with_its_start(command: Command, runs: Path) -> None:
+    code, out, _ = command("evaluate", str(runs / "ppo"), "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["start"]["kl"] == pytest.approx(0, abs=1e-6), "the start is the reference"
+    assert {"reward", "gold", "kl", "length", "eos_rate", "distinct_2"} <= set(told["trained"])
+    assert 0 <= told["win_rate_gold"] <= 1
+    assert len(told["samples"]) == 12
+    code, table, _ = command("evaluate", str(runs / "ppo"), "--rows", "4")
+    assert code == 0
+    assert "wins by gold" in table
+    assert "on 4 held-out prompts" in table
+
+
+@pytest.mark.parametrize(("run", "key"), [("sft", "held_out_loss"), ("reward", "held_out_accuracy")])
+def test_evaluate_of_supervised_runs_says_what_is_held_out(run: str, key: str, command: Command, runs: Path) -> None:
+    code, out, _ = command("evaluate", str(runs / run), "--json")
+    assert code == 0
+    assert key in json.loads(out)
+
+
+def test_samples_of_every_evaluation_are_kept(runs: Path) -> None:
+    files = sorted((runs / "ppo" / "samples").iterdir())
+    rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    assert {"prompt", "response", "reward", "gold", "kl"} <= set(rows[0])
+
+
+def test_preview_shows_what_is_trained(command: Command, runs: Path, folders: dict[str, Path]) -> None:
+    code, out, _ = command("data", "preview", str(runs / "rows.jsonl"), "--model", str(folders["llama"]), "--rows", "2")
+    assert code == 0
+    assert "i love it." in out
+
+
+def test_dry_run_tells_parameters_rows_and_updates_of_each_kind(command: Command, runs: Path) -> None:
+    for run, said in (
+        ("sft", "1.00 epochs"),
+        ("reward", "updates: 12 / 6 = 2"),
+        ("ppo", "4 prompts x 1 samples = 4 responses"),
+    ):
+        code, out, _ = command("train", str(runs / run / "config.toml"), "--dry-run")
+        assert code == 0
+        assert said in out
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("generate", "nowhere", "--prompt", "x"), ("model='nowhere'",)),
+        (("generate", "RUNS/reward", "--prompt", "x"), ("kind = 'reward'", "writes no text")),
+        (("generate", "RUNS/sft"), ("--prompt TEXT or --file FILE",)),
+        (("train", "sft"), ("model: is missing", "model = 'pocket'")),
+        (("train", "sft", "--model", "pocket"), ("data: is missing", "rows.jsonl")),
+        (("train", "sft", "--data.train", "nowhere.jsonl", "--model", "pocket"), ("nowhere.jsonl",)),
+        (("train", "reward", "--model", "RUNS", "--data.train", "RUNS/rows.jsonl"), ("model=",)),
+        (("train", "language", "--model", "RUNS/sft", "--data.train", "RUNS/rows.jsonl"), ("reward: is missing",)),
+        (("watch", "RUNS/sft"), ("holds a model of language",)),
+        (("ladder", "RUNS/sft/config.toml"), ("kind='sft'", "agents in environments")),
+        (("evaluate", "RUNS/sft", "--data", "nowhere.jsonl"), ("nowhere.jsonl",)),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    words: tuple[str, ...], parts: tuple[str, ...], command: Command, runs: Path
+) -> None:
+    code, _, err = command(*(word.replace("RUNS", str(runs)) for word in words))
+    assert code == 2, err
+    assert err.startswith("surefoot: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
