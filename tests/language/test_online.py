@@ -222,7 +222,7 @@ def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(file
         ({"reward": {"terms": [{"weight": 1.0}]}}, "reward.terms"),
         ({"algorithm": "TRPO"}, "natural steps are for control"),
         ({"critic": {"start": "x"}}, "critic.start='x'"),
-        ({"optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
+        ({"algorithm": "REINFORCE", "optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
         ({"engine": "compiled"}, "engine='compiled'"),
     ):
         with pytest.raises(SurefootError, match=said):

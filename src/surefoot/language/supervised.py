@@ -180,7 +180,7 @@ class SupervisedWorld:
         metrics: Metrics = {"held_out_loss": total / count}
         if not self.preference:
             return Judgement(-total / count, metrics)
-        return Judgement(right / count, metrics | {"held_out_accuracy": right / count})
+        return Judgement(-total / count, metrics | {"held_out_accuracy": right / count})  # less coarse than the share
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""
