@@ -20,9 +20,13 @@ from surefoot import SurefootError, cli
 from surefoot.control import export
 from surefoot.control.environments import episode_seed
 from surefoot.control.export import export_agent
-from surefoot.control.spaces import BARE
+from surefoot.control.situations import situations_of
+from surefoot.control.spaces import BARE, MASK
+from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
-from .tiny import QUIET, Clockwork
+from .test_masks import MANY, SEEN, at
+from .test_masks import masks as random_masks
+from .tiny import QUIET, Clockwork, Sampled
 
 QUICK: dict[str, Any] = {
     "evaluation": {"episodes": 0},
@@ -255,7 +259,7 @@ def altered(acting: export.Acting, name: str, by: float) -> Callable[[list[np.nd
 def test_a_program_that_differs_in_one_entry_is_found_out(
     task: str, name: str, by: float, agents: dict[str, surefoot.Agent]
 ) -> None:
-    agent, acting = agents[task], export.Acting(agents[task])
+    agent, acting = agents[task], export.Acting(agents[task], masked=False)
     rng = np.random.default_rng(1)
     observations = [rng.normal(size=agent.observation_space.shape) for _ in range(10)]
     if (task, name) == ("CartPole-v1", "action"):  # so that 0 + 1 is the other action, and 7 is none
@@ -287,7 +291,7 @@ def test_equally_likely_actions_may_be_told_apart_differently(agents: dict[str, 
     with torch.no_grad():
         agent.policy.actor_head.weight.zero_()
         agent.policy.actor_head.bias.zero_()
-    acting = export.Acting(agent)
+    acting = export.Acting(agent, masked=False)
     export._compare(agent, acting, altered(acting, "action", 1), [export.Situation(np.zeros(4))], "it")
 
 
@@ -520,7 +524,7 @@ def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, tmp_pa
 @pytest.mark.parametrize("name", ["action", "value", "next_memory"])
 def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
     agent = remembering_agent("Pendulum-v1")
-    acting, (situations, _) = export.Acting(agent), export._situations(agent)
+    acting, (situations, _) = export.Acting(agent, masked=False), situations_of(agent)
     assert {situation.start for situation in situations} == {True, False}
     export._compare(agent, acting, altered(acting, name, 0), situations, "it")
     with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
@@ -530,7 +534,7 @@ def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
 @pytest.mark.parametrize("forgotten", ["memory", "episode_start"])
 def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten: str) -> None:
     agent = remembering_agent("Pendulum-v1")
-    acting, (situations, _) = export.Acting(agent), export._situations(agent)
+    acting, (situations, _) = export.Acting(agent, masked=False), situations_of(agent)
     index = list(acting.inputs).index(forgotten)
 
     def blind(given: list[np.ndarray]) -> list[np.ndarray]:
@@ -539,3 +543,135 @@ def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten
 
     with pytest.raises(SurefootError, match="it: acts otherwise than the agent"):
         export._compare(agent, acting, blind, situations, "it")
+
+
+# ---- action masks -----------------------------------------------------------------------------------------------------
+
+
+class Forbidding(Sampled):
+    """Of 1,000 actions few are allowed, a forbidden one is an error, and what is said at an episode's end means nothing."""
+
+    def __init__(self, kind: str, masked: bool = True) -> None:
+        super().__init__(SEEN, MANY[kind], masked)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *rest, over, info = super().step(action)
+        return *rest, over, {"action_mask": np.zeros(1000, bool)} if over and self.masked else info
+
+
+FORBIDDING = f"{__name__}:{Forbidding.__name__}"
+
+
+def masking_agent(kind: str, folder: Path | None = None, masked: bool = True, **network: Any) -> surefoot.Agent:
+    """An agent that likes some actions much better than others, and not the same ones everywhere."""
+    fields: dict[str, Any] = {"environment": {"kind": kind, "masked": masked}, "network": {"hidden": [8], **network}}
+    agent = surefoot.train(FORBIDDING, surefoot.A2C, steps=128, seed=2, run_dir=folder, **fields, **BRIEF)
+    with torch.no_grad():
+        agent.policy.actor_head.weight.normal_(generator=torch.Generator().manual_seed(3))
+    return agent
+
+
+def named(path: Path) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
+    """A file as its own runtime runs it: its inputs, in their order -> its outputs."""
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return lambda given: session.run(None, given)
+    module = torch.export.load(path).module()
+    return lambda given: [output.numpy() for output in module(*map(torch.from_numpy, given.values()))]
+
+
+@pytest.mark.parametrize(("kind", "format"), [(kind, "onnx") for kind in MANY] + [("multidiscrete", "torch")])
+def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(kind: str, format: str, tmp_path: Path) -> None:
+    agent = masking_agent(kind)
+    made = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    assert made.signature.startswith("observation [N, 3], action_mask [N, 1000] -> action [N")
+    assert made.compared == "5 observations of an episode and 256 random ones"
+    run, seen = named(made.path), np.random.default_rng(1).normal(size=(200, 3)).astype(np.float32)
+    free, _ = agent.predict(seen, deterministic=True)
+    for share in (0.001, 0.3, 1.0):
+        allowed = random_masks(kind, 200, share)
+        actions, logits, _ = run({"observation": seen, "action_mask": allowed.numpy()})
+        wanted, _ = agent.predict(seen, deterministic=True, action_mask=allowed.numpy())
+        assert allowed.gather(-1, at(kind, torch.from_numpy(actions).long())).all()
+        assert np.array_equal(actions, wanted)
+        assert (np.isfinite(logits).sum(axis=tuple(range(1, logits.ndim))) == allowed.sum(-1).numpy()).all()
+        assert (share == 1.0) == allowed.gather(-1, at(kind, torch.from_numpy(free).long())).all(), "else masks change nothing"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
+    agent = masking_agent("multidiscrete", lstm=4)
+    made = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    assert made.signature.startswith(
+        "observation [N, 3], action_mask [N, 1000], memory [N, 2, 2, 4], episode_start [N] -> action [N, 3], "
+    )
+    run, draws = named(made.path), np.random.default_rng(1)
+    memory, state, starts = np.zeros((7, 2, 2, 4), np.float32), None, np.ones(7, bool)
+    for step in range(4):
+        seen = draws.normal(size=(7, 3)).astype(np.float32)
+        allowed = random_masks("multidiscrete", 7, 0.3, step).numpy()
+        actions, *_, memory = run({"observation": seen, "action_mask": allowed, "memory": memory, "episode_start": starts})
+        wanted, state = agent.predict(seen, state, starts, deterministic=True, action_mask=allowed)
+        assert np.array_equal(actions, wanted)
+        assert np.allclose(memory, state, rtol=1e-4, atol=1e-5)
+        starts = draws.random(7) < 0.3
+
+
+@pytest.mark.parametrize("lstm", [None, 4])
+@pytest.mark.parametrize("kind", MANY)
+def test_a_program_that_does_not_look_at_masks_is_found_out(kind: str, lstm: int | None) -> None:
+    agent = masking_agent(kind, lstm=lstm)
+    acting, (situations, _) = export.Acting(agent, masked=True), situations_of(agent)
+    index = list(acting.inputs).index(MASK)
+
+    def blind(given: list[np.ndarray]) -> list[np.ndarray]:
+        kept = [np.ones_like(part) if at == index else part for at, part in enumerate(given)]
+        return [output.numpy() for output in acting(*map(torch.from_numpy, kept))]
+
+    export._compare(agent, acting, altered(acting, "action", 0), situations, "it")
+    with pytest.raises(SurefootError, match="it: acts otherwise than the agent \\(action is off by up to inf"):
+        export._compare(agent, acting, blind, situations, "it")
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_whether_its_task_masks_is_saved_with_an_agent(masked: bool, tmp_path: Path) -> None:
+    agent = masking_agent("discrete", tmp_path / "run", masked)
+    agent.save(tmp_path / "agent")
+    for folder in ("run", "agent"):
+        assert surefoot.load(tmp_path / folder).masked is masked
+
+
+def forgetting(checkpoint: Path, elsewhere: Path) -> Path:
+    """The same checkpoint as it was written before agents knew whether their task masks."""
+    trees = load_checkpoint(checkpoint)
+    del trees["spaces"]["masked"]
+    save_checkpoint(elsewhere, trees)
+    return elsewhere
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_agent_that_does_not_know_whether_its_task_masks_asks_it(masked: bool, tmp_path: Path) -> None:
+    masking_agent("discrete", masked=masked).save(tmp_path / "new")
+    agent = surefoot.load(forgetting(tmp_path / "new", tmp_path / "old"))
+    assert agent.masked is None
+    made = export_agent(agent, tmp_path / "a.pt2", "torch")
+    assert ("action_mask [N, 1000]" in made.signature) is masked
+    assert agent.masked is None, "exporting leaves the agent as it was"
+
+
+@pytest.mark.parametrize(("task", "taken"), [("CartPole-v1", True), ("Pendulum-v1", False)])
+def test_where_nobody_knows_whether_a_task_masks_a_mask_is_taken_where_there_can_be_one(
+    task: str, taken: bool, tmp_path: Path
+) -> None:
+    surefoot.train(lambda: gymnasium.make(task), surefoot.A2C, steps=1, **QUIET).save(tmp_path / "new")
+    made = export_agent(surefoot.load(forgetting(tmp_path / "new", tmp_path / "old")), tmp_path / "a.pt2", "torch")
+    assert "random observations alone, as " in made.compared
+    assert ("action_mask" in made.signature) is taken
+
+
+def test_a_run_whose_checkpoint_does_not_say_whether_its_task_masks_resumes_and_then_says_so(tmp_path: Path) -> None:
+    masking_agent("discrete", tmp_path / "run")
+    last = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert last is not None
+    forgetting(last, last)
+    assert surefoot.resume(tmp_path / "run", steps=256).masked is True

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from surefoot.control.agent import Agent
 from surefoot.control.memory import REMEMBERED, STARTS
+from surefoot.control.spaces import MASK, choices
 from surefoot.errors import SurefootError
 
 MEMORY, START, NEXT_MEMORY = "memory", "episode_start", "next_memory"
@@ -19,12 +20,13 @@ MEMORY, START, NEXT_MEMORY = "memory", "episode_start", "next_memory"
 class Acting(nn.Module):
     """What an agent does with a batch of raw observations, as one graph without state.
 
-    Outputs are (action, the parameters of the distribution, V if there is a critic), named by ``outputs``. An LSTM's memory
-    goes in after the leaves of the observation, with a flag that says where it is to be forgotten, and comes out last.
+    Outputs are (action, the parameters of the distribution, V if there is a critic), named by ``outputs``. After the leaves of
+    the observation goes in, where ``masked``, the mask of actions [N, choices]; then an LSTM's memory, with a flag that says
+    where it is to be forgotten. Memory comes out last.
     Raises SurefootError where a leaf of the observation has the name of one of these.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, masked: bool) -> None:
         super().__init__()
         self.policy = copy.deepcopy(agent.policy).cpu().requires_grad_(False)
         self.normalise = agent.normaliser()
@@ -38,6 +40,9 @@ class Acting(nn.Module):
             for path, leaf in agent.leaves.items()
         }
         self.leaves = list(self.inputs)
+        self.masked = masked
+        if masked:
+            self.inputs[MASK] = torch.ones(2, sum(choices(agent.action_space) or ()), dtype=torch.bool)
         memory = self.policy.nothing_remembered(2)
         self.remembers = memory is not None
         if memory is not None:
@@ -71,6 +76,8 @@ class Acting(nn.Module):
     def _inputs(self, *given: Tensor) -> dict[str, Tensor]:
         """What the policy reads."""
         inputs = self.normalise(dict(zip(self.leaves, given, strict=False)))
+        if self.masked:
+            inputs[MASK] = given[len(self.leaves)]
         if self.remembers:
             inputs |= {REMEMBERED: given[-2], STARTS: given[-1]}
         return inputs

@@ -44,6 +44,8 @@ class Agent(nn.Module):
         super().__init__()
         self.recipe, self.observation_space, self.action_space = recipe, observation_space, action_space
         self.leaves = leaves(observation_space)
+        self.masked: bool | None = None
+        """whether the task it was trained on masks actions; None where nobody has said so"""
         generator = stream(recipe.seed, "weights")
         critic = recipe.objective.baseline == "critic"
         self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator)
@@ -208,7 +210,7 @@ class Agent(nn.Module):
     def trees(self) -> dict[str, Any]:
         """What a checkpoint holds of an agent."""
         spaces_ = {"observation": space_to_json(self.observation_space), "action": space_to_json(self.action_space)}
-        return {"agent": self.state_dict(), "recipe": to_table(self.recipe), "spaces": spaces_}
+        return {"agent": self.state_dict(), "recipe": to_table(self.recipe), "spaces": {**spaces_, "masked": self.masked}}
 
     def save(self, folder: str | Path) -> None:
         """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces, recipe; no pickle."""
@@ -219,6 +221,7 @@ class Agent(nn.Module):
         """The agent that a checkpoint holds; SurefootError where weights and recipe don't fit."""
         recipe = control_recipe({**trees["recipe"], "device": "cpu"})
         agent = cls(recipe, *(space_from_json(trees["spaces"][name]) for name in ("observation", "action")))
+        agent.masked = trees["spaces"].get("masked")  # older checkpoints don't say
         load_weights(agent, trees["agent"], where)
         return agent
 

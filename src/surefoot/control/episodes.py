@@ -11,7 +11,7 @@ from gymnasium import spaces
 from surefoot.control.agent import Agent
 from surefoot.control.environments import episode_seed
 from surefoot.control.evaluate import SIDE_BY_SIDE
-from surefoot.control.spaces import MASK
+from surefoot.control.spaces import MASK, Array
 from surefoot.control.vector import score_and_life
 from surefoot.errors import SurefootError
 
@@ -29,6 +29,8 @@ class Moment:
     """the return so far"""
     over: bool
     """terminated or truncated"""
+    mask: Array | None = None
+    """which actions may follow [choices], as the environment gave it; None where it gave none, or none follows"""
 
 
 def greedy_episode(
@@ -44,10 +46,10 @@ def greedy_episode(
         observation, info = environment.reset(seed=first)
     except Exception as error:
         raise _failure(name, error, "reset()", episode, 0) from error
-    moment, state = Moment(0, observation, 0.0, 0.0, False), None
+    moment, state = Moment(0, observation, 0.0, 0.0, False, info.get(MASK)), None
     yield moment
     while not moment.over and moment.step < limit:
-        mask = None if MASK not in info else np.asarray(info[MASK])[None]
+        mask = None if moment.mask is None else np.asarray(moment.mask)[None]
         actions, state = agent.predict(_batch_of_one(moment.observation), state, deterministic=True, action_mask=mask)
         action = actions[0]
         action = int(action) if isinstance(agent.action_space, spaces.Discrete) else action
@@ -57,7 +59,8 @@ def greedy_episode(
             score, _ = score_and_life(info, float(reward))
         except Exception as error:
             raise _failure(name, error, "step()", episode, step) from error
-        moment = Moment(step, observation, score, moment.total + score, bool(terminated or truncated))
+        over = bool(terminated or truncated)
+        moment = Moment(step, observation, score, moment.total + score, over, None if over else info.get(MASK))
         yield moment
 
 

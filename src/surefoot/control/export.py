@@ -1,26 +1,23 @@
 """An agent as a file that other programs run: raw observations in, the action for the environment out, normaliser included."""
 
-import copy
 import io
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from surefoot import __version__
 from surefoot.control.acting import Acting
 from surefoot.control.agent import Agent
-from surefoot.control.environments import maker
-from surefoot.control.episodes import check_same_spaces, greedy_episode
+from surefoot.control.situations import Situation, asked, situations_of
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.run.folder import write_bytes
@@ -28,8 +25,6 @@ from surefoot.run.folder import write_bytes
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2"}
 OPSET = 18
 """the oldest that torch writes without converting: the more runtimes read it"""
-SAMPLES, EPISODE = 128, 256
-"""random observations, and steps of a real episode, on which the file is compared with the agent"""
 RTOL, ATOL = 1e-4, 1e-5
 
 
@@ -62,8 +57,8 @@ def export_agent(agent: Agent, path: Path, format: str, steps: str = "") -> Expo
         _check_onnx()
     about = {"surefoot": __version__, "task": agent.recipe.task, "algorithm": agent.recipe.algorithm}
     about |= {"steps": steps} if steps.isdigit() else {}
-    acting = Acting(agent)
-    situations, compared = _situations(agent)
+    situations, compared = situations_of(agent)
+    acting = Acting(agent, masked=situations[0].mask is not None)
     with _quiet():
         program = _traced(acting, agent.recipe.task)
         _compare(agent, acting, _from_torch(program.module()), situations, "the traced network")
@@ -175,15 +170,6 @@ Reader = Callable[[list[Array]], list[Array]]
 """the inputs for N observations -> the outputs, as some program that is not the agent computes them"""
 
 
-@dataclass(frozen=True)
-class Situation:
-    """An observation; and, where the agent has a memory, what is remembered before it [1, memories, 2, width]."""
-
-    observation: Any
-    memory: Array | None = None
-    start: bool = False
-
-
 def _from_torch(module: Any) -> Reader:
     return lambda leaves: [output.numpy() for output in module(*map(torch.from_numpy, leaves))]
 
@@ -201,57 +187,6 @@ def _from_onnx(content: bytes) -> Reader | None:
     return lambda leaves: list(session.run(None, dict(zip(names, leaves, strict=True))))
 
 
-def _situations(agent: Agent) -> tuple[list[Situation], str]:
-    """Situations to compare in, random ones and those of a greedy episode, and what they are in words."""
-    space = copy.deepcopy(agent.observation_space)
-    space.seed(0)
-    found: list[Any] = [space.sample() for _ in range(SAMPLES)]
-    if isinstance(space, spaces.Box) and space.dtype != np.uint8:  # an unbounded sample may be beyond all reason
-        found = [np.clip(observation, -100, 100) for observation in found]
-        if agent.observation_normaliser is not None:
-            found += [100 * observation for observation in found]  # so that its clip is reached
-    random, recipe = _anywhere(agent, found), agent.recipe
-    try:
-        with closing(maker(recipe.task, recipe.environment, "evaluation")()) as environment:
-            check_same_spaces(agent, environment, recipe.task)
-            moments = greedy_episode(agent, environment, recipe.task, 0, 0, EPISODE)
-            episode = _in_turn(agent, [moment.observation for moment in moments])
-    except Exception:  # the environment need not be here: an agent is exported to be used elsewhere
-        return random, f"{len(random)} random observations alone, as {recipe.task} does not run here"
-    return random + episode, f"{len(episode)} observations of an episode and {len(random)} random ones"
-
-
-def _anywhere(agent: Agent, observations: list[Any]) -> list[Situation]:
-    """Observations, each with something random remembered, which every other one is to forget."""
-    nothing = agent.policy.nothing_remembered(1)
-    if nothing is None:
-        return [Situation(observation) for observation in observations]
-    draws = np.random.default_rng(0)
-    return [
-        Situation(observation, draws.uniform(-1, 1, nothing.shape).astype(np.float32), index % 2 == 0)
-        for index, observation in enumerate(observations)
-    ]
-
-
-def _in_turn(agent: Agent, observations: list[Any]) -> list[Situation]:
-    """The observations of an episode, with what the agent remembers before each."""
-    nothing = agent.policy.nothing_remembered(1)
-    if nothing is None:
-        return [Situation(observation) for observation in observations]
-    found, memory = [], nothing.cpu().numpy()
-    for index, observation in enumerate(observations):
-        found.append(Situation(observation, memory, index == 0))
-        memory = _asked(agent, found[-1])[1]
-    return found
-
-
-def _asked(agent: Agent, situation: Situation) -> tuple[Array, Array]:
-    """The agent's own action and memory after it."""
-    start = None if situation.memory is None else situation.start
-    action, memory = agent.predict(situation.observation, situation.memory, start, deterministic=True)
-    return action, memory
-
-
 def _compare(agent: Agent, acting: Acting, read: Reader, situations: list[Situation], what: str) -> None:
     """Raise SurefootError unless a reader gives what the agent's ``predict`` does, rounding aside.
 
@@ -259,11 +194,13 @@ def _compare(agent: Agent, acting: Acting, read: Reader, situations: list[Situat
     """
     rows = [agent.read(situation.observation)[0] for situation in situations]
     given = [np.stack([row[path] for row in rows]) for path in agent.leaves]
+    if acting.masked:
+        given.append(np.stack([situation.mask for situation in situations if situation.mask is not None]))
     if acting.remembers:
         given.append(np.concatenate([situation.memory for situation in situations if situation.memory is not None]))
         given.append(np.array([situation.start for situation in situations]))
     wanted = [output.numpy() for output in acting(*map(torch.from_numpy, given))]
-    answers = [_asked(agent, situation) for situation in situations]
+    answers = [asked(agent, situation) for situation in situations]
     wanted[0] = np.stack([action for action, _ in answers])
     if acting.remembers:
         wanted[-1] = np.concatenate([memory for _, memory in answers])

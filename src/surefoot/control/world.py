@@ -11,6 +11,7 @@ from surefoot.control.backends import training_environments
 from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import MakeEnvironment, task_name
 from surefoot.control.evaluate import evaluate_agent
+from surefoot.control.spaces import MASK
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.run.checkpoint import load_weights
@@ -32,6 +33,7 @@ class ControlWorld:
             self.policy = self.agent.policy
             steps = None if recipe.objective.needs_whole_episodes else rollout.steps
             self.collector = ControlCollector(self.environments, self.agent, steps, rollout.episodes, rollout.at_least)
+            self.agent.masked = MASK in self.collector.observations
         except BaseException:
             self.environments.close()  # nobody else could: no process is left behind
             raise
