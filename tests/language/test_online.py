@@ -16,6 +16,7 @@ from surefoot.language.world import LanguageWorld
 from surefoot.recipes import find_recipe
 from surefoot.rollout import LearnerState, Rollout
 from surefoot.run.tracking import read_metrics
+from surefoot.session import make_learner
 
 VOWELS = """
 def vowels(responses):
@@ -29,6 +30,12 @@ def half(responses):
 
 def length(responses):
     return [float(len(text)) for text in responses]
+
+def nothing(responses):
+    return [None] * len(responses)
+
+def turns(prompts):
+    return [float(len(prompt)) for prompt in prompts]
 """
 
 
@@ -130,6 +137,64 @@ def test_reward_functions_get_the_columns_of_the_prompts_rows(files: dict[str, s
     assert r.group is not None
     assert r.group.tolist() == [i // 2 for i in range(16)]
     assert (r.inputs["prompt"][::2] == r.inputs["prompt"][1::2]).all()
+
+
+def test_reward_functions_and_reward_models_get_the_whole_conversation(files: dict[str, str], tmp_path: Path) -> None:
+    """Not its last message: a reward model scores it by its chat template, as it was trained."""
+    seen = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": seen}) + "\n")
+    data = {"train": str(tmp_path / "chat.jsonl"), "max_length": 64}
+    made = world(files, Path("pocket"), "turns", data=data, sampling={"prompts": 4, "max_tokens": 4})
+    assert collected(made).reward_parts["score"].sum(-1).eq(2).all()
+
+
+def test_a_rollout_without_any_score_moves_nothing_and_the_judgement_says_so(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    settings = {"terms": [{"function": f"{files['rewards']}:nothing"}], "tolerated": 1.0}
+    data = {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32}
+    made = world(files, folders["llama"], reward=settings, data=data)
+    before = {name: weights.clone() for name, weights in made.policy.state_dict().items()}
+    state = LearnerState.seeded(1, 64)
+    r = made.collector.collect(state)
+    assert not r.mask.any()
+    make_learner(made.recipe, made.policy).update(r, assign_credit(r, made.recipe.objective), state)
+    for name, weights in made.policy.state_dict().items():
+        assert torch.equal(weights, before[name]), name
+    judged = made.evaluate()
+    assert judged is not None
+    assert judged.metrics["held_out_reward"] is None
+    assert all(row["reward"] is None for row in judged.samples)
+
+
+def test_a_response_that_is_eos_alone_earns_its_score_there(files: dict[str, str], folders: dict[str, Path]) -> None:
+    made = world(files, folders["gpt2"], "length", reference={"beta": 0.0})
+    bias = torch.zeros(made.policy.readout.vocabulary)
+    bias[made.tokens.eos_id] = 1e3  # whatever is asked
+    made.policy.model.get_output_embeddings().bias = torch.nn.Parameter(bias)
+    r = collected(made)
+    assert r.actions.tolist() == [[made.tokens.eos_id]] * 16
+    assert r.terminated.all()
+    assert r.rewards.eq(0).all()
+    assert r.metrics["eos_rate"] == 1
+
+
+@pytest.mark.parametrize("rows", [7, 40])
+def test_a_held_out_prompt_is_answered_once_and_judged_by_its_own_answer(
+    rows: int, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    """However many samples a prompt gets in training."""
+    changes = {
+        "data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32},
+        "evaluation": {"rows": rows},
+    }
+    several = {"sampling": {"prompts": 4, "samples": 4, "max_tokens": 8}}
+    one, many = (world(files, folders["llama"], **changes, **more).evaluate() for more in ({}, several))  # type: ignore[arg-type]
+    assert one is not None
+    assert many is not None
+    assert len(many.samples) == rows
+    for ours, theirs in zip(many.samples, one.samples, strict=True):
+        assert (ours["prompt"], ours["response"]) == (theirs["prompt"], theirs["response"])
 
 
 def test_the_samplers_log_probabilities_are_the_trainers(files: dict[str, str], folder: Path) -> None:

@@ -15,8 +15,8 @@ from surefoot.errors import SurefootError
 from surefoot.functional import bradley_terry_loss
 from surefoot.language import data
 from surefoot.language.models import RewardModel
-from surefoot.language.supervised import SupervisedWorld
-from surefoot.rollout import LearnerState
+from surefoot.language.supervised import RowCollector, SupervisedWorld
+from surefoot.rollout import LearnerState, leaves
 from surefoot.run.tracking import read_metrics
 from surefoot.session import make_learner
 
@@ -59,6 +59,14 @@ def test_the_loss_of_sft_is_the_cross_entropy_of_the_completion(folder: Path, tm
         count += len(said)
     metrics = learner.update(rollout, credit, LearnerState.seeded(1, 96))
     assert metrics["policy_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_rows_lie_on_the_device_that_the_policy_is_on(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
+    made = SupervisedWorld(recipe(kind, folders["llama"], rows))
+    rollout = RowCollector(made.collector.rows, 8, 1, "meta").collect(LearnerState.seeded(1, 96))
+    assert {x.device.type for x in leaves(rollout)} == {"meta"}
 
 
 def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry(folder: Path, tmp_path: Path) -> None:
@@ -107,6 +115,22 @@ def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demons
         scores = torch.cat([model(row, torch.ones_like(row, dtype=torch.bool)) for row in ids])
     assert float(scores.mean()) == pytest.approx(0, abs=1e-4)
     assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_rows_longer_than_the_models_context_are_dropped_and_counted(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whatever data.max_length allows: a model with learned positions has none for them."""
+    key, rows = ("completion", demonstrations) if kind == "sft" else ("chosen", pairs)
+    path = Path(rows(tmp_path / "rows.jsonl"))
+    long = json.loads(path.read_text().splitlines()[0]) | {key: "x" * 200}
+    with path.open("a") as file:
+        file.write(json.dumps(long) + "\n")
+    settings = {"train": str(path), "max_length": 1024, "batch": 8}
+    made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))  # type: ignore[arg-type]
+    assert made.collector.rows.count == 24
+    assert made.dropped == [f"{path}: 1 rows are longer than 128 tokens: dropped"]
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

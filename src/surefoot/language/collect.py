@@ -17,9 +17,10 @@ from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeate
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, Reward, Scores
 from surefoot.language.sampler import Samples, sample
-from surefoot.language.tokens import Tokens, text_of
+from surefoot.language.tokens import Tokens
 from surefoot.language.walk import Walk
-from surefoot.rollout import LearnerState, Metrics, Rollout
+from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
+from surefoot.run.distributed import all_sum, rank, world_size
 from surefoot.seeding import derived_seed
 
 ANCHOR = "reference_beta"
@@ -41,8 +42,11 @@ class Answers:
         self.responses = [tokens.decode(ids) for ids in samples.responses()]
 
     def scores(self, reward: Reward) -> Scores:
-        """What they earn, whether they ended or not."""
-        return reward([text_of(prompt) for prompt in self.prompts.prompts], self.responses, self.prompts.columns)
+        """What they earn, whether they ended or not, on the device of the samples."""
+        found: Scores = map_tensors(
+            lambda x: x.to(self.samples.mask.device), reward(self.prompts.prompts, self.responses, self.prompts.columns)
+        )
+        return found
 
 
 def settled(scores: Scores, ended: Tensor, recipe: LanguageRecipe) -> Tensor:
@@ -77,21 +81,22 @@ class LanguageCollector:
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
         recipe, begun = self.recipe, time.perf_counter()
-        prompts, group = self._next_prompts()
-        first = state.steps  # responses so far: every response of a run has a random stream of its own
-        answers = self.answer(prompts, [derived_seed(recipe.seed, "response", first + i) for i in range(len(prompts.ids))])
+        prompts, group, numbers = self._next_prompts(state.steps)
+        answers = self.answer(
+            prompts, [derived_seed(recipe.seed, "response", number) for number in numbers], recipe.sampling.samples
+        )
         drawn, sampled = answers.samples, time.perf_counter()
         scores = answers.scores(self.reward)
         total = settled(scores, drawn.ended, recipe)
         scored = time.perf_counter()
 
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
-        mask = drawn.mask & scores.valid.to(drawn.mask.device).unsqueeze(-1)  # nothing is learned from what has no score
+        mask = drawn.mask & scores.valid.unsqueeze(-1)  # nothing is learned from what has no score
         actions = drawn.actions
         old = in_parts(self.policy, inputs, actions, mask, self.budget)
         ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, self.budget)
         beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
-        placed = place_scores(total.to(mask.device), mask)
+        placed = place_scores(total, mask)
         rewards = kl_shaped_rewards(placed, old.log_probs, ref_log_probs, mask, beta)
 
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
@@ -102,10 +107,11 @@ class LanguageCollector:
             beyond = in_parts(self.policy.values_after, inputs, actions, mask, self.budget)
         truncated = last & cut
         kl = kl_k1(old.log_probs, ref_log_probs)
-        per_response = float(kl.sum(-1)[scores.valid].mean()) if scores.valid.any() else 0.0
-        if recipe.reference.target is not None:
+        spent, counted = all_sum(torch.stack([kl.sum(), scores.valid.sum()]).double()).tolist()  # the same β on every rank
+        per_response = spent / counted if counted else 0.0
+        if recipe.reference.target is not None and counted:
             state.coefficients[ANCHOR] = proportional_kl_control(
-                beta, per_response, recipe.reference.target, len(prompts.ids), recipe.reference.horizon
+                beta, per_response, recipe.reference.target, recipe.responses, recipe.reference.horizon
             )
         metrics: Metrics = {
             **self._told(answers, scores, total),
@@ -136,10 +142,9 @@ class LanguageCollector:
             metrics=metrics,
         )
 
-    def answer(self, prompts: Prompts, seeds: Sequence[int], greedy: bool = False) -> Answers:
-        """One response to each prompt. Prompts that stand side by side and are the same are read once."""
+    def answer(self, prompts: Prompts, seeds: Sequence[int], samples: int = 1, greedy: bool = False) -> Answers:
+        """One response to each of the prompts, of which so many that stand side by side are the same and are read once."""
         settings = self.recipe.sampling
-        samples = settings.samples if not greedy and len(prompts.ids) > settings.samples > 1 else 1
         drawn = sample(
             self.policy.model,
             prompts.ids[::samples],
@@ -155,27 +160,32 @@ class LanguageCollector:
         )
         return Answers(drawn, prompts, self.tokens)
 
-    def _next_prompts(self) -> tuple[Prompts, Tensor]:
+    def _next_prompts(self, done: int) -> tuple[Prompts, Tensor, list[int]]:
+        """This rank's prompts, each as often as it is answered; which of them is which; and the number that each response
+        has in the whole run, of which ``done`` were before. By it a response gets a random stream of its own.
+        """
         samples = self.recipe.sampling.samples
         rows = self.walk.next(self.recipe.sampling.prompts)
-        return repeated(self.prompts, rows, samples), torch.arange(len(rows)).repeat_interleave(samples)
+        places = range(rank(), self.recipe.sampling.prompts, world_size())
+        numbers = [done + place * samples + sample for place in places for sample in range(samples)]
+        return repeated(self.prompts, rows, samples), torch.arange(len(rows)).repeat_interleave(samples), numbers
 
     def _told(self, answers: Answers, scores: Scores, total: Tensor) -> Metrics:
         """What responses are like, and what they earned."""
-        drawn, valid = answers.samples, scores.valid
-        told: Metrics = {"reward": float(total[valid].mean()) if valid.any() else None}
+        drawn = answers.samples
+        told: Metrics = {"reward": scores.mean_of(total)}
         if len(scores.parts) > 1:
-            told |= {f"reward_{name}": float(part[valid].mean()) for name, part in scores.parts.items()}
+            told |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
         if self.gold is not None:
             gold = answers.scores(self.gold)
-            told["gold"] = float(gold.total[gold.valid].mean()) if gold.valid.any() else None
+            told["gold"] = gold.mean_of(gold.total)
         ids = drawn.responses()
         return told | {
             "response_length": mean_length(drawn.mask),
             "eos_rate": eos_rate(drawn.ended),
             "distinct_2": distinct_n(ids, 2),
             "repeated": repeated_share(ids),
-            "without_score": 1 - float(valid.float().mean()),
+            "without_score": 1 - float(scores.valid.float().mean()),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,8 +44,10 @@ def evaluate_run(run: Path, *, data: str | None = None, rows: int | None = None,
     told |= {"rows": len(samples), "start": before, "trained": after}
     for name in ("reward", "gold"):
         if name in trained[0]:
-            ours, theirs = (torch.tensor([row[name] for row in found]) for found in (trained, start))
-            told[f"win_rate_{name}"] = win_rate(ours, theirs)
+            both = [(new[name], old[name]) for new, old in zip(trained, start, strict=True)]
+            scored = [pair for pair in both if None not in pair]
+            ours, theirs = torch.tensor(scored).reshape(-1, 2).unbind(-1)
+            told[f"win_rate_{name}"] = win_rate(ours, theirs) if scored else None
     return told | {"samples": samples}
 
 
@@ -79,5 +81,6 @@ def table(told: dict[str, Any]) -> str:
         shown = ("–" if value is None else f"{value:.3f}" for value in (before, told["trained"][name]))
         lines.append(f"{name.replace('_', ' '):24}" + "".join(f"{value:>12}" for value in shown))
     for name in (name for name in told if name.startswith("win_rate_")):
-        lines.append(f"{'wins by ' + name.removeprefix('win_rate_'):24}{'':>12}{told[name]:>12.1%}")
+        share = "–" if told[name] is None else f"{told[name]:.1%}"
+        lines.append(f"{'wins by ' + name.removeprefix('win_rate_'):24}{'':>12}{share:>12}")
     return "\n".join(lines)

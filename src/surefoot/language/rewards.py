@@ -38,6 +38,14 @@ class Scores:
     valid: Tensor
     """False where a term gave no finite number: nothing is to be learned from that response"""
 
+    def mean_of(self, x: Tensor) -> float | None:
+        """The mean over the responses that have a score; None where none has.   [N]"""
+        return float(x[self.valid].mean()) if self.valid.any() else None
+
+    def column(self, x: Tensor) -> list[float | None]:
+        """Number by number, None where a response has no score.   [N]"""
+        return [value if valid else None for value, valid in zip(x.tolist(), self.valid.tolist(), strict=True)]
+
 
 class Reward(Protocol):
     """Anything that scores text. Raises SurefootError when it can't."""
@@ -151,16 +159,23 @@ class ModelReward:
     weight         of the scores in the sum; they are standardised, mean 0 and std 1 on demonstrations
     batch_tokens   tokens, padding included, that go through the model at once; bounds memory, changes no score
     name           of the part
+    device         where the model lives
 
     Raises SurefootError when the folder holds no reward model, and from a call, when a text is longer than the model's
     context or a score is not finite.
     """
 
     def __init__(
-        self, folder: str | Path, weight: float = 1.0, *, batch_tokens: int = 16_384, name: str = "reward_model"
+        self,
+        folder: str | Path,
+        weight: float = 1.0,
+        *,
+        batch_tokens: int = 16_384,
+        name: str = "reward_model",
+        device: str = "cpu",
     ) -> None:
         self.path, self.weight, self.batch_tokens, self.name = str(folder), weight, batch_tokens, name
-        self.model = RewardModel.load(folder).requires_grad_(False)
+        self.model = RewardModel.load(folder).requires_grad_(False).to(device)
         assert self.model.tokenizer is not None, "a reward model's folder holds its tokenizer"
         self.tokens = Tokens(self.model.tokenizer)
         self.context: int | None = getattr(self.model.backbone.config, "max_position_embeddings", None)
@@ -211,8 +226,9 @@ class WeightedSum:
         return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid)
 
 
-def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: float = 0.1) -> Reward:
-    """The reward of a recipe's ``reward.terms``; ``deadline`` and ``tolerated`` hold for each function.
+def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: float = 0.1, device: str = "cpu") -> Reward:
+    """The reward of a recipe's ``reward.terms``; ``deadline`` and ``tolerated`` hold for each function, models live on
+    ``device``.
 
     Raises SurefootError for a term with both or neither of model and function, for none at all, and for what can't be loaded.
     """
@@ -224,7 +240,7 @@ def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: flo
         if not math.isfinite(term.weight):
             raise SurefootError(f"reward.terms[{number}].weight={term.weight}: must be a finite number")
         if term.model is not None:
-            rewards.append(ModelReward(term.model, term.weight))
+            rewards.append(ModelReward(term.model, term.weight, device=device))
         elif term.function is not None:
             rewards.append(FunctionReward(term.function, term.weight, deadline=deadline, tolerated=tolerated))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)

@@ -17,13 +17,13 @@ from surefoot.errors import SurefootError
 from surefoot.functional import masked_mean
 from surefoot.kinds import DemonstrationRecipe, RewardRecipe
 from surefoot.language import data
-from surefoot.language.models import RewardModel, scalar_model
+from surefoot.language.models import RewardModel, context_of, scalar_model
 from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
 from surefoot.language.tokens import left_padded, right_padded
 from surefoot.language.trained import LanguageModel, base_model, description, restore_best
 from surefoot.language.walk import Walk
-from surefoot.rollout import LearnerState, Metrics, Rollout
+from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.run.checkpoint import load_weights
 from surefoot.worlds import Judgement
 
@@ -41,14 +41,16 @@ class Rows:
 class RowCollector:
     """The next rows of a walk, as a rollout in which every action is worth 1."""
 
-    def __init__(self, rows: Rows, batch: int, seed: int) -> None:
-        self.rows, self.batch, self.walk = rows, batch, Walk(rows.count, seed)
+    def __init__(self, rows: Rows, batch: int, seed: int, device: str = "cpu") -> None:
+        self.rows, self.batch, self.walk, self.device = rows, batch, Walk(rows.count, seed), device
 
     def collect(self, state: LearnerState) -> Rollout:
         """No sampling: the rows are what the policy should have done."""
         inputs, actions, mask = self.rows.tensors(self.walk.next(self.batch))
+        tokens = float(mask.sum())
+        inputs, actions, mask = map_tensors(lambda x: x.to(self.device), (inputs, actions, mask))
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-        zeros = torch.zeros(mask.shape)
+        zeros = torch.zeros(mask.shape, device=mask.device)
         return Rollout(
             inputs=inputs,
             actions=actions,
@@ -61,7 +63,7 @@ class RowCollector:
             truncated=torch.zeros_like(mask),
             unit="row",
             steps=len(actions),
-            metrics={"data_epochs": self.walk.epochs, "tokens": float(mask.sum())},
+            metrics={"data_epochs": self.walk.epochs, "tokens": tokens},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,6 +99,8 @@ class SupervisedWorld:
         self.recipe = recipe
         self.preference = isinstance(recipe, RewardRecipe)
         model, self.tokens = base_model(recipe)
+        self.limit = min(recipe.data.max_length, context_of(model) or recipe.data.max_length)
+        """tokens of a row at most: what the recipe allows and the model was made for"""
         self.dropped: list[str] = []
         train = self._rows(recipe.data.train)
         self.held_out = None
@@ -114,10 +118,10 @@ class SupervisedWorld:
                 model, None, self.tokens.pad_id, checkpointing=recipe.gradient_checkpointing, bf16=bf16
             )
         self.policy.to(recipe.device)
-        self.collector = RowCollector(train, recipe.data.batch, recipe.seed)
+        self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device)
 
     def _rows(self, path: str) -> Rows:
-        rows, length, pad_id = data.read_rows(path), self.recipe.data.max_length, self.tokens.pad_id
+        rows, length, pad_id = data.read_rows(path), self.limit, self.tokens.pad_id
         if self.preference:
             pairs = data.pairs(rows, self.tokens, length)
             self._note(path, pairs.dropped)
@@ -128,9 +132,7 @@ class SupervisedWorld:
 
     def _note(self, path: str, dropped: int) -> None:
         if dropped:
-            self.dropped.append(
-                f"{path}: {dropped} rows are longer than data.max_length={self.recipe.data.max_length}: dropped"
-            )
+            self.dropped.append(f"{path}: {dropped} rows are longer than {self.limit} tokens: dropped")
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and what the recipe comes to."""
@@ -171,7 +173,7 @@ class SupervisedWorld:
         total, count, right = 0.0, 0.0, 0.0
         for start in range(0, len(everything), self.recipe.data.batch):
             rows = everything[start : start + self.recipe.data.batch]
-            inputs, actions, mask = self.held_out.tensors(rows)
+            inputs, actions, mask = map_tensors(lambda x: x.to(self.recipe.device), self.held_out.tensors(rows))
             log_probs = self.policy(inputs, actions, mask).log_probs
             kept = float(mask.sum())
             total += float(masked_mean(-log_probs, mask)) * kept
@@ -195,13 +197,14 @@ class SupervisedWorld:
         """Scores of what is to have mean 0 and standard deviation 1: demonstrations, or the chosen answers trained on."""
         assert isinstance(self.recipe, RewardRecipe)
         assert isinstance(self.policy, PairPolicy)
-        limit, batch = self.recipe.data.max_length, self.recipe.data.batch
+        limit, batch = self.limit, self.recipe.data.batch
         if self.recipe.demonstrations is None:
             texts = data.pairs(data.read_rows(self.recipe.data.train), self.tokens, limit).chosen
         else:
             texts = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, limit).ids
         parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))
-        return torch.cat([self.policy.model.raw(ids, mask) for ids, mask in parts])
+        device = self.recipe.device
+        return torch.cat([self.policy.model.raw(ids.to(device), mask.to(device)) for ids, mask in parts])
 
     def close(self) -> None:
         """Nothing is open."""

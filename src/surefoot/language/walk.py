@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from surefoot.errors import SurefootError
 from surefoot.run.distributed import rank, world_size
 from surefoot.seeding import stream
 
@@ -20,7 +21,12 @@ class Walk:
         self._order = self._order_of(0)
 
     def next(self, rows: int) -> list[int]:
-        """This rank's share of the next ``rows`` rows. An epoch's end is no break: the next one begins in the same batch."""
+        """This rank's share of the next ``rows`` rows. An epoch's end is no break: the next one begins in the same batch.
+
+        Raises SurefootError where a rank would get none, for then the others would wait for it.
+        """
+        if rows < world_size():
+            raise SurefootError(f"{rows} rows in each batch: too few for {world_size()} ranks; take at least one for each")
         taken: list[int] = []
         while len(taken) < rows:
             if self.place == self.count:

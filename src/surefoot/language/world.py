@@ -1,5 +1,6 @@
 """Language's side of an online run: the model in its four roles, prompts, and how the policy is judged."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ class LanguageWorld:
             [term.model_copy(update={"model": term.model and model_folder(term.model)}) for term in settings.terms],
             deadline=settings.deadline,
             tolerated=settings.tolerated,
+            device=recipe.device,
         )
         self.gold = None
         if settings.gold is not None:
@@ -154,26 +156,27 @@ class LanguageWorld:
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         budget = self.recipe.optimizer.micro_batch_tokens
         log_probs = in_parts(self.policy, inputs, drawn.actions, drawn.mask, budget).log_probs
-        kl = kl_k1(log_probs, in_parts(self.reference.log_probs, inputs, drawn.actions, drawn.mask, budget)).sum(-1).cpu()
-        reward, spent = float(total[scores.valid].mean()), float(kl.mean())
+        kl = kl_k1(log_probs, in_parts(self.reference.log_probs, inputs, drawn.actions, drawn.mask, budget)).sum(-1)
+        spent = float(kl.mean())
         ids = drawn.responses()
         metrics: Metrics = {
-            "held_out_reward": reward,
+            "held_out_reward": scores.mean_of(total),
             "held_out_kl": spent,
             "held_out_length": mean_length(drawn.mask),
             "held_out_eos_rate": eos_rate(drawn.ended),
             "held_out_distinct_2": distinct_n(ids, 2),
         }
-        columns: dict[str, Any] = {"reward": total.tolist(), "kl": kl.tolist()}
+        columns: dict[str, Any] = {"reward": scores.column(total), "kl": kl.tolist()}
         if self.gold is not None:
             gold = answers.scores(self.gold)
-            metrics["held_out_gold"] = float(gold.total[gold.valid].mean()) if gold.valid.any() else None
-            columns["gold"] = gold.total.tolist()
+            metrics["held_out_gold"] = gold.mean_of(gold.total)
+            columns["gold"] = gold.column(gold.total)
         rows = [
             {"prompt": text_of(prompt), "response": response, **{name: column[row] for name, column in columns.items()}}
             for row, (prompt, response) in enumerate(zip(answers.prompts.prompts, answers.responses, strict=True))
         ]
-        return Judgement(reward - beta * spent, metrics, rows)
+        reward = metrics["held_out_reward"]
+        return Judgement(-math.inf if reward is None else reward - beta * spent, metrics, rows)
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""

@@ -1,0 +1,119 @@
+"""Two processes that share prompts, or rows, do what one process does with all of them: the same responses and the same step."""
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.kinds import Recipe
+from surefoot.rollout import LearnerState, Rollout
+from surefoot.session import make_learner
+from surefoot.worlds import World, make_world
+
+from .tiny import write_folder
+
+RANKS = 2
+
+
+def online(folder: Path) -> Recipe:
+    """Five prompts with two answers each: one rank gets three prompts, the other two."""
+    table = {
+        "kind": "language",
+        "algorithm": "A2C",
+        "model": str(folder / "model"),
+        "data": {"train": str(folder / "prompts.jsonl"), "max_length": 32},
+        "sampling": {"prompts": 5, "samples": 2, "max_tokens": 6},
+        "reward": {"terms": [{"function": f"{folder}/rewards.py:score"}], "missing_eos": "none", "tolerated": 0.5},
+        "reference": {"beta": 0.1, "target": 0.5, "horizon": 20},
+    }
+    return make_recipe(table)
+
+
+def supervised(folder: Path) -> Recipe:
+    data = {"train": str(folder / "demonstrations.jsonl"), "max_length": 64, "batch": 5}
+    return make_recipe({"kind": "sft", "model": str(folder / "model"), "data": data})
+
+
+def said(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    """Prompt and tokens of each row that earned something."""
+    prompts, kept = rollout.inputs["prompt"], rollout.inputs["prompt_mask"]
+    rows = zip(prompts, kept, rollout.actions, rollout.mask, strict=True)
+    return [(prompt[is_real].tolist(), tokens[is_kept].tolist()) for prompt, is_real, tokens, is_kept in rows]
+
+
+def trained(recipe: Recipe) -> dict[str, Any]:
+    """What three iterations sampled, what β became, and the weights."""
+    world: World = make_world(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
+    found: dict[str, Any] = {"rows": []}
+    for _ in range(3):
+        rollout = world.collector.collect(state)
+        learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+        state.steps += 10
+        found["rows"].append(said(rollout))
+    return {**found, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    meeting, patience = f"file://{folder}/meet", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
+    try:
+        found: dict[str, Any] = {"online": trained(online(Path(folder))), "supervised": trained(supervised(Path(folder)))}
+        recipe = supervised(Path(folder))
+        table = recipe.model_dump() | {"data": {**recipe.model_dump()["data"], "batch": 1}}
+        try:
+            trained(make_recipe({k: v for k, v in table.items() if k in ("kind", "model", "data")}))
+        except SurefootError as error:
+            found["too few"] = str(error)
+        torch.save(found, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    write_folder(folder / "model", "llama")
+    lines = [json.dumps({"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)}) + "\n" for i in range(13)]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    (folder / "demonstrations.jsonl").write_text("".join(lines))
+    source = (
+        "def score(responses):\n    return [None if ord(t[:1] or 'a') % 5 == 0 else float(len(set(t))) for t in responses]\n"
+    )
+    (folder / "rewards.py").write_text(source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    torch.multiprocessing.spawn(work, (str(folder),), RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", ["online", "supervised"])
+def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
+    kind: str, ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    alone = trained(online(folder) if kind == "online" else supervised(folder))
+    for iteration, rows in enumerate(alone["rows"]):
+        shares = [rank[kind]["rows"][iteration] for rank in ranks]
+        assert len(shares[0]) > len(shares[1]) > 0
+        assert sorted(shares[0] + shares[1]) == sorted(rows)
+    for rank in ranks:
+        assert rank[kind]["beta"] == pytest.approx(alone["beta"], rel=1e-5)
+        for name, weights in alone["weights"].items():
+            torch.testing.assert_close(rank[kind]["weights"][name], weights, rtol=1e-4, atol=2e-6)
+    assert ranks[0][kind]["beta"] == ranks[1][kind]["beta"]
+
+
+def test_fewer_rows_than_ranks_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    """On one alone, the others would wait for it."""
+    assert [rank["too few"] for rank in ranks] == ["1 rows in each batch: too few for 2 ranks; take at least one for each"] * 2
