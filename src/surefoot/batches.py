@@ -7,28 +7,30 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError
-from surefoot.functional import masked_moments, whiten
+from surefoot.functional import Moments, masked_moments, whiten
 from surefoot.objective import Batch
 from surefoot.rollout import Credit, Rollout, map_tensors
 from surefoot.run.distributed import all_sum, merge_across_ranks, world_size
 
 
-def rows_of(rollout: Rollout, credit: Credit) -> Batch:
-    """The rows that are shuffled: kept single steps [N], or whole rows [N, T] with their mask."""
+def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
+    """The rows that are shuffled: kept single steps [N], or whole rows [N, T] with their mask; with ``places`` if numbered."""
+    mask = rollout.mask
     batch = Batch(
         inputs=rollout.inputs,
         actions=rollout.actions,
-        mask=rollout.mask,
+        mask=mask,
         old_log_probs=rollout.old_log_probs,
         advantages=credit.advantages,
         returns=credit.returns,
         old_values=rollout.values,
         old_distribution=rollout.old_distribution,
         ref_log_probs=rollout.ref_log_probs,
+        places=torch.arange(mask.numel(), device=mask.device).view(mask.shape) if numbered else None,
     )
     if rollout.unit == "row":
         return batch
-    kept = rollout.mask.reshape(-1).nonzero().squeeze(-1)
+    kept = mask.reshape(-1).nonzero().squeeze(-1)
     steps: Batch = map_tensors(lambda x: x.flatten(0, 1).index_select(0, kept), batch)
     return Batch(**{**vars(steps), "mask": None})
 
@@ -98,9 +100,14 @@ def rows(batch: Batch, start: int, end: int) -> Batch:
     return part
 
 
-def normalised(batch: Batch) -> Batch:
-    """The batch with advantages of mean 0 and variance 1 over its kept entries on all ranks."""
-    moments = merge_across_ranks(masked_moments(batch.advantages, batch.mask))
+def moments_of(batch: Batch) -> Moments:
+    """Mean and variance of the advantages over the kept entries on all ranks."""
+    return merge_across_ranks(masked_moments(batch.advantages, batch.mask))
+
+
+def normalised(batch: Batch, moments: Moments | None = None) -> Batch:
+    """The batch with advantages of mean 0 and variance 1 over its kept entries on all ranks, their ``moments``."""
+    moments = moments_of(batch) if moments is None else moments
     return Batch(**{**vars(batch), "advantages": whiten(batch.advantages, batch.mask, moments=moments)})
 
 

@@ -44,6 +44,8 @@ class Attempt:
     """of the gradient of each optimizer's parameters, over all ranks"""
     take: Callable[[], None]
     """move θ"""
+    rows: Tensor | None = None
+    """which rows of the batch the step reads, where it doesn't show them itself   [N]"""
 
 
 class CompiledStep:
@@ -92,7 +94,7 @@ class CompiledStep:
                 for index, optimizer in enumerate(self.optimizers.values()):
                     optimizer.move(*moved[3 * index : 3 * index + 3])
 
-            yield Attempt(terms, (smallest, largest), dict(zip(self.optimizers, norms, strict=True)), take)
+            yield Attempt(terms, (smallest, largest), dict(zip(self.optimizers, norms, strict=True)), take, rows)
 
     def _compiled(self, batch: Batch, arguments: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
         names = {id(p): name for name, p in self.policy.named_parameters()}

@@ -17,6 +17,7 @@ from surefoot.sections import (
     ControlEvaluation,
     CriticSettings,
     DataSettings,
+    DemonstrationTraces,
     EvaluationSettings,
     LanguageEvaluation,
     LanguageOptimizer,
@@ -30,6 +31,7 @@ from surefoot.sections import (
     SamplingSettings,
     Section,
     Steps,
+    TraceSettings,
 )
 
 
@@ -60,6 +62,7 @@ class Recipe(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    traces: TraceSettings = TraceSettings()
 
     @classmethod
     def switches(cls, algorithm: Objective) -> dict[str, Any]:
@@ -90,6 +93,11 @@ class Recipe(Section):
     def checkpoint_every(self) -> int:
         """Steps between checkpoints."""
         return self.checkpoint.every or max(1, self.steps // 10)
+
+    @property
+    def trace_every(self) -> int:
+        """Steps between traces."""
+        return self.traces.every or max(1, self.steps // 10)
 
 
 class ControlRecipe(Recipe):
@@ -231,6 +239,7 @@ class DemonstrationRecipe(ModelRecipe):
     default_algorithm: ClassVar[str] = "REINFORCE"
 
     data: DataSettings
+    traces: DemonstrationTraces = DemonstrationTraces()
 
     @classmethod
     def switches(cls, algorithm: Objective) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from surefoot.algorithms import Objective
-from surefoot.batches import global_count, normalised, rows_of, shuffled, slices
+from surefoot.batches import chosen, global_count, moments_of, normalised, rows_of, shuffled, slices
 from surefoot.engine import Attempt, CompiledStep
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.functional import adapt_kl_penalty, masked_moments
@@ -17,6 +18,7 @@ from surefoot.objective import Batch, loss, mean_old_kl, outermost
 from surefoot.optimizer import AdamSettings, FlatAdam, finite
 from surefoot.rollout import Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
 from surefoot.run.distributed import all_max, all_sum, merge_across_ranks
+from surefoot.traces import Recorder, Recording
 
 Schedule = Literal["constant", "linear", "cosine"]
 Optimizers = Mapping[str, FlatAdam | NaturalStep]
@@ -76,6 +78,9 @@ class Learner:
         }
         if critic_adam is not None:
             self.optimizers["critic"] = FlatAdam(critic, critic_adam)
+        self.recorder: Recorder | None = None
+        """who traces some of the updates; it changes none of them"""
+        self.recording: Recording | None = None
         self.compiled = None
         if compiled_rows is not None:
             adams = {name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatAdam)}
@@ -89,10 +94,12 @@ class Learner:
         objective = self.objective
         # A collector that kept its graph, or views of parameters, would let gradient flow into the past.
         rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
-        batch = rows_of(rollout, credit)
+        if self.recorder is not None:
+            self.recording = self.recorder.begin(rollout, credit, objective, state, self._clip_scale(state), self._beta(state))
+        batch = rows_of(rollout, credit, numbered=self.recording is not None)
         assert batch.old_log_probs is not None or objective.reuse is None, "reusing a batch needs its old_log_probs"
         if objective.normalise_advantages == "batch":
-            batch = normalised(batch)
+            batch = self._normalised(batch)
         trail = _Trail()
         if objective.constraint is None:
             epochs, stopped = self._epochs(batch, self.optimizers, trail, rollout, state)
@@ -127,11 +134,16 @@ class Learner:
         """One pass: for each minibatch in a new order, the step that is due. The next is made when this one was taken."""
         if self.compiled is not None and self.compiled.fits(batch):
             scales = (self._rate_scale(state), self._clip_scale(state), self._beta(state))
-            yield from self.compiled.attempts(batch, minibatches, scales, state.generators["shuffle"])
+            unnumbered = replace(batch, places=None)
+            for attempt in self.compiled.attempts(unnumbered, minibatches, scales, state.generators["shuffle"]):
+                if self.recording is not None:
+                    assert attempt.rows is not None
+                    self._look_again(chosen(batch, attempt.rows), self.recording, state)
+                yield attempt
             return
         for minibatch in shuffled(batch, minibatches, state.generators["shuffle"]):
             if self.objective.normalise_advantages == "minibatch":
-                minibatch = normalised(minibatch)
+                minibatch = self._normalised(minibatch)
             terms, ratios = self._gradient(minibatch, moving, state)
             norms = {name: optimizer.gradient_norm() for name, optimizer in moving.items()}
 
@@ -142,12 +154,26 @@ class Learner:
 
             yield Attempt(terms, ratios, norms, take)
 
+    def _normalised(self, batch: Batch) -> Batch:
+        """Advantages of mean 0 and variance 1."""
+        moments = moments_of(batch)
+        if self.recording is not None:
+            self.recording.normalised_by(moments)
+        return normalised(batch, moments)
+
+    @torch.no_grad()
+    def _look_again(self, minibatch: Batch, recording: Recording, state: LearnerState) -> None:
+        """A compiled step keeps what it reads to itself: for a trace, the same minibatch at the same θ by the policy itself."""
+        if self.objective.normalise_advantages == "minibatch":
+            minibatch = self._normalised(minibatch)
+        recording.visit(minibatch, self.policy(minibatch.inputs, minibatch.actions), state.updates)
+
     def _natural_step(self, batch: Batch, trail: "_Trail", rollout: Rollout, state: LearnerState) -> None:
         """Move the policy by one step on the whole batch, and leave the critic alone."""
         optimizer = self.optimizers["policy"]
         assert isinstance(optimizer, NaturalStep)
         if self.objective.normalise_advantages == "minibatch":
-            batch = normalised(batch)  # the only minibatch there is
+            batch = self._normalised(batch)  # the only minibatch there is
         moving: Optimizers = {"policy": optimizer}
         terms, ratios = self._gradient(batch, moving, state)
         trail.ratio_at_start = _check_ratio_at_start(ratios, rollout, self.policy.exact)
@@ -199,6 +225,8 @@ class Learner:
             total, terms, ratio = loss(
                 evaluation, part, self.objective, denominator=denominator, clip_scale=clip_scale, beta=beta
             )
+            if self.recording is not None:
+                self.recording.visit(part, evaluation, state.updates)
             total.backward(inputs=wanted)  # type: ignore[no-untyped-call]
             sums.append(torch.stack(list(terms.values())))
             extremes.append(torch.stack(ratio.aminmax()))

@@ -43,6 +43,8 @@ class Batch:
     old_values: Tensor
     old_distribution: Any = None
     ref_log_probs: Tensor | None = None
+    places: Tensor | None = None
+    """b·T + t of each entry in its rollout [B, T], where somebody asks"""
 
 
 def surrogate(

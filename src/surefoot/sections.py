@@ -119,6 +119,24 @@ class CheckpointSettings(Section):
     """how many of the last are kept, besides best/"""
 
 
+class TraceSettings(Section):
+    """Traces: every number behind an update, for a few steps or tokens, in traces/."""
+
+    every: int | None = Field(None, ge=1)
+    """steps between traces, of which the first iteration has one; none means a tenth of the budget"""
+    rows: int = Field(2, ge=0)
+    """responses, or episodes (the longest piece in the batch, of one environment each), per trace; 0 switches traces off"""
+    max_megabytes: float = Field(64.0, gt=0)
+    """what all traces of a run may take on the disk, in 10⁶ bytes; the oldest make room"""
+
+
+class DemonstrationTraces(TraceSettings):
+    """Traces: every number behind an update, for a few rows, in traces/; off unless asked for."""
+
+    rows: int = Field(0, ge=0)
+    """rows per trace; 0 switches traces off"""
+
+
 class LanguageOptimizer(OptimizerSettings):
     """How θ moves, from where a pretrained model stands."""
 

@@ -17,7 +17,9 @@ from surefoot.run.checkpoint import keep_only_this, load_checkpoint, prune, requ
 from surefoot.run.dashboard import Display
 from surefoot.run.folder import RunFolder, recipe_differences, write_text
 from surefoot.run.stopping import StopOnSignal
+from surefoot.run.traces import TraceFolder
 from surefoot.run.tracking import Tracker
+from surefoot.traces import Recorder
 from surefoot.worlds import World
 
 Callback = Callable[[Metrics], bool | None]
@@ -62,6 +64,7 @@ class Session:
         self.since_best = 0
         """evaluations since the best one"""
         self.tracker: Tracker | None = None
+        self.traces: TraceFolder | None = None
         self.signals = StopOnSignal()
 
     def restore(self, checkpoint: Path, allow_changes: bool) -> None:
@@ -101,6 +104,10 @@ class Session:
         """
         if self.folder is not None:
             self.tracker = Tracker(self.folder.path, self.state.iteration, self.state.steps)
+            settings = self.recipe.traces
+            self.traces = TraceFolder(self.folder.path / "traces", self.state.steps, settings.max_megabytes)
+            if settings.rows:
+                self.learner.recorder = Recorder(self.recipe.trace_every, settings.rows, self.world.describe)
         self.previous = self.state.steps
         try:
             with self.signals:
@@ -123,6 +130,7 @@ class Session:
             worse_for_long = patience is not None and self.since_best >= patience
         if self.tracker is not None:
             self.tracker.write(metrics, state.steps)
+        self._write_trace()
         self.display.show(state, metrics)
         stop = bool(self.callback and self.callback(metrics)) or self.signals.requested or worse_for_long
         if finished or stop or self._passed(self.recipe.checkpoint_every):
@@ -150,6 +158,12 @@ class Session:
         if judged.samples and self.folder is not None:
             write_samples(self.folder.path / "samples" / f"{self.state.steps}.jsonl", judged.samples)
         return judged.metrics
+
+    def _write_trace(self) -> None:
+        recorder = self.learner.recorder
+        trace = None if recorder is None else recorder.take(self.state)
+        if trace is not None and self.traces is not None and (line := self.traces.write(trace)):
+            self.display.say(line)
 
     def _save(self) -> None:
         if self.folder is None:

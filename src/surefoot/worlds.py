@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from surefoot.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe
-from surefoot.rollout import Collector, Metrics, Policy
+from surefoot.rollout import Collector, Metrics, Policy, Rollout
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class World(Protocol):
 
     def evaluate(self) -> Judgement | None:
         """How good it is now; None where there is nothing to judge on."""
+        ...
+
+    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+        """What a person wants to know of some steps of a row, beside its numbers; plain values, for traces."""
         ...
 
     def finish(self, folder: Path) -> list[str]:

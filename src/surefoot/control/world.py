@@ -14,6 +14,7 @@ from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.spaces import MASK
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
+from surefoot.rollout import Rollout
 from surefoot.run.checkpoint import load_weights
 from surefoot.worlds import Judgement
 
@@ -72,6 +73,10 @@ class ControlWorld:
             return None
         judged = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
         return Judgement(judged.mean_return, {"evaluation_return": judged.mean_return})
+
+    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+        """Nothing: steps of control are their numbers."""
+        return {}
 
     def finish(self, folder: Path) -> list[str]:
         """Nothing: checkpoints hold all of an agent."""

@@ -20,7 +20,7 @@ from surefoot.language import data
 from surefoot.language.models import RewardModel, context_of, scalar_model
 from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
-from surefoot.language.tokens import left_padded, right_padded
+from surefoot.language.tokens import left_padded, right_padded, shown
 from surefoot.language.trained import LanguageModel, base_model, description, restore_best
 from surefoot.language.walk import Walk
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
@@ -183,6 +183,10 @@ class SupervisedWorld:
         if not self.preference:
             return Judgement(-total / count, metrics)
         return Judgement(-total / count, metrics | {"held_out_accuracy": right / count})  # less coarse than the share
+
+    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+        """Prompt and tokens as text; of a choice between two answers nothing."""
+        return {} if self.preference else shown(self.tokens, rollout, row, steps)
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.rollout import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -184,6 +185,13 @@ def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int
 def text_of(prompt: str | Messages) -> str:
     """A prompt as a person or a reward reads it: text as it is, of a conversation the last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def shown(tokens: Tokens, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+    """A row of a rollout as a person reads it: ``prompt``, and ``tokens``, a string for each step; special ones by name."""
+    prompt = rollout.inputs["prompt"][row][rollout.inputs["prompt_mask"][row]]
+    decode = tokens.tokenizer.decode
+    return {"prompt": decode(prompt.tolist()), "tokens": [decode([i]) for i in rollout.actions[row, steps].tolist()]}
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

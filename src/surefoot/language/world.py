@@ -16,9 +16,9 @@ from surefoot.language.metrics import distinct_n, eos_rate, mean_length
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, load_reward
-from surefoot.language.tokens import text_of
+from surefoot.language.tokens import shown, text_of
 from surefoot.language.trained import LanguageModel, base_model, description, model_folder, restore_best
-from surefoot.rollout import Metrics
+from surefoot.rollout import Metrics, Rollout
 from surefoot.run.checkpoint import load_weights
 from surefoot.run.distributed import rank
 from surefoot.seeding import derived_seed
@@ -177,6 +177,10 @@ class LanguageWorld:
         ]
         reward = metrics["held_out_reward"]
         return Judgement(-math.inf if reward is None else reward - beta * spent, metrics, rows)
+
+    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+        """Prompt and tokens as text, and the β of the reward's KL."""
+        return shown(self.tokens, rollout, row, steps) | {"reference_beta": rollout.metrics["reference_beta"]}
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""

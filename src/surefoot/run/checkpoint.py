@@ -41,7 +41,7 @@ def save_checkpoint(folder: Path, trees: Trees) -> None:
         temporary.mkdir(parents=True)
         for name, tree in trees.items():
             tensors: dict[str, Tensor] = {}
-            skeleton = _pack(tree, "", tensors)
+            skeleton = pack(tree, "", tensors)
             _write(temporary / f"{name}.json", json.dumps(skeleton, indent=1).encode())
             if tensors:
                 save_file(tensors, temporary / f"{name}.safetensors")
@@ -71,7 +71,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
         try:
             tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
-            trees[name] = _unpack(json.loads((folder / f"{name}.json").read_text()), tensors)
+            trees[name] = unpack(json.loads((folder / f"{name}.json").read_text()), tensors)
         except (SafetensorError, ValueError, KeyError) as error:
             raise SurefootError(f"{folder}: {name} can't be read ({error})") from None
     return trees
@@ -152,28 +152,30 @@ def _remove(paths: list[Path]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree as JSON can hold it; its tensors go into ``tensors``, under their paths."""
     if isinstance(tree, np.ndarray):
         tree = torch.from_numpy(np.ascontiguousarray(tree))
     if isinstance(tree, Tensor):
         tensors[path or "value"] = tree.detach().cpu().contiguous().clone()
         return {"$tensor": path or "value"}
     if isinstance(tree, Mapping):
-        return {str(key): _pack(value, f"{path}.{key}" if path else str(key), tensors) for key, value in tree.items()}
+        return {str(key): pack(value, f"{path}.{key}" if path else str(key), tensors) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [_pack(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)]
+        return [pack(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)]
     if isinstance(tree, np.generic):
         return tree.item()
     assert tree is None or isinstance(tree, (bool, int, float, str)), f"{path}: {type(tree)} can't be saved"
     return tree
 
 
-def _unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The reverse of ``pack``."""
     if isinstance(tree, dict):
         if "$tensor" in tree:
             return tensors[tree["$tensor"]]
-        return {key: _unpack(value, tensors) for key, value in tree.items()}
-    return [_unpack(value, tensors) for value in tree] if isinstance(tree, list) else tree
+        return {key: unpack(value, tensors) for key, value in tree.items()}
+    return [unpack(value, tensors) for value in tree] if isinstance(tree, list) else tree
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:

@@ -4,6 +4,7 @@ config.toml        the resolved recipe, re-runnable
 environment.json   versions, seed, threads: what the numbers depend on besides the recipe
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
 events.*           the same for TensorBoard
+traces/<steps>.*   every number behind some of the updates, cut back as well
 checkpoints/<step> the last few; best/<step> the best evaluated
 """
 
