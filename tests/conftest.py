@@ -1,11 +1,14 @@
-"""One torch thread everywhere: the suite shares two cores, and results are exact for a given number of threads."""
+"""What all tests share: one torch thread, and the command line."""
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from surefoot import cli
 
 os.environ.setdefault("MUJOCO_GL", "disable")
 sys.path.insert(0, str(Path(__file__).parent / "run"))
@@ -13,4 +16,22 @@ sys.path.insert(0, str(Path(__file__).parent / "run"))
 
 @pytest.fixture(autouse=True)
 def _one_thread():
+    """The suite shares two cores, and results are exact for a given number of threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process, in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        said = capsys.readouterr()
+        return int(leaving.value.code or 0), said.out, said.err
+
+    return run

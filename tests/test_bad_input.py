@@ -12,24 +12,8 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError, api
-from surefoot.cli import main
 from surefoot.recipes import find_recipe
 from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Run the command line in this process, in an empty folder: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def refused(result, *parts):

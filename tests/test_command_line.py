@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, cli
+from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
 from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.config import make_recipe, parse_value, recipe_fields, to_toml
 from surefoot.demo import command_here
@@ -16,16 +16,13 @@ from surefoot.recipes import find_recipe, presets, recipe_for
 
 
 @pytest.fixture
-def surefoot(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def surefoot(command):
+    """What a command that must succeed writes to stdout."""
 
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        captured = capsys.readouterr()
-        assert (leaving.value.code or 0) == 0, captured.err
-        return captured.out
+        code, out, err = command(*words)
+        assert code == 0, err
+        return out
 
     return run
 

@@ -16,7 +16,7 @@ import torch
 from gymnasium import spaces
 
 import surefoot
-from surefoot import SurefootError, cli
+from surefoot import SurefootError
 from surefoot.control import export
 from surefoot.control.environments import episode_seed
 from surefoot.control.export import export_agent
@@ -317,20 +317,6 @@ def test_missing_packages_are_named(agents: dict[str, surefoot.Agent], tmp_path:
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """(exit code, stdout, stderr) of the command line."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        said = capsys.readouterr()
-        return int(leaving.value.code or 0), said.out, said.err
-
-    return call
 
 
 @pytest.fixture(scope="module")

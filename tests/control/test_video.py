@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import surefoot
-from surefoot import SurefootError, cli
+from surefoot import SurefootError
 from surefoot.control.encoder import Encoder
 from surefoot.control.episodes import greedy_episode
 from surefoot.control.video import choose_headless, film
@@ -315,20 +315,6 @@ def test_a_stop_on_the_way_leaves_nothing(tmp_path: Path) -> None:
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """(exit code, stdout, stderr) of the command line."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        said = capsys.readouterr()
-        return int(leaving.value.code or 0), said.out, said.err
-
-    return call
 
 
 def test_watch_films_the_best_agent_else_the_last_or_the_one_that_was_named(command: Any, run: Path, tmp_path: Path) -> None:
