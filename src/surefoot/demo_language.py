@@ -16,7 +16,7 @@ from surefoot.recipes import find_recipe
 from surefoot.run.dashboard import Display
 from surefoot.run.folder import write_text
 
-PAIRS, HELD_OUT_PAIRS = 2_200, 200
+PAIRS, HELD_OUT_PAIRS = 6_000, 400
 GOLD = "surefoot.language.tasks.reviews:gold"
 
 
@@ -77,7 +77,7 @@ def write_pairs(folder: Path, sft: Path, seed: int) -> None:
     written: list[str] = []
     for start in range(0, len(prompts), 400):
         written += model.generate(prompts[start : start + 400], samples=2, max_tokens=56, seed=seed + start)
-    rows = reviews.label(zip(prompts, written[::2], written[1::2], strict=True), seed=seed)
+    rows = reviews.label(zip(prompts, written[::2], written[1::2], strict=True), noise=0.25, seed=seed)
     write_rows(folder / "held_out_pairs.jsonl", rows[:HELD_OUT_PAIRS])
     write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
 

@@ -330,9 +330,8 @@ class LanguageRecipe(ModelRecipe):
         if self.reward.missing_eos == "bootstrap" and not critic:
             raise SurefootError("reward.missing_eos='bootstrap': needs a critic; set objective.baseline = 'critic', or penalty")
         if self.optimizer.critic_learning_rate is not None and not critic:
-            raise SurefootError(
-                f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: {self.algorithm} has no critic; unset it"
-            )
+            rate = self.optimizer.critic_learning_rate
+            raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
         if self.critic.start is not None and not self.critic.own_model:
             raise SurefootError(f"critic.start={self.critic.start!r}: is for a critic's own model; set critic.own_model = true")
         if self.critic.own_model and not critic:
