@@ -204,6 +204,7 @@ ELSEWHERE = {
     "fisher_vector_product": "takes a graph: test_natural_gradient.py",
     "conjugate_gradient": "takes a function: test_natural_gradient.py",
     "line_search": "takes a function: test_natural_gradient.py",
+    "chunked_likelihood": "takes a function: test_likelihood.py",
     "Moments": "a type",
     "Aggregation": "a type",
 }
