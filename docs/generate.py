@@ -37,10 +37,11 @@ FUNCTIONAL = ("returns", "surrogates", "kl", "critics", "groups", "preferences",
 TITLES = {"kl": "KL divergence"}
 
 API: dict[str, dict[str, tuple[str, ...]]] = {
-    "The verbs": {"surefoot.api": ("train", "resume", "load", "evaluate")},
+    "The verbs": {"surefoot.api": ("train", "resume", "load", "evaluate"), "surefoot.run.traces": ("read_trace",)},
     "What they give": {
         "surefoot.control.agent": ("Agent",),
         "surefoot.control.evaluate": ("EvaluationResult",),
+        "surefoot.traces": ("Trace", "TracedRow", "Visits"),
     },
     "Switches": {"surefoot.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
     "Errors": {"surefoot.errors": ("SurefootError", "NotFiniteError", "Interrupted")},

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from surefoot.api import evaluate, load, resume, train
     from surefoot.control.agent import Agent
     from surefoot.control.evaluate import EvaluationResult
+    from surefoot.run.traces import read_trace
+    from surefoot.traces import Trace, TracedRow, Visits
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,10 @@ _LATER = {
     "evaluate": "surefoot.api",
     "Agent": "surefoot.control.agent",
     "EvaluationResult": "surefoot.control.evaluate",
+    "read_trace": "surefoot.run.traces",
+    "Trace": "surefoot.traces",
+    "TracedRow": "surefoot.traces",
+    "Visits": "surefoot.traces",
     "functional": "surefoot.functional",
 }
 
@@ -77,9 +83,13 @@ __all__ = [
     "Penalty",
     "Reuse",
     "SurefootError",
+    "Trace",
+    "TracedRow",
+    "Visits",
     "evaluate",
     "functional",
     "load",
+    "read_trace",
     "resume",
     "train",
 ]

@@ -15,7 +15,7 @@ import surefoot
 
 SOURCE = Path(surefoot.__file__).parent
 WORLDS = ("surefoot.control", "surefoot.language")
-CORE = ("algorithms", "rollout", "credit", "objective", "optimizer", "learner", "natural_step", "loop")
+CORE = ("algorithms", "rollout", "credit", "objective", "optimizer", "learner", "natural_step", "loop", "traces")
 LIGHT = ("surefoot", "surefoot.cli", "surefoot.config", "surefoot.recipes", "surefoot.algorithms", "surefoot.errors")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain import check_chain
 
 import surefoot
 from surefoot.config import make_recipe
@@ -16,6 +17,7 @@ from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.learner import Learner
 from surefoot.rollout import Credit, LearnerState, Metrics
 from surefoot.session import make_learner
+from surefoot.traces import Recorder
 
 TINY: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 32},
@@ -60,6 +62,31 @@ def agree(**changes: Any) -> None:
 
 def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
     agree()
+
+
+def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace() -> None:
+    recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
+    found, weights = [], []
+    for engine, recorder in (("compiled", None), ("compiled", Recorder(1, 2)), ("eager", Recorder(1, 2))):
+        world = ControlWorld(recipe)
+        learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
+        learner.recorder = recorder
+        learner.compiled = learner.compiled if engine == "compiled" else None
+        rollout = world.collector.collect(state)
+        learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+        weights.append(torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]))
+        found.append(None if recorder is None else recorder.take(state))
+        world.close()
+    assert torch.equal(weights[0], weights[1])
+    _, compiled, eager = found
+    assert compiled is not None
+    assert eager is not None
+    check_chain(compiled, "minibatch")
+    for ours, theirs in zip(compiled.rows, eager.rows, strict=True):
+        assert torch.equal(ours.visits.updates, theirs.visits.updates)
+        assert len(ours.visits.updates) == 2
+        for name in ("log_probs", "ratio", "advantages", "values", "mean", "variance"):
+            torch.testing.assert_close(getattr(ours.visits, name), getattr(theirs.visits, name), rtol=1e-3, atol=1e-4)
 
 
 def test_an_update_that_is_not_finite_is_not_taken() -> None:

@@ -1,5 +1,6 @@
 """Runs in a forked child that can be killed, and what two finished runs are compared by."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from surefoot import api
 from surefoot.recipes import find_recipe
 from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.run.metrics import TIMING
+from surefoot.run.traces import traces_in
 from surefoot.run.tracking import read_metrics
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -83,10 +85,12 @@ def die_at(module: Any, name: str, call: int, after: bool = False) -> Callable[[
 
 
 def outcome(path: Path) -> dict[str, Any]:
-    """All that must be equal: the final checkpoint, the best one, and the metrics, time and speed aside."""
+    """All that must be equal: the final checkpoint, the best one, the traces, and the metrics, time and speed aside."""
     rows = [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(path / "metrics.jsonl")]
     final, best = latest_checkpoint(path / "checkpoints"), latest_checkpoint(path / "best")
-    return {"rows": rows, "final": load_checkpoint(final), "best": load_checkpoint(best), "at": (final.name, best.name)}
+    traces = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in traces_in(path / "traces")}
+    trees = {"final": load_checkpoint(final), "best": load_checkpoint(best)}
+    return {"rows": rows, "traces": traces, "at": (final.name, best.name), **trees}
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:
