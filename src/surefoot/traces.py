@@ -238,7 +238,7 @@ class Recording:
         for (row, steps), about in zip(self.pieces, self.about, strict=True):
 
             def cut(x: Tensor, row: int = row, steps: slice = steps) -> Tensor:
-                return keep_only(x[row, steps], rollout.mask[row, steps]).cpu()  # what is masked may be anything
+                return keep_only(x[row, steps].cpu(), rollout.mask[row, steps].cpu())  # what is masked may be anything
 
             end = offset + steps.stop - steps.start
             rows.append(

@@ -176,9 +176,11 @@ def test_what_was_not_visited_says_so_when_the_kl_ends_the_passes() -> None:
     assert (whole >= 0).all()
 
 
-def test_masked_entries_are_zeros_whatever_the_rollout_holds_there() -> None:
+@pytest.mark.parametrize("unit", ["step", "row"])
+def test_masked_entries_are_zeros_whatever_the_rollout_holds_there(unit: str) -> None:
     policy = TinyPolicy()
-    rollout = random_rollout(policy, 1, rows=6, steps=12)
+    rollout = random_rollout(policy, 1, rows=6, steps=12, unit=unit)
+    rollout.mask[:, 2] = False  # as a tool's words between those of the policy
     holes = ~rollout.mask
     assert holes.any()
     broken = {
