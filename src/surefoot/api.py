@@ -115,6 +115,8 @@ def _finish(session: Session, world: World) -> Any:
         if session.folder is not None:
             for line in world.finish(session.folder.path):
                 session.display.say(line)
+            if world.leaves:
+                session.folder.finish(session.state.steps)
     finally:
         session.display.close()
         if session.folder is not None:
@@ -129,14 +131,6 @@ def load(folder: str | Path) -> Any:
     """
     checkpoint = checkpoint_to_load(Path(folder))
     return load_result(load_checkpoint(checkpoint), checkpoint)
-
-
-def load_agent(checkpoint: Path) -> Agent:
-    """The agent that a checkpoint holds; SurefootError when it holds a model of language."""
-    found = load(checkpoint)
-    if not isinstance(found, Agent):
-        raise SurefootError(f"{checkpoint}: holds a model of language; this is for agents in environments")
-    return found
 
 
 def evaluate(

@@ -21,6 +21,7 @@ from surefoot.sections import MAX_SEED
 
 if TYPE_CHECKING:
     from surefoot.compare.report import Report
+    from surefoot.control.agent import Agent
 
 SHORT = {"algorithm", "steps", "seed", "device"}
 """recipe fields that have a flag without a table before it, listed with the command's own"""
@@ -179,7 +180,7 @@ def evaluate(
         told = evaluate_run(run, data=rows_file, rows=rows, seed=seed)
         click.echo(json.dumps(told, ensure_ascii=False) if as_json else table(told))
         return
-    result = api.evaluate(api.load_agent(checkpoint), task, episodes=episodes, seed=seed)
+    result = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
     if as_json:
         click.echo(json.dumps({**result.to_json(), "checkpoint": str(checkpoint)}))
         return
@@ -254,13 +255,12 @@ def watch(
     no_caption: bool,
 ) -> None:
     """Film greedy episodes of the agent in RUN as an MP4. Needs no display."""
-    from surefoot import api
     from surefoot.control.video import film, size_from_text
     from surefoot.run.folder import chosen_checkpoint, output_file
 
     pixels = size_from_text(size)
     found = chosen_checkpoint(run, checkpoint)
-    agent = api.load_agent(found)
+    agent = agent_in(found)
     path = out or output_file(run, found, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")
     other = None if task == agent.recipe.task else task
     filmed = film(
@@ -276,12 +276,11 @@ def watch(
 @click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
 def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> None:
     """Write the agent in RUN as a file for other programs: observations in, greedy actions out, normaliser included."""
-    from surefoot import api
     from surefoot.control.export import ENDINGS, export_agent
     from surefoot.run.folder import chosen_checkpoint, output_file
 
     found = chosen_checkpoint(run, checkpoint)
-    agent = api.load_agent(found)
+    agent = agent_in(found)
     path = out or output_file(run, found, agent.recipe.task, "exports", ENDINGS[format])
     click.echo(export_agent(agent, path, format, found.absolute().name).line())
 
@@ -324,6 +323,20 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
     from surefoot.demo import control_demo
 
     control_demo(run_dir, seed, display_for)
+
+
+def agent_in(checkpoint: Path) -> "Agent":
+    """The agent of a checkpoint.
+
+    Raises SurefootError when it is a model of language.
+    """
+    from surefoot import api
+    from surefoot.control.agent import Agent
+
+    found = api.load(checkpoint)
+    if not isinstance(found, Agent):
+        raise SurefootError(f"{checkpoint}: holds a model of language and no agent; see surefoot evaluate RUN, and generate")
+    return found
 
 
 def kind_of(run: Path) -> str:

@@ -248,6 +248,9 @@ class DemonstrationRecipe(ModelRecipe):
 
     @pydantic.model_validator(mode="after")
     def _weighs_all_alike(self) -> "DemonstrationRecipe":
+        rate = self.optimizer.critic_learning_rate
+        if rate is not None:
+            raise SurefootError(f"optimizer.critic_learning_rate={rate}: kind = {self.kind!r} has no critic; unset it")
         wanted = Objective(
             gamma=0.0, aggregation=self.objective.aggregation, aggregation_length=self.objective.aggregation_length
         )
@@ -327,6 +330,16 @@ class LanguageRecipe(ModelRecipe):
                 raise SurefootError(
                     f"reward.terms={term.model or term.function!r}: each term is a model or a function; set one"
                 )
+        reference = self.reference
+        if reference.target is not None and not reference.beta:
+            raise SurefootError(
+                f"reference.target={reference.target}: β is adapted by factors, and reference.beta=0 stays 0; start it above"
+            )
+        if reference.target is not None and reference.horizon < self.responses:
+            raise SurefootError(
+                f"reference.horizon={reference.horizon}: β would move too far at once, below 0 even; set at least the "
+                f"{self.responses} responses of an iteration"
+            )
         if self.reward.missing_eos == "bootstrap" and not critic:
             raise SurefootError("reward.missing_eos='bootstrap': needs a critic; set objective.baseline = 'critic', or penalty")
         if self.optimizer.critic_learning_rate is not None and not critic:

@@ -181,7 +181,7 @@ class SamplingSettings(Section):
     """tokens of a response at most, EOS included"""
     temperature: float = Field(1.0, gt=0)
     """divides logits: in sampling, and in every log-probability alike"""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """texts that end a response, besides EOS"""
 
 

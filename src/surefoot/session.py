@@ -80,10 +80,11 @@ class Session:
                 f"{checkpoint.parent.parent / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); "
                 "undo it, or pass --allow-changes"
             )
-        if trees["state"]["steps"] >= self.recipe.steps:
+        done = int(trees["state"]["steps"])
+        left = not self.world.leaves or self.folder is None or self.folder.finished_at == done
+        if done >= self.recipe.steps and left:
             raise SurefootError(
-                f"{checkpoint.parent.parent}: finished, {trees['state']['steps']} of {self.recipe.steps} steps are done; "
-                "extend it with --steps N"
+                f"{checkpoint.parent.parent}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N"
             )
         for line in self.world.load(trees, checkpoint):
             self.display.say(line)

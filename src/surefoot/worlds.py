@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe
 from surefoot.rollout import Collector, Metrics, Policy, Rollout
 
@@ -23,6 +26,11 @@ class Judgement:
 
 class World(Protocol):
     """One kind of task, as a run sees it."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether ``finish`` leaves something, without which a run is not finished."""
+        ...
 
     @property
     def policy(self) -> Policy:
@@ -82,6 +90,15 @@ def make_world(recipe: Recipe, task: Callable[..., Any] | None = None) -> World:
     from surefoot.language.supervised import SupervisedWorld
 
     return SupervisedWorld(recipe)
+
+
+def check_device(device: str) -> None:
+    """Raise SurefootError unless PyTorch can use the device here."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SurefootError(f"device={device!r}: can't be used here ({reason}); set device = 'cpu'") from None
 
 
 def load_result(trees: dict[str, Any], where: Path) -> Any:

@@ -289,9 +289,39 @@ def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(file
         ({"critic": {"start": "x"}}, "critic.start='x'"),
         ({"algorithm": "REINFORCE", "optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
         ({"engine": "compiled"}, "engine='compiled'"),
+        ({"sampling": {"prompts": 8, "stop": [""]}}, r"sampling\.stop\.0=''"),
+        ({"reference": {"beta": 0.0, "target": 1.0}}, "reference.target=1.0: .* reference.beta=0 stays 0"),
+        ({"reference": {"target": 1.0, "horizon": 10}}, "reference.horizon=10: .* at least the 16 responses"),
     ):
         with pytest.raises(SurefootError, match=said):
             find_recipe("language", fields(files, nowhere) | changes)
+
+
+def test_a_device_that_is_not_there_is_refused(files: dict[str, str], folders: dict[str, Path]) -> None:
+    missing = "mps" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(SurefootError, match=f"device='{missing}': can't be used here"):
+        world(files, folders["llama"], device=missing)
+
+
+def test_a_reward_function_that_asks_for_another_column_is_refused_before_the_run_begins(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    Path(files["rewards"]).write_text("def asks(responses, answer):\n    return [0.0] * len(responses)\n")
+    with pytest.raises(SurefootError, match="asks for 'answer'; what there is: prompts, responses, worth"):
+        surefoot.train("language", run_dir=tmp_path / "run", **fields(files, folders["llama"], "asks"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_message_says_of_a_models_folder_begins_with_the_field_that_names_it(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    for changes, field in (
+        ({"reward": {"terms": [{"model": str(folders["llama"])}]}}, "reward.terms"),
+        ({"reference": {"model": "./nowhere"}}, "reference.model"),
+        ({"critic": {"own_model": True, "start": "./nowhere"}}, "critic.start"),
+    ):
+        with pytest.raises(SurefootError, match=f"^{field}"):
+            world(files, folders["llama"], **changes)  # type: ignore[arg-type]
 
 
 def test_a_limit_that_leaves_no_room_for_a_prompt_is_refused(files: dict[str, str], folders: dict[str, Path]) -> None:

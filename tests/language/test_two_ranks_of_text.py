@@ -1,4 +1,4 @@
-"""Two ranks on text: each takes its own share of the prompts, and no two responses of an iteration share a random stream."""
+"""Two processes that share prompts, or rows, do what one does with all of them: the same responses and the same step."""
 
 import json
 from datetime import timedelta

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from surefoot.control.agent import Agent
 from surefoot.control.arithmetic import arithmetic
 from surefoot.control.backends import training_environments
@@ -12,15 +10,16 @@ from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import MakeEnvironment, task_name
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.spaces import MASK
-from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Rollout
 from surefoot.run.checkpoint import load_weights
-from surefoot.worlds import Judgement
+from surefoot.worlds import Judgement, check_device
 
 
 class ControlWorld:
     """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable."""
+
+    leaves = False
 
     def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None) -> None:
         check_device(recipe.device)
@@ -85,12 +84,3 @@ class ControlWorld:
     def close(self) -> None:
         """Close the environments."""
         self.environments.close()
-
-
-def check_device(device: str) -> None:
-    """Raise SurefootError unless PyTorch can use the device here."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise SurefootError(f"device={device!r}: can't be used here ({reason}); set device = 'cpu'") from None

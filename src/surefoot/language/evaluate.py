@@ -9,6 +9,7 @@ from surefoot.config import make_recipe, read_toml, to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.language.metrics import win_rate
+from surefoot.language.sources import check_same
 from surefoot.language.world import LanguageWorld
 from surefoot.run.checkpoint import load_checkpoint, load_weights
 from surefoot.run.folder import check_is_run, checkpoint_to_load
@@ -37,6 +38,7 @@ def evaluate_run(run: Path, *, data: str | None = None, rows: int | None = None,
         judged = world.evaluate()
         assert judged is not None
         return told | dict(judged.metrics)
+    check_same(trees.get("sources", {}), world.frozen)
     before, start = _judged(world)  # the policy as it was loaded is the model that training started from
     load_weights(world.policy, trees["agent"], checkpoint)
     after, trained = _judged(world)

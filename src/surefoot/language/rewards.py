@@ -99,9 +99,7 @@ class FunctionReward:
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
         given = {name: list(column) for name, column in columns.items()}
         given |= {"prompts": list(prompts), "responses": list(responses)}
-        missing = [name for name in self.needed if name not in given]
-        if missing:
-            raise self._refusal(f"asks for {missing[0]!r}; what there is: {', '.join(sorted(given))}")
+        self.check_columns(columns)
         arguments = given if self.wanted is None else {name: given[name] for name in self.wanted if name in given}
         numbers = [_number(value) for value in self._returned(arguments, len(responses))]
         bad = Counter(number for number in numbers if isinstance(number, str))
@@ -114,6 +112,13 @@ class FunctionReward:
         raw = torch.tensor([0.0 if isinstance(number, str) else number for number in numbers], dtype=torch.float32)
         valid = torch.tensor([not isinstance(number, str) for number in numbers], dtype=torch.bool)
         return Scores(self.weight * raw, {self.name: raw}, valid)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise SurefootError where the function needs what is neither a column nor given to every one."""
+        given = {"prompts", "responses", *columns}
+        missing = [name for name in self.needed if name not in given]
+        if missing:
+            raise self._refusal(f"asks for {missing[0]!r}; what there is: {', '.join(sorted(given))}")
 
     def _arguments(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
         """The names that the function takes (None: any), and those that it must be given."""
@@ -244,6 +249,11 @@ def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: flo
         elif term.function is not None:
             rewards.append(FunctionReward(term.function, term.weight, deadline=deadline, tolerated=tolerated))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
+
+
+def parts_of(reward: Reward) -> tuple[Reward, ...]:
+    """The terms of a sum; else the reward itself."""
+    return reward.rewards if isinstance(reward, WeightedSum) else (reward,)
 
 
 def _packed(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

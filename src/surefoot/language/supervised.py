@@ -4,7 +4,7 @@ Both are REINFORCE in which every row is worth 1: log π of what was demonstrate
 a return of 1 (γ = 0). That is cross-entropy, and the loop, the loss and the learner are the same as everywhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,23 @@ from surefoot.language import data
 from surefoot.language.models import RewardModel, context_of, scalar_model
 from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
+from surefoot.language.sources import check_same, rows_print
 from surefoot.language.tokens import left_padded, right_padded, shown
 from surefoot.language.trained import LanguageModel, base_model, description, restore_best
 from surefoot.language.walk import Walk
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.run.checkpoint import load_weights
-from surefoot.worlds import Judgement
+from surefoot.worlds import Judgement, check_device
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 """inputs of the policy, actions [B, T], mask [B, T]"""
 
 
 class Rows:
-    """So many rows, and what some of them are as tensors."""
+    """So many rows, what some of them are as tensors, and by what all of them are recognised."""
 
-    def __init__(self, count: int, tensors: Callable[[Sequence[int]], Batch]) -> None:
-        self.count, self.tensors = count, tensors
+    def __init__(self, count: int, tensors: Callable[[Sequence[int]], Batch], content: Iterable[object]) -> None:
+        self.count, self.tensors, self.print = count, tensors, rows_print(content)
 
 
 class RowCollector:
@@ -95,7 +96,10 @@ def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
 class SupervisedWorld:
     """What a recipe of kind "sft" or "reward" is made of."""
 
+    leaves = True
+
     def __init__(self, recipe: DemonstrationRecipe) -> None:
+        check_device(recipe.device)
         self.recipe = recipe
         self.preference = isinstance(recipe, RewardRecipe)
         model, self.tokens = base_model(recipe)
@@ -106,6 +110,7 @@ class SupervisedWorld:
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
+        self.shown = self._demonstrated() if self.preference else []
         bf16 = recipe.precision == "bfloat16"
         self.policy: LanguagePolicy | PairPolicy
         self.result: LanguageModel | RewardModel
@@ -120,15 +125,28 @@ class SupervisedWorld:
         self.policy.to(recipe.device)
         self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device)
 
+    def _demonstrated(self) -> list[list[int]]:
+        """What a reward model's scores are to have mean 0 and standard deviation 1 on."""
+        assert isinstance(self.recipe, RewardRecipe)
+        if self.recipe.demonstrations is None:
+            return data.pairs(data.read_rows(self.recipe.data.train), self.tokens, self.limit).chosen
+        shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, self.limit)
+        self._note(self.recipe.demonstrations, shown.dropped)
+        return shown.ids
+
     def _rows(self, path: str) -> Rows:
         rows, length, pad_id = data.read_rows(path), self.limit, self.tokens.pad_id
         if self.preference:
             pairs = data.pairs(rows, self.tokens, length)
             self._note(path, pairs.dropped)
-            return Rows(len(pairs.chosen), partial(pair_tensors, pairs, pad_id=pad_id))
+            return Rows(
+                len(pairs.chosen), partial(pair_tensors, pairs, pad_id=pad_id), zip(pairs.chosen, pairs.rejected, strict=True)
+            )
         shown = data.demonstrations(rows, self.tokens, length)
         self._note(path, shown.dropped)
-        return Rows(len(shown.ids), partial(demonstration_tensors, shown, pad_id=pad_id))
+        return Rows(
+            len(shown.ids), partial(demonstration_tensors, shown, pad_id=pad_id), zip(shown.ids, shown.trained, strict=True)
+        )
 
     def _note(self, path: str, dropped: int) -> None:
         if dropped:
@@ -145,9 +163,15 @@ class SupervisedWorld:
             f"updates: {recipe.steps:,} / {recipe.data.batch} = {-(-recipe.steps // recipe.data.batch):,}",
         ]
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Prints of what a checkpoint does not hold."""
+        return {f"data.train={self.recipe.data.train!r}": self.collector.rows.print}
+
     def trees(self) -> dict[str, Any]:
         """Weights, and what is needed to make a model of them."""
         return {
+            "sources": self.sources,
             "agent": self.policy.state_dict(),
             "recipe": to_table(self.recipe),
             "model": description(self.policy.model, self.tokens.tokenizer),
@@ -160,6 +184,7 @@ class SupervisedWorld:
                 f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} rows at the checkpoint and has "
                 f"{self.collector.rows.count} now; bring the old file back"
             )
+        check_same(trees.get("sources", {}), self.sources)
         load_weights(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
         return []
@@ -199,13 +224,8 @@ class SupervisedWorld:
     @torch.no_grad()
     def _raw_scores(self) -> Tensor:
         """Scores of what is to have mean 0 and standard deviation 1: demonstrations, or the chosen answers trained on."""
-        assert isinstance(self.recipe, RewardRecipe)
         assert isinstance(self.policy, PairPolicy)
-        limit, batch = self.limit, self.recipe.data.batch
-        if self.recipe.demonstrations is None:
-            texts = data.pairs(data.read_rows(self.recipe.data.train), self.tokens, limit).chosen
-        else:
-            texts = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, limit).ids
+        texts, batch = self.shown, self.recipe.data.batch
         parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))
         device = self.recipe.device
         return torch.cat([self.policy.model.raw(ids.to(device), mask.to(device)) for ids, mask in parts])

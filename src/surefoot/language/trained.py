@@ -2,16 +2,19 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from surefoot.errors import SurefootError
 from surefoot.kinds import ModelRecipe
 from surefoot.language.models import RewardModel, load_model, save_model
+from surefoot.language.pretrained import HEAD
 from surefoot.language.sampler import generate
 from surefoot.language.tokens import Messages, Tokens
 from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, load_weights
@@ -79,6 +82,16 @@ def model_folder(name: str) -> str:
     return str(path / "model")
 
 
+@contextmanager
+def named(field: str) -> Iterator[None]:
+    """Whatever is wrong with a model begins with the recipe's field that names it."""
+    try:
+        yield
+    except SurefootError as error:
+        said = str(error)
+        raise SurefootError(f"{field}: {said.removeprefix('model=')}" if said.startswith("model=") else said) from None
+
+
 def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:
     """What writes text under a name: a run (its best checkpoint), a checkpoint, a ``transformers`` folder or a hub id.
 
@@ -105,18 +118,25 @@ def base_model(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
 
 
 def description(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """All that a checkpoint needs besides weights: the configuration, and the tokenizer's files."""
+    """All that a checkpoint needs besides weights: the configuration, that of generating (what ends a text), and the
+    tokenizer's files.
+    """
     holder: Any = model.backbone if isinstance(model, RewardModel) else model
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         found = sorted(path for path in Path(folder).iterdir() if path.suffix in TEXT)
         files = {path.name: path.read_text("utf-8") for path in found}
-    return {"config": json.loads(holder.config.to_json_string(use_diff=False)), "tokenizer": files}
+    generation = getattr(holder, "generation_config", None)
+    return {
+        "config": json.loads(holder.config.to_json_string(use_diff=False)),
+        "generation": None if generation is None else json.loads(generation.to_json_string()),
+        "tokenizer": files,
+    }
 
 
 def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardModel:
     """The model that a checkpoint holds: of language, or of rewards."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     reward = trees["recipe"]["kind"] == "reward"
     with tempfile.TemporaryDirectory() as folder:
@@ -131,11 +151,23 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
         model = auto.from_config(config)
     if not reward:
         load_weights(model, weights, where)
+        if trees["model"].get("generation"):
+            model.generation_config = GenerationConfig.from_dict(trees["model"]["generation"])
         return LanguageModel(model.eval(), Tokens(tokenizer, model))
     head = nn.Linear(weights["head.weight"].shape[1], 1)
     scores = RewardModel(model, head, tokenizer)
     load_weights(scores, weights, where)
+    _standardise_as_left(scores, where.absolute().parent.parent / "model" / HEAD)
     return scores.eval()
+
+
+def _standardise_as_left(scores: RewardModel, left: Path) -> None:
+    """Mean and std are found when a run ends, and are in the model it leaves: take them where that has these weights."""
+    if left.is_file():
+        tensors = load_file(left)
+        if torch.equal(tensors["weight"], scores.head.weight.detach()):
+            scores.mean.copy_(tensors["mean"])
+            scores.std.copy_(tensors["std"])
 
 
 def restore_best(policy: nn.Module, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Language's side of an online run: the model in its four roles, prompts, and how the policy is judged."""
 
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,31 +16,36 @@ from surefoot.language.collect import Answers, LanguageCollector, repeated, sett
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
-from surefoot.language.rewards import FunctionReward, load_reward
+from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
+from surefoot.language.sources import check_same, rows_print, weights_print
 from surefoot.language.tokens import shown, text_of
-from surefoot.language.trained import LanguageModel, base_model, description, model_folder, restore_best
+from surefoot.language.trained import LanguageModel, base_model, description, model_folder, named, restore_best
 from surefoot.rollout import Metrics, Rollout
 from surefoot.run.checkpoint import load_weights
 from surefoot.run.distributed import rank
 from surefoot.seeding import derived_seed
-from surefoot.worlds import Judgement
+from surefoot.worlds import Judgement, check_device
 
 
 class LanguageWorld:
     """What a recipe of kind "language" is made of."""
 
+    leaves = True
+
     def __init__(self, recipe: LanguageRecipe) -> None:
+        check_device(recipe.device)
         self.recipe = recipe
         model, self.tokens = base_model(recipe)
         self.result = LanguageModel(model, self.tokens)
         context, longest = context_of(model), recipe.data.max_length + recipe.sampling.max_tokens
         settings = recipe.reward
-        self.reward = load_reward(
-            [term.model_copy(update={"model": term.model and model_folder(term.model)}) for term in settings.terms],
-            deadline=settings.deadline,
-            tolerated=settings.tolerated,
-            device=recipe.device,
-        )
+        with named("reward.terms"):
+            self.reward = load_reward(
+                [term.model_copy(update={"model": term.model and model_folder(term.model)}) for term in settings.terms],
+                deadline=settings.deadline,
+                tolerated=settings.tolerated,
+                device=recipe.device,
+            )
         self.gold = None
         if settings.gold is not None:
             self.gold = FunctionReward(settings.gold, deadline=settings.deadline, tolerated=settings.tolerated, name="gold")
@@ -54,6 +60,10 @@ class LanguageWorld:
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._prompts(recipe.data.held_out, limit)
+        for part in (*parts_of(self.reward), *([] if self.gold is None else [self.gold])):
+            if isinstance(part, FunctionReward):
+                for prompts in (train, *([] if self.held_out is None else [self.held_out])):
+                    part.check_columns(prompts.columns)
         bf16 = recipe.precision == "bfloat16"
         critic: Literal["head"] | Critic | None = "head" if recipe.objective.baseline == "critic" else None
         if critic is not None and recipe.critic.own_model:
@@ -80,7 +90,8 @@ class LanguageWorld:
         start = self.recipe.critic.start
         if start is None:
             return Critic.of_policy(model)
-        scores: Any = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
+        with named("critic.start"):
+            scores: Any = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
         own, theirs = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, scores.backbone))
         if own != theirs:
             raise SurefootError(
@@ -92,9 +103,10 @@ class LanguageWorld:
     def _reference(self, bf16: bool) -> ReferencePolicy:
         if self.recipe.reference.model is None:
             return ReferencePolicy(self.policy)
-        model, tokenizer = load_model(
-            model_folder(self.recipe.reference.model), trust_remote_code=self.recipe.trust_remote_code
-        )
+        with named("reference.model"):
+            model, tokenizer = load_model(
+                model_folder(self.recipe.reference.model), trust_remote_code=self.recipe.trust_remote_code
+            )
         if tokenizer.get_vocab() != self.tokens.tokenizer.get_vocab():
             raise SurefootError(
                 f"reference.model={self.recipe.reference.model!r}: has another vocabulary than model={self.recipe.model!r}; "
@@ -118,9 +130,28 @@ class LanguageWorld:
             f"updates in all: {iterations * epochs * minibatches:,}",
         ]
 
+    @cached_property
+    def frozen(self) -> dict[str, str]:
+        """Prints of the models that a checkpoint does not hold: the reference, and those of the reward."""
+        found = {f"reference of model={self.recipe.model!r}": self.reference}
+        if self.recipe.reference.model is not None:
+            found = {f"reference.model={self.recipe.reference.model!r}": self.reference}
+        parts = parts_of(self.reward)
+        scored = {f"reward.terms model={part.path!r}": part.model for part in parts if isinstance(part, ModelReward)}
+        return {name: weights_print(model) for name, model in {**found, **scored}.items()}
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """Prints of all that a checkpoint does not hold."""
+        prompts = self.collector.prompts
+        columns = zip(*prompts.columns.values(), strict=True) if prompts.columns else [()] * len(prompts.ids)
+        rows = zip(prompts.ids, columns, strict=True)
+        return {**self.frozen, f"data.train={self.recipe.data.train!r}": rows_print(rows)}
+
     def trees(self) -> dict[str, Any]:
         """Weights of policy and critic, and what is needed to make a model of them. The reference is where it came from."""
         return {
+            "sources": self.sources,
             "agent": self.policy.state_dict(),
             "recipe": to_table(self.recipe),
             "model": description(self.policy.model, self.tokens.tokenizer),
@@ -133,6 +164,7 @@ class LanguageWorld:
                 f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} prompts at the checkpoint and has "
                 f"{len(self.collector.prompts.ids)} now; bring the old file back"
             )
+        check_same(trees.get("sources", {}), self.sources)
         load_weights(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
         return []

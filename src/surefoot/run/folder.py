@@ -6,6 +6,8 @@ metrics.jsonl      one object per iteration, cut back to the checkpoint on resum
 events.*           the same for TensorBoard
 traces/<steps>.*   every number behind some of the updates, cut back as well
 checkpoints/<step> the last few; best/<step> the best evaluated
+model/             of a run of language: what was trained, for transformers and other runs
+finished.json      after how many steps that was written
 """
 
 import json
@@ -24,6 +26,7 @@ from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
 
+FINISHED = "finished.json"
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
 
@@ -75,6 +78,18 @@ class RunFolder:
     def write_recipe(self, recipe: Recipe) -> None:
         """Replace config.toml (a run that was extended, or changed on purpose)."""
         write_text(self.path / "config.toml", to_toml(recipe))
+
+    @property
+    def finished_at(self) -> int | None:
+        """The steps after which what a run leaves was written; None where it has not been."""
+        try:
+            return int(json.loads((self.path / FINISHED).read_text())["steps"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def finish(self, steps: int) -> None:
+        """Note that all a run leaves is there."""
+        write_text(self.path / FINISHED, json.dumps({"steps": steps}))
 
     def latest(self) -> Path | None:
         """The newest sound checkpoint."""

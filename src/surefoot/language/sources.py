@@ -1,0 +1,36 @@
+"""What a run reads and doesn't keep (frozen models, rows), recognised again when it is resumed."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from surefoot.errors import SurefootError
+
+
+def weights_print(module: nn.Module) -> str:
+    """A hash of every weight by name."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:32]
+
+
+def rows_print(rows: Iterable[object]) -> str:
+    """A hash of rows and their order."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(f"{row}\n".encode())
+    return found.hexdigest()[:32]
+
+
+def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise SurefootError where something is not what it was at the checkpoint. Both: what it is, by field and value."""
+    for name, seen in now.items():
+        if before.get(name, seen) != seen:
+            raise SurefootError(
+                f"{name}: is not what it was at the checkpoint (its content has changed since); bring the old one back, or "
+                "begin a new run"
+            )

@@ -1,0 +1,173 @@
+"""How runs of language end, and go on: what they leave, and what must not have changed since the checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.cli import main
+from surefoot.errors import SurefootError
+from surefoot.language.evaluate import evaluate_run
+from surefoot.language.models import RewardModel
+from surefoot.language.trained import writer
+from surefoot.run.checkpoint import load_checkpoint
+from surefoot.run.folder import RunFolder
+
+from .tiny import write_folder
+
+SCORE = "def score(responses):\n    return [float(len(set(text))) for text in responses]\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path, folders: dict[str, Path]) -> Path:
+    """A folder with a model, rows of every kind and a reward function."""
+    shutil.copytree(folders["llama"], tmp_path / "model")
+    rows = [{"prompt": f"{i % 5}: ", "completion": "abcd"[: i % 4 + 1] * 3} for i in range(24)]
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "zyx"} for row in rows]
+    prompts = [{"prompt": row["prompt"], "worth": i} for i, row in enumerate(rows)]
+    for name, these in (("rows", rows), ("pairs", pairs), ("prompts", prompts)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in these))
+    (tmp_path / "rewards.py").write_text(SCORE)
+    return tmp_path
+
+
+def fields(kind: str, files: Path, **changes: Any) -> dict[str, Any]:
+    rows = {"sft": "rows", "reward": "pairs", "language": "prompts"}[kind]
+    data: dict[str, Any] = {"train": str(files / f"{rows}.jsonl"), "held_out": str(files / f"{rows}.jsonl"), "max_length": 32}
+    table: dict[str, Any] = {"model": str(files / "model"), "steps": 48, "data": data}
+    table["optimizer"] = {"learning_rate": 3e-3, "schedule": "constant", "warmup": 0.0}
+    if kind == "language":
+        table["sampling"] = {"prompts": 8, "max_tokens": 6}
+        table["reward"] = {"terms": [{"function": f"{files}/rewards.py:score"}], "missing_eos": "none"}
+    else:
+        data["batch"] = 8
+    return table | {"checkpoint": {"every": 8}, "evaluation": {"every": 8, "rows": 16}} | changes
+
+
+KINDS = pytest.mark.parametrize("kind", ["sft", "reward", "language"])
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    newest = RunFolder(run).latest()
+    assert newest is not None
+    return dict(load_checkpoint(newest)["agent"])
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@KINDS
+def test_a_run_that_is_extended_goes_on_from_its_last_weights_and_not_from_its_best(kind: str, files: Path) -> None:
+    """The model that a run leaves is its best; extending it to a budget gives what that budget gives at once."""
+    surefoot.train(kind, run_dir=files / "whole", **fields(kind, files))
+    surefoot.train(kind, run_dir=files / "short", **fields(kind, files, steps=24))
+    surefoot.resume(files / "short", steps=48)
+    same(weights(files / "short"), weights(files / "whole"))
+
+
+@KINDS
+def test_a_run_that_was_killed_before_it_left_its_model_leaves_it_when_resumed(
+    kind: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surefoot.train(kind, run_dir=files / "whole", **fields(kind, files))
+
+    def killed(self: Any, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killing:
+        for world in ("surefoot.language.world.LanguageWorld", "surefoot.language.supervised.SupervisedWorld"):
+            killing.setattr(f"{world}.finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            surefoot.train(kind, run_dir=files / "cut", **fields(kind, files))
+    assert not (files / "cut" / "model").exists()
+    surefoot.resume(files / "cut")
+    whole, cut = (sorted((files / run / "model").glob("*.safetensors")) for run in ("whole", "cut"))
+    assert [path.name for path in whole] == [path.name for path in cut]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(whole, cut, strict=True))
+    with pytest.raises(SurefootError, match="finished, 48 of 48 steps are done"):
+        surefoot.resume(files / "cut")
+
+
+def cut_short(kind: str, files: Path, **changes: Any) -> Path:
+    surefoot.train(
+        kind, run_dir=files / "run", callback=lambda metrics: metrics["steps"] >= 24, **fields(kind, files, **changes)
+    )
+    return files / "run"
+
+
+@KINDS
+def test_a_run_is_not_resumed_on_other_rows(kind: str, files: Path) -> None:
+    run = cut_short(kind, files)
+    path = Path(fields(kind, files)["data"]["train"])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:] + lines[:1]))
+    with pytest.raises(SurefootError, match=r"data\.train='.*\.jsonl': is not what it was at the checkpoint"):
+        surefoot.resume(run)
+
+
+def test_a_run_is_not_resumed_or_judged_against_another_reference(files: Path) -> None:
+    """The folder that training started from, written anew since: by an SFT run that was extended, say."""
+    run = cut_short("language", files)
+    shutil.rmtree(files / "model")
+    write_folder(files / "model", "llama", seed=2)
+    for again in (surefoot.resume, evaluate_run):
+        with pytest.raises(SurefootError, match=r"reference of model='.*': is not what it was"):
+            again(run)
+
+
+def test_a_run_is_not_resumed_with_another_reward_model(files: Path) -> None:
+    for name, seed in (("scores", 1), ("others", 2)):
+        surefoot.train("reward", run_dir=files / name, **fields("reward", files, seed=seed))
+    terms = {"terms": [{"model": str(files / "scores")}], "missing_eos": "none"}
+    run = cut_short("language", files, reward=terms)
+    shutil.rmtree(files / "scores" / "model")
+    shutil.copytree(files / "others" / "model", files / "scores" / "model")
+    with pytest.raises(SurefootError, match=r"reward\.terms model='.*': is not what it was"):
+        surefoot.resume(run)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "watch", "export"])
+def test_what_is_for_agents_refuses_a_model_of_language_in_one_line(
+    command: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = RunFolder(cut_short("sft", files)).latest()
+    monkeypatch.setattr("sys.argv", ["surefoot", command, str(checkpoint)])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 2
+    assert "holds a model of language and no agent" in capsys.readouterr().err
+
+
+def test_a_reward_run_loads_with_the_scores_that_it_gave_back(files: Path) -> None:
+    given = surefoot.train("reward", run_dir=files / "run", **fields("reward", files))
+    ids = torch.arange(20, 32).view(1, -1)
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        wanted = given(ids, kept)
+        assert given.std != 1
+        assert torch.equal(RewardModel.load(files / "run" / "model")(ids, kept), wanted)
+        assert torch.equal(surefoot.load(files / "run")(ids, kept), wanted)
+
+
+def test_what_a_reward_model_is_standardised_on_is_read_before_training(files: Path) -> None:
+    with pytest.raises(SurefootError, match=r"nowhere\.jsonl: no such file"):
+        surefoot.train("reward", run_dir=files / "run", **fields("reward", files, demonstrations=str(files / "nowhere.jsonl")))
+    assert not (files / "run").exists()
+
+
+def test_a_model_that_ends_with_several_tokens_comes_back_from_a_checkpoint_with_all_of_them(files: Path) -> None:
+    """Its generation config names them; a Llama ends turns and texts by different tokens."""
+    path = files / "model" / "generation_config.json"
+    table = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(table | {"eos_token_id": [1, 2]}))
+    given = surefoot.train("sft", run_dir=files / "run", **fields("sft", files))
+    assert given.tokens.eos_ids == (1, 2)
+    assert surefoot.load(files / "run").tokens.eos_ids == (1, 2)
+    assert writer(str(files / "run" / "model")).tokens.eos_ids == (1, 2)
