@@ -204,6 +204,30 @@ def test_the_samplers_log_probabilities_are_the_trainers(files: dict[str, str], 
     assert gap < 1e-4
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_the_reference_scores_at_the_temperature_that_is_sampled_at(
+    own: bool, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    """Nothing is trained yet, so that the KL is 0, whether the reference is the start or a folder that holds the same."""
+    reference = {"model": str(folders["llama"])} if own else {}
+    sampling = {"prompts": 16, "max_tokens": 8, "temperature": 0.6}
+    r = collected(world(files, folders["llama"], reference=reference, sampling=sampling))
+    assert float(r.reward_parts["kl"].abs().max()) < 1e-5
+
+
+def test_memory_is_bounded_in_collecting_as_in_learning(files: dict[str, str], folders: dict[str, Path]) -> None:
+    """``micro_batch`` is how many rows go through a model at once, with gradient and without."""
+    made = world(files, folders["llama"], optimizer={"micro_batch": 3}, sampling={"prompts": 8, "max_tokens": 6})
+    whole = collected(world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 6}))
+    sizes: list[int] = []
+    for model in (made.policy, made.reference.policy):
+        model.register_forward_hook(lambda _, given, __: sizes.append(len(given[1])))
+    r = collected(made)
+    assert sizes
+    assert max(sizes) <= 3
+    torch.testing.assert_close(r.rewards, whole.rewards, atol=1e-5, rtol=0)
+
+
 # ---- learning -----------------------------------------------------------------------------------------------------------
 
 

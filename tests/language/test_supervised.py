@@ -1,6 +1,7 @@
 """SFT and reward models are REINFORCE on rows that are all worth 1: the same loop, and the losses everybody knows."""
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demons
     assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_eos_is_learned_also_where_the_tokenizer_pads_with_it(side: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Who masks by "is it the pad token" loses every EOS, and the model never stops."""
+    shutil.copytree(folders["llama"], tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"pad_token": told["eos_token"], "padding_side": side}))
+    made = SupervisedWorld(recipe("sft", tmp_path / "model", demonstrations(tmp_path / "d.jsonl")))
+    assert made.tokens.tokenizer.pad_token_id == made.tokens.eos_id != made.tokens.pad_id
+    r = made.collector.collect(LearnerState.seeded(1, 96))
+    assert len(set(r.mask.sum(-1).tolist())) > 1, "some rows are padded"
+    for tokens, kept in zip(r.actions, r.mask, strict=True):
+        assert (tokens[kept] == made.tokens.eos_id).tolist() == [False] * (int(kept.sum()) - 1) + [True]
+
+
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_rows_longer_than_the_models_context_are_dropped_and_counted(
     kind: str, folders: dict[str, Path], tmp_path: Path
@@ -161,6 +177,26 @@ def test_training_stops_when_nothing_held_out_has_improved_for_long(folders: dic
         callback=lambda metrics: bool(rows.append(metrics)),
     )
     assert rows[-1]["steps"] < 4_000
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
+    found = []
+    for checkpointing in (False, True):
+        made = SupervisedWorld(recipe(kind, folders["llama"], rows, gradient_checkpointing=checkpointing))
+        passes = []
+        trunk = made.policy.model.base_model if kind == "sft" else made.policy.model.backbone
+        trunk.layers[0].mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(1))
+        state = LearnerState.seeded(1, 96)
+        rollout = made.collector.collect(state)
+        metrics = make_learner(made.recipe, made.policy).update(rollout, assign_credit(rollout, made.recipe.objective), state)
+        found.append((len(passes), metrics["gradient_norm_policy"]))
+    (once, plain), (again, checkpointed) = found
+    assert again == 2 * once
+    assert checkpointed == pytest.approx(plain, rel=1e-5)
 
 
 def test_an_objective_that_weighs_rows_otherwise_is_refused(tmp_path: Path) -> None:

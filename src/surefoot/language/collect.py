@@ -75,7 +75,7 @@ class LanguageCollector:
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
         self.walk = Walk(len(prompts.ids), recipe.seed)
-        self.budget = recipe.optimizer.micro_batch_tokens
+        self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
 
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
@@ -93,8 +93,8 @@ class LanguageCollector:
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         mask = drawn.mask & scores.valid.unsqueeze(-1)  # nothing is learned from what has no score
         actions = drawn.actions
-        old = in_parts(self.policy, inputs, actions, mask, self.budget)
-        ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, self.budget)
+        old = in_parts(self.policy, inputs, actions, mask, *self.budget)
+        ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, *self.budget)
         beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
         placed = place_scores(total, mask)
         rewards = kl_shaped_rewards(placed, old.log_probs, ref_log_probs, mask, beta)
@@ -104,7 +104,7 @@ class LanguageCollector:
         values = torch.zeros_like(rewards) if old.values is None else old.values
         beyond = torch.zeros_like(rewards[:, 0])
         if recipe.reward.missing_eos == "bootstrap":
-            beyond = in_parts(self.policy.values_after, inputs, actions, mask, self.budget)
+            beyond = in_parts(self.policy.values_after, inputs, actions, mask, *self.budget)
         truncated = last & cut
         kl = kl_k1(old.log_probs, ref_log_probs)
         spent, counted = all_sum(torch.stack([kl.sum(), scores.valid.sum()]).double()).tolist()  # the same β on every rank

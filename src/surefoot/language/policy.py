@@ -1,6 +1,7 @@
 """A causal language model as a policy: log-probabilities and entropy of the tokens it decided, and values of its prefixes."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,7 +117,7 @@ class LanguagePolicy(Policy):
         self.checkpointing = checkpointing
         if checkpointing:
             for part in (self.model, self.critic):
-                _checkpoint_layers(part)
+                checkpoint_layers(part)
         self.eval()
 
     def forward(self, inputs: Inputs, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
@@ -126,7 +127,7 @@ class LanguagePolicy(Policy):
         """
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = packed(inputs, actions, mask, self.pad_id)
-        with self._computing():
+        with computing(self, self.checkpointing, self.bf16):
             hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
             likelihood = chunked_likelihood(
                 states, actions[batch.rows, batch.steps], self.readout.head, self.temperature, self.chunk
@@ -141,7 +142,7 @@ class LanguagePolicy(Policy):
         """
         batch = packed(inputs, actions, mask, self.pad_id)
         rows = torch.arange(len(actions), device=actions.device)
-        with self._computing():
+        with computing(self, self.checkpointing, self.bf16):
             hidden = None if self.value_head is None else self.readout.states(batch.ids, rows, batch.last)[0]
             values = self._values(batch, hidden, rows, batch.last)
         return torch.zeros(len(actions), device=actions.device) if values is None else values
@@ -166,24 +167,6 @@ class LanguagePolicy(Policy):
             return values
         return None if self.value_head is None or hidden is None else self.value_head(hidden)
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Autocast, and the switch of gradient checkpointing.
-
-        ``transformers`` checkpoints layers that are in training mode. Only the layers themselves are put there, and not what
-        they are made of, so that dropout stays off; and only while a graph is made, because their caches don't work so.
-        """
-        layers = [m for m in self.modules() if getattr(m, "gradient_checkpointing", False)] if self.checkpointing else []
-        device = next(self.parameters()).device.type
-        try:
-            for layer in layers:
-                layer.training = torch.is_grad_enabled()
-            with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-                yield
-        finally:
-            for layer in layers:
-                layer.training = False
-
 
 class ReferencePolicy(nn.Module):
     """A frozen copy of a policy as it is now: the anchor of the KL. It has no critic and gets no gradient."""
@@ -201,25 +184,49 @@ class ReferencePolicy(nn.Module):
         return log_probs
 
 
+@contextmanager
+def computing(module: nn.Module, checkpointing: bool, bf16: bool) -> Iterator[None]:
+    """Autocast, and the switch of gradient checkpointing.
+
+    ``transformers`` checkpoints layers that are in training mode. Only the layers themselves are put there, and not what they
+    are made of, so that dropout stays off; and only while a graph is made, because their caches don't work so.
+    """
+    layers = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)] if checkpointing else []
+    device = next(module.parameters()).device.type
+    try:
+        for layer in layers:
+            layer.training = torch.is_grad_enabled()
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
 @torch.no_grad()
 def in_parts(
-    function: Callable[[Inputs, Tensor, Tensor], Any], inputs: Inputs, actions: Tensor, mask: Tensor, tokens: int | None
+    function: Callable[[Inputs, Tensor, Tensor], Any],
+    inputs: Inputs,
+    actions: Tensor,
+    mask: Tensor,
+    tokens: int | None,
+    size: int | None = None,
 ) -> Any:
-    """``function(inputs, actions, mask)`` without gradient, in micro-batches of so many tokens at most.
+    """``function(inputs, actions, mask)`` without gradient, in micro-batches of so many tokens, and so many rows, at most.
 
     The function returns a tensor [B, ...] or a tree of them: a policy's Evaluation, its ``values_after``, a reference's
     ``log_probs``. Rows come back in their old order.
     """
-    if tokens is None:
+    if tokens is None and size is None:
         return function(inputs, actions, mask)
-    groups = by_tokens(lengths(inputs, mask), tokens)
+    groups = by_tokens(lengths(inputs, mask), sys.maxsize if tokens is None else tokens, size)
     back = torch.cat(groups).argsort()
     parts = [function(*chosen((inputs, actions, mask), group)) for group in groups]
     joined = iter([torch.cat(pieces) for pieces in zip(*map(leaves, parts), strict=True)])
     return map_tensors(lambda _: next(joined)[back.to(actions.device)], parts[0])
 
 
-def _checkpoint_layers(part: nn.Module | None) -> None:
+def checkpoint_layers(part: nn.Module | None) -> None:
     """Have the outermost ``transformers`` model in a module checkpoint its layers, by its own switch."""
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5.20
     for module in () if part is None else part.modules():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.language.models import RewardModel
+from surefoot.language.policy import checkpoint_layers, computing
 from surefoot.rollout import Evaluation, Policy
 
 CHOSEN, REJECTED = "chosen", "rejected"
@@ -22,9 +23,11 @@ class PairPolicy(Policy):
     ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right.
     """
 
-    def __init__(self, model: RewardModel, bf16: bool = False) -> None:
+    def __init__(self, model: RewardModel, bf16: bool = False, checkpointing: bool = False) -> None:
         super().__init__()
-        self.model, self.bf16, self.exact = model, bf16, not bf16
+        self.model, self.bf16, self.exact, self.checkpointing = model, bf16, not bf16, checkpointing
+        if checkpointing:
+            checkpoint_layers(model)
         self.eval()
 
     def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
@@ -35,7 +38,7 @@ class PairPolicy(Policy):
 
     def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Raw scores of the chosen and the rejected answer.   -> [B, 2]"""
-        with torch.autocast(self.model.head.weight.device.type, torch.bfloat16, enabled=self.bf16):
+        with computing(self, self.checkpointing, self.bf16):
             found = [self.model.raw(*_trimmed(inputs[side], inputs[f"{side}_mask"])) for side in (CHOSEN, REJECTED)]
         return torch.stack(found, -1).float()
 

@@ -116,7 +116,7 @@ class SupervisedWorld:
         self.result: LanguageModel | RewardModel
         if self.preference:
             self.result = scalar_model(model, recipe.seed, self.tokens.tokenizer)
-            self.policy = PairPolicy(self.result, bf16)
+            self.policy = PairPolicy(self.result, bf16, recipe.gradient_checkpointing)
         else:
             self.result = LanguageModel(model, self.tokens)
             self.policy = LanguagePolicy(

@@ -186,9 +186,9 @@ class LanguageWorld:
         scores = answers.scores(self.reward)
         total = settled(scores, drawn.ended, self.recipe)
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
-        budget = self.recipe.optimizer.micro_batch_tokens
-        log_probs = in_parts(self.policy, inputs, drawn.actions, drawn.mask, budget).log_probs
-        kl = kl_k1(log_probs, in_parts(self.reference.log_probs, inputs, drawn.actions, drawn.mask, budget)).sum(-1)
+        budget = self.collector.budget
+        log_probs = in_parts(self.policy, inputs, drawn.actions, drawn.mask, *budget).log_probs
+        kl = kl_k1(log_probs, in_parts(self.reference.log_probs, inputs, drawn.actions, drawn.mask, *budget)).sum(-1)
         spent = float(kl.mean())
         ids = drawn.responses()
         metrics: Metrics = {

@@ -1,0 +1,121 @@
+"""A response of three tokens, worked out by hand: KL, rewards, advantages, returns and loss.
+
+The model says the same whatever stands before: its logits are the bias of its head. "a", "b" and EOS have probability
+.5, .3, .2 under the policy and .25, .25, .5 under the reference; V is 0.5 everywhere. The response is "a", "b", EOS and scores
+2; β is 0.1.
+
+    k1        ln 2         ln 1.2       ln 0.4         (log π − log π_ref)
+    r         −0.0693147   −0.0182322   2 + 0.0916291  (−β·k1, and the score at EOS)
+    δ         −0.0693147   −0.0182322   1.5916291      (γ = 1, V(s') − V(s) = 0, and −0.5 at the end)
+    Â          1.3498099    1.4938154   1.5916291      (λ = .95, from the right)
+
+Then the policy moves to .65, .15, .2: ρ = 1.3, .5, 1. All Â are above 0, so that the clip at 1.2 cuts the first alone.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot import PPO_CLIP
+from surefoot.batches import global_count, rows_of
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.language.world import LanguageWorld
+from surefoot.objective import loss
+from surefoot.rollout import Credit, LearnerState, Rollout, map_tensors
+
+BETA = 0.1
+POLICY, MOVED, REFERENCE = (0.5, 0.3, 0.2), (0.65, 0.15, 0.2), (0.25, 0.25, 0.5)
+ADVANTAGES = (1.3498099, 1.4938154, 1.5916291)
+OBJECTIVE = replace(PPO_CLIP, gamma=1.0, gae_lambda=0.95, value_coefficient=0.1, normalise_advantages=None)
+
+
+def say(model: Any, ids: list[int], probabilities: tuple[float, ...]) -> None:
+    """Have a model give these tokens these probabilities, after anything."""
+    head = model.get_output_embeddings()
+    bias = torch.full((head.out_features,), -60.0)
+    bias[ids] = torch.tensor(probabilities).log()
+    with torch.no_grad():
+        head.weight.zero_()
+    head.bias = torch.nn.Parameter(bias)
+
+
+@pytest.fixture
+def made(folders: dict[str, Path], tmp_path: Path) -> LanguageWorld:
+    (tmp_path / "two.py").write_text("def two(responses):\n    return [2.0] * len(responses)\n")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
+    table = {
+        "kind": "language",
+        "model": str(folders["gpt2"]),
+        "data": {"train": str(tmp_path / "prompts.jsonl"), "max_length": 8},
+        "sampling": {"prompts": 4, "samples": 64, "max_tokens": 8},
+        "reward": {"terms": [{"function": f"{tmp_path}/two.py:two"}], "missing_eos": "none"},
+        "reference": {"beta": BETA},
+    }
+    return LanguageWorld(make_recipe(table))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ids(made: LanguageWorld) -> list[int]:
+    return [*made.tokens.encode_completion("ab")]
+
+
+@pytest.fixture
+def rollout(made: LanguageWorld, ids: list[int]) -> Rollout:
+    """One that was sampled, and of it the first row that is "a", "b", EOS."""
+    say(made.policy.model, ids, POLICY)
+    say(made.reference.policy.model, ids, REFERENCE)
+    assert made.policy.value_head is not None
+    with torch.no_grad():
+        made.policy.value_head.bias.fill_(0.5)
+    whole = made.collector.collect(LearnerState.seeded(1, 256))
+    said = [tokens[kept].tolist() for tokens, kept in zip(whole.actions, whole.mask, strict=True)]
+    row = said.index(ids)
+    found: Rollout = map_tensors(lambda x: x[row : row + 1], whole)
+    return found
+
+
+def near(found: torch.Tensor, *wanted: float) -> None:
+    torch.testing.assert_close(found[0, :3], torch.tensor(wanted), rtol=0, atol=2e-6)
+
+
+def test_the_kl_of_a_token_is_log_policy_minus_log_reference_and_is_taken_off_the_reward(rollout: Rollout) -> None:
+    near(rollout.reward_parts["kl"], math.log(2), math.log(1.2), math.log(0.4))
+    near(rollout.rewards, -0.0693147, -0.0182322, 2.0916291)
+
+
+def test_advantages_and_returns_are_those_worked_out_by_hand(rollout: Rollout) -> None:
+    near(rollout.values, 0.5, 0.5, 0.5)
+    credit = assign_credit(rollout, OBJECTIVE)
+    near(credit.advantages, *ADVANTAGES)
+    near(credit.returns, *(a + 0.5 for a in ADVANTAGES))
+    assert credit.advantages[0, 3:].eq(0).all()
+
+
+def test_the_loss_is_the_one_worked_out_by_hand(made: LanguageWorld, ids: list[int], rollout: Rollout) -> None:
+    credit: Credit = assign_credit(rollout, OBJECTIVE)
+    batch = rows_of(rollout, credit)
+    say(made.policy.model, ids, MOVED)
+    evaluation = made.policy(batch.inputs, batch.actions, batch.mask)
+    total, terms, ratio = loss(evaluation, batch, OBJECTIVE, denominator=global_count(batch, "token-mean"))
+    near(ratio, 1.3, 0.5, 1.0)
+    first, second, third = ADVANTAGES
+    wanted = {
+        "policy_loss": -(1.2 * first + 0.5 * second + third) / 3,  # −1.3194362
+        "value_loss": (first**2 + second**2 + third**2) / 3,  # V − R̂ = −Â; 2.1955848
+        "kl": (0.3 - math.log(1.3) + math.log(2) - 0.5) / 3,  # ρ − 1 − ln ρ; 0.0769276
+        "entropy": 0.8864645,  # of .65, .15, .2
+        "clip_active": 1 / 3,
+        "ratio_outside": 2 / 3,
+    }
+    for name, value in wanted.items():
+        assert float(terms[name]) == pytest.approx(value, abs=2e-6), name
+    assert wanted["policy_loss"] == pytest.approx(-1.3194362, abs=1e-6)
+    assert wanted["value_loss"] == pytest.approx(2.1955848, abs=1e-6)
+    c_e = OBJECTIVE.entropy_coefficient
+    assert float(total.detach()) == pytest.approx(-1.3194362 + 0.1 * 2.1955848 - c_e * 0.8864645, abs=2e-6)
