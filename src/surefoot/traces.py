@@ -192,7 +192,7 @@ class Recording:
         old = log_probs if part.old_log_probs is None else part.old_log_probs[hit]
         gain, ratio = surrogate(log_probs, old, advantages, self.objective, self.clip_scale)
         seen = {
-            "updates": torch.full_like(found[hit], updates),
+            "updates": torch.full_like(found[hit], updates, dtype=torch.int32),
             "log_probs": log_probs,
             "ratio": ratio,
             "advantages": advantages,

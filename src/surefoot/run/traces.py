@@ -54,7 +54,7 @@ class TraceFolder:
                 else None
             )
         try:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_bytes(path, content)
         except OSError as error:
             raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
