@@ -145,7 +145,8 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         depth = len(place) - 1
         siblings = {path[depth] for path in paths if len(path) > depth and path[:depth] == place[:-1]}
         hint = did_you_mean(place[-1], siblings)
-        return f"{field}={first['input']!r}: unknown key{hint or '; known here: ' + ', '.join(sorted(siblings))}"
+        known = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # of a list's tables none are listed
+        return f"{field}={first['input']!r}: unknown key{hint or known}"
     if first["type"] == "missing":
         example = MISSING.get(field)
         return f"{field}: is missing; set it, for example {example}" if example else f"{field}: is missing"

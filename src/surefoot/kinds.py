@@ -228,6 +228,10 @@ class ModelRecipe(Recipe):
     def _runs_eagerly(self) -> "ModelRecipe":
         if self.engine == "compiled":
             raise SurefootError("engine='compiled': is for control; set engine = 'eager'")
+        if self.objective.kl_estimator == "exact":
+            raise SurefootError(
+                "objective.kl_estimator='exact': is for control; the KL of text is estimated on samples, set k3"
+            )
         if self.objective.constraint is not None:
             raise SurefootError(f"algorithm={self.algorithm!r}: natural steps are for control; use PPO_CLIP or PPO_PENALTY")
         return self

@@ -13,6 +13,7 @@ from surefoot.cli import main
 from surefoot.errors import SurefootError
 from surefoot.language.evaluate import evaluate_run
 from surefoot.language.models import RewardModel
+from surefoot.language.preview import preview
 from surefoot.language.trained import writer
 from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.folder import RunFolder
@@ -145,6 +146,12 @@ def test_what_is_for_agents_refuses_a_model_of_language_in_one_line(
     assert "holds a model of language and no agent" in capsys.readouterr().err
 
 
+def test_a_run_stands_for_its_model_in_a_preview_too(files: Path) -> None:
+    run = cut_short("sft", files)
+    shown, meant = (str(preview(files / "rows.jsonl", model)) for model in (run, run / "model"))
+    assert shown == meant
+
+
 def test_a_reward_run_loads_with_the_scores_that_it_gave_back(files: Path) -> None:
     given = surefoot.train("reward", run_dir=files / "run", **fields("reward", files))
     ids = torch.arange(20, 32).view(1, -1)
@@ -159,6 +166,10 @@ def test_a_reward_run_loads_with_the_scores_that_it_gave_back(files: Path) -> No
 def test_what_a_reward_model_is_standardised_on_is_read_before_training(files: Path) -> None:
     with pytest.raises(SurefootError, match=r"nowhere\.jsonl: no such file"):
         surefoot.train("reward", run_dir=files / "run", **fields("reward", files, demonstrations=str(files / "nowhere.jsonl")))
+    one = files / "one.jsonl"
+    one.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    with pytest.raises(SurefootError, match=r"one\.jsonl: one row has no standard deviation"):
+        surefoot.train("reward", run_dir=files / "run", **fields("reward", files, demonstrations=str(one)))
     assert not (files / "run").exists()
 
 

@@ -12,11 +12,14 @@ import surefoot
 from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
+from surefoot.language.models import load_model, scalar_model
 from surefoot.language.world import LanguageWorld
 from surefoot.recipes import find_recipe
 from surefoot.rollout import LearnerState, Rollout
 from surefoot.run.tracking import read_metrics
 from surefoot.session import make_learner
+
+from .tiny import write_folder
 
 VOWELS = """
 def vowels(responses):
@@ -179,6 +182,20 @@ def test_a_response_that_is_eos_alone_earns_its_score_there(files: dict[str, str
     assert r.metrics["eos_rate"] == 1
 
 
+def test_a_cut_response_without_a_score_is_neither_bootstrapped_nor_learned_from(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    settings = {"terms": [{"function": f"{files['rewards']}:half"}], "missing_eos": "bootstrap", "tolerated": 0.5}
+    made = world(files, folders["llama"], reward=settings)
+    r = collected(made)
+    assert r.truncated[::2].any()
+    assert not (r.truncated | r.terminated)[1::2].any()
+    assert ((r.truncated | r.terminated).sum(-1) == torch.tensor([1, 0] * 8)).all()
+    credit = assign_credit(r, made.recipe.objective)
+    assert credit.advantages[1::2].eq(0).all()
+    assert credit.returns[1::2].eq(0).all()
+
+
 @pytest.mark.parametrize("rows", [7, 40])
 def test_a_held_out_prompt_is_answered_once_and_judged_by_its_own_answer(
     rows: int, files: dict[str, str], folders: dict[str, Path]
@@ -313,6 +330,8 @@ def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(file
         ({"critic": {"start": "x"}}, "critic.start='x'"),
         ({"algorithm": "REINFORCE", "optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
         ({"engine": "compiled"}, "engine='compiled'"),
+        ({"objective": {"kl_estimator": "exact", "target_kl": 0.1}}, "objective.kl_estimator='exact': is for control"),
+        ({"reward": {"terms": [{"fun": "x:y"}]}}, r"reward\.terms\.0\.fun='x:y': unknown key$"),
         ({"sampling": {"prompts": 8, "stop": [""]}}, r"sampling\.stop\.0=''"),
         ({"reference": {"beta": 0.0, "target": 1.0}}, "reference.target=1.0: .* reference.beta=0 stays 0"),
         ({"reference": {"target": 1.0, "horizon": 10}}, "reference.horizon=10: .* at least the 16 responses"),
@@ -342,10 +361,31 @@ def test_what_a_message_says_of_a_models_folder_begins_with_the_field_that_names
     for changes, field in (
         ({"reward": {"terms": [{"model": str(folders["llama"])}]}}, "reward.terms"),
         ({"reference": {"model": "./nowhere"}}, "reference.model"),
+        ({"reward": {"terms": [{"function": f"{files['rewards']}:length"}], "gold": "nowhere:gold"}}, "reward.gold"),
         ({"critic": {"own_model": True, "start": "./nowhere"}}, "critic.start"),
     ):
         with pytest.raises(SurefootError, match=f"^{field}"):
             world(files, folders["llama"], **changes)  # type: ignore[arg-type]
+
+
+def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_refused(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """By its tokenizer, whatever the size of its embedding; and by its context."""
+    other = write_folder(tmp_path / "other", "llama")
+    told = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = told["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(told))
+    short = write_folder(tmp_path / "short", "gpt2", n_positions=12)
+    for folder, said in ((other, "has another vocabulary"), (short, "have up to 15 tokens and its context is 12")):
+        model, tokenizer = load_model(folder)
+        scalar_model(model, 1, tokenizer).save(tmp_path / f"{folder.name}-scores")
+        changes: dict[str, Any] = {"own_model": True, "start": str(tmp_path / f"{folder.name}-scores")}
+        with pytest.raises(SurefootError, match=f"critic.start=.*{said}"):
+            world(files, folders["llama"], critic=changes)
+        with pytest.raises(SurefootError, match=f"reference.model=.*{said}"):
+            world(files, folders["llama"], reference={"model": str(folder)})
 
 
 def test_a_limit_that_leaves_no_room_for_a_prompt_is_refused(files: dict[str, str], folders: dict[str, Path]) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from surefoot.language.data import demonstrations, pairs, prompts, read_rows
 from surefoot.language.models import context_of, load_model
+from surefoot.language.trained import model_folder
 from surefoot.language.rows import Row
 from surefoot.language.tokens import Tokens
 
@@ -38,7 +39,7 @@ def preview(
     Raises SurefootError for a model or data that training would refuse too.
     """
     found = read_rows(path)
-    loaded, tokenizer = load_model(model, trust_remote_code=trust_remote_code)
+    loaded, tokenizer = load_model(model_folder(str(model)), trust_remote_code=trust_remote_code)
     tokens, limit = Tokens(tokenizer, loaded), max_length or context_of(loaded) or 1_000_000
     kind, sequences, dropped = _sequences(found, tokens, limit)
     panels = [Panel(coloured(one, tokens), title=one.label, title_align="left") for one in sequences if _within(one, rows)]

@@ -74,6 +74,8 @@ class FunctionReward:
     weight      of the numbers in the sum
     deadline    seconds that a call may take
     tolerated   share of a call's numbers that may be missing (NaN, infinite, None, text): those responses are not valid
+    name        of the part; default: the function's own
+    field       of the recipe that names it, for messages
 
     Raises SurefootError, one line that names the function, when it can't be imported or asks for what is not there; and from
     a call, when it raises, takes longer, returns another count, or more than the tolerated share is missing.
@@ -87,12 +89,14 @@ class FunctionReward:
         deadline: float = 60.0,
         tolerated: float = 0.1,
         name: str | None = None,
+        field: str = "reward.function",
     ) -> None:
+        self.field = field
         self.weight, self.deadline, self.tolerated = weight, deadline, tolerated
-        self.function: Callable[..., Any] = imported("reward.function", function) if isinstance(function, str) else function
+        self.function: Callable[..., Any] = imported(field, function) if isinstance(function, str) else function
         self.path = function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__name__)
         if not callable(self.function):
-            raise SurefootError(f"reward.function={self.path!r}: is a {type(self.function).__name__}, not a function")
+            raise SurefootError(f"{field}={self.path!r}: is a {type(self.function).__name__}, not a function")
         self.name = name or self.path.rpartition(":")[2].rpartition(".")[2]
         self.wanted, self.needed = self._arguments()
 
@@ -154,7 +158,7 @@ class FunctionReward:
         return list(returned)
 
     def _refusal(self, what: str) -> SurefootError:
-        return SurefootError(f"reward.function={self.path!r}: {what}")
+        return SurefootError(f"{self.field}={self.path!r}: {what}")
 
 
 class ModelReward:

@@ -132,6 +132,8 @@ class SupervisedWorld:
             return data.pairs(data.read_rows(self.recipe.data.train), self.tokens, self.limit).chosen
         shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, self.limit)
         self._note(self.recipe.demonstrations, shown.dropped)
+        if len(shown.ids) < 2:
+            raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; give at least two")
         return shown.ids
 
     def _rows(self, path: str) -> Rows:

@@ -89,7 +89,7 @@ def named(field: str) -> Iterator[None]:
         yield
     except SurefootError as error:
         said = str(error)
-        raise SurefootError(f"{field}: {said.removeprefix('model=')}" if said.startswith("model=") else said) from None
+        raise SurefootError(f"{field}={said.removeprefix('model=')}" if said.startswith("model=") else said) from None
 
 
 def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:

@@ -48,7 +48,13 @@ class LanguageWorld:
             )
         self.gold = None
         if settings.gold is not None:
-            self.gold = FunctionReward(settings.gold, deadline=settings.deadline, tolerated=settings.tolerated, name="gold")
+            self.gold = FunctionReward(
+                settings.gold,
+                deadline=settings.deadline,
+                tolerated=settings.tolerated,
+                name="gold",
+                field="reward.gold",
+            )
         self.dropped: list[str] = []
         limit = recipe.data.max_length if context is None else min(recipe.data.max_length, context - recipe.sampling.max_tokens)
         if limit < 1:
@@ -64,6 +70,8 @@ class LanguageWorld:
             if isinstance(part, FunctionReward):
                 for prompts in (train, *([] if self.held_out is None else [self.held_out])):
                     part.check_columns(prompts.columns)
+        held_out = [] if self.held_out is None else self.held_out.ids
+        self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
         bf16 = recipe.precision == "bfloat16"
         critic: Literal["head"] | Critic | None = "head" if recipe.objective.baseline == "critic" else None
         if critic is not None and recipe.critic.own_model:
@@ -92,12 +100,7 @@ class LanguageWorld:
             return Critic.of_policy(model)
         with named("critic.start"):
             scores: Any = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
-        own, theirs = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, scores.backbone))
-        if own != theirs:
-            raise SurefootError(
-                f"critic.start={start!r}: has a vocabulary of {theirs} tokens and the policy one of {own}; a critic reads the "
-                "policy's tokens, so start it from a model of the same family"
-            )
+        self._check_reads("critic.start", start, scores.tokenizer, scores.backbone)
         return Critic.of_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
 
     def _reference(self, bf16: bool) -> ReferencePolicy:
@@ -107,12 +110,22 @@ class LanguageWorld:
             model, tokenizer = load_model(
                 model_folder(self.recipe.reference.model), trust_remote_code=self.recipe.trust_remote_code
             )
+        self._check_reads("reference.model", self.recipe.reference.model, tokenizer, model)
+        return ReferencePolicy(LanguagePolicy(model, None, self.tokens.pad_id, self.recipe.sampling.temperature, bf16=bf16))
+
+    def _check_reads(self, field: str, name: str, tokenizer: Any, model: Any) -> None:
+        """Raise SurefootError unless a model can read all that the policy reads and writes, by its ids."""
         if tokenizer.get_vocab() != self.tokens.tokenizer.get_vocab():
             raise SurefootError(
-                f"reference.model={self.recipe.reference.model!r}: has another vocabulary than model={self.recipe.model!r}; "
-                "the reference scores the policy's tokens, so both need the same tokenizer"
+                f"{field}={name!r}: has another vocabulary than model={self.recipe.model!r}; it reads the policy's tokens, so "
+                "both need the same tokenizer"
             )
-        return ReferencePolicy(LanguagePolicy(model, None, self.tokens.pad_id, self.recipe.sampling.temperature, bf16=bf16))
+        context = context_of(model)
+        if context is not None and self.longest > context:
+            raise SurefootError(
+                f"{field}={name!r}: prompts with their responses have up to {self.longest} tokens and its context is "
+                f"{context}; lower data.max_length or sampling.max_tokens"
+            )
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and the batch arithmetic."""
