@@ -12,9 +12,9 @@ from rich.text import Text
 
 from surefoot.language.data import demonstrations, pairs, prompts, read_rows
 from surefoot.language.models import context_of, load_model
-from surefoot.language.trained import model_folder
 from surefoot.language.rows import Row
 from surefoot.language.tokens import Tokens
+from surefoot.language.trained import model_folder
 
 TRAINED, READ = "bold green", "dim"
 
