@@ -1,5 +1,6 @@
 """The public verbs: train, resume, load, evaluate."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,14 @@ def resume(
         if steps is not None:
             recipe = make_recipe({**to_table(recipe), "steps": steps})
         checkpoint = folder.latest()
-        world = _make_world(recipe, task)
+        try:
+            world = _make_world(recipe, task)
+        except SurefootError as error:
+            if folder.began_in in (None, os.getcwd()):
+                raise
+            raise SurefootError(
+                f"{error}; relative paths are from {folder.began_in}, where the run began: resume it there"
+            ) from None
         session = Session(recipe, world, folder, display or Silent(), callback)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)

@@ -148,6 +148,19 @@ def test_what_is_for_agents_refuses_a_model_of_language_in_one_line(
     assert "holds a model of language and no agent" in capsys.readouterr().err
 
 
+def test_a_run_with_relative_paths_says_where_to_resume_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    relative = {"model": "model", "data": {**fields("sft", files)["data"], "train": "rows.jsonl"}}
+    surefoot.train("sft", run_dir=files / "whole", **fields("sft", files, **relative))
+    run = cut_short("sft", files, **relative)
+    monkeypatch.chdir(files.parent)
+    with pytest.raises(SurefootError, match=f"relative paths are from {files}, where the run began"):
+        surefoot.resume(run)
+    monkeypatch.chdir(files)
+    surefoot.resume(run)
+    same(weights(run), weights(files / "whole"))
+
+
 def test_a_run_stands_for_its_model_in_a_preview_too(files: Path) -> None:
     run = cut_short("sft", files)
     shown = []

@@ -133,6 +133,19 @@ def test_eos_is_learned_also_where_the_tokenizer_pads_with_it(side: str, folders
         assert (tokens[kept] == made.tokens.eos_id).tolist() == [False] * (int(kept.sum()) - 1) + [True]
 
 
+def test_what_transformers_says_of_padding_is_not_passed_on(
+    folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It warns where pad tokens come without an attention mask; here they are where no real token sees them."""
+    from transformers.utils import logging
+
+    logging.warning_once.cache_clear()  # type: ignore[attr-defined]
+    made = SupervisedWorld(recipe("sft", folders["gpt2"], demonstrations(tmp_path / "d.jsonl")))
+    r = made.collector.collect(LearnerState.seeded(1, 96))
+    made.policy(r.inputs, r.actions, r.mask)
+    assert "attention_mask" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_rows_longer_than_the_models_context_are_dropped_and_counted(
     kind: str, folders: dict[str, Path], tmp_path: Path

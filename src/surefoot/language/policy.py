@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from surefoot.batches import by_tokens, chosen
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood
+from surefoot.language.optional import quiet
 from surefoot.language.packing import Packed, lengths, packed
 from surefoot.language.readout import Readout
 from surefoot.rollout import Evaluation, Policy, leaves, map_tensors
@@ -196,7 +197,7 @@ def computing(module: nn.Module, checkpointing: bool, bf16: bool) -> Iterator[No
     try:
         for layer in layers:
             layer.training = torch.is_grad_enabled()
-        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        with quiet(), torch.autocast(device, torch.bfloat16, enabled=bf16):  # some warn of padding, which is out of sight
             yield
     finally:
         for layer in layers:

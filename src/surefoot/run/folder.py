@@ -80,6 +80,14 @@ class RunFolder:
         write_text(self.path / "config.toml", to_toml(recipe))
 
     @property
+    def began_in(self) -> str | None:
+        """The working folder that a recipe's relative paths are from; None where it isn't known."""
+        try:
+            return str(json.loads((self.path / "environment.json").read_text())["working_folder"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    @property
     def finished_at(self) -> int | None:
         """The steps after which what a run leaves was written; None where it has not been."""
         try:
@@ -200,6 +208,7 @@ def environment(recipe: Recipe) -> dict[str, Any]:
         "engine": recipe.engine,
         "git": _git_commit(),
         "command": sys.argv,
+        "working_folder": os.getcwd(),
     }
 
 
