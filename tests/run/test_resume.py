@@ -53,7 +53,7 @@ def test_another_seed_gives_another_run(uninterrupted, tmp_path):
 def killed_at_random(path, task, rng, kills):
     """Kill the run ``kills`` times at random moments, then let it finish; how many kills hit a running child.
 
-    The first run of a process takes longer than those after it: where no kill came in time, all is done again with earlier ones.
+    A process takes longer for its first run than for those after it: where no kill came in time, all is done again, earlier.
     """
     hits = 0
     for scale in (1.0, 0.5, 0.25, 0.1, 0.05):
