@@ -134,16 +134,18 @@ def test_eos_is_learned_also_where_the_tokenizer_pads_with_it(side: str, folders
 
 
 def test_what_transformers_says_of_padding_is_not_passed_on(
-    folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It warns where pad tokens come without an attention mask; here they are where no real token sees them."""
     from transformers.utils import logging
 
     logging.warning_once.cache_clear()  # type: ignore[attr-defined]
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
     made = SupervisedWorld(recipe("sft", folders["gpt2"], demonstrations(tmp_path / "d.jsonl")))
     r = made.collector.collect(LearnerState.seeded(1, 96))
-    made.policy(r.inputs, r.actions, r.mask)
-    assert "attention_mask" not in capfd.readouterr().err
+    with caplog.at_level("WARNING"):
+        made.policy(r.inputs, r.actions, r.mask)
+    assert "attention_mask" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

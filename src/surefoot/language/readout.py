@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError
+from surefoot.language.optional import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +32,8 @@ class Readout:
         self.width = self.vocabulary = 0
         self.plain = True
         """whether ``head`` of ``hidden`` is the model's own logits"""
-        self._try()
+        with quiet():  # the trial's tokens may be the pad token, of which some models warn
+            self._try()
 
     def states(self, ids: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """After the tokens at (row, column): hidden states [K, width], and what ``head`` makes logits of [K, …].
