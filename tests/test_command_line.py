@@ -1,6 +1,7 @@
 """The command line as a user types it."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -188,3 +189,18 @@ def test_every_field_says_what_it_means():
     for name, described in recipe_fields():
         if "." in name or name not in ("rollout", "network"):
             assert described.meaning, name
+
+
+def test_a_listener_that_goes_away_ends_no_training(tmp_path):
+    """As in ``surefoot train … | head -1``: both seeds are trained, and the exit code is that of a success."""
+    words = ["train", "CartPole-v1", "--steps", "512", "--seeds", "2", "--quiet", "--run-dir", str(tmp_path / "runs")]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "surefoot", *words], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=240
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["seed1", "seed2"]

@@ -320,6 +320,8 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
 
         language_demo(run_dir, seed, display_for, anchored=not no_anchor)
         return
+    if no_anchor:
+        raise SurefootError("--no-anchor: is for the demo of language; run: surefoot demo language --no-anchor")
     from surefoot.demo import control_demo
 
     control_demo(run_dir, seed, display_for)

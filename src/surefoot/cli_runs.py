@@ -67,5 +67,5 @@ def tell(line: str) -> None:
     """Print what a training came to; whoever listened may have gone, and that ends nothing."""
     try:
         click.echo(line)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
+    except BrokenPipeError:  # the descriptor itself, so that the flush at the end has somewhere to go, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

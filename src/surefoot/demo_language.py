@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.kinds import Recipe
+from surefoot.language.optional import transformers_needed
 from surefoot.language.tasks import reviews
-from surefoot.language.trained import LanguageModel
+from surefoot.language.trained import writer
 from surefoot.recipes import find_recipe
 from surefoot.run.dashboard import Display
 from surefoot.run.folder import write_text
@@ -24,6 +25,7 @@ def language_demo(
     run_dir: Path, seed: int, display_for: Callable[[Recipe, Path], Display], anchored: bool = True
 ) -> dict[str, Any]:
     """Three stages, and what came of them: prints it and returns the numbers."""
+    transformers_needed("demo language")  # before anything is written
     folder, number = run_dir / "demo-language", 2
     while folder.exists():
         folder, number = run_dir / f"demo-language-{number}", number + 1
@@ -72,7 +74,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 def write_pairs(folder: Path, sft: Path, seed: int) -> None:
     """Two reviews by the supervised model to each prompt, labelled by gold with noise; the held-out ones apart."""
-    model = _model(sft)
+    model = writer(str(sft))
     prompts = reviews.prompts(PAIRS + HELD_OUT_PAIRS, seed + 2)
     written: list[str] = []
     for start in range(0, len(prompts), 400):
@@ -115,9 +117,3 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, seconds: float) -> d
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """JSON lines."""
     write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
-
-
-def _model(run: Path) -> LanguageModel:
-    from surefoot.language.trained import writer
-
-    return writer(str(run))

@@ -1,30 +1,17 @@
 """The commands about text, as a user types them: what they print, and one line for what can't be."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import surefoot
-from surefoot.cli import main
+from surefoot.errors import SurefootError
+from surefoot.run.checkpoint import load_checkpoint
+from surefoot.run.folder import checkpoint_to_load
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["surefoot", *words])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        told = capsys.readouterr()
-        return int(leaving.value.code or 0), told.out, told.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +116,26 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert err.count("\n") == 1
     for part in parts:
         assert part in err
+
+
+def test_a_checkpoint_that_would_write_outside_its_folder_is_refused(runs: Path, tmp_path: Path) -> None:
+    from surefoot.language.trained import from_trees
+
+    where = checkpoint_to_load(runs / "sft")
+    for name in ("../escaped.json", str(tmp_path / "escaped.json"), "code.py"):
+        trees = load_checkpoint(where)
+        trees["model"]["tokenizer"][name] = "{}"
+        with pytest.raises(SurefootError, match="never written"):
+            from_trees(trees, where)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_demo_refuses_what_it_has_not_before_it_writes(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = command("demo", "--no-anchor")
+    assert (code, err) == (2, "surefoot: --no-anchor: is for the demo of language; run: surefoot demo language --no-anchor\n")
+    monkeypatch.setattr("surefoot.language.optional.importlib.util.find_spec", lambda name: None)
+    code, _, err = command("demo", "language")
+    assert code == 2
+    assert "needs transformers" in err
+    assert err.count("\n") == 1
+    assert not list(Path.cwd().iterdir())

@@ -26,6 +26,14 @@ def rows_print(rows: Iterable[object]) -> str:
     return found.hexdigest()[:32]
 
 
+def check_count(train: str, before: int, now: int) -> None:
+    """Raise SurefootError where ``data.train`` has another number of rows than at the checkpoint."""
+    if before != now:
+        raise SurefootError(
+            f"data.train={train!r}: had {before} rows at the checkpoint and has {now} now; bring the old file back"
+        )
+
+
 def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raise SurefootError where something is not what it was at the checkpoint. Both: what it is, by field and value."""
     for name, seen in now.items():

@@ -20,9 +20,9 @@ from surefoot.language import data
 from surefoot.language.models import RewardModel, context_of, scalar_model
 from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
-from surefoot.language.sources import check_same, rows_print
+from surefoot.language.sources import check_count, check_same, rows_print
 from surefoot.language.tokens import left_padded, right_padded, shown
-from surefoot.language.trained import LanguageModel, base_model, description, restore_best
+from surefoot.language.trained import LanguageModel, base_model, description, leave, restore_best
 from surefoot.language.walk import Walk
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.run.checkpoint import load_weights
@@ -181,11 +181,7 @@ class SupervisedWorld:
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
-        if trees["collector"]["count"] != self.collector.rows.count:
-            raise SurefootError(
-                f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} rows at the checkpoint and has "
-                f"{self.collector.rows.count} now; bring the old file back"
-            )
+        check_count(self.recipe.data.train, trees["collector"]["count"], self.collector.rows.count)
         check_same(trees.get("sources", {}), self.sources)
         load_weights(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
@@ -220,8 +216,7 @@ class SupervisedWorld:
         restore_best(self.policy, folder)
         if isinstance(self.result, RewardModel):
             self.result.standardise(self._raw_scores())
-        self.result.save(folder / "model")
-        return [f"the model is in {folder / 'model'}"]
+        return leave(self.result, folder)
 
     @torch.no_grad()
     def _raw_scores(self) -> Tensor:

@@ -18,6 +18,7 @@ from surefoot.language.pretrained import HEAD
 from surefoot.language.sampler import generate
 from surefoot.language.tokens import Messages, Tokens
 from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, load_weights
+from surefoot.run.distributed import rank
 from surefoot.run.folder import checkpoint_to_load
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
     reward = trees["recipe"]["kind"] == "reward"
     with tempfile.TemporaryDirectory() as folder:
         for name, text in trees["model"]["tokenizer"].items():
+            if Path(name).name != name or Path(name).suffix not in TEXT:  # a checkpoint may be somebody else's
+                raise SurefootError(f"{where}: names {name!r} as a file of its tokenizer, which is never written; don't use it")
             (Path(folder) / name).write_text(text, "utf-8")
         tokenizer = AutoTokenizer.from_pretrained(folder)
     told = dict(trees["model"]["config"])
@@ -168,6 +171,14 @@ def _standardise_as_left(scores: RewardModel, left: Path) -> None:
         if torch.equal(tensors["weight"], scores.head.weight.detach()):
             scores.mean.copy_(tensors["mean"])
             scores.std.copy_(tensors["std"])
+
+
+def leave(result: LanguageModel | RewardModel, folder: Path) -> list[str]:
+    """Write what a run made to ``model/``, by the first rank alone, and say so."""
+    if rank():
+        return []
+    result.save(folder / "model")
+    return [f"the model is in {folder / 'model'}"]
 
 
 def restore_best(policy: nn.Module, folder: Path) -> None:

@@ -17,12 +17,11 @@ from surefoot.language.metrics import distinct_n, eos_rate, mean_length
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
-from surefoot.language.sources import check_same, rows_print, weights_print
+from surefoot.language.sources import check_count, check_same, rows_print, weights_print
 from surefoot.language.tokens import shown, text_of
-from surefoot.language.trained import LanguageModel, base_model, description, model_folder, named, restore_best
+from surefoot.language.trained import LanguageModel, base_model, description, leave, model_folder, named, restore_best
 from surefoot.rollout import Metrics, Rollout
 from surefoot.run.checkpoint import load_weights
-from surefoot.run.distributed import rank
 from surefoot.seeding import derived_seed
 from surefoot.worlds import Judgement, check_device
 
@@ -172,11 +171,7 @@ class LanguageWorld:
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
-        if trees["collector"]["count"] != len(self.collector.prompts.ids):
-            raise SurefootError(
-                f"data.train={self.recipe.data.train!r}: had {trees['collector']['count']} prompts at the checkpoint and has "
-                f"{len(self.collector.prompts.ids)} now; bring the old file back"
-            )
+        check_count(self.recipe.data.train, trees["collector"]["count"], len(self.collector.prompts.ids))
         check_same(trees.get("sources", {}), self.sources)
         load_weights(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
@@ -229,11 +224,8 @@ class LanguageWorld:
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""
-        if rank():
-            return []
         restore_best(self.policy, folder)
-        self.result.save(folder / "model")
-        return [f"the model is in {folder / 'model'}"]
+        return leave(self.result, folder)
 
     def close(self) -> None:
         """Nothing is open."""
