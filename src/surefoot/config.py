@@ -1,6 +1,6 @@
 """Recipes in and out: nested tables and TOML to a recipe and back; unknown keys are refused with a suggestion.
 
-What a recipe holds is in ``kinds.py``. No torch is imported here, so that ``--help`` is quick.
+What a recipe holds is in ``kinds``. No torch is imported here, so that ``--help`` is quick.
 """
 
 import tomllib

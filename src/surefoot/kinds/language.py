@@ -1,0 +1,168 @@
+"""Recipes for language models: supervised, reward models, online; and which combinations are refused."""
+
+from typing import Any, ClassVar, Literal
+
+import pydantic
+
+from surefoot.algorithms import Objective
+from surefoot.errors import SurefootError
+from surefoot.kinds.recipe import Recipe, nearest_divisor
+from surefoot.sections import (
+    CriticSettings,
+    DataSettings,
+    DemonstrationTraces,
+    LanguageEvaluation,
+    LanguageOptimizer,
+    PromptSettings,
+    ReferenceSettings,
+    RewardSettings,
+    SamplingSettings,
+)
+
+
+class ModelRecipe(Recipe):
+    """What every run has that trains a model of language."""
+
+    subject: ClassVar[str] = "model"
+
+    model: str
+    """folder or hub id of a transformers model, a run, or \"pocket\", the small built-in one"""
+    trust_remote_code: bool = False
+    """let a model's own code from the hub run"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 computes the passes through models in autocast; weights stay float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    optimizer: LanguageOptimizer = LanguageOptimizer()
+    evaluation: LanguageEvaluation = LanguageEvaluation()
+
+    @pydantic.model_validator(mode="after")
+    def _runs_eagerly(self) -> "ModelRecipe":
+        if self.engine == "compiled":
+            raise SurefootError("engine='compiled': is for control; set engine = 'eager'")
+        if self.objective.kl_estimator == "exact":
+            raise SurefootError(
+                "objective.kl_estimator='exact': is for control; the KL of text is estimated on samples, set k3"
+            )
+        if self.objective.constraint is not None:
+            raise SurefootError(f"algorithm={self.algorithm!r}: natural steps are for control; use PPO_CLIP or PPO_PENALTY")
+        return self
+
+
+class DemonstrationRecipe(ModelRecipe):
+    """Learning from rows that are given: the policy-gradient of rows that are all worth 1, which is cross-entropy."""
+
+    default_algorithm: ClassVar[str] = "REINFORCE"
+
+    data: DataSettings
+    traces: DemonstrationTraces = DemonstrationTraces()
+
+    @classmethod
+    def switches(cls, algorithm: Objective) -> dict[str, Any]:
+        """γ = 0: every token is worth its own reward, which is 1."""
+        return {"gamma": 0.0}
+
+    @pydantic.model_validator(mode="after")
+    def _weighs_all_alike(self) -> "DemonstrationRecipe":
+        rate = self.optimizer.critic_learning_rate
+        if rate is not None:
+            raise SurefootError(f"optimizer.critic_learning_rate={rate}: kind = {self.kind!r} has no critic; unset it")
+        wanted = Objective(
+            gamma=0.0, aggregation=self.objective.aggregation, aggregation_length=self.objective.aggregation_length
+        )
+        if self.objective != wanted:
+            raise SurefootError(
+                f"objective: kind = {self.kind!r} learns from rows that are all worth 1 (REINFORCE with gamma = 0); only its "
+                "aggregation can be set"
+            )
+        return self
+
+
+class SftRecipe(DemonstrationRecipe):
+    """Supervised fine-tuning of a model on demonstrations."""
+
+    scores: ClassVar[tuple[str, ...]] = ("held_out_loss", "policy_loss")
+
+    kind: Literal["sft"] = "sft"
+    """what is trained, and how: control, sft, reward or language"""
+
+    @property
+    def title(self) -> str:
+        """What a run does, in a few words."""
+        return f"SFT of {self.trained}"
+
+
+class RewardRecipe(DemonstrationRecipe):
+    """A reward model from pairs of a chosen and a rejected answer (Bradley-Terry): a policy over two answers."""
+
+    scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "accuracy")
+
+    kind: Literal["reward"] = "reward"
+    """what is trained, and how: control, sft, reward or language"""
+    demonstrations: str | None = None
+    """rows on which the scores are brought to mean 0 and standard deviation 1; none: the chosen answers of data.train"""
+
+    @property
+    def title(self) -> str:
+        """What a run does, in a few words."""
+        return f"reward model from {self.trained}"
+
+
+class LanguageRecipe(ModelRecipe):
+    """A language model by policy gradient: policy, value, reference and reward."""
+
+    scores: ClassVar[tuple[str, ...]] = ("held_out_reward", "reward")
+
+    kind: Literal["language"] = "language"
+    """what is trained, and how: control, sft, reward or language"""
+    data: PromptSettings
+    sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings
+    reference: ReferenceSettings = ReferenceSettings()
+    critic: CriticSettings = CriticSettings()
+
+    @classmethod
+    def switches(cls, algorithm: Objective) -> dict[str, Any]:
+        """The usual settings for responses: γ = 1, advantages normalised over the whole batch, few passes."""
+        reuse = {"reuse": {"epochs": 4, "minibatches": 4}} if algorithm.reuse else {}
+        return {"gamma": 1.0, "normalise_advantages": "batch", **reuse}
+
+    @property
+    def responses(self) -> int:
+        """Responses per iteration."""
+        return self.sampling.prompts * self.sampling.samples
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> "LanguageRecipe":
+        reuse, critic = self.objective.reuse, self.objective.baseline == "critic"
+        if reuse and self.responses % reuse.minibatches:
+            raise SurefootError(
+                f"objective.reuse.minibatches={reuse.minibatches}: does not divide the {self.responses} responses of an "
+                f"iteration (sampling.prompts={self.sampling.prompts} x sampling.samples={self.sampling.samples}); choose a "
+                f"divisor, such as {nearest_divisor(self.responses, reuse.minibatches)}"
+            )
+        for term in self.reward.terms:
+            if (term.model is None) == (term.function is None):
+                raise SurefootError(
+                    f"reward.terms={term.model or term.function!r}: each term is a model or a function; set one"
+                )
+        reference = self.reference
+        if reference.target is not None and not reference.beta:
+            raise SurefootError(
+                f"reference.target={reference.target}: β is adapted by factors, and reference.beta=0 stays 0; start it above"
+            )
+        if reference.target is not None and reference.horizon < self.responses:
+            raise SurefootError(
+                f"reference.horizon={reference.horizon}: β would move too far at once, below 0 even; set at least the "
+                f"{self.responses} responses of an iteration"
+            )
+        if self.reward.missing_eos == "bootstrap" and not critic:
+            raise SurefootError("reward.missing_eos='bootstrap': needs a critic; set objective.baseline = 'critic', or penalty")
+        if self.optimizer.critic_learning_rate is not None and not critic:
+            rate = self.optimizer.critic_learning_rate
+            raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
+        if self.critic.start is not None and not self.critic.own_model:
+            raise SurefootError(f"critic.start={self.critic.start!r}: is for a critic's own model; set critic.own_model = true")
+        if self.critic.own_model and not critic:
+            raise SurefootError(f"critic.own_model=true: {self.algorithm} has no critic; unset it")
+        return self

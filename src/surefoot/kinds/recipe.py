@@ -1,0 +1,82 @@
+"""What the recipe of every kind has.
+
+A recipe is a frozen value. What follows from its fields (batch size, number of iterations) is a property, never filled in
+later.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from surefoot.algorithms import Objective
+from surefoot.sections import MAX_SEED, CheckpointSettings, EvaluationSettings, OptimizerSettings, Section, Steps, TraceSettings
+
+
+class Recipe(Section):
+    """What every run has, whatever is trained."""
+
+    default_algorithm: ClassVar[str] = "PPO_CLIP"
+    subject: ClassVar[str]
+    """the field that says what is trained"""
+    scores: ClassVar[tuple[str, ...]]
+    """metrics that tell how well a run ended, the best known first"""
+
+    kind: str
+    """what is trained, and how: control, sft, reward or language"""
+    algorithm: str = "PPO_CLIP"
+    """name of the algorithm that [objective] starts from; \"custom\" starts from nothing"""
+    steps: Steps = 100_000
+    """the budget: environment steps in control; rows to learn from, or responses, in language"""
+    seed: int = Field(1, ge=0, le=MAX_SEED)
+    """decides everything random"""
+    device: str = Field("cpu", pattern=r"^(cpu|mps|cuda(:\d+)?)$")
+    """where the network lives: cpu, cuda, cuda:1 …"""
+    threads: int = Field(1, ge=1)
+    """torch threads; one is fastest for small networks, and results are exact for a given number"""
+    engine: Literal["eager", "compiled"] = "eager"
+    """compiled runs each update as one compiled program: many times faster, once a C++ compiler has made it (about 30 s)"""
+    objective: Objective
+    optimizer: OptimizerSettings = OptimizerSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    traces: TraceSettings = TraceSettings()
+
+    @classmethod
+    def switches(cls, algorithm: Objective) -> dict[str, Any]:
+        """What this kind sets otherwise in an algorithm's objective, where a recipe doesn't say."""
+        return {}
+
+    @property
+    def trained(self) -> str:
+        """What is trained, by name."""
+        return str(getattr(self, self.subject))
+
+    @property
+    def title(self) -> str:
+        """What a run does, in a few words."""
+        return f"{self.algorithm} on {self.trained}"
+
+    @property
+    def compiled_rows(self) -> int | None:
+        """How many single steps an update by the compiled engine reads; None for the eager one."""
+        return None
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations."""
+        return self.evaluation.every or max(1, self.steps // 10)
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints."""
+        return self.checkpoint.every or max(1, self.steps // 10)
+
+    @property
+    def trace_every(self) -> int:
+        """Steps between traces."""
+        return self.traces.every or max(1, self.steps // 10)
+
+
+def nearest_divisor(total: int, wanted: int) -> int:
+    """The divisor of ``total`` that is nearest to ``wanted``, the smaller of two; what messages propose."""
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
