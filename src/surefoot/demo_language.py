@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from surefoot.demo import command_here
 from surefoot.kinds import Recipe
 from surefoot.language.optional import transformers_needed
 from surefoot.language.tasks import reviews
@@ -54,22 +55,24 @@ def language_demo(
         "model": str(sft),
         "data": {"train": str(data / "prompts.jsonl"), "held_out": str(data / "held_out_prompts.jsonl")},
         "reward": {"terms": [{"model": str(reward)}], "gold": GOLD},
+        "critic": {"start": str(reward)},
         "reference": {} if anchored else {"beta": 0.0},
     }
     ppo = stage("ppo", "reviews", changes)
-    told = compare(sft, reward, ppo, data, time.monotonic() - begun)
+    told = compare(sft, reward, ppo, data, begun)
     write_text(folder / "demo.json", json.dumps(told, indent=1))
     return told
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Demonstrations and prompts; those held out are of other draws, the held-out prompts of other products too."""
+    """Demonstrations and prompts, and some of both held out: other draws, and prompts of products that PPO never sees."""
     folder.mkdir(parents=True)
     write_rows(folder / "demonstrations.jsonl", reviews.demonstrations(8_000, seed))
     write_rows(folder / "held_out_demonstrations.jsonl", reviews.demonstrations(512, seed + 1))
     write_rows(folder / "prompts.jsonl", ({"prompt": prompt} for prompt in reviews.prompts(2_000, seed)))
-    half = reviews.prompts(64, seed + 1) + reviews.prompts(64, seed + 1, held_out=True)
-    write_rows(folder / "held_out_prompts.jsonl", ({"prompt": prompt} for prompt in half))
+    write_rows(folder / "held_out_prompts.jsonl", ({"prompt": prompt} for prompt in reviews.prompts(128, seed + 1)))
+    others = reviews.prompts(128, seed + 1, held_out=True)
+    write_rows(folder / "held_out_products.jsonl", ({"prompt": prompt} for prompt in others))
 
 
 def write_pairs(folder: Path, sft: Path, seed: int) -> None:
@@ -84,16 +87,16 @@ def write_pairs(folder: Path, sft: Path, seed: int) -> None:
     write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
 
 
-def compare(sft: Path, reward: Path, ppo: Path, data: Path, seconds: float) -> dict[str, Any]:
+def compare(sft: Path, reward: Path, ppo: Path, data: Path, begun: float) -> dict[str, Any]:
     """Before and after on the held-out prompts, as a table with some answers; what to try next."""
     from surefoot.language.evaluate import evaluate_run
     from surefoot.run.tracking import read_metrics
 
-    judged = evaluate_run(ppo, rows=128)
+    known = evaluate_run(ppo, rows=128)
+    others = evaluate_run(ppo, rows=128, data=str(data / "held_out_products.jsonl"))
     accuracy = read_metrics(reward / "metrics.jsonl")[-1]["held_out_accuracy"]
-    before, after = judged["start"], judged["trained"]
-    print("\nAnswers to held-out prompts, half of them of products that no preference and no training prompt has named:")
-    print(f"{'':28}{'SFT':>10}{'PPO':>10}")
+    print(f"\n{'Answers to held-out prompts':28}{'of known products':>20}{'of other products *':>24}")
+    print(f"{'':28}" + f"{'SFT':>10}{'PPO':>10}{'':4}" * 2)
     for name, label in (
         ("reward", "proxy reward (learned)"),
         ("gold", "gold reward (the truth)"),
@@ -101,17 +104,26 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, seconds: float) -> d
         ("distinct_2", "distinct bigrams"),
         ("length", "length, tokens"),
     ):
-        print(f"{label:28}{before[name]:>10.2f}{after[name]:>10.2f}")
-    print(f"reward model: {accuracy:.0%} of held-out pairs are ordered as they were labelled")
-    print(f"by gold, PPO beats SFT on {judged['win_rate_gold']:.0%} of the prompts; {seconds:.0f} s in all, {ppo.parent}/")
+        cells = (f"{told['start'][name]:>10.2f}{told['trained'][name]:>10.2f}{'':4}" for told in (known, others))
+        print(f"{label:28}{''.join(cells)}")
+    won = (f"{told['win_rate_gold']:>20.0%}{'':4}" for told in (known, others))
+    print(f"{'better than SFT by gold':28}{''.join(won)}")
+    print("* which no preference and no training prompt has named")
+    seconds = time.monotonic() - begun
+    print(
+        f"The reward model orders {accuracy:.0%} of held-out pairs as they were labelled. {seconds:.0f} s in all, {ppo.parent}/"
+    )
     print()
-    for row in judged["samples"][:3] + judged["samples"][64:67]:
+    for row in known["samples"][:4] + others["samples"][:2]:
         print(f"  {row['prompt'].strip():12} SFT: {row['start']}\n{'':15}PPO: {row['response']}")
     print("\nTry next:")
-    print("  surefoot demo language --no-anchor       # β = 0: watch the reward being hacked")
-    print(f"  surefoot generate {ppo} --prompt 'new tent: ' --samples 5")
-    print(f"  surefoot evaluate {ppo} --json")
-    return {"seconds": seconds, "reward_accuracy": accuracy, **{k: v for k, v in judged.items() if k != "samples"}}
+    here = command_here()
+    print(f"  {here} demo language --no-anchor       # β = 0: watch the reward being hacked")
+    print(f"  {here} generate {ppo} --prompt 'new tent: ' --samples 5")
+    print(f"  {here} evaluate {ppo} --json")
+    judged = {"known_products": known, "other_products": others}
+    kept = {of: {name: value for name, value in told.items() if name != "samples"} for of, told in judged.items()}
+    return {"seconds": seconds, "reward_accuracy": accuracy, **kept}
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
