@@ -119,6 +119,8 @@ def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
 
 def _finish(session: Session, world: World) -> Any:
     try:
+        for line in world.notes:
+            session.display.say(line)
         session.run()
         if session.folder is not None:
             for line in world.finish(session.folder.path):

@@ -47,8 +47,17 @@ def generate(
     asked: list[Any] = list(prompts)
     if file is not None:
         from surefoot.language import data
+        from surefoot.language.models import context_of
 
-        asked = data.prompts(data.read_rows(file), language_model.tokens, MAX_SEED).prompts
+        rows = data.read_rows(file)
+        found = data.prompts(rows, language_model.tokens, MAX_SEED)
+        asked, context = found.prompts, context_of(language_model.model)
+        for row, ids in zip(rows, found.ids, strict=True):
+            if context is not None and len(ids) + max_tokens > context:
+                raise SurefootError(
+                    f"{row.where}: its prompt has {len(ids)} tokens, and with --max-tokens {max_tokens} they don't fit into "
+                    f"the model's context of {context}; shorten one of them"
+                )
     written = language_model.generate(
         asked,
         samples=samples,

@@ -33,6 +33,11 @@ class World(Protocol):
         ...
 
     @property
+    def notes(self) -> list[str]:
+        """What to know before training begins, a line each: rows that were left out."""
+        ...
+
+    @property
     def policy(self) -> Policy:
         """What is trained."""
         ...

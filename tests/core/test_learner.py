@@ -20,7 +20,7 @@ from surefoot.credit import assign_credit
 from surefoot.learner import Learner
 from surefoot.loop import run_loop
 from surefoot.objective import Batch, loss
-from surefoot.optimizer import AdamSettings, FlatAdam
+from surefoot.optimizer import BETAS, AdamSettings, FlatAdam
 from surefoot.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 
 from .worlds import DOUBLE, TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
@@ -149,6 +149,22 @@ def test_flat_adam_is_torch_adam_on_the_separate_parameters(limit: float | None)
         adam.step()
         near(parameters(ours), parameters(theirs))
     assert not torch.equal(parameters(ours), parameters(TinyPolicy(3)))
+
+
+def test_flat_adam_takes_the_golden_steps() -> None:
+    """Those of torch; with the same epsilon TensorFlow's first step is almost four times smaller."""
+    (case,) = (case for case in json.loads(GOLDEN.read_text("utf-8")) if case["name"] == "adam_torch_vs_tf_eps")
+    x, expected = case["inputs"], case["expected"]
+    assert (x["beta1"], x["beta2"]) == BETAS
+    parameter, found = nn.Parameter(torch.zeros(1, dtype=torch.float64)), []
+    flat = FlatAdam([parameter], AdamSettings(x["lr"], epsilon=x["eps"], max_grad_norm=None))
+    for slope in x["grads"]:
+        flat.zero()
+        (slope * parameter).sum().backward()
+        flat.step(flat.gradient_norm())
+        found.append(float(parameter.detach()))
+    assert found == pytest.approx(expected["torch"], abs=case["tolerance"])
+    assert found[0] != pytest.approx(expected["tf1"][0], rel=0.5)
 
 
 def test_flat_adam_moves_the_policy_in_place_and_continues_from_its_state() -> None:

@@ -16,7 +16,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,20 +28,12 @@ from surefoot.language.world import LanguageWorld
 from surefoot.objective import loss
 from surefoot.rollout import Credit, LearnerState, Rollout, map_tensors
 
+from .tiny import say
+
 BETA = 0.1
 POLICY, MOVED, REFERENCE = (0.5, 0.3, 0.2), (0.65, 0.15, 0.2), (0.25, 0.25, 0.5)
 ADVANTAGES = (1.3498099, 1.4938154, 1.5916291)
 OBJECTIVE = replace(PPO_CLIP, gamma=1.0, gae_lambda=0.95, value_coefficient=0.1, normalise_advantages=None)
-
-
-def say(model: Any, ids: list[int], probabilities: tuple[float, ...]) -> None:
-    """Have a model give these tokens these probabilities, after anything."""
-    head = model.get_output_embeddings()
-    bias = torch.full((head.out_features,), -60.0)
-    bias[ids] = torch.tensor(probabilities).log()
-    with torch.no_grad():
-        head.weight.zero_()
-    head.bias = torch.nn.Parameter(bias)
 
 
 @pytest.fixture

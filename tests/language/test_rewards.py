@@ -163,6 +163,20 @@ def test_another_count_is_always_refused(values):
     assert f"returned {len(values)} numbers for 3 responses" in refusal(giving(values), tolerated=1.0)
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
+def test_a_tensor_that_holds_no_list_is_refused_like_an_error_of_the_function(make):
+    text = refusal(lambda responses: make(torch.ones(len(responses))))
+    assert "raised RuntimeError: " in text or "raised NotImplementedError: " in text
+
+
+def test_a_list_of_a_type_of_its_own_that_raises_is_refused():
+    class Odd(list):
+        def __iter__(self):
+            raise ValueError("odd")
+
+    assert "raised ValueError: odd" in refusal(giving(Odd([1.0] * 3)))
+
+
 @pytest.mark.parametrize("value", [None, 1.0, "1.0", {"a": 1.0, "b": 2.0, "c": 3.0}, torch.tensor(1.0), {1.0, 2.0, 3.0}])
 def test_what_is_no_list_is_refused(value):
     assert "it must return a list of 3 numbers, one per response" in refusal(giving(value), tolerated=1.0)
@@ -175,8 +189,9 @@ def test_a_function_that_raises_or_exits_is_named_with_its_error():
     def exits(responses):
         raise SystemExit(3)
 
-    assert refusal(fails).endswith("fails': raised RuntimeError: no network")
-    assert refusal(exits).endswith("exits': raised SystemExit: 3")
+    mend = "; mend the function, then resume from the last checkpoint"
+    assert refusal(fails).endswith(f"fails': raised RuntimeError: no network{mend}")
+    assert refusal(exits).endswith(f"exits': raised SystemExit: 3{mend}")
 
 
 def test_a_function_that_hangs_is_named_with_the_deadline():
@@ -238,7 +253,7 @@ def test_a_recipe_of_one_function_is_that_function_and_of_more_their_sum(tmp_pat
         ([Term(function="math:tau", model="folder")], r"reward\.terms\[0\]: has both model and function"),
         ([Term(function="builtins:dict"), Term()], r"reward\.terms\[1\]: has neither"),
         ([Term(function="builtins:dict", weight=math.nan)], r"reward\.terms\[0\]\.weight=nan"),
-        ([Term(function="math:nothing")], "reward.function='math:nothing': can't be imported"),
+        ([Term(function="math:nothing")], r"reward\.terms\[0\]\.function='math:nothing': can't be imported"),
     ],
 )
 def test_terms_that_are_none_are_refused(terms, what):

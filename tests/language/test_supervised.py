@@ -161,7 +161,7 @@ def test_rows_longer_than_the_models_context_are_dropped_and_counted(
     settings = {"train": str(path), "max_length": 1024, "batch": 8}
     made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))  # type: ignore[arg-type]
     assert made.collector.rows.count == 24
-    assert made.dropped == [f"{path}: 1 rows are longer than 128 tokens: dropped"]
+    assert made.notes == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

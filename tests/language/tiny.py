@@ -36,6 +36,24 @@ def model(family: str, seed: int = 1, scale: float = 4.0, **changes: Any) -> Any
     return made.eval()
 
 
+def say(model: Any, ids: list[int], probabilities: tuple[float, ...]) -> None:
+    """Have a model give these tokens these probabilities, after anything."""
+    head = model.get_output_embeddings()
+    bias = torch.full((head.out_features,), -60.0)
+    bias[ids] = torch.tensor(probabilities).log()
+    with torch.no_grad():
+        head.weight.zero_()
+    head.bias = torch.nn.Parameter(bias)
+
+
+def teach(head: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Have a linear head say what is wanted of some hidden states.   [n, width], [n, out]; n ≤ width"""
+    with torch.no_grad():
+        head.weight.copy_((torch.linalg.pinv(hidden.double()) @ wanted.double()).T)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
 def write_folder(folder: Path, family: str, seed: int = 1, **changes: Any) -> Path:
     """Model and tokenizer, written by ``save_pretrained``."""
     model(family, seed, **changes).save_pretrained(folder)

@@ -24,6 +24,7 @@ class ControlWorld:
     def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None) -> None:
         check_device(recipe.device)
         self.recipe = recipe
+        self.notes: list[str] = []
         self.task: str | MakeEnvironment = task or recipe.task
         rollout = recipe.rollout
         self.environments = training_environments(self.task, recipe)

@@ -95,7 +95,7 @@ class SftRecipe(DemonstrationRecipe):
 class RewardRecipe(DemonstrationRecipe):
     """A reward model from pairs of a chosen and a rejected answer (Bradley-Terry): a policy over two answers."""
 
-    scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "accuracy")
+    scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
     kind: Literal["reward"] = "reward"
     """what is trained, and how: control, sft, reward or language"""

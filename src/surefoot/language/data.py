@@ -55,36 +55,49 @@ class Prompts:
     """prompts that were too long"""
 
 
-def demonstrations(rows: Sequence[Row], tokens: Tokens, max_length: int) -> Demonstrations:
+def room(max_length: int, context: int | None, answer: int = 0) -> tuple[int, str]:
+    """How many tokens a row may have, and how a message says it: by ``data.max_length``, or by what a model's context leaves.
+
+    answer   tokens of the context that ``sampling.max_tokens`` keeps for a response
+    """
+    if context is None or max_length <= context - answer:
+        return max_length, f"data.max_length={max_length}; raise it"
+    less = f", less sampling.max_tokens={answer}" if answer else ""
+    return context - answer, f"the model's context is {context}{less}; shorten them"
+
+
+def demonstrations(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") -> Demonstrations:
     """The ids of every row of at most ``max_length`` of them, and which are trained; see ``Tokens.demonstration``.
+
+    ``said`` is how a message says ``max_length`` and its remedy; see ``room``.
 
     Raises SurefootError, with file and line, for a row of another shape, and when every row is too long.
     """
     made = _each(rows, lambda row: tokens.demonstration(_demonstration(row)))
     kept = [(ids, trained) for ids, trained in made if len(ids) <= max_length]
-    _check_left(rows, len(kept), max_length, min(len(ids) for ids, _ in made))
+    _check_left(rows, len(kept), max_length, min(len(ids) for ids, _ in made), said)
     return Demonstrations([ids for ids, _ in kept], [trained for _, trained in kept], len(made) - len(kept))
 
 
-def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int) -> Pairs:
+def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") -> Pairs:
     """The ids of both answers of every row, with their prompt and EOS, where both have at most ``max_length``.
 
     Raises SurefootError, with file and line, for a row of another shape, and when every row is too long.
     """
     made = _each(rows, lambda row: _pair(row, tokens))
     kept = [pair for pair in made if max(len(pair[0]), len(pair[1])) <= max_length]
-    _check_left(rows, len(kept), max_length, min(max(len(pair[0]), len(pair[1])) for pair in made))
+    _check_left(rows, len(kept), max_length, min(max(len(pair[0]), len(pair[1])) for pair in made), said)
     return Pairs([p[0] for p in kept], [p[1] for p in kept], [p[2] for p in kept], len(made) - len(kept))
 
 
-def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int) -> Prompts:
+def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") -> Prompts:
     """The prompts of at most ``max_length`` ids: the column ``prompt``, or ``messages`` without the last answer.
 
     Raises SurefootError, with file and line, for a row of another shape, and when every prompt is too long.
     """
     made = _each(rows, lambda row: _prompt(row, tokens))
     kept = [(prompt, ids, row) for (prompt, ids), row in zip(made, rows, strict=True) if len(ids) <= max_length]
-    _check_left(rows, len(kept), max_length, min(len(ids) for _, ids in made))
+    _check_left(rows, len(kept), max_length, min(len(ids) for _, ids in made), said)
     names = dict.fromkeys(name for _, _, row in kept for name in row.columns if name not in ("prompt", "messages"))
     columns = {name: [row.columns.get(name) for _, _, row in kept] for name in names}
     return Prompts([p for p, _, _ in kept], [ids for _, ids, _ in kept], columns, len(made) - len(kept))
@@ -163,11 +176,11 @@ def _each(rows: Sequence[Row], make: Callable[[Row], T]) -> list[T]:
     return made
 
 
-def _check_left(rows: Sequence[Row], kept: int, max_length: int, shortest: int) -> None:
+def _check_left(rows: Sequence[Row], kept: int, max_length: int, shortest: int, said: str) -> None:
     if not kept:
         raise SurefootError(
             f"{rows[0].file}: every one of its {len(rows)} rows is dropped: the shortest has {shortest} tokens and "
-            f"max_length={max_length}; raise it, up to the model's context"
+            f"{said or f'max_length={max_length}; raise it'}"
         )
 
 

@@ -14,6 +14,7 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.language.optional import transformers_needed
 from surefoot.language.pocket import pocket as pocket
 from surefoot.language.pretrained import (
+    CAUSAL,
     HEAD,
     check_causal,
     check_vocabulary,
@@ -23,6 +24,7 @@ from surefoot.language.pretrained import (
     read_weights,
     written_whole,
 )
+from surefoot.language.readout import AHEAD, looks_ahead
 from surefoot.language.tokens import positions
 from surefoot.seeding import stream
 
@@ -53,6 +55,8 @@ def load_model(
     model = read_weights(AutoModelForCausalLM, name, config, trust_remote_code)
     tokenizer = read_tokenizer(name, trust_remote_code)
     check_vocabulary(name, model, tokenizer)
+    if looks_ahead(model):
+        raise SurefootError(f"model={name!r}: {AHEAD} ({type(model).__name__}); {CAUSAL}")
     return model, tokenizer
 
 

@@ -91,7 +91,9 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTok
         except SurefootError:
             raise
         except Exception as error:
-            raise SurefootError(f"model={name!r}: its tokenizer can't be read ({cause_of(error)})") from None
+            raise SurefootError(
+                f"model={name!r}: its tokenizer can't be read ({cause_of(error)}); copy the whole folder"
+            ) from None
     return found
 
 
@@ -135,7 +137,10 @@ def is_folder(name: str) -> bool:
     first = path.parts[0] if path.parts else ""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".") or (len(path.parts) > 1 and Path(first).is_dir()):
         beside = [str(found) for found in path.parent.iterdir() if found.is_dir()] if path.parent.is_dir() else []
-        raise SurefootError(f"model={name!r}: no such folder{did_you_mean(name, beside)}")
+        raise SurefootError(
+            f"model={name!r}: no such folder{did_you_mean(name, beside)}; give one that save_pretrained wrote, a run, a hub "
+            "id, or 'pocket', the model that is built in"
+        )
     return False
 
 
@@ -153,7 +158,9 @@ def check_parts(folder: Path) -> None:
         try:
             shards = sorted(set(json.loads(weights.read_text("utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SurefootError(f"model={name!r}: {weights.name} can't be read ({cause_of(error)})") from None
+            raise SurefootError(
+                f"model={name!r}: {weights.name} can't be read ({cause_of(error)}); copy the whole folder"
+            ) from None
         for shard in shards:
             if not (folder / shard).is_file():
                 raise SurefootError(f"model={name!r}: {shard} is missing, which {weights.name} lists; copy the whole folder")
@@ -275,7 +282,7 @@ def _refused(name: str, error: Exception) -> SurefootError:
             "and set trust_remote_code = true if you trust it"
         )
     if is_folder(name):
-        return SurefootError(f"model={name!r}: can't be read ({cause_of(error)})")
+        return SurefootError(f"model={name!r}: can't be read ({cause_of(error)}); copy the whole folder again")
     if any(words in text for words in ("connect", "offline", "resolve", "timed out", "local_files_only", "cached")):
         return _unreachable(name)
     return SurefootError(f"model={name!r}: no such folder here, and the hub refuses it ({cause_of(error)})")

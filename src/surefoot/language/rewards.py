@@ -20,8 +20,11 @@ from surefoot.dotted import imported
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.deadline import Overdue, within
 from surefoot.language.models import RewardModel
+from surefoot.language.optional import quiet
 from surefoot.language.tokens import Messages, Tokens, right_padded
+from surefoot.language.trained import model_folder, named
 
+MEND = "mend the function, then resume from the last checkpoint"
 Columns = Mapping[str, Sequence[Any]]
 Prompt = str | Messages
 """text, or the messages of a conversation"""
@@ -111,7 +114,7 @@ class FunctionReward:
             first = next(index for index, number in enumerate(numbers) if isinstance(number, str))
             raise self._refusal(
                 f"gave no number for {bad.total()} of {len(responses)} responses ({_counted(bad)}), more than "
-                f"reward.tolerated={self.tolerated:g} of them; the first: {_short(responses[first])}"
+                f"reward.tolerated={self.tolerated:g} of them; the first: {_short(responses[first])}; {MEND}"
             )
         raw = torch.tensor([0.0 if isinstance(number, str) else number for number in numbers], dtype=torch.float32)
         valid = torch.tensor([not isinstance(number, str) for number in numbers], dtype=torch.bool)
@@ -141,21 +144,20 @@ class FunctionReward:
     def _returned(self, arguments: Mapping[str, Any], count: int) -> list[Any]:
         """What the function gives, as a list of ``count`` things."""
         try:
-            returned = within(self.deadline, lambda: self.function(**arguments))
+            returned = within(self.deadline, lambda: _listed(self.function(**arguments)))
         except Overdue:
             raise self._refusal(
-                f"took longer than reward.deadline={self.deadline:g} s for {count} responses; make it faster, or raise that"
+                f"took longer than reward.deadline={self.deadline:g} s for {count} responses; make it faster, or raise that, "
+                "then resume from the last checkpoint"
             ) from None
         except (Exception, SystemExit) as error:
-            raise self._refusal(f"raised {cause_of(error)}") from error
-        if hasattr(returned, "tolist"):  # an array or a tensor
-            returned = returned.tolist()
-        if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
+            raise self._refusal(f"raised {cause_of(error)}; {MEND}") from error
+        if not isinstance(returned, list):
             kind = type(returned).__name__
-            raise self._refusal(f"returned a {kind}; it must return a list of {count} numbers, one per response")
+            raise self._refusal(f"returned a {kind}; it must return a list of {count} numbers, one per response; {MEND}")
         if len(returned) != count:
-            raise self._refusal(f"returned {len(returned)} numbers for {count} responses")
-        return list(returned)
+            raise self._refusal(f"returned {len(returned)} numbers for {count} responses, and not one for each; {MEND}")
+        return returned
 
     def _refusal(self, what: str) -> SurefootError:
         return SurefootError(f"{self.field}={self.path!r}: {what}")
@@ -164,11 +166,12 @@ class FunctionReward:
 class ModelReward:
     """A reward model's score of prompt and response, as whole texts that end, by the model's own tokenizer or chat template.
 
-    folder         what training with ``kind = "reward"`` wrote
+    folder         what training with ``kind = "reward"`` wrote, or the run
     weight         of the scores in the sum; they are standardised, mean 0 and std 1 on demonstrations
     batch_tokens   tokens, padding included, that go through the model at once; bounds memory, changes no score
     name           of the part
     device         where the model lives
+    field          of the recipe that names it, for messages
 
     Raises SurefootError when the folder holds no reward model, and from a call, when a text is longer than the model's
     context or a score is not finite.
@@ -182,19 +185,26 @@ class ModelReward:
         batch_tokens: int = 16_384,
         name: str = "reward_model",
         device: str = "cpu",
+        field: str = "reward.model",
     ) -> None:
-        self.path, self.weight, self.batch_tokens, self.name = str(folder), weight, batch_tokens, name
-        self.model = RewardModel.load(folder).requires_grad_(False).to(device)
+        self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
+        with named(field):
+            self.path = model_folder(str(folder))
+            self.model = RewardModel.load(self.path).requires_grad_(False).to(device)
         assert self.model.tokenizer is not None, "a reward model's folder holds its tokenizer"
         self.tokens = Tokens(self.model.tokenizer)
         self.context: int | None = getattr(self.model.backbone.config, "max_position_embeddings", None)
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
-        rows = [self._ids(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        with quiet():  # a tokenizer warns of text longer than the context, which is refused here
+            rows = [self._ids(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         longest = max(map(len, rows), default=0)
         if self.context is not None and longest > self.context:
-            raise self._refusal(f"prompt and response have {longest} tokens and its context is {self.context}; shorten them")
+            raise self._refusal(
+                f"prompt and response have {longest} tokens and its context is {self.context}; "
+                "lower data.max_length or sampling.max_tokens"
+            )
         device = self.model.mean.device
         raw = torch.zeros(len(rows))
         for chosen in _packed([len(row) for row in rows], self.batch_tokens):
@@ -210,7 +220,7 @@ class ModelReward:
         return self.tokens.render([*prompt, {"role": "assistant", "content": response}])
 
     def _refusal(self, what: str) -> SurefootError:
-        return SurefootError(f"reward.model={self.path!r}: {what}")
+        return SurefootError(f"{self.field}={self.path!r}: {what}")
 
 
 class WeightedSum:
@@ -249,9 +259,11 @@ def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: flo
         if not math.isfinite(term.weight):
             raise SurefootError(f"reward.terms[{number}].weight={term.weight}: must be a finite number")
         if term.model is not None:
-            rewards.append(ModelReward(term.model, term.weight, device=device))
+            field = f"reward.terms[{number}].model"
+            rewards.append(ModelReward(term.model, term.weight, device=device, field=field))
         elif term.function is not None:
-            rewards.append(FunctionReward(term.function, term.weight, deadline=deadline, tolerated=tolerated))
+            field = f"reward.terms[{number}].function"
+            rewards.append(FunctionReward(term.function, term.weight, deadline=deadline, tolerated=tolerated, field=field))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
 
@@ -288,6 +300,15 @@ def _number(value: Any) -> float | str:
     if math.isnan(number):
         return "NaN"
     return number if abs(number) <= torch.finfo(torch.float32).max else "infinite"
+
+
+def _listed(returned: Any) -> Any:
+    """Arrays, tensors and sequences as lists; text and anything else as it is. A user's own type may raise here."""
+    if hasattr(returned, "tolist"):
+        return returned.tolist()
+    if isinstance(returned, Sequence) and not isinstance(returned, (str, bytes)):
+        return list(returned)
+    return returned
 
 
 def _counted(kinds: Counter[str]) -> str:

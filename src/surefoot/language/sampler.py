@@ -23,6 +23,7 @@ from surefoot.language.kv_cache import (
     cache_keeps_its_promise,
     read_prompts,
 )
+from surefoot.language.optional import quiet
 from surefoot.language.tokens import left_padded
 from surefoot.seeding import derived_seed
 
@@ -158,9 +159,11 @@ def generate(
 
     An answer depends on the prompt, the seed and its place in the list. Raises what ``sample`` and ``tokens`` raise.
     """
+    with quiet():  # a tokenizer warns of text longer than the context, which is refused here
+        asked = [tokens.encode_prompt(prompt) for prompt in prompts]
     drawn = sample(
         model,
-        [tokens.encode_prompt(prompt) for prompt in prompts],
+        asked,
         samples=samples,
         max_tokens=max_tokens,
         temperature=temperature,

@@ -103,9 +103,9 @@ class SupervisedWorld:
         self.recipe = recipe
         self.preference = isinstance(recipe, RewardRecipe)
         model, self.tokens = base_model(recipe)
-        self.limit = min(recipe.data.max_length, context_of(model) or recipe.data.max_length)
+        self.room = data.room(recipe.data.max_length, context_of(model))
         """tokens of a row at most: what the recipe allows and the model was made for"""
-        self.dropped: list[str] = []
+        self.notes: list[str] = []
         train = self._rows(recipe.data.train)
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
@@ -129,22 +129,22 @@ class SupervisedWorld:
         """What a reward model's scores are to have mean 0 and standard deviation 1 on."""
         assert isinstance(self.recipe, RewardRecipe)
         if self.recipe.demonstrations is None:
-            return data.pairs(data.read_rows(self.recipe.data.train), self.tokens, self.limit).chosen
-        shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, self.limit)
+            return data.pairs(data.read_rows(self.recipe.data.train), self.tokens, *self.room).chosen
+        shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, *self.room)
         self._note(self.recipe.demonstrations, shown.dropped)
         if len(shown.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; give at least two")
         return shown.ids
 
     def _rows(self, path: str) -> Rows:
-        rows, length, pad_id = data.read_rows(path), self.limit, self.tokens.pad_id
+        rows, pad_id = data.read_rows(path), self.tokens.pad_id
         if self.preference:
-            pairs = data.pairs(rows, self.tokens, length)
+            pairs = data.pairs(rows, self.tokens, *self.room)
             self._note(path, pairs.dropped)
             return Rows(
                 len(pairs.chosen), partial(pair_tensors, pairs, pad_id=pad_id), zip(pairs.chosen, pairs.rejected, strict=True)
             )
-        shown = data.demonstrations(rows, self.tokens, length)
+        shown = data.demonstrations(rows, self.tokens, *self.room)
         self._note(path, shown.dropped)
         return Rows(
             len(shown.ids), partial(demonstration_tensors, shown, pad_id=pad_id), zip(shown.ids, shown.trained, strict=True)
@@ -152,14 +152,14 @@ class SupervisedWorld:
 
     def _note(self, path: str, dropped: int) -> None:
         if dropped:
-            self.dropped.append(f"{path}: {dropped} rows are longer than {self.limit} tokens: dropped")
+            self.notes.append(f"{path}: dropped, because longer than {self.room[0]} tokens: {dropped} rows")
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and what the recipe comes to."""
         recipe, rows = self.recipe, self.collector.rows.count
         parameters = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         return [
-            *self.dropped,
+            *self.notes,
             f"parameters: {parameters:,}",
             f"rows: {rows:,}; {recipe.steps:,} steps are {recipe.steps / rows:.2f} epochs",
             f"updates: {recipe.steps:,} / {recipe.data.batch} = {-(-recipe.steps // recipe.data.batch):,}",

@@ -38,13 +38,9 @@ class LanguageWorld:
         self.result = LanguageModel(model, self.tokens)
         context, longest = context_of(model), recipe.data.max_length + recipe.sampling.max_tokens
         settings = recipe.reward
-        with named("reward.terms"):
-            self.reward = load_reward(
-                [term.model_copy(update={"model": term.model and model_folder(term.model)}) for term in settings.terms],
-                deadline=settings.deadline,
-                tolerated=settings.tolerated,
-                device=recipe.device,
-            )
+        self.reward = load_reward(
+            settings.terms, deadline=settings.deadline, tolerated=settings.tolerated, device=recipe.device
+        )
         self.gold = None
         if settings.gold is not None:
             self.gold = FunctionReward(
@@ -54,17 +50,17 @@ class LanguageWorld:
                 name="gold",
                 field="reward.gold",
             )
-        self.dropped: list[str] = []
-        limit = recipe.data.max_length if context is None else min(recipe.data.max_length, context - recipe.sampling.max_tokens)
-        if limit < 1:
+        self.notes: list[str] = []
+        self.room = data.room(recipe.data.max_length, context, recipe.sampling.max_tokens)
+        if self.room[0] < 1:
             raise SurefootError(
                 f"sampling.max_tokens={recipe.sampling.max_tokens}: leaves no room for a prompt in a context of {context} "
                 f"tokens; set at most {max(1, (context or longest) - 1)}"
             )
-        train = self._prompts(recipe.data.train, limit)
+        train = self._prompts(recipe.data.train)
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
-            self.held_out = self._prompts(recipe.data.held_out, limit)
+            self.held_out = self._prompts(recipe.data.held_out)
         for part in (*parts_of(self.reward), *([] if self.gold is None else [self.gold])):
             if isinstance(part, FunctionReward):
                 for prompts in (train, *([] if self.held_out is None else [self.held_out])):
@@ -87,10 +83,10 @@ class LanguageWorld:
         self.reference = self._reference(bf16).to(recipe.device)
         self.collector = LanguageCollector(recipe, self.policy, self.reference, self.reward, self.gold, train, self.tokens)
 
-    def _prompts(self, path: str, limit: int) -> data.Prompts:
-        found = data.prompts(data.read_rows(path), self.tokens, limit)
+    def _prompts(self, path: str) -> data.Prompts:
+        found = data.prompts(data.read_rows(path), self.tokens, *self.room)
         if found.dropped:
-            self.dropped.append(f"{path}: {found.dropped} prompts are longer than {limit} tokens: dropped")
+            self.notes.append(f"{path}: dropped, because longer than {self.room[0]} tokens: {found.dropped} prompts")
         return found
 
     def _critic(self, model: Any) -> Critic:
@@ -134,7 +130,7 @@ class LanguageWorld:
         epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
         iterations = -(-recipe.steps // recipe.responses)
         return [
-            *self.dropped,
+            *self.notes,
             f"parameters: {count:,} trained, {critic:,} of them the critic's; {count - critic:,} frozen in the reference",
             f"batch: {recipe.sampling.prompts} prompts x {recipe.sampling.samples} samples = {recipe.responses:,} responses",
             f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",

@@ -1,0 +1,197 @@
+"""Golden cases that components of language must meet, and not only the formulas they call: sampler, policy, reference,
+critic, collector, SFT and reward models, each taught to say a case's numbers. What is computed is float32.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surefoot import PPO_CLIP, Objective
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.language.data import Demonstrations
+from surefoot.language.models import scalar_model
+from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy
+from surefoot.language.sampler import sample
+from surefoot.language.supervised import RowCollector, Rows, SupervisedWorld, demonstration_tensors
+from surefoot.language.world import LanguageWorld
+from surefoot.learner import Learner
+from surefoot.optimizer import AdamSettings
+from surefoot.rollout import LearnerState, Rollout, map_tensors
+from surefoot.session import make_learner
+
+from . import tiny
+
+CASES = {
+    case["name"]: case
+    for case in json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text(encoding="utf-8"))
+}
+SILENT = -25.0
+"""the logit of what is not said: e⁻²⁵ of the whole"""
+
+
+def expect(name: str, key: str, ours: Any) -> None:
+    case = CASES[name]
+    torch.testing.assert_close(
+        torch.as_tensor(ours).detach().float(), torch.tensor(case["expected"][key]), rtol=0, atol=case["tolerance_fp32"]
+    )
+
+
+def hidden(model: Any, ids: list[int]) -> Tensor:
+    """What a model's trunk makes of every prefix.   [L, width]"""
+    with torch.no_grad():
+        states: Tensor = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    return states
+
+
+# ---- a response of three tokens -----------------------------------------------------------------------------------------
+
+RLHF = "rlhf_shaped_rewards_3_tokens"
+
+
+@pytest.fixture
+def three(folders: dict[str, Path], tmp_path: Path) -> Rollout:
+    """The case's response, "a", "b", EOS, out of those that the world's own sampler drew."""
+    x = CASES[RLHF]["inputs"]
+    (tmp_path / "score.py").write_text(f"def score(responses):\n    return [{x['score']}] * len(responses)\n")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
+    table = {
+        "kind": "language",
+        "model": str(folders["llama"]),
+        "data": {"train": str(tmp_path / "prompts.jsonl"), "max_length": 8},
+        "sampling": {"prompts": 4, "samples": 32, "max_tokens": 6},
+        "reward": {"terms": [{"function": f"{tmp_path}/score.py:score"}], "missing_eos": "none"},
+        "reference": {"beta": x["kl_coef"]},
+    }
+    world = LanguageWorld(make_recipe(table))  # type: ignore[arg-type]
+    tokens, policy = world.tokens, world.policy
+    prompt, ids = tokens.encode_prompt("x"), tokens.encode_completion("ab")
+    other = tokens.encode_completion("c")[0]
+    for model, log_probs in ((policy.model, x["logp"]), (world.reference.policy.model, x["ref_logp"])):
+        wanted = torch.full((3, len(tokens.tokenizer)), SILENT, dtype=torch.float64)
+        for t, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True)):
+            wanted[t, token] = log_prob
+            wanted[t, other] = torch.log1p(-torch.tensor(log_prob, dtype=torch.float64).exp())
+        tiny.teach(model.get_output_embeddings(), hidden(model, [*prompt, *ids])[len(prompt) - 1 : -1], wanted)
+    before = hidden(policy.model, [*prompt, *ids])[len(prompt) - 1 : -1]
+    tiny.teach(policy.value_head, before, torch.tensor(x["values"]).unsqueeze(-1))
+    whole = world.collector.collect(LearnerState.seeded(1, 128))
+    row = [tokens[kept].tolist() for tokens, kept in zip(whole.actions, whole.mask, strict=True)].index(ids)
+    found: Rollout = map_tensors(lambda y: y[row : row + 1], whole)
+    return found
+
+
+def test_rewards_advantages_returns_and_kl_of_a_sampled_response_are_the_golden_ones(three: Rollout) -> None:
+    x = CASES[RLHF]["inputs"]
+    credit = assign_credit(three, replace(PPO_CLIP, gamma=x["gamma"], gae_lambda=x["lam"]))
+    kl, rewards = three.reward_parts["kl"][0], three.rewards[0]
+    expect(RLHF, "k1", kl[:3])
+    expect(RLHF, "rewards", rewards[:3])
+    expect(RLHF, "advantages", credit.advantages[0, :3])
+    expect(RLHF, "returns", credit.returns[0, :3])
+    expect(RLHF, "seq_kl", kl.sum())
+    expect(RLHF, "non_score_reward_sum", (three.rewards - three.reward_parts["score"]).sum())
+    expect(RLHF, "rlhf_reward", rewards.sum())
+
+
+def test_sampler_policy_and_reference_divide_logits_by_the_temperature_as_in_the_golden_case() -> None:
+    name = "logprob_temperature"
+    x, expected = CASES[name]["inputs"], CASES[name]["expected"]
+    model, prompt = tiny.model("llama"), [30, 31, 32]
+    wanted = torch.full((1, tiny.VOCABULARY), SILENT)
+    wanted[0, [50, 51, 52]] = torch.tensor(x["logits"])
+    tiny.teach(model.get_output_embeddings(), hidden(model, prompt)[-1:], wanted)
+    inputs = {"prompt": torch.tensor([prompt]), "prompt_mask": torch.ones(1, 3, dtype=torch.bool)}
+    actions = torch.tensor([[50 + x["token"]]])
+    for temperature, key in ((x["temperature"], "correct"), (1.0, "untempered")):
+        policy = LanguagePolicy(model, None, 0, temperature)
+        expect(name, key, policy(inputs, actions).log_probs[0, 0])
+        expect(name, key, ReferencePolicy(policy).log_probs(inputs, actions, torch.ones(1, 1, dtype=torch.bool))[0, 0])
+        drawn = sample(
+            model, [prompt], samples=16, max_tokens=1, temperature=temperature, eos_ids=[1], pad_id=0, seeds=range(16)
+        )
+        said = drawn.log_probs[drawn.actions == actions[0, 0]]
+        assert len(said) > 1
+        expect(name, key, said[0])
+        assert abs(float(said[0]) - expected["wrong_divide_logprob"]) > 0.1
+
+
+# ---- supervised ---------------------------------------------------------------------------------------------------------
+
+
+def test_sft_has_the_golden_loss_and_none_on_what_is_not_trained() -> None:
+    name = "sft_masked_cross_entropy"
+    x = CASES[name]["inputs"]
+    model, classes = tiny.model("llama"), [50, 51, 52]
+    labels = [40 if label == x["ignore_index"] else classes[label] for label in x["shifted_labels"]]
+    ids, trained = [30, *labels], [False] + [label != x["ignore_index"] for label in x["shifted_labels"]]
+    wanted = torch.full((len(labels), tiny.VOCABULARY), SILENT)
+    wanted[:, classes] = torch.tensor(x["shifted_logits"])
+    tiny.teach(model.get_output_embeddings(), hidden(model, ids)[:-1], wanted)
+    shown = Demonstrations([ids], [trained], 0)
+    rollout = RowCollector(Rows(1, lambda rows: demonstration_tensors(shown, rows, 0), shown.ids), 1, 1).collect(
+        LearnerState.seeded(1, 1)
+    )
+    policy, objective = LanguagePolicy(model, None, 0), Objective(gamma=0.0)
+    expect(name, "token_losses", -policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[rollout.mask])
+    metrics = Learner(policy, objective, AdamSettings(1e-3)).update(
+        rollout, assign_credit(rollout, objective), LearnerState.seeded(1, 1)
+    )
+    expect(name, "loss", metrics["policy_loss"])
+
+
+def test_a_reward_model_has_the_golden_loss_and_a_tie_is_no_win(folders: dict[str, Path], tmp_path: Path) -> None:
+    name = "bradley_terry_rm_loss"
+    x = CASES[name]["inputs"]
+    pairs = [("a", "b"), ("c", "d"), ("e", "e")]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x", "chosen": c, "rejected": r}) + "\n" for c, r in pairs))
+    data = {"train": str(path), "held_out": str(path), "max_length": 8, "batch": 3}
+    world = SupervisedWorld(make_recipe({"kind": "reward", "model": str(folders["llama"]), "data": data}))  # type: ignore[arg-type]
+    scores: dict[str, float] = {}
+    for (chosen, rejected), r_chosen, r_rejected in zip(pairs, x["r_chosen"], x["r_rejected"], strict=True):
+        scores |= {chosen: r_chosen, rejected: r_rejected}
+    model = world.policy.model
+    texts = [[*world.tokens.encode_prompt("x"), *world.tokens.encode_completion(text)] for text in scores]
+    with torch.no_grad():
+        ends = torch.stack([model.backbone(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts])  # type: ignore[union-attr, operator]
+    tiny.teach(model.head, ends, torch.tensor(list(scores.values())).unsqueeze(-1))
+    judged = world.evaluate()
+    assert judged is not None
+    expect(name, "loss_mean", judged.metrics["held_out_loss"])
+    expect(name, "accuracy", judged.metrics["held_out_accuracy"])
+    state = LearnerState.seeded(1, 3)
+    rollout = world.collector.collect(state)
+    found = -world.policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[:, 0]
+    expect(name, "loss_per_pair", found[found.argsort()[torch.tensor([0, 2, 1])]])  # the walk has its own order
+    metrics = make_learner(world.recipe, world.policy).update(rollout, assign_credit(rollout, world.recipe.objective), state)
+    expect(name, "loss_mean", metrics["policy_loss"])
+
+
+def test_standardised_scores_have_the_golden_gain_and_bias_in_the_reward_and_in_a_critic_made_of_it() -> None:
+    """The case's new mean 0 and new std 1 are the only ones here; the variant that subtracts the mean alone is not ours."""
+    name = "rm_gain_bias_normalisation"
+    x = CASES[name]["inputs"]
+    assert (x["new_mean"], x["new_std"]) == (0.0, 1.0)
+    scores = scalar_model(tiny.model("llama"), 1)
+    scores.standardise(torch.tensor([x["old_mean"] - x["old_std"], x["old_mean"] + x["old_std"]]))
+    ids, mask = torch.tensor([[30, 31, 32]]), torch.ones(1, 3, dtype=torch.bool)
+    rewards, values = [], []
+    with torch.no_grad():
+        scores.head.weight.zero_()
+        for raw in [*x["raw"], 0.0, 1.0]:
+            scores.head.bias.fill_(raw)
+            rewards.append(float(scores(ids, mask)))
+            critic = Critic.of_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+            policy = LanguagePolicy(tiny.model("llama"), critic, 0)
+            inputs = {"prompt": ids[:, :1], "prompt_mask": mask[:, :1]}
+            values.append(float(policy.values_after(inputs, ids[:, 1:], mask[:, 1:])))
+    for found in (rewards, values):
+        expect(name, "normalised", found[:3])
+        expect(name, "bias", found[3])
+        expect(name, "gain", found[4] - found[3])

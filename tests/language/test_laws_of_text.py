@@ -1,0 +1,271 @@
+"""What may not matter to an update on text (padding, order, company, parts, the tokenizer's habits), and what must be where
+it is (the score, the value, the anchor): on rollouts that a world sampled itself.
+"""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surefoot import Reuse
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.functional import masked_mean
+from surefoot.language.supervised import SupervisedWorld
+from surefoot.language.world import LanguageWorld
+from surefoot.learner import Learner
+from surefoot.optimizer import AdamSettings
+from surefoot.rollout import LearnerState, Rollout, map_tensors
+
+from .tiny import VOCABULARY, say, write_folder
+
+LETTERS = "def letters(responses):\n    return [len(set(text)) / 4 + text.count('a') for text in responses]\n"
+PROMPTS = ("hi ", "what is it? ", "x", "say something: ", "go", "a longer one, of two parts: ", "no", "yes, ")
+
+
+def made(model: Path, where: Path, **changes: Any) -> LanguageWorld:
+    """A world with prompts of many lengths, a critic that says something, and a reference that is not the policy."""
+    where.mkdir(exist_ok=True)
+    (where / "letters.py").write_text(LETTERS)
+    (where / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    table: dict[str, Any] = {
+        "kind": "language",
+        "model": str(model),
+        "data": {"train": str(where / "prompts.jsonl"), "max_length": 64},
+        "sampling": {"prompts": 8, "max_tokens": 7, "stop": ["e", "o"]},
+        "reward": {"terms": [{"function": f"{where}/letters.py:letters"}], "missing_eos": "none"},
+        "reference": {"beta": 0.1},
+    }
+    world = LanguageWorld(make_recipe(table | changes))  # type: ignore[arg-type]
+    head = world.policy.value_head if world.policy.critic is None else world.policy.critic.head
+    with torch.no_grad():
+        world.reference.policy.model.get_output_embeddings().weight.mul_(0.7)
+        head.weight.normal_(generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr, operator]
+    return world
+
+
+def collected(world: LanguageWorld) -> Rollout:
+    return world.collector.collect(LearnerState.seeded(1, 64))
+
+
+def updated(world: LanguageWorld, rollout: Rollout, **sizes: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The gradient of one update over the whole rollout by a copy of the policy, and the update's metrics."""
+    objective = replace(world.recipe.objective, reuse=Reuse(1, 1), entropy_coefficient=0.01, reference_coefficient=0.05)
+    learner = Learner(copy.deepcopy(world.policy), objective, AdamSettings(1e-3, max_grad_norm=None), **sizes)
+    metrics = learner.update(rollout, assign_credit(rollout, objective), LearnerState.seeded(1, 64))
+    return learner.optimizers["policy"].gradients, metrics
+
+
+def alike(one: Tensor, other: Tensor) -> None:
+    """But for rounding, of which a gradient has more where it is large."""
+    assert one.abs().max() > 1e-2
+    torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * float(one.abs().max()))
+
+
+@pytest.fixture
+def world(folder: Path, tmp_path: Path) -> LanguageWorld:
+    return made(folder, tmp_path)
+
+
+# ---- what may not matter ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("left", "between", "right"), [(5, 0, 0), (0, 4, 0), (0, 0, 6), (2, 3, 4)])
+def test_amount_side_and_content_of_padding_change_no_gradient(
+    left: int, between: int, right: int, world: LanguageWorld
+) -> None:
+    r = collected(world)
+    assert len(set(r.mask.sum(-1).tolist())) > 1, "responses differ in length"
+    generator = torch.Generator().manual_seed(3)
+
+    def garbage(x: Tensor, keep: Tensor) -> Tensor:
+        return torch.where(keep, x, torch.randint(0, VOCABULARY, x.shape, generator=generator))
+
+    def wider(x: Any) -> Any:
+        if x.shape[1:] == r.mask.shape[1:]:
+            x = nn.functional.pad(x, (0, right), value=9 if x.dtype == torch.int64 else False)
+        return x
+
+    padded: Rollout = map_tensors(wider, r)
+    prompt_mask = nn.functional.pad(r.inputs["prompt_mask"], (left, between))
+    prompt = garbage(nn.functional.pad(r.inputs["prompt"], (left, between)), prompt_mask)
+    padded = replace(
+        padded, inputs={"prompt": prompt, "prompt_mask": prompt_mask}, actions=garbage(padded.actions, padded.mask)
+    )
+    assert padded.mask.shape[1] == r.mask.shape[1] + right
+    alike(updated(world, padded)[0], updated(world, r)[0])
+
+
+def test_order_of_rows_changes_no_gradient(world: LanguageWorld) -> None:
+    r = collected(world)
+    order = torch.tensor([5, 2, 7, 0, 1, 6, 4, 3])
+    alike(updated(world, map_tensors(lambda x: x[order], r))[0], updated(world, r)[0])
+
+
+@pytest.mark.parametrize("sizes", [{"micro_batch": 1}, {"micro_batch": 3}, {"micro_batch_tokens": 40}])
+def test_the_token_mean_over_micro_batches_is_that_of_one_batch(sizes: dict[str, int], world: LanguageWorld) -> None:
+    r = collected(world)
+    whole, parts = updated(world, r), updated(world, r, **sizes)
+    alike(parts[0], whole[0])
+    for name in ("policy_loss", "value_loss", "entropy"):
+        assert parts[1][name] == pytest.approx(whole[1][name], abs=1e-5), name
+
+
+def test_a_response_does_not_depend_on_who_is_in_the_batch(folder: Path, tmp_path: Path) -> None:
+    """Fewer prompts in an iteration, so other company and other padding: each response, score and value is the same."""
+    eight = made(folder, tmp_path)
+    two = made(
+        folder, tmp_path, sampling={**eight.recipe.sampling.model_dump(), "prompts": 2}, objective={"reuse": {"minibatches": 1}}
+    )
+    whole, state = collected(eight), LearnerState.seeded(1, 64)
+    for first in range(0, 8, 2):
+        part = two.collector.collect(state)
+        state.steps += 2
+        width = part.mask.shape[1]
+        for name in ("actions", "mask", "rewards", "values", "old_log_probs"):
+            found, wanted = getattr(part, name), getattr(whole, name)[first : first + 2]
+            assert not wanted[:, width:][whole.mask[first : first + 2, width:]].any()
+            torch.testing.assert_close(found * part.mask, wanted[:, :width] * part.mask, rtol=0, atol=1e-4)
+
+
+# ---- what must be where it is -------------------------------------------------------------------------------------------
+
+
+def test_the_score_sits_on_eos_and_where_there_is_none_on_the_last_token(folders: dict[str, Path], tmp_path: Path) -> None:
+    plain = made(folders["gpt2"], tmp_path, sampling={"prompts": 8, "samples": 4, "max_tokens": 4}, reference={"beta": 0.0})
+    eos = plain.tokens.eos_id
+    say(plain.policy.model, [*plain.tokens.encode_completion("ab")], (0.5, 0.25, 0.25))
+    r = collected(plain)
+    ends = (r.actions == eos) & r.mask
+    ended = ends.any(-1)
+    assert ended.any()
+    assert not ended.all()
+    for row in range(len(r.mask)):
+        place = int(ends[row].int().argmax()) if ended[row] else 3
+        text = plain.tokens.decode(r.actions[row][r.mask[row]])
+        wanted = torch.zeros(r.mask.shape[1])
+        wanted[place] = len(set(text)) / 4 + text.count("a")
+        torch.testing.assert_close(r.rewards[row], wanted)
+        assert r.mask[row].tolist() == [t <= place for t in range(r.mask.shape[1])], "EOS is learned, and nothing behind it"
+
+
+@pytest.mark.parametrize("own_model", [False, True])
+def test_values_are_of_the_state_before_each_token_and_successors_of_that_after_it(
+    own_model: bool, folder: Path, tmp_path: Path
+) -> None:
+    """A cut response is bootstrapped by V of the whole of it, and what ended has nothing behind it."""
+    settings = {"terms": [{"function": f"{tmp_path}/letters.py:letters"}], "missing_eos": "bootstrap"}
+    world = made(folder, tmp_path, critic={"own_model": own_model}, reward=settings)
+    r, policy = collected(world), world.policy
+    trunk, head = (
+        (policy.model.base_model, policy.value_head) if policy.critic is None else (policy.critic.trunk, policy.critic.head)
+    )
+    assert r.truncated.any()
+    assert r.terminated.any()
+    for row in range(len(r.mask)):
+        prompt, response = r.inputs["prompt"][row][r.inputs["prompt_mask"][row]], r.actions[row][r.mask[row]]
+        with torch.no_grad():
+            states = trunk(input_ids=torch.cat([prompt, response]).unsqueeze(0)).last_hidden_state[0]  # type: ignore[operator]
+            v = (states @ head.weight[0] + head.bias)[len(prompt) - 1 :]  # type: ignore[union-attr, operator]
+        count = len(response)
+        torch.testing.assert_close(r.values[row, :count], v[:-1], rtol=1e-4, atol=1e-4)
+        known = count if r.truncated[row].any() else count - 1
+        torch.testing.assert_close(r.next_values[row, :known], v[1 : known + 1], rtol=1e-4, atol=1e-4)
+        credit = assign_credit(
+            map_tensors(lambda x, row=row: x[row : row + 1], r), replace(world.recipe.objective, gae_lambda=0.0)
+        )
+        behind = float(v[-1]) if r.truncated[row].any() else 0.0
+        wanted = float(r.rewards[row, count - 1]) + behind - float(v[-2])
+        assert float(credit.advantages[0, count - 1]) == pytest.approx(wanted, abs=2e-4)
+
+
+def test_an_adapted_beta_moves_by_the_clipped_relative_error_of_the_kl(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Up where the policy has gone further than the target, down where it has not; the next rollout pays the new β."""
+    for target, shift in ((1e-3, 0.2), (1e3, -0.2)):
+        world = made(folders["llama"], tmp_path, reference={"beta": 0.5, "target": target, "horizon": 40})
+        state = LearnerState.seeded(1, 64)
+        first = world.collector.collect(state)
+        spent = float(first.reward_parts["kl"].sum(-1).mean())
+        assert first.metrics["kl_reference_response"] == pytest.approx(spent, rel=1e-5)
+        assert 2e-3 < spent < 500
+        second = world.collector.collect(state)
+        beta = 0.5 * (1 + shift * 8 / 40)
+        assert second.metrics["reference_beta"] == pytest.approx(beta)
+        paid = second.reward_parts["score"] - beta * second.reward_parts["kl"]
+        torch.testing.assert_close(second.rewards[second.mask], paid[second.mask])
+
+
+@pytest.mark.parametrize("own_model", [False, True])
+def test_dropout_that_a_models_folder_asks_for_is_off_in_sampling_scoring_and_learning(own_model: bool, tmp_path: Path) -> None:
+    drops = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    world = made(write_folder(tmp_path / "model", "gpt2", **drops), tmp_path, critic={"own_model": own_model})
+    r = collected(world)
+    assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+    assert updated(world, r)[1]["ratio_at_start"] == pytest.approx(1, abs=1e-5)
+    world.policy.train()
+    torch.testing.assert_close(world.policy(r.inputs, r.actions, r.mask).values, r.values, rtol=0, atol=1e-4)
+
+
+# ---- the tokenizer's habits ---------------------------------------------------------------------------------------------
+
+HABITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "no pad": lambda told: told | {"pad_token": None},
+    "pad = eos": lambda told: told | {"pad_token": told["eos_token"]},
+    "padding on the left": lambda told: told | {"padding_side": "left"},
+    "padding on the right": lambda told: told | {"padding_side": "right"},
+    "pad = eos on the left": lambda told: told | {"pad_token": told["eos_token"], "padding_side": "left"},
+}
+
+
+def habitual(habit: str, folder: Path, tmp_path: Path) -> Path:
+    """A model folder whose tokenizer says another thing of padding."""
+    copied = Path(shutil.copytree(folder, tmp_path / "habitual"))
+    path = copied / "tokenizer_config.json"
+    path.write_text(json.dumps(HABITS[habit](json.loads(path.read_text()))))
+    return copied
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_tokenizers_habits_of_padding_change_nothing_that_is_sampled_or_learned(
+    habit: str, kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """With positions that are learned, too: they come from the mask, or the log-probabilities of sampler and trainer part."""
+    usual, other = (made(folder, tmp_path) for folder in (folders[kind], habitual(habit, folders[kind], tmp_path)))
+    tokenizer = other.tokens.tokenizer
+    assert ("pad =" in habit) == (tokenizer.pad_token_id == other.tokens.eos_id)
+    assert ("no pad" in habit) == (tokenizer.pad_token_id is None)
+    assert other.tokens.pad_id not in other.tokens.eos_ids
+    with torch.no_grad():  # make EOS likely
+        for one in (usual, other):
+            one.policy.model.get_output_embeddings().weight[one.tokens.eos_id] *= 3
+    ours, theirs = collected(usual), collected(other)
+    assert len(set(ours.inputs["prompt_mask"].sum(-1).tolist())) > 3, "prompts of several lengths"
+    assert torch.equal(ours.mask, theirs.mask)
+    assert torch.equal(ours.actions[ours.mask], theirs.actions[theirs.mask])
+    torch.testing.assert_close(ours.rewards, theirs.rewards, rtol=0, atol=1e-5)
+    assert theirs.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+    assert theirs.metrics["eos_rate"] == ours.metrics["eos_rate"] > 0  # type: ignore[operator]
+    alike(updated(other, theirs)[0], updated(usual, ours)[0])
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_sft_learns_eos_whatever_the_tokenizer_pads_with(habit: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "completion": "ab"[: 1 + i % 2] * (1 + i % 3)} for i, prompt in enumerate(PROMPTS)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "batch": 8}
+    losses = []
+    for folder in (folders["gpt2"], habitual(habit, folders["gpt2"], tmp_path)):
+        world = SupervisedWorld(make_recipe({"kind": "sft", "model": str(folder), "data": data}))  # type: ignore[arg-type]
+        r = world.collector.collect(LearnerState.seeded(1, 8))
+        last = r.mask.sum(-1) - 1
+        assert (r.actions[torch.arange(8), last] == world.tokens.eos_id).all()
+        losses.append(float(masked_mean(-world.policy(r.inputs, r.actions, r.mask).log_probs, r.mask).detach()))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
