@@ -1,0 +1,265 @@
+"""Bad input of language as a user at the command line meets it: one line with field, value and remedy, exit code 2, and of a
+run that had begun the last checkpoint, from which it resumes.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.language.models import load_model, scalar_model
+from surefoot.language.pocket import character_tokenizer
+from surefoot.run.checkpoint import load_checkpoint
+
+from . import tiny
+
+Command = Callable[..., tuple[int, str, str]]
+
+REWARDS = """
+import math
+from pathlib import Path
+
+def _until_mended(bad):
+    calls = []
+    def reward(responses):
+        calls.append(1)
+        numbers = [float(len(text)) for text in responses]
+        return numbers if len(calls) <= 2 or Path("mended").exists() else bad(responses)
+    return reward
+
+def _boom(responses):
+    raise RuntimeError("no\\nnetwork")
+
+def _forever(responses):
+    while True:
+        pass
+
+raises = _until_mended(_boom)
+hangs = _until_mended(_forever)
+nan = _until_mended(lambda responses: [math.nan] * len(responses))
+none = _until_mended(lambda responses: None)
+nones = _until_mended(lambda responses: [None] * len(responses))
+strings = _until_mended(lambda responses: ["good"] * len(responses))
+text = _until_mended(lambda responses: "good")
+count = _until_mended(lambda responses: [1.0] * (len(responses) + 1))
+
+def fine(responses):
+    return [1.0] * len(responses)
+
+def first_missing(responses):
+    return [None] + [1.0] * (len(responses) - 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of models, whole and not, beside each other."""
+    from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, BertModel, T5Config, T5ForConditionalGeneration
+
+    root = tmp_path_factory.mktemp("bad")
+    whole = tiny.write_folder(root / "whole", "llama")
+
+    def copied(name: str, *without: str) -> Path:
+        shutil.copytree(whole, root / name)
+        for file in without:
+            (root / name / file).unlink()
+        return root / name
+
+    def with_tokenizer(name: str, tokenizer: Any, of: Path = whole) -> None:
+        shutil.copytree(of, root / name, ignore=shutil.ignore_patterns("*token*", "chat*"))
+        tokenizer.save_pretrained(root / name)
+
+    copied("weightless", "model.safetensors")
+    copied("wordless", "tokenizer.json", "tokenizer_config.json")
+    copied("half-wordless", "tokenizer.json")
+    copied("cut", "model.safetensors").joinpath("model.safetensors").write_bytes(b"\0" * 1000)
+    (root / "empty").mkdir()
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    bert = BertConfig(vocab_size=tiny.VOCABULARY, max_position_embeddings=128, **shape)
+    for name, kind in (("encoder", BertModel), ("filler", BertForMaskedLM), ("bert", BertLMHeadModel)):
+        kind(bert).save_pretrained(root / name)
+        tiny.tokenizer().save_pretrained(root / name)
+    both = T5Config(vocab_size=tiny.VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    T5ForConditionalGeneration(both).save_pretrained(root / "translator")
+    tiny.tokenizer().save_pretrained(root / "translator")
+    plain = tiny.tokenizer()
+    plain.chat_template = None
+    with_tokenizer("templateless", plain)
+    larger = character_tokenizer("".join(map(chr, range(32, 300))))
+    with_tokenizer("larger", larger)
+    other = copied("other")
+    told = json.loads((other / "tokenizer.json").read_text())
+    words = told["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (other / "tokenizer.json").write_text(json.dumps(told))
+    for name in ("whole", "other"):
+        scalar_model(load_model(root / name)[0], 1, load_model(root / name)[1]).save(root / f"scores-{name}")
+    with_tokenizer("scores-larger", larger, root / "scores-whole")
+    shutil.copytree(root / "scores-whole", root / "scores-headless", ignore=shutil.ignore_patterns("head.*"))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path) -> None:
+    """Rows and reward functions, where the command runs."""
+    begin = [{"role": "user", "content": "hi"}]
+    chat = [*begin, {"role": "assistant", "content": "ho"}]
+    for name, row in {
+        "prompts": {"prompt": "say "},
+        "long": {"prompt": "x" * 200},
+        "rows": {"prompt": "say ", "completion": "yes", "chosen": "yes", "rejected": "no"},
+        "long-rows": {"prompt": "say ", "completion": "y" * 200},
+        "chat": {"prompt": begin, "messages": chat},
+        "chat-rows": {"messages": chat, "chosen": chat, "rejected": [*begin, {"role": "assistant", "content": "no"}]},
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "x" * 200}) + "\n")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+
+def supervised(kind: str, model: str, data: str = "rows") -> list[str]:
+    size = ["--data.batch", "4", "--steps", "8", "--data.max-length", "1024", "--run-dir", "run", "--quiet"]
+    return ["train", kind, "--model", model, "--data.train", f"{data}.jsonl", *size]
+
+
+def online(
+    model: str = "M/whole", term: str = '{ function = "rewards.py:fine" }', data: str = "prompts", *more: str
+) -> list[str]:
+    size = ["--sampling.prompts", "4", "--sampling.max-tokens", "3", "--steps", "16", "--checkpoint-every", "4"]
+    where = ["--run-dir", "run", "--quiet", "--reward.terms", f"[{term}]", "--data.train", f"{data}.jsonl"]
+    return ["train", "language", "--model", model, *size, *where, *more]
+
+
+def scored(name: str) -> list[str]:
+    return online("M/whole", f'{{ model = "M/{name}" }}')
+
+
+def refused(result: tuple[int, str, str], *parts: str) -> None:
+    code, _, err = result
+    assert code == 2, err
+    assert err.startswith("surefoot: ")
+    assert err.count("\n") == 1, err
+    for part in parts:
+        assert part in err
+
+
+CAUSAL = "give a causal language model"
+OTHER = "has another vocabulary than model="
+BELONG = "ids go up to 273 and the model has embeddings for 102 tokens"
+NO_TEMPLATE = "line 1: messages need a chat template and this tokenizer has none; use plain text, or another model"
+CASES: list[tuple[list[str], tuple[str, ...]]] = [
+    (supervised("sft", "M/nowhere"), ("model='M/nowhere': no such folder", "give one that save_pretrained wrote")),
+    (supervised("sft", "M/empty"), ("model='M/empty': has no config.json", "save_pretrained")),
+    (supervised("sft", "M/weightless"), ("model='M/weightless': has no weights", "copy the whole folder")),
+    (supervised("sft", "M/wordless"), ("model='M/wordless': has no tokenizer", "copy the whole folder")),
+    (supervised("sft", "M/half-wordless"), ("model='M/half-wordless': its tokenizer can't be read", "copy the whole folder")),
+    (supervised("sft", "M/cut"), ("model='M/cut': can't be read", "copy the whole folder again")),
+    (supervised("sft", "M/encoder"), ("model='M/encoder': is of another kind (BertModel)", CAUSAL)),
+    (supervised("sft", "M/filler"), ("model='M/filler': is of another kind (BertForMaskedLM)", CAUSAL)),
+    (supervised("sft", "M/translator"), ("model='M/translator': is of another kind (T5For", CAUSAL)),
+    (supervised("sft", "M/scores-whole"), ("model='M/scores-whole': is a reward model", CAUSAL)),
+    (supervised("sft", "M/bert"), ("model='M/bert': its logits depend on later tokens", CAUSAL)),
+    (supervised("reward", "M/bert"), ("model='M/bert': its logits depend on later tokens", CAUSAL)),
+    (online("M/bert"), ("model='M/bert': its logits depend on later tokens", CAUSAL)),
+    (["generate", "M/bert", "--prompt", "x"], ("model='M/bert': its logits depend on later tokens", CAUSAL)),
+    (["data", "preview", "rows.jsonl", "--model", "M/bert"], ("model='M/bert': its logits depend on later tokens", CAUSAL)),
+    (supervised("sft", "M/larger"), ("model='M/larger': the tokenizer's", BELONG, "take the tokenizer from where")),
+    (online(data="long"), ("long.jsonl: every one of its 8 rows is dropped", "128, less sampling.max_tokens=3; shorten")),
+    (supervised("sft", "M/whole", "long-rows"), ("long-rows.jsonl: every one", "the model's context is 128; shorten them")),
+    (online("M/whole", '{ function = "rewards.py:fine" }', "long", "--data.max-length", "64"), ("max_length=64; raise it",)),
+    (
+        ["generate", "M/whole", "--prompt", "x" * 200, "--max-tokens", "5"],
+        ("200 tokens and max_tokens=5", "shorten one of them"),
+    ),
+    (["generate", "M/whole", "--file", "prompts.jsonl", "--max-tokens", "5"], ("prompts.jsonl, line 9: its prompt has 200",)),
+    (online("M/templateless", data="chat"), ("chat.jsonl, " + NO_TEMPLATE,)),
+    (supervised("sft", "M/templateless", "chat-rows"), ("chat-rows.jsonl, " + NO_TEMPLATE,)),
+    (supervised("reward", "M/templateless", "chat-rows"), ("chat-rows.jsonl, " + NO_TEMPLATE,)),
+    (["generate", "M/templateless", "--file", "chat.jsonl"], ("chat.jsonl, " + NO_TEMPLATE,)),
+    (["data", "preview", "chat-rows.jsonl", "--model", "M/templateless"], ("chat-rows.jsonl, " + NO_TEMPLATE,)),
+    ([*online(), "--reference.model", "M/other"], ("reference.model='M/other'", OTHER, "both need the same tokenizer")),
+    ([*online(), "--reference.model", "M/bert"], ("reference.model='M/bert': its logits depend on later tokens", CAUSAL)),
+    ([*online(), "--reference.model", "M/weightless"], ("reference.model='M/weightless': has no weights", "copy")),
+    (
+        [*online(), "--critic.own-model", "true", "--critic.start", "M/scores-other"],
+        ("critic.start='M/scores-other'", OTHER, "both need the same tokenizer"),
+    ),
+    (
+        [*online(), "--critic.own-model", "true", "--critic.start", "M/scores-larger"],
+        ("critic.start='M/scores-larger'", BELONG),
+    ),
+    ([*online(), "--critic.own-model", "true", "--critic.start", "M/whole"], ("critic.start='M/whole'", "is no reward model")),
+    (scored("scores-larger"), ("reward.terms[0].model='M/scores-larger'", BELONG, "take the tokenizer from where")),
+    (scored("scores-headless"), ("reward.terms[0].model='M/scores-headless'", "is no reward model; train one with kind")),
+    (scored("whole"), ("reward.terms[0].model='M/whole'", "is no reward model; train one with kind")),
+    (scored("nowhere"), ("reward.terms[0].model='M/nowhere'", "no such folder; a reward model is")),
+    (
+        online("M/whole", '{ function = "rewards.py:gone" }'),
+        ("reward.terms[0].function='rewards.py:gone'", "can't be imported"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), CASES, ids=lambda x: " ".join(x)[:60])
+def test_what_cannot_be_trained_on_is_refused_in_one_line_and_leaves_nothing(
+    words: list[str], parts: tuple[str, ...], command: Command, models: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    refused(command(*(word.replace("M/", f"{models}/") for word in words)), *(p.replace("M/", f"{models}/") for p in parts))
+    left = [path for path in tmp_path.iterdir() if path.name != "__pycache__"]
+    assert sorted(left) == before
+
+
+def test_a_reward_model_of_another_tokenizer_is_fine_because_it_gets_text(command: Command, models: Path) -> None:
+    code, _, err = command(*(word.replace("M/", f"{models}/") for word in scored("scores-other")))
+    assert (code, err) == (0, "")
+
+
+def test_prompts_longer_than_the_context_are_told_before_training(command: Command, models: Path) -> None:
+    words = [word.replace("M/", f"{models}/") for word in online()]
+    code, out, _ = command(*words)
+    assert code == 0
+    assert out.splitlines()[0] == "prompts.jsonl: dropped, because longer than 125 tokens: 1 prompts"
+
+
+WRONG: dict[str, tuple[str, ...]] = {
+    "raises": ("raised RuntimeError: no network",),
+    "hangs": ("took longer than reward.deadline=0.3 s for 4 responses", "make it faster, or raise that"),
+    "nan": ("gave no number for 4 of 4 responses (NaN 4), more than reward.tolerated=0.1",),
+    "none": ("returned a NoneType; it must return a list of 4 numbers",),
+    "nones": ("gave no number for 4 of 4 responses (None 4), more than reward.tolerated=0.1",),
+    "strings": ("gave no number for 4 of 4 responses (str 4), more than reward.tolerated=0.1",),
+    "text": ("returned a str; it must return a list of 4 numbers",),
+    "count": ("returned 5 numbers for 4 responses",),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_reward_function_that_goes_wrong_is_named_and_the_run_resumes_when_it_is_mended(
+    name: str, command: Command, models: Path, tmp_path: Path
+) -> None:
+    words = online(str(models / "whole"), f'{{ function = "rewards.py:{name}" }}', "prompts", "--reward.deadline", "0.3")
+    result = command(*words)
+    refused(result, f"reward.terms[0].function='rewards.py:{name}': ", *WRONG[name], "resume from the last checkpoint")
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["4", "8"]
+    load_checkpoint(kept / "8")
+    (tmp_path / "mended").touch()
+    code, out, err = command("resume", "run", "--quiet")
+    assert (code, err) == (0, "")
+    assert "after 16 steps" in out
+
+
+def test_single_responses_without_a_number_are_masked_and_counted_up_to_the_set_rate(
+    command: Command, models: Path, tmp_path: Path
+) -> None:
+    words = online(str(models / "whole"), '{ function = "rewards.py:first_missing" }', "prompts", "--reward.tolerated")
+    assert command(*words, "0.25")[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["without_score"] for row in rows] == [0.25] * 4
+    shutil.rmtree(tmp_path / "run")
+    refused(command(*words, "0.2"), "gave no number for 1 of 4 responses (None 1), more than reward.tolerated=0.2 of them")
