@@ -12,6 +12,7 @@ import click
 from surefoot import __version__
 from surefoot.algorithms import LADDER
 from surefoot.cli_language import data, generate
+from surefoot.cli_memory import memory
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
 from surefoot.config import parse_value, read_toml, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
@@ -287,6 +288,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 
 cli.add_command(generate)
 cli.add_command(data)
+cli.add_command(memory)
 
 
 @cli.command(name="list")

@@ -1,6 +1,6 @@
 """What a run trains: the protocol that a session sees, and which class serves which kind of recipe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,8 +33,8 @@ class World(Protocol):
         ...
 
     @property
-    def notes(self) -> list[str]:
-        """What to know before training begins, a line each: rows that were left out."""
+    def notes(self) -> Sequence[str]:
+        """What to know before training begins, a line each: rows that were left out, memory that may not suffice."""
         ...
 
     @property

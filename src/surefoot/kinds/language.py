@@ -33,6 +33,8 @@ class ModelRecipe(Recipe):
     """bfloat16 computes the passes through models in autocast; weights stay float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
+    check_memory: bool = True
+    """refuse to start a run that needs more memory than there is; false tries it all the same"""
     optimizer: LanguageOptimizer = LanguageOptimizer()
     evaluation: LanguageEvaluation = LanguageEvaluation()
 

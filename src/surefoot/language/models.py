@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.optional import transformers_needed
 from surefoot.language.pocket import pocket as pocket
+from surefoot.language.pocket import pocket_config
 from surefoot.language.pretrained import (
     CAUSAL,
     HEAD,
@@ -29,7 +30,7 @@ from surefoot.language.tokens import positions
 from surefoot.seeding import stream
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_model(
@@ -58,6 +59,18 @@ def load_model(
     if looks_ahead(model):
         raise SurefootError(f"model={name!r}: {AHEAD} ({type(model).__name__}); {CAUSAL}")
     return model, tokenizer
+
+
+def config_of(name: str | Path, *, trust_remote_code: bool = False) -> "PreTrainedConfig":
+    """The configuration of what ``load_model`` would load, and nothing of its weights.
+
+    Raises SurefootError when there is no such model, or a part of it is missing.
+    """
+    transformers_needed(f"model={str(name)!r}")
+    if str(name) == "pocket":
+        return pocket_config()
+    name = str(Path(name).expanduser()) if is_folder(str(name)) else str(name)
+    return read_config(name, trust_remote_code)
 
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: str | Path) -> None:

@@ -10,7 +10,7 @@ from surefoot.language.optional import transformers_needed
 from surefoot.seeding import derived_seed
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ALPHABET = "".join(character for character in string.printable if character.isprintable()) + "\n"
 """printable ASCII, and the end of a line"""
@@ -40,10 +40,22 @@ def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, 
     Raises SurefootError when the alphabet is empty or holds a character twice.
     """
     transformers_needed("model='pocket'")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     tokenizer = character_tokenizer(alphabet)
-    config = LlamaConfig(
+    config = pocket_config(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(seed, "pocket"))
+        model = LlamaForCausalLM(config)
+    return model.eval(), tokenizer
+
+
+def pocket_config(tokenizer: "PreTrainedTokenizerFast | None" = None) -> "LlamaConfig":
+    """The model's configuration, for its own tokenizer if no other is given."""
+    from transformers import LlamaConfig
+
+    tokenizer = tokenizer or character_tokenizer()
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
         num_hidden_layers=LAYERS,
@@ -57,10 +69,6 @@ def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, 
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(seed, "pocket"))
-        model = LlamaForCausalLM(config)
-    return model.eval(), tokenizer
 
 
 def character_tokenizer(alphabet: str = ALPHABET, context: int = CONTEXT) -> "PreTrainedTokenizerFast":

@@ -51,6 +51,17 @@ def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig
     return config
 
 
+def read_only_config(place: Path) -> "PreTrainedConfig":
+    """The configuration in a file, or in a folder whatever else is there, with every dropout at 0. Raises what ``transformers``
+    does.
+    """
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(place, local_files_only=True)
+    no_dropout(config)
+    return config
+
+
 def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_code: bool = False) -> "PreTrainedModel":
     """A model by one of the Auto classes, in float32 and eval mode, without dropout; every weight is the file's.
 

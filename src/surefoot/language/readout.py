@@ -40,17 +40,19 @@ class Readout:
     """Hidden states and logits of a model. Holds no parameters of its own.
 
     model  an AutoModelForCausalLM
+    tried  False for a model without contents: it is taken to be plain, and what the trial finds stays 0
 
     Raises SurefootError when the model's logits depend on later tokens.
     """
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel", tried: bool = True) -> None:
         self.model: Any = model
         self.width = self.vocabulary = 0
         self.plain = True
         """whether ``head`` of ``hidden`` is the model's own logits"""
-        with quiet():  # the trial's tokens may be the pad token, of which some models warn
-            self._try()
+        if tried:
+            with quiet():  # the trial's tokens may be the pad token, of which some models warn
+                self._try()
 
     def states(self, ids: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """After the tokens at (row, column): hidden states [K, width], and what ``head`` makes logits of [K, …].

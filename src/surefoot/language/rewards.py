@@ -24,7 +24,11 @@ from surefoot.language.optional import quiet
 from surefoot.language.tokens import Messages, Tokens, right_padded
 from surefoot.language.trained import model_folder, named
 
+BATCH_TOKENS = 16_384
+"""tokens, padding included, that go through a reward model at once"""
+
 MEND = "mend the function, then resume from the last checkpoint"
+
 Columns = Mapping[str, Sequence[Any]]
 Prompt = str | Messages
 """text, or the messages of a conversation"""
@@ -182,7 +186,7 @@ class ModelReward:
         folder: str | Path,
         weight: float = 1.0,
         *,
-        batch_tokens: int = 16_384,
+        batch_tokens: int = BATCH_TOKENS,
         name: str = "reward_model",
         device: str = "cpu",
         field: str = "reward.model",

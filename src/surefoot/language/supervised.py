@@ -17,6 +17,7 @@ from surefoot.errors import SurefootError
 from surefoot.functional import masked_mean
 from surefoot.kinds import DemonstrationRecipe, RewardRecipe
 from surefoot.language import data
+from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.models import RewardModel, context_of, scalar_model
 from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
@@ -33,10 +34,19 @@ Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 
 
 class Rows:
-    """So many rows, what some of them are as tensors, and by what all of them are recognised."""
+    """So many rows, what some of them are as tensors, by what all of them are recognised, and how long each is: its tokens, of
+    a pair the longer answer's, and those of them that are trained.
+    """
 
-    def __init__(self, count: int, tensors: Callable[[Sequence[int]], Batch], content: Iterable[object]) -> None:
-        self.count, self.tensors, self.print = count, tensors, rows_print(content)
+    def __init__(
+        self,
+        tensors: Callable[[Sequence[int]], Batch],
+        content: Iterable[object],
+        lengths: Sequence[int],
+        trained: Sequence[int],
+    ) -> None:
+        self.count, self.tensors, self.print = len(lengths), tensors, rows_print(content)
+        self.lengths, self.trained = lengths, trained
 
 
 class RowCollector:
@@ -101,6 +111,7 @@ class SupervisedWorld:
     def __init__(self, recipe: DemonstrationRecipe) -> None:
         check_device(recipe.device)
         self.recipe = recipe
+        memory = Room(recipe)
         self.preference = isinstance(recipe, RewardRecipe)
         model, self.tokens = base_model(recipe)
         self.room = data.room(recipe.data.max_length, context_of(model))
@@ -111,6 +122,13 @@ class SupervisedWorld:
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
         self.shown = self._demonstrated() if self.preference else []
+        longest, trained = surely_read(train.lengths, recipe.steps), sum(train.trained) // train.count
+        self.notes += memory.check(
+            prompt=longest - trained,
+            response=trained,
+            most=trained,
+            evaluated=0 if self.held_out is None else min(self.held_out.count, recipe.evaluation.rows),
+        )
         bf16 = recipe.precision == "bfloat16"
         self.policy: LanguagePolicy | PairPolicy
         self.result: LanguageModel | RewardModel
@@ -141,13 +159,16 @@ class SupervisedWorld:
         if self.preference:
             pairs = data.pairs(rows, self.tokens, *self.room)
             self._note(path, pairs.dropped)
-            return Rows(
-                len(pairs.chosen), partial(pair_tensors, pairs, pad_id=pad_id), zip(pairs.chosen, pairs.rejected, strict=True)
-            )
+            both = list(zip(pairs.chosen, pairs.rejected, strict=True))
+            lengths = [max(map(len, pair)) for pair in both]
+            return Rows(partial(pair_tensors, pairs, pad_id=pad_id), both, lengths, [0] * len(both))
         shown = data.demonstrations(rows, self.tokens, *self.room)
         self._note(path, shown.dropped)
         return Rows(
-            len(shown.ids), partial(demonstration_tensors, shown, pad_id=pad_id), zip(shown.ids, shown.trained, strict=True)
+            partial(demonstration_tensors, shown, pad_id=pad_id),
+            zip(shown.ids, shown.trained, strict=True),
+            [len(ids) for ids in shown.ids],
+            [sum(trained) for trained in shown.trained],
         )
 
     def _note(self, path: str, dropped: int) -> None:

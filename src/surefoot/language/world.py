@@ -13,6 +13,7 @@ from surefoot.functional import kl_k1
 from surefoot.kinds import LanguageRecipe
 from surefoot.language import data
 from surefoot.language.collect import Answers, LanguageCollector, repeated, settled
+from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
@@ -34,6 +35,7 @@ class LanguageWorld:
     def __init__(self, recipe: LanguageRecipe) -> None:
         check_device(recipe.device)
         self.recipe = recipe
+        memory = Room(recipe)
         model, self.tokens = base_model(recipe)
         self.result = LanguageModel(model, self.tokens)
         context, longest = context_of(model), recipe.data.max_length + recipe.sampling.max_tokens
@@ -67,6 +69,12 @@ class LanguageWorld:
                     part.check_columns(prompts.columns)
         held_out = [] if self.held_out is None else self.held_out.ids
         self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
+        self.notes += memory.check(
+            prompt=surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples),
+            response=1,
+            most=recipe.sampling.max_tokens,
+            evaluated=min(len(held_out), recipe.evaluation.rows),
+        )
         bf16 = recipe.precision == "bfloat16"
         critic: Literal["head"] | Critic | None = "head" if recipe.objective.baseline == "critic" else None
         if critic is not None and recipe.critic.own_model:

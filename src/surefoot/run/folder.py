@@ -187,8 +187,9 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
 
 
 def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
-    """How a recipe differs from the table a checkpoint holds, the budget aside."""
-    return [line for line in differences(before, to_table(recipe)) if not line.startswith("steps: ")]
+    """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
+    free = ("steps: ", "check_memory: ")
+    return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:

@@ -1,0 +1,259 @@
+"""Peak memory of real runs, phase by phase, beside the estimate that is made before a run.
+
+    python benchmarks/memory.py                     every configuration; writes docs/benchmarks/memory.md
+    python benchmarks/memory.py --only shared own   some of them; prints the table
+
+Two instruments look at the same two iterations. *Tensors*: every storage that an operation returns, from its birth to its death
+(``surefoot.language.memory.tracker``). *Allocator*: what PyTorch's CPU allocator gave out and got back, as the profiler records
+it, so that what a kernel takes for itself is in it too. Resident memory is neither: it holds pages that were freed.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from surefoot.compare.statistics import markdown_table
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.language.memory.check import planned
+from surefoot.language.memory.estimate import Estimate, estimated
+from surefoot.language.memory.tracker import Tracker
+from surefoot.language.pocket import character_tokenizer
+from surefoot.rollout import LearnerState
+from surefoot.session import make_learner
+from surefoot.worlds import make_world
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "memory.md"
+PHASES = ("sampling", "scoring", "learning")
+LETTERS = "abcdefghij "
+
+
+def built(folder: Path, family: str, width: int, layers: int, vocabulary: int, context: int = 256, tied: bool = False) -> Path:
+    """A model of a family with random weights, and a tokenizer of characters, as a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    heads = max(2, width // 64)
+    if family == "gpt2":
+        shape: dict[str, Any] = {
+            "n_embd": width,
+            "n_layer": layers,
+            "n_head": heads,
+            "n_positions": context,
+            "bos_token_id": None,
+        }
+    else:
+        shape = {
+            "hidden_size": width,
+            "intermediate_size": width * 11 // 4,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2 if family == "qwen2" else heads,
+            "max_position_embeddings": context,
+            "tie_word_embeddings": tied,
+        }
+    config = AutoConfig.for_model(family, vocab_size=vocabulary, eos_token_id=1, pad_token_id=0, **shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    character_tokenizer(context=context).save_pretrained(folder)
+    return folder
+
+
+def rows_in(folder: Path, prompt: int, answer: int, count: int = 64) -> dict[str, str]:
+    """Files of prompts, demonstrations and pairs, of these lengths and a little less; and a reward."""
+    drawn = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> str:
+        return "".join(LETTERS[i] for i in torch.randint(0, len(LETTERS), (length,), generator=drawn).tolist())
+
+    rows: dict[str, list[dict[str, str]]] = {"prompts": [], "demonstrations": [], "pairs": []}
+    for number in range(count):
+        asked = text(prompt - number % 4)
+        rows["prompts"].append({"prompt": asked})
+        rows["demonstrations"].append({"prompt": asked, "completion": text(answer - 1)})
+        rows["pairs"].append({"prompt": asked, "chosen": text(answer - 1), "rejected": text(answer - 1)})
+    for name, found in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    (folder / "rewards.py").write_text(
+        "def vowels(responses):\n    return [float(t.count('a') - t.count('b')) for t in responses]\n"
+    )
+    return {name: str(folder / f"{name}.jsonl") for name in rows} | {"function": f"{folder / 'rewards.py'}:vowels"}
+
+
+def online(model: Path, files: dict[str, str], tokens: int = 32, **fields: Any) -> dict[str, Any]:
+    """The table of an online run on a model folder."""
+    table: dict[str, Any] = {
+        "kind": "language",
+        "model": str(model),
+        "steps": 64,
+        "data": {"train": files["prompts"]},
+        "sampling": {"prompts": 16, "max_tokens": tokens},
+        "reward": {"terms": [{"function": files["function"]}], "missing_eos": "none"},
+        "objective": {"reuse": {"epochs": 1, "minibatches": 2}},
+        "optimizer": {"learning_rate": 1e-5},
+    }
+    for name, value in fields.items():
+        table[name] = {**table[name], **value} if isinstance(table.get(name), dict) else value
+    return table
+
+
+class Watched:
+    """A run of a recipe whose phases are measured."""
+
+    def __init__(self, recipe: Any, allocator: bool = False) -> None:
+        self.recipe, self.tracker, self.allocator = recipe, Tracker(), allocator
+        self.peaks: dict[str, int] = {}
+        """bytes by phase: live tensors"""
+        self.given: dict[str, int] = {}
+        """bytes by phase: what the allocator had given out"""
+
+    def run(self, iterations: int = 2) -> None:
+        """So many iterations: the moments of Adam are made in the first."""
+        torch.set_num_threads(self.recipe.threads)
+        if not self.allocator:
+            self._iterate(iterations)
+            return
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            self._iterate(iterations)
+        self.given = by_phase(seen)
+
+    def _iterate(self, iterations: int) -> None:
+        with self.tracker:
+            world = make_world(self.recipe)
+            learner = make_learner(self.recipe, world.policy)
+            state = LearnerState.seeded(self.recipe.seed, self.recipe.steps)
+            held = [world.policy, *(getattr(world, name) for name in ("reference",) if hasattr(world, name))]
+            for part in getattr(getattr(world, "reward", None), "rewards", [getattr(world, "reward", None)]):
+                held += [part.model] if hasattr(part, "model") else []
+            self.tracker.count([t for module in held for t in (*module.parameters(), *module.buffers())])
+            collector = world.collector
+            if hasattr(collector, "answer"):
+                answer = collector.answer
+
+                def sampling(*args: Any) -> Any:
+                    with self.phase("sampling"):
+                        found = answer(*args)
+                    self.tracker.restart()  # what follows in collect is scoring
+                    return found
+
+                collector.answer = sampling
+            for _ in range(iterations):
+                with self.phase("scoring"):
+                    rollout = collector.collect(state)
+                with self.phase("learning"):
+                    learner.update(rollout, assign_credit(rollout, learner.objective), state)
+                state.steps += rollout.steps
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Between here and there is this phase."""
+        self.tracker.restart()
+        with record_function(f"phase {name}"):
+            yield
+        self.peaks[name] = max(self.peaks.get(name, 0), self.tracker.peak)
+
+
+def by_phase(seen: Any) -> dict[str, int]:
+    """The most that the allocator had given out in each phase; an inner phase is not part of the outer one."""
+    events = seen.profiler.kineto_results.events()
+    spans = sorted((e.start_ns(), e.end_ns(), e.name().removeprefix("phase ")) for e in events if e.name().startswith("phase "))
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peaks: dict[str, int] = {}
+    live = 0
+    for when, change in changes:
+        live += change
+        inside = [(end - start, name) for start, end, name in spans if start <= when <= end]
+        if inside:
+            name = min(inside)[1]
+            peaks[name] = max(peaks.get(name, 0), live)
+    return peaks
+
+
+def configurations(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is measured."""
+    files = rows_in(folder, prompt=64, answer=32)
+    llama = built(folder / "llama", "llama", width=512, layers=6, vocabulary=8192)
+    qwen = built(folder / "qwen2", "qwen2", width=384, layers=8, vocabulary=16384, tied=True)
+    gpt2 = built(folder / "gpt2", "gpt2", width=512, layers=4, vocabulary=8192)
+    rows = {"max_length": 128, "batch": 16}
+    return {
+        "shared": online(llama, files),
+        "own": online(llama, files, critic={"own_model": True}),
+        "none": online(llama, files, algorithm="REINFORCE_BASELINE", objective={"reuse": None}),
+        "checkpointed": online(llama, files, gradient_checkpointing=True),
+        "micro": online(llama, files, optimizer={"micro_batch_tokens": 200}),
+        "own_micro": online(llama, files, critic={"own_model": True}, optimizer={"micro_batch_tokens": 200}),
+        "bf16": online(llama, files, precision="bfloat16"),
+        "qwen2": online(qwen, files, sampling={"samples": 2, "prompts": 8}),
+        "gpt2": online(gpt2, files),
+        "sft": {"kind": "sft", "model": str(llama), "steps": 64, "data": {"train": files["demonstrations"], **rows}},
+        "reward": {"kind": "reward", "model": str(llama), "steps": 64, "data": {"train": files["pairs"], **rows}},
+    }
+
+
+TITLES = {
+    "shared": "Llama, PPO, value head on a shared trunk",
+    "own": "Llama, PPO, a value model of its own",
+    "none": "Llama, REINFORCE with the mean as baseline, no critic",
+    "checkpointed": "shared, `gradient_checkpointing`",
+    "micro": "shared, `micro_batch_tokens = 200`",
+    "own_micro": "a value model, `micro_batch_tokens = 200`",
+    "bf16": 'shared, `precision = "bfloat16"`',
+    "qwen2": "Qwen2 (tied embeddings, grouped queries), PPO, shared trunk",
+    "gpt2": "GPT-2, PPO, shared trunk",
+    "sft": "Llama, SFT",
+    "reward": "Llama, reward model",
+}
+
+
+def compared(name: str, table: dict[str, Any], allocator: bool) -> tuple[Estimate, Watched]:
+    """One configuration: the estimate, made first, and the run."""
+    recipe = make_recipe(table)
+    found = estimated(planned(recipe, prompt=64, response=32))
+    watched = Watched(recipe, allocator)
+    watched.run()
+    print(name, {p: (round(found.at(p) / 1e6, 1), round(b / 1e6, 1), round(watched.given.get(p, 0) / 1e6, 1))
+                 for p, b in watched.peaks.items() if p in found.phases}, flush=True)  # fmt: skip
+    return found, watched
+
+
+def main() -> None:
+    """Measure, and write the page or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TITLES))
+    options = parser.parse_args()
+    rows: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, table in configurations(Path(temporary)).items():
+            if options.only and name not in options.only:
+                continue
+            found, watched = compared(name, table, allocator=True)
+            for phase in PHASES:
+                if phase in found.phases and phase in watched.peaks:
+                    estimate, tensors, given = found.at(phase), watched.peaks[phase], watched.given[phase]
+                    rows.append(
+                        [
+                            TITLES[name],
+                            phase,
+                            *(f"{x / 1e6:,.0f}" for x in (estimate, tensors, given)),
+                            f"{estimate / given - 1:+.1%}",
+                        ]
+                    )
+    table = markdown_table(["run", "phase", "estimate", "tensors", "allocator", "error"], rows)
+    if options.only:
+        print(table)
+        return
+    text = PAGE.read_text("utf-8")
+    begin, end = "<!-- begin: benchmarks/memory.py -->", "<!-- end -->"
+    PAGE.write_text(f"{text.partition(begin)[0]}{begin}\n{table}\n{end}{text.partition(end)[2]}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Before a run starts: whether it can fit, and if not, in one line, what would help most.
+
+Twice, and each time with nothing but what is certain then. Before weights are read: those of all roles with gradients and
+moments, by exact parameter counts. Once the rows are known: the same and the passes through them. What is not known before (how
+long responses become) is taken as short as it can be, and what is counted may be off by 15 %, so that no run is refused that
+would fit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from surefoot.errors import SurefootError
+from surefoot.kinds import DemonstrationRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
+from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, staying, staying_bytes
+from surefoot.language.memory.room import available
+from surefoot.language.memory.shapes import counted, depth
+from surefoot.language.models import config_of
+from surefoot.language.policy import CHUNK
+from surefoot.language.rewards import BATCH_TOKENS
+from surefoot.language.trained import model_folder
+
+Measure = Callable[[Setup], int]
+
+TOLERANCE = 0.15
+"""share of the passes' bytes by which a count may be off; docs/benchmarks/memory.md has what was measured"""
+
+
+class Room:
+    """The memory that a run finds, measured before it takes any.
+
+    recipe   of a run
+
+    Raises SurefootError when what always stays is more than there is.
+    """
+
+    def __init__(self, recipe: ModelRecipe) -> None:
+        self.recipe = recipe
+        self.setup = setup_of(recipe) if recipe.check_memory else None
+        self.available = available(recipe.device) if recipe.check_memory else None
+        if self.setup is None or self.available is None:
+            return
+        need = staying_bytes(self.setup)
+        if need > self.available:
+            self._refuse(self.setup, need, "for weights, gradients and Adam's moments alone", staying_bytes)
+
+    def check(self, *, prompt: int, response: int, most: int, evaluated: int) -> list[str]:
+        """Refuse what can't fit, and warn of what may not.
+
+        prompt     tokens of the longest prompt that is surely read
+        response   tokens that are surely learned from in a row
+        most       tokens that may be learned from in a row
+        evaluated  held-out rows
+
+        Returns a line where the run fits only if responses stay short. Raises SurefootError when it does not fit in any case.
+        """
+        if self.setup is None or self.available is None:
+            return []
+        full = replace(self.setup, prompt=prompt, response=most, evaluated=evaluated)
+        if rough(full) <= self.available:
+            return []
+        least = replace(full, response=response)
+        found = estimated(least)
+        if surely(found) > self.available:
+            self._refuse(least, running(found), f"({told(found)})", lambda other: running(estimated(other)))
+        whole = estimated(full)
+        if whole.peak <= self.available:
+            return []
+        return [
+            f"memory: may need {size(whole.peak)} (in {whole.worst}) and {size(self.available)} are there; "
+            f"{self._knob(full, lambda other: estimated(other).peak)[0]} would help"
+        ]
+
+    def _refuse(self, setup: Setup, need: int, what: str, measure: Measure) -> NoReturn:
+        assert self.available is not None
+        knob, after = self._knob(setup, measure)
+        enough = "" if after <= self.available else ", still too much"
+        remedy = f"set {knob} ({size(after)}{enough})" if knob else "use a smaller model or a larger machine"
+        raise SurefootError(
+            f"memory: this run needs {size(need)} {what}, and device={self.recipe.device!r} has {size(self.available)} "
+            f"available; {remedy}, or check_memory = false to try all the same"
+        )
+
+    def _knob(self, setup: Setup, measure: Measure) -> tuple[str, int]:
+        """What would help most: of what is enough the first, which costs least; else what saves most."""
+        assert self.available is not None
+        best, least = "", measure(setup)
+        for name, other in alternatives(setup):
+            after = measure(other)
+            if after <= self.available:
+                return name, after
+            if after < least:
+                best, least = name, after
+        return best, least
+
+
+def planned(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: int = 0) -> Setup:
+    """What a recipe comes to with rows of these lengths.
+
+    Raises SurefootError where a model's configuration can't be read.
+    """
+    return replace(_setup_of(recipe), prompt=prompt, response=response, evaluated=evaluated)
+
+
+def setup_of(recipe: ModelRecipe) -> Setup | None:
+    """What a recipe comes to before its rows are read; None where a model can't be read, which those who load it will say, or
+    is made by code of its own.
+    """
+    try:
+        setup = _setup_of(recipe)
+        staying(setup)
+    except Exception:
+        return None
+    return setup
+
+
+def _setup_of(recipe: ModelRecipe) -> Setup:
+    def config(name: str) -> Any:
+        return config_of(model_folder(name), trust_remote_code=recipe.trust_remote_code)
+
+    policy, settings = config(recipe.model), recipe.optimizer
+    common = {
+        "policy": policy,
+        "objective": recipe.objective,
+        "bf16": recipe.precision == "bfloat16",
+        "checkpointing": recipe.gradient_checkpointing,
+        "micro_batch": settings.micro_batch,
+        "micro_batch_tokens": settings.micro_batch_tokens,
+    }
+    if not isinstance(recipe, LanguageRecipe):
+        assert isinstance(recipe, DemonstrationRecipe)
+        kind: Any = "reward" if isinstance(recipe, RewardRecipe) else "sft"
+        return Setup(kind=kind, **common, rows=recipe.data.batch, responses=recipe.data.batch, prompt=1, response=1)
+    reuse, critic, start = recipe.objective.reuse, recipe.objective.baseline == "critic", recipe.critic.start
+    return Setup(
+        kind="language",
+        **common,
+        value="none" if not critic else "own" if recipe.critic.own_model else "head",
+        critic=None if start is None else config(start),
+        reference=policy if recipe.reference.model is None else config(recipe.reference.model),
+        rewards=tuple(config(term.model) for term in recipe.reward.terms if term.model is not None),
+        temperature=recipe.sampling.temperature,
+        rows=recipe.responses // (reuse.minibatches if reuse else 1),
+        responses=recipe.responses,
+        samples=recipe.sampling.samples,
+        prompt=1,
+        response=1,
+        max_tokens=recipe.sampling.max_tokens,
+    )
+
+
+def surely_read(lengths: Sequence[int], read: int) -> int:
+    """Tokens of the longest row, where all are read; else of the mean one, than which some row read is no shorter."""
+    return max(lengths) if read >= len(lengths) else sum(lengths) // len(lengths)
+
+
+def running(found: Estimate) -> int:
+    """The peak without saving: a run that is not written down saves nothing."""
+    return max(found.at(phase) for phase in found.phases if phase != "saving")
+
+
+def surely(found: Estimate) -> int:
+    """What a run needs even if the passes are counted too high by as much as they are known to be."""
+    return found.stays + int((1 - TOLERANCE) * (running(found) - found.stays))
+
+
+def told(found: Estimate) -> str:
+    """What stays and what the largest phase adds."""
+    worst = max((phase for phase in found.phases if phase != "saving"), key=found.at)
+    return f"{size(found.stays)} that stay and {size(found.phases[worst].total)} while {worst}"
+
+
+def size(count: float) -> str:
+    """Bytes as people read them: 10⁹ to a GB."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
+
+
+def rough(setup: Setup) -> int:
+    """More bytes than a run can need, in no time: 40 numbers per token, layer and unit of its width, where a Llama has 10 to
+    25, scores of attention included, and a few times all logits that are held.
+    """
+    largest = 0
+    for config in {id(c): c for c in (setup.policy, setup.critic, setup.reference, *setup.rewards) if c is not None}.values():
+        text, known, layers = config.get_text_config(), counted(config), depth(config)
+        wide = max(known.width, int(getattr(text, "intermediate_size", 0) or 4 * known.width))
+        heads = int(getattr(text, "num_attention_heads", 1) or 1)
+        learned, width = setup.micro(max(setup.rows, setup.evaluated)), setup.prompt + max(setup.response, setup.max_tokens)
+        texts = setup.responses + setup.evaluated
+        tokens = 2 * learned.rows * width + texts * width + BATCH_TOKENS
+        each = layers * (40 * wide + 8 * heads * width)
+        logits = 8 * (texts * known.vocabulary + CHUNK) + 8 * known.total
+        largest += 4 * (tokens * each + logits)
+    return staying_bytes(setup) + largest

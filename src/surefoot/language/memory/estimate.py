@@ -1,0 +1,300 @@
+"""How much memory a run takes, part by part, and when it takes most.
+
+**What always stays** is arithmetic. Weights are float32, 4 bytes per parameter (bfloat16 is a matter of the passes). What is
+trained has a gradient (4) and Adam's two moments (8) beside them: 16 bytes per parameter, 4 per frozen one.
+
+**What passes through** is counted by ``passes``. The three phases of an iteration come after each other, so the peak is what
+stays and the largest of them:
+
+- *sampling*: the larger of reading all prompts at once, and of the last token of all responses;
+- *scoring*: the larger of the passes of policy, reference and reward models, which come after each other, without gradient;
+- *learning*: a micro-batch forward and backward. Activations kept for the backward pass, and on top the most that is worked on
+  at a time: a chunk of logits, or the gradients of one layer.
+
+And *saving*: a checkpoint is a copy of one tree at a time, the largest of which are Adam's moments.
+
+Left out are Python and its libraries, what a kernel takes for a moment, what an allocator holds back, and on a GPU its context.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from surefoot.algorithms import Objective
+from surefoot.language.memory import passes
+from surefoot.language.memory.passes import Parts, Passing, Switches
+from surefoot.language.memory.shapes import Counted, counted
+from surefoot.language.policy import CHUNK
+from surefoot.language.rewards import BATCH_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Kind = Literal["sft", "reward", "language"]
+Value = Literal["none", "head", "own"]
+
+WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
+"""bytes per parameter"""
+PROMPT_BYTES = 9
+"""of a prompt's token in a batch: its id, int64, and its mask"""
+ROLLOUT_BYTES = {"language": 47, "sft": 35, "reward": 35}
+"""of a response's token in a rollout and its credit: 8 for the action, 4 for each number, 1 for each flag"""
+BATCH_BYTES = 29
+"""of a response's token in the shuffled copy that an epoch is cut from"""
+SAMPLE_BYTES = 28
+"""of a response's token while it is drawn: two of its id, its random number (float64), its log-probability"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that decides how much memory a run takes."""
+
+    kind: Kind
+    policy: "PreTrainedConfig"
+    objective: Objective
+    value: Value = "none"
+    """no critic, a head on the policy's trunk, or a model of its own"""
+    critic: "PreTrainedConfig | None" = None
+    """of the critic's own model, if it is not the policy's"""
+    reference: "PreTrainedConfig | None" = None
+    rewards: "tuple[PreTrainedConfig, ...]" = ()
+    bf16: bool = False
+    checkpointing: bool = False
+    chunked: bool = True
+    """whether logits are made chunk by chunk, as they are; False says what that saves"""
+    temperature: float = 1.0
+    rows: int = 16
+    """of a minibatch: what one update learns from"""
+    responses: int = 64
+    """rows per iteration"""
+    samples: int = 1
+    """responses to each prompt"""
+    prompt: int = 512
+    """tokens of the longest"""
+    response: int = 64
+    """tokens that are learned from in a row"""
+    max_tokens: int = 64
+    """tokens of a response at most: room for them is taken before the first is drawn"""
+    evaluated: int = 0
+    """held-out rows"""
+    micro_batch: int | None = None
+    micro_batch_tokens: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row."""
+        return self.prompt + self.response
+
+    def micro(self, rows: int) -> Parts:
+        """What is read at once of so many rows of full length."""
+        read = self.width * (2 if self.kind == "reward" else 1)
+        if self.micro_batch_tokens is not None:
+            rows = min(rows, max(1, self.micro_batch_tokens // max(1, read)))
+        rows = min(rows, self.micro_batch or rows)
+        return Parts(rows, self.width, 0 if self.kind == "reward" else self.response)
+
+    def switches(self, value: bool = True) -> Switches:
+        """Of the policy's passes; without ``value`` those of the reference."""
+        vocabulary = max(1, counted(self.policy).vocabulary)
+        own = (self.critic or self.policy) if self.value == "own" and value else None
+        chunk = max(1, CHUNK // vocabulary) if self.chunked else None
+        return Switches(own, self.value == "head" and value, self.bf16, self.checkpointing and value, chunk, self.temperature)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes on top of what stays."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a run. ``always`` is by role and part, ``phases`` by phase and part."""
+
+    always: dict[str, dict[str, int]]
+    phases: dict[str, Phase]
+    uncounted: tuple[str, ...] = field(default=())
+    """phases whose passes can't be made without contents; they stand with 0"""
+
+    @property
+    def stays(self) -> int:
+        """What is there from the first update to the last."""
+        return sum(sum(parts.values()) for parts in self.always.values())
+
+    @property
+    def worst(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return self.stays + self.phases[self.worst].total
+
+    def at(self, phase: str) -> int:
+        """The most in one phase."""
+        return self.stays + self.phases[phase].total
+
+
+def trained(parameters: int) -> dict[str, int]:
+    """Bytes of parameters that are trained, by part."""
+    return {"weights": WEIGHT * parameters, "gradients": GRADIENT * parameters, "optimizer": MOMENTS * parameters}
+
+
+def frozen(parameters: int) -> dict[str, int]:
+    """Bytes of parameters that are only used, by part."""
+    return {"weights": WEIGHT * parameters}
+
+
+def staying(setup: Setup) -> dict[str, dict[str, int]]:
+    """What always stays, by role and part: from parameter counts alone, so that it takes no time to know."""
+    own = counted(setup.policy)
+    if setup.kind == "reward":
+        return {"reward": trained(own.trunk + own.width + 1)}
+    found = {"policy": trained(own.total)}
+    if setup.value == "head":
+        found["value"] = trained(own.width + 1)
+    elif setup.value == "own":
+        critic = counted(setup.critic or setup.policy)
+        found["value"] = trained(critic.trunk + critic.width + 1)
+    if setup.reference is not None:
+        found["reference"] = frozen(counted(setup.reference).total)
+    if setup.rewards:
+        found["reward"] = frozen(sum(_scalar(counted(config)) for config in setup.rewards))
+    return found
+
+
+def staying_bytes(setup: Setup) -> int:
+    """The sum of what always stays."""
+    return sum(sum(parts.values()) for parts in staying(setup).values())
+
+
+def estimated(setup: Setup) -> Estimate:
+    """All of it. Takes a second or so for each of the phases."""
+    return _Estimating(setup).whole()
+
+
+class _Estimating:
+    """The phases of one setup."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.failed: list[str] = []
+
+    def whole(self) -> Estimate:
+        s = self.setup
+        always = staying(s)
+        always["data"] = {"rollout": self.rollout}
+        found = {"learning": self.learning()}
+        if s.kind == "language":
+            found |= {"sampling": self.sampling(), "scoring": self.scoring()}
+        elif s.evaluated:
+            found["evaluating"] = self.evaluating()
+        moments = sum(parts.get("optimizer", 0) for parts in always.values())
+        found["saving"] = Phase({"copies": moments})
+        return Estimate(always, found, tuple(self.failed))
+
+    @cached_property
+    def rollout(self) -> int:
+        """Bytes of one iteration's rows; they are held until the next ones are complete."""
+        s = self.setup
+        sides = 2 if s.kind == "reward" else 1
+        return s.responses * (PROMPT_BYTES * s.prompt * sides + ROLLOUT_BYTES[s.kind] * max(1, s.response))
+
+    def learning(self) -> Phase:
+        s = self.setup
+        if s.kind == "reward":
+            found = self.tried("learning", lambda: passes.choosing(s.policy, s.objective, s.switches(), s.micro(s.rows)))
+        else:
+            found = self.tried("learning", lambda: passes.learning(s.policy, s.objective, s.switches(), s.micro(s.rows)))
+        parts = {f"{role} activations": size for role, size in found.kept.items()}
+        copies = 0
+        if s.rows < s.responses:
+            copies = s.responses * (PROMPT_BYTES * s.prompt + BATCH_BYTES * s.response)
+        return Phase({**parts, "logits and work": found.peak - sum(found.kept.values()), "batch": copies})
+
+    def sampling(self) -> Phase:
+        s = self.setup
+        phases = [self._drawing(s.responses // s.samples, s.samples)]
+        if s.evaluated > s.responses // s.samples:  # else it takes no more than sampling for training
+            phases.append(self._drawing(s.evaluated, 1))
+        return max(phases, key=lambda phase: phase.total)
+
+    def _drawing(self, prompts: int, samples: int) -> Phase:
+        s = self.setup
+        read = self.tried("sampling", lambda: passes.reading(s.policy, prompts, s.prompt))
+        last = self.tried(
+            "sampling", lambda: passes.decoding(s.policy, prompts, samples, s.prompt, s.max_tokens, s.temperature)
+        )
+        rows = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
+        if read.peak > last.peak:
+            return Phase({"reading prompts": read.peak, "batch": rows})
+        return Phase({**last.kept, "logits and work": last.peak - sum(last.kept.values()), "batch": rows})
+
+    def scoring(self) -> Phase:
+        s = self.setup
+        read = s.micro(max(s.responses, s.evaluated))
+        found = [self.tried("scoring", lambda: passes.scoring(s.policy, s.switches(), read)).peak]
+        if s.reference is not None and s.reference is not s.policy:
+            other = s.reference
+            found.append(self.tried("scoring", lambda: passes.scoring(other, s.switches(value=False), read)).peak)
+        texts = Parts(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
+        for config in s.rewards:
+            found.append(self.tried("scoring", lambda config=config: passes.judging(config, texts)).peak)
+        return Phase({"passes": max(found), "batch": self.rollout})
+
+    def evaluating(self) -> Phase:
+        s = self.setup
+        rows = min(s.rows, s.evaluated)
+        if s.kind == "reward":
+            found = self.tried("evaluating", lambda: passes.judging(s.policy, Parts(rows, s.width, 0)))
+        else:
+            found = self.tried("evaluating", lambda: passes.scoring(s.policy, s.switches(), Parts(rows, s.width, s.response)))
+        return Phase({"passes": found.peak})
+
+    def tried(self, phase: str, count: Any) -> Passing:
+        """A pass, or 0 for a family whose layers ask for contents: then that is said, and nothing is invented."""
+        try:
+            found: Passing = count()
+        except Exception:
+            if phase not in self.failed:
+                self.failed.append(phase)
+            return Passing(0)
+        return found
+
+
+def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Other ways to run the same, each with what to set, those first that change nothing but time."""
+    if not setup.checkpointing:
+        yield "gradient_checkpointing = true", replace(setup, checkpointing=True)
+    learned = setup.micro(setup.rows)
+    if learned.rows > 1:
+        tokens = setup.width * (2 if setup.kind == "reward" else 1)
+        yield f"optimizer.micro_batch_tokens = {tokens}", replace(setup, micro_batch_tokens=tokens)
+    if not setup.bf16:
+        yield 'precision = "bfloat16"', replace(setup, bf16=True)
+    if setup.value == "own":
+        yield "critic.own_model = false", replace(setup, value="head", critic=None)
+    prompts = setup.responses // setup.samples
+    if setup.kind == "language":
+        while prompts > 1:
+            prompts //= 2
+            share = prompts * setup.samples / setup.responses
+            rows = max(1, int(setup.rows * share))
+            yield (
+                f"sampling.prompts = {prompts} and evaluation.rows = {min(setup.evaluated, prompts)}"
+                if setup.evaluated > prompts
+                else f"sampling.prompts = {prompts}",
+                replace(setup, responses=prompts * setup.samples, rows=rows, evaluated=min(setup.evaluated, prompts)),
+            )
+
+
+def _scalar(model: Counted) -> int:
+    return model.trunk + model.width + 1

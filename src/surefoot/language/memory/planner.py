@@ -1,0 +1,270 @@
+"""``surefoot memory``: a plan of what a run takes with a model, what other switches would save, and what fits where."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from surefoot.errors import SurefootError, cause_of
+from surefoot.language.memory.check import running, size
+from surefoot.language.memory.estimate import Estimate, Setup, Value, estimated
+from surefoot.language.memory.shapes import Counted, counted, depth
+from surefoot.language.models import config_of
+from surefoot.language.optional import quiet, transformers_needed
+from surefoot.language.pretrained import check_causal, read_only_config
+from surefoot.language.trained import model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CARDS = (24, 48, 80, 141)
+"""GB, 10⁹ bytes, of common GPUs. Most have 2 to 7 % more, which their context and the allocator's leftovers need"""
+PARTS = ("weights", "gradients", "optimizer")
+TEXTBOOK = {"policy": 4, "value": 4, "reference": 2, "reward": 2}
+MIXED = {"policy": 16, "value": 16, "reference": 2, "reward": 2}
+OURS = {"policy": 16, "value": 16, "reference": 4, "reward": 4}
+"""bytes per parameter: 2 for a weight and 2 for its gradient; AdamW in mixed precision; this library"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A setup with its estimate, and others beside it."""
+
+    model: str
+    nominal: int
+    """parameters as the textbook counts them: the size that was named, else the exact number"""
+    known: Counted
+    layers: int
+    setup: Setup
+    estimate: Estimate
+    others: dict[str, Estimate]
+
+
+def plan(model: str, setup: Setup, nominal: int | None = None) -> Plan:
+    """Everything that ``surefoot memory`` tells. Takes some seconds for large models."""
+    known = counted(setup.policy)
+    others = {name: estimated(other) for name, other in variants(setup)}
+    return Plan(model, nominal or known.total, known, depth(setup.policy), setup, estimated(setup), others)
+
+
+def variants(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Other switches, one at a time, and then those that save most together."""
+    thrifty = setup
+    if setup.kind == "language":
+        if setup.value != "own":
+            yield "a value model of its own", with_value(setup, "own")
+        if setup.value != "head":
+            yield "value head on a shared trunk", with_value(setup, "head")
+        if setup.value != "none":
+            yield "no critic (GRPO, REINFORCE)", with_value(setup, "none")
+        if setup.value == "own":
+            thrifty = with_value(thrifty, "head")
+    if not setup.bf16:
+        yield "bfloat16 passes", replace(setup, bf16=True)
+    if not setup.checkpointing:
+        yield "gradient checkpointing", replace(setup, checkpointing=True)
+    tokens = setup.width * (2 if setup.kind == "reward" else 1)
+    if setup.micro(setup.rows).rows > 1:
+        yield f"micro-batches of one row ({tokens} tokens)", replace(setup, micro_batch_tokens=tokens)
+    if setup.kind != "reward":
+        yield "logits not in chunks", replace(setup, chunked=False)
+    prompts = setup.responses // setup.samples
+    thrifty = replace(thrifty, checkpointing=True, micro_batch_tokens=tokens)
+    yield "checkpointing, one row" + (", shared trunk" if setup.value == "own" else ""), thrifty
+    if setup.kind == "language" and prompts > 4:
+        few = replace(thrifty, responses=4 * setup.samples, rows=max(1, setup.rows * 4 // prompts))
+        yield "the same with 4 prompts an iteration", few
+
+
+def with_value(setup: Setup, value: Value) -> Setup:
+    """The same with another critic, or none, and an objective to go with it."""
+    if value == "none":
+        objective = replace(setup.objective, baseline="mean", gae_lambda=1.0, value_lambda=None, value_clip=None)
+    else:
+        objective = replace(setup.objective, baseline="critic")
+    return replace(setup, value=value, objective=objective)
+
+
+def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
+    """The configuration that a name stands for, and how many parameters it says, if it is a size.
+
+    name  ``pocket``, a size such as ``7B`` or ``350M``, a config.json, a folder that holds one, a run, or a hub id
+
+    Raises SurefootError when it is nothing of the kind.
+    """
+    transformers_needed(f"model={name!r}")
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", name.lower()):
+        parameters = int(float(found[1]) * {"b": 1e9, "m": 1e6}[found[2]])
+        return llama_of(parameters), parameters
+    path = Path(name).expanduser()
+    if path.name.endswith(".json") and path.is_file():
+        path = path.parent if path.name == "config.json" else path
+    if (path / "config.json").is_file() or path.is_file():
+        try:
+            with quiet():
+                config = read_only_config(path)
+        except Exception as error:
+            raise SurefootError(f"model={name!r}: can't be read ({cause_of(error)})") from None
+        check_causal(str(path), config)
+        return config, None
+    return config_of(model_folder(name)), None
+
+
+def llama_of(parameters: int) -> "PreTrainedConfig":
+    """A Llama of about so many parameters, in the proportions of the first ones: width 128 per layer, heads of 128,
+    feed-forward 8/3 of the width, 32,000 tokens. 7B and 13B come out as those models are.
+    """
+    from transformers import LlamaConfig
+
+    def total(layers: int) -> float:
+        width = 128 * layers
+        return layers * (4 * width**2 + 3 * width * _feed_forward(width)) + 2 * 32_000 * width
+
+    if not 1e7 <= parameters <= 1e13:
+        raise SurefootError(f"model: a size of {parameters:,} parameters; name one from 10M to 10000B, or a config.json")
+    first = max(1, int((parameters / 200_000) ** (1 / 3)) - 8)
+    layers = min(range(first, first + 20), key=lambda layers: abs(math.log(total(layers) / parameters)))
+    width = 128 * layers
+    return LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=width,
+        intermediate_size=_feed_forward(width),
+        num_hidden_layers=layers,
+        num_attention_heads=layers,
+        num_key_value_heads=layers,
+        max_position_embeddings=4096,
+    )
+
+
+def _feed_forward(width: int) -> int:
+    return -(-8 * width // 3 // 256) * 256
+
+
+def textbook(parameters: int) -> dict[str, dict[str, float]]:
+    """Three ways to count four roles of one size, in bytes."""
+    ways = {"textbook": TEXTBOOK, "with AdamW, mixed precision": MIXED, "here: float32 weights": OURS}
+    return {way: {role: each * parameters for role, each in bytes_of.items()} for way, bytes_of in ways.items()}
+
+
+def fits(found: Estimate) -> list[int]:
+    """The cards that hold a run, its data and its passes; checkpoints are copied to the host."""
+    return [card for card in CARDS if running(found) <= card * 1e9]
+
+
+def to_json(made: Plan) -> dict[str, Any]:
+    """All of a plan, in bytes."""
+    s, found = made.setup, made.estimate
+    return {
+        "model": made.model,
+        "parameters": made.known.total,
+        "layers": made.layers,
+        "setup": {
+            "kind": s.kind,
+            "critic": s.value,
+            "precision": "bfloat16" if s.bf16 else "float32",
+            "gradient_checkpointing": s.checkpointing,
+            "responses": s.responses,
+            "minibatch_rows": s.rows,
+            "micro_batch_rows": s.micro(s.rows).rows,
+            "prompt_tokens": s.prompt,
+            "response_tokens": s.response,
+        },
+        "always": found.always,
+        "phases": {name: phase.parts for name, phase in found.phases.items()},
+        "peak": running(found),
+        "peak_with_saving": found.peak,
+        "fits": fits(found),
+        "uncounted": list(found.uncounted),
+        "alternatives": {name: {"peak": running(other), "fits": fits(other)} for name, other in made.others.items()},
+        "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(made.nominal).items()},
+    }
+
+
+# ---- for people ---------------------------------------------------------------------------------------------------------
+
+
+def shown(made: Plan) -> Group:
+    """The plan as tables."""
+    s, found = made.setup, made.estimate
+    micro = s.micro(s.rows)
+    rows = f"{s.responses} rows of {s.prompt} + {s.response} tokens, {micro.rows} at once in learning"
+    lines: list[Text | Table] = [
+        Text(f"{made.model}: {made.known.total:,} parameters in {made.layers} layers; kind = {s.kind}; {rows}", style="bold"),
+        Text(),
+        _roles(found),
+        Text(),
+        _phases(found),
+        Text(),
+        _others(made),
+    ]
+    if found.uncounted:
+        lines.insert(2, Text(f"not counted for this family: {', '.join(found.uncounted)} (stands with 0)", style="yellow"))
+    if s.kind == "language":
+        lines += [Text(), _textbook(made), Text(_left_out(made))]
+    return Group(*lines)
+
+
+def _roles(found: Estimate) -> Table:
+    table = Table(title="what always stays", title_justify="left", box=None)
+    for name in ("role", *PARTS, "together"):
+        table.add_column(name, justify="left" if name == "role" else "right")
+    for role, parts in found.always.items():
+        if role != "data":
+            cells = [size(parts[part]) if part in parts else "–" for part in PARTS]
+            table.add_row(role, *cells, size(sum(parts.values())))
+    table.add_row("rollout", "", "", "", size(found.always["data"]["rollout"]))
+    table.add_row("all", "", "", "", size(found.stays), style="bold")
+    return table
+
+
+def _phases(found: Estimate) -> Table:
+    table = Table(title="what comes on top, one phase after another", title_justify="left", box=None)
+    table.add_column("phase")
+    table.add_column("more", justify="right")
+    table.add_column("peak", justify="right")
+    table.add_column("of what", overflow="fold")
+    for name, phase in sorted(found.phases.items(), key=lambda pair: -pair[1].total):
+        parts = ", ".join(f"{part} {size(count)}" for part, count in phase.parts.items() if count)
+        table.add_row(name, size(phase.total), size(found.at(name)), parts, style="bold" if name == found.worst else "")
+    return table
+
+
+def _others(made: Plan) -> Table:
+    title = "peak, and which GPUs (GB) hold it; a checkpoint is copied to the host"
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("setup")
+    table.add_column("peak", justify="right")
+    for card in CARDS:
+        table.add_column(str(card), justify="right")
+    for name, found in {"as asked": made.estimate, **made.others}.items():
+        held = fits(found)
+        cells = ["yes" if card in held else "no" for card in CARDS]
+        table.add_row(name, size(running(found)), *cells, style="bold" if name == "as asked" else "")
+    return table
+
+
+def _textbook(made: Plan) -> Table:
+    title = f"four roles of {made.nominal / 1e9:,.3g} B parameters each, counted three ways"
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("", *TEXTBOOK, "together"):
+        table.add_column(name, justify="right" if name else "left")
+    for way, roles in textbook(made.nominal).items():
+        table.add_row(way, *(size(count) for count in roles.values()), size(sum(roles.values())))
+    return table
+
+
+def _left_out(made: Plan) -> str:
+    found = made.estimate
+    passing = {name: found.phases[name].total for name in ("learning", "sampling", "scoring")}
+    most = ", ".join(f"{name} {size(count)}" for name, count in passing.items())
+    return (
+        "The textbook's sum is 2 bytes for a weight and 2 for its gradient. It leaves out the optimizer (AdamW in mixed "
+        "precision: 12 bytes more per trained parameter) and all that passes through, activations, logits and the cache: "
+        f"here {most}."
+    )

@@ -1,0 +1,380 @@
+"""The memory planner: what it counts is what a run takes, it refuses what can't fit, and nothing that would."""
+
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+import surefoot.worlds
+from surefoot.config import make_recipe
+from surefoot.errors import SurefootError
+from surefoot.language.memory import check, passes, room, shapes
+from surefoot.language.memory.check import planned, rough, running, surely, surely_read
+from surefoot.language.memory.estimate import Setup, alternatives, estimated, staying_bytes
+from surefoot.language.memory.planner import fits, llama_of, model_config, plan, textbook, to_json, with_value
+from surefoot.language.memory.shapes import counted
+from surefoot.language.memory.tracker import Tracker
+from surefoot.language.models import load_model, scalar_model
+
+from .tiny import model
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+PROMPT, TOKENS = 24, 16
+
+
+def benchmark() -> Any:
+    """The program that measures runs: the test measures with the same instrument."""
+    spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MEASURING = benchmark()
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small models of three families with a vocabulary that matters, prompts, demonstrations, pairs and a reward."""
+    root = tmp_path_factory.mktemp("memory")
+    MEASURING.rows_in(root, PROMPT, TOKENS, count=16)
+    for family in ("llama", "qwen2", "gpt2"):
+        MEASURING.built(root / family, family, width=128, layers=3, vocabulary=512, context=64, tied=family == "qwen2")
+    scalar_model(*load_model(root / "llama")[:1], seed=1, tokenizer=load_model(root / "llama")[1]).save(root / "scores")
+    return root
+
+
+def files(here: Path) -> dict[str, str]:
+    names = {name: str(here / f"{name}.jsonl") for name in ("prompts", "demonstrations", "pairs")}
+    return names | {"function": f"{here / 'rewards.py'}:vowels"}
+
+
+def online(here: Path, family: str = "llama", **fields: Any) -> dict[str, Any]:
+    found: dict[str, Any] = MEASURING.online(here / family, files(here), TOKENS, **fields)
+    return found
+
+
+def given(here: Path, kind: str, rows: str) -> dict[str, Any]:
+    """The table of a run of kind sft or reward."""
+    data = {"train": files(here)[rows], "max_length": 64, "batch": 8}
+    return {"kind": kind, "model": str(here / "llama"), "steps": 16, "data": data}
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with as many bytes left as it is told to have."""
+
+    def leave(count: int) -> None:
+        monkeypatch.setattr(check, "available", lambda device: count)
+
+    return leave
+
+
+# ---- the instrument -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tracker_counts_a_storage_from_its_birth_to_its_death_and_once() -> None:
+    with Tracker() as tracker:
+        a = torch.zeros(1000)
+        assert tracker.live == 4000
+        b = a.view(10, 100).t()  # the same storage
+        assert tracker.live == 4000
+        c = a + 1
+        assert (tracker.live, tracker.peak) == (8000, 8000)
+        del a
+        assert tracker.live == 8000, "a view keeps the storage"
+        del b, c
+        assert (tracker.live, tracker.peak) == (0, 8000)
+        tracker.restart()
+        assert tracker.peak == 0
+
+
+def test_the_tracker_counts_what_autograd_keeps() -> None:
+    x = torch.zeros(1000, requires_grad=True)
+    with Tracker() as tracker:
+        tracker.know([x])
+        y = x.exp().sin().sum()  # keeps exp for itself and for sin's gradient: one storage; sin's output is summed and gone
+        assert tracker.live == 4000 + y.untyped_storage().nbytes()
+        y.backward()
+        del y
+        assert tracker.live == 4000, "the gradient alone"
+
+
+def test_tensors_without_contents_are_counted_like_real_ones() -> None:
+    def work() -> int:
+        with Tracker() as tracker:
+            x = torch.ones(64, 64, requires_grad=True)
+            (x @ x).softmax(-1).sum().backward()
+            return tracker.peak
+
+    with shapes.without_contents():
+        empty = work()
+    assert empty == work() > 3 * 64 * 64 * 4
+
+
+# ---- what is counted ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_counted_exactly(family: str) -> None:
+    real = model(family)
+    found = counted(real.config)
+    assert found.total == sum(p.numel() for p in real.parameters())
+    assert found.trunk == sum(p.numel() for p in real.base_model.parameters())
+    assert found.vocabulary == real.get_input_embeddings().weight.shape[0]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "shared trunk": {},
+    "a value model": {"critic": {"own_model": True}},
+    "no critic": {"algorithm": "REINFORCE_BASELINE", "objective": {"reuse": None}},
+    "checkpointed, one row at a time": {"gradient_checkpointing": True, "optimizer": {"micro_batch_tokens": 40}},
+    "bfloat16": {"precision": "bfloat16"},
+    "samples of a group": {"sampling": {"prompts": 4, "samples": 4}},
+    "tied embeddings, grouped queries": {"family": "qwen2"},
+    "another family": {"family": "gpt2"},
+    "a reward model": {"reward": "scores"},
+}
+
+
+def watched(table: dict[str, Any]) -> Any:
+    gc.collect()
+    seen = MEASURING.Watched(make_recipe(table))
+    seen.run()
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case: str, here: Path) -> None:
+    fields = dict(CASES[case])
+    if "reward" in fields:
+        fields["reward"] = {"terms": [{"model": str(here / "scores")}], "missing_eos": "none"}
+    table = online(here, **fields)
+    found = estimated(planned(make_recipe(table), prompt=PROMPT, response=TOKENS))
+    assert found.uncounted == ()
+    peaks = watched(table).peaks
+    assert set(peaks) == {"sampling", "scoring", "learning"}
+    assert {phase: found.at(phase) for phase in peaks} == {
+        phase: pytest.approx(peak, rel=0.15) for phase, peak in peaks.items()
+    }
+    stays = staying_bytes(planned(make_recipe(table), prompt=PROMPT, response=TOKENS))
+    assert max(peaks.values()) > 1.15 * stays, "else the passes would not have been tried"
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("sft", "demonstrations"), ("reward", "pairs")])
+def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, here: Path) -> None:
+    table = given(here, kind, rows)
+    response = 0 if kind == "reward" else TOKENS
+    found = estimated(planned(make_recipe(table), prompt=PROMPT + TOKENS - response, response=response))
+    assert found.uncounted == ()
+    assert found.at("learning") == pytest.approx(watched(table).peaks["learning"], rel=0.15)
+
+
+def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model("llama", num_hidden_layers=12).config
+    parts, switches = passes.Parts(8, 40, 16), passes.Switches(critic=config)
+    found = []
+    for few in ((50, 100), (4, 8)):  # all twelve, and the line through four and eight
+        monkeypatch.setattr(shapes, "FEW", few)
+        found.append(passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts))  # type: ignore[attr-defined]
+    assert found[1] == found[0]
+
+
+def test_what_a_quick_look_says_is_never_less_than_a_count() -> None:
+    for family in ("llama", "qwen2", "gpt2", "gemma"):
+        config = model(family).config
+        for rows, prompt, response in ((1, 4, 1), (64, 100, 20), (512, 10, 100)):
+            setup = Setup("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), rows=rows)
+            setup = replace(setup, prompt=prompt, response=response, max_tokens=response, responses=2 * rows)
+            assert rough(setup) > estimated(setup).peak
+
+
+# ---- refusing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_fits_exactly_is_not_refused(here: Path, scarce: Any) -> None:
+    for table in (online(here), online(here, critic={"own_model": True}), given(here, "sft", "demonstrations")):
+        scarce(max(watched(table).peaks.values()))
+        surefoot.worlds.make_world(make_recipe(table))
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
+    recipe = make_recipe(online(here, critic={"own_model": True}))
+    scarce(staying_bytes(planned(recipe, prompt=1, response=1)) - 1)
+    monkeypatch.setattr("surefoot.language.pretrained.read_weights", None)
+    with pytest.raises(SurefootError, match=r"memory: .* moments alone.* set critic\.own_model = false"):
+        surefoot.worlds.make_world(recipe)
+
+
+@pytest.mark.parametrize("setting", ["gradient_checkpointing = true", "optimizer.micro_batch_tokens = ", "sampling.prompts = "])
+def test_the_knob_that_is_named_helps(here: Path, scarce: Any, setting: str) -> None:
+    table = online(here, sampling={"prompts": 64, "max_tokens": TOKENS})
+    table["data"] = {"train": str(here / "prompts.jsonl"), "max_length": PROMPT}
+    least = planned(make_recipe(table), prompt=PROMPT, response=1)
+    wanted = next(other for name, other in alternatives(least) if name.startswith(setting))
+    earlier = [name for name, _ in alternatives(least)]
+    earlier = earlier[: next(i for i, name in enumerate(earlier) if name.startswith(setting))]
+    enough = running(estimated(wanted))
+    scarce(enough)
+    with pytest.raises(SurefootError) as caught:
+        surefoot.worlds.make_world(make_recipe(table))
+    said = str(caught.value)
+    named = said.partition("; set ")[2].partition(" (")[0]
+    assert named.startswith((setting, *earlier))
+    for line in named.split(" and "):
+        name, _, value = line.partition(" = ")
+        table = changed(table, name.split("."), json.loads(value))
+    surefoot.worlds.make_world(make_recipe(table))
+
+
+def changed(table: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    return {**table, head: changed(table.get(head, {}), rest, value) if rest else value}
+
+
+def test_a_refused_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'kind = "language"\nmodel = "{here / "llama"}"\nsteps = 8\n[data]\ntrain = "{here / "prompts.jsonl"}"\n'
+        f'[reward]\nterms = [{{ function = "{files(here)["function"]}" }}]\n[sampling]\nprompts = 10000000\nmax_tokens = 40\n'
+    )
+    command = [sys.executable, "-m", "surefoot", "train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "surefoot: memory: this run needs " in done.stderr
+    assert "set sampling.prompts = " in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_is_refused_in_the_same_way_and_goes_on_when_told(here: Path, tmp_path: Path, scarce: Any) -> None:
+    table = {**online(here), "steps": 16}
+    surefoot.train("language", run_dir=tmp_path / "run", **{k: v for k, v in table.items() if k != "kind"})
+    scarce(1000)
+    with pytest.raises(SurefootError, match="memory: this run needs"):
+        surefoot.resume(tmp_path / "run", steps=32)
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace("check_memory = true", "check_memory = false"))
+    surefoot.resume(tmp_path / "run", steps=32)
+
+
+def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
+    recipe = make_recipe(online(here))
+    short = surely(estimated(planned(recipe, prompt=PROMPT, response=1)))
+    assert surefoot.worlds.make_world(recipe).notes == []
+    scarce(short)
+    notes = surefoot.worlds.make_world(recipe).notes
+    assert len(notes) == 1
+    assert notes[0].startswith("memory: may need ")
+
+
+def test_the_longest_row_counts_where_all_are_read() -> None:
+    assert surely_read([1, 2, 9], read=3) == 9
+    assert surely_read([1, 2, 9], read=2) == 4
+
+
+# ---- how much there is --------------------------------------------------------------------------------------------------
+
+
+def system(root: Path, groups: str = "0::/a/b\n") -> tuple[Path, Path]:
+    proc, cgroups = root / "proc", root / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable:    4000 kB\nSwapFree: 1000 kB\n")
+    (proc / "self" / "cgroup").write_text(groups)
+    (cgroups / "a" / "b").mkdir(parents=True)
+    return proc, cgroups
+
+
+def test_what_is_available_is_the_machines_and_its_swap(tmp_path: Path) -> None:
+    assert room.available("cpu", *system(tmp_path)) == 5000 * 1024
+    assert room.available("cpu", tmp_path / "none", tmp_path / "none") is None
+
+
+def test_a_control_group_or_one_above_it_may_allow_less(tmp_path: Path) -> None:
+    proc, cgroups = system(tmp_path)
+    for folder, limit in ((cgroups / "a" / "b", "max"), (cgroups / "a", "3000000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("1000000\n")
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 500000\n")
+    assert room.available("cpu", proc, cgroups) == 2_500_000
+
+
+def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
+    proc, cgroups = system(tmp_path, "4:memory:/elsewhere/on/the/host\n3:cpu:/x\n0::/\n")
+    (cgroups / "memory").mkdir()
+    (cgroups / "memory" / "memory.limit_in_bytes").write_text("2000000\n")
+    (cgroups / "memory" / "memory.usage_in_bytes").write_text("1500000\n")
+    assert room.available("cpu", proc, cgroups) == 500_000
+
+
+# ---- the planner --------------------------------------------------------------------------------------------------------
+
+
+def test_seven_billion_are_the_first_llama_and_the_textbook_says_84_gigabytes() -> None:
+    config, nominal = model_config("7B")
+    assert nominal == 7_000_000_000
+    assert counted(config).total == 6_738_415_616
+    sums = {way: sum(roles.values()) / 1e9 for way, roles in textbook(7_000_000_000).items()}
+    assert sums == {"textbook": 84, "with AdamW, mixed precision": 252, "here: float32 weights": 280}
+
+
+def test_a_size_is_about_met() -> None:
+    for size in (2e7, 1.3e8, 1e9, 1.3e10, 7e10, 4e11):
+        assert counted(llama_of(int(size))).total == pytest.approx(size, rel=0.35)
+    assert model_config("350m")[1] == 350_000_000
+    with pytest.raises(SurefootError, match="name one from"):
+        model_config("3M")
+
+
+def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((here / "gpt2" / "config.json").read_text())
+    for name in (tmp_path, tmp_path / "config.json", here / "gpt2"):
+        assert counted(model_config(str(name))[0]) == counted(load_model(here / "gpt2")[0].config)
+    assert model_config("pocket")[0].to_dict() == load_model("pocket")[0].config.to_dict()
+    with pytest.raises(SurefootError, match="no such folder"):
+        model_config(str(tmp_path / "nowhere"))
+
+
+def test_what_saves_saves(here: Path) -> None:
+    config = model_config(str(here / "llama"))[0]
+    setup = Setup("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    made = plan("llama", setup)
+    peaks = {name: running(found) for name, found in made.others.items()}
+    before = running(made.estimate)
+    one_row, combined = "micro-batches of one row (40 tokens)", "checkpointing, one row, shared trunk"
+    assert peaks["no critic (GRPO, REINFORCE)"] < peaks["value head on a shared trunk"] < before
+    assert peaks["gradient checkpointing"] < before
+    assert peaks[combined] < peaks[one_row] < before
+    assert made.estimate.uncounted == ()
+    assert all(found.uncounted == () for found in made.others.values())
+    told = to_json(made)
+    assert told["peak"] == before
+    assert told["peak"] == sum(sum(parts.values()) for parts in told["always"].values()) + max(
+        sum(parts.values()) for name, parts in told["phases"].items() if name != "saving"
+    )
+
+
+def test_a_card_holds_what_is_no_larger(here: Path) -> None:
+    config = model_config(str(here / "llama"))[0]
+    found = estimated(with_value(Setup("language", config, surefoot.PPO_CLIP, prompt=8, response=8), "none"))
+    assert fits(found) == [24, 48, 80, 141]
+    assert fits(replace(found, always={"policy": {"weights": 50 * 10**9}})) == [80, 141]
+
+
+def test_the_command_prints_tables_and_json(here: Path) -> None:
+    options = ["--critic", "shared", "--prompts", "8", "--prompt-tokens", "16", "--max-tokens", "8"]
+    command = [sys.executable, "-m", "surefoot", "memory", str(here / "llama" / "config.json"), *options]
+    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=True).stdout)
+    assert told["setup"]["critic"] == "head"
+    assert set(told["always"]) == {"policy", "value", "reference", "reward", "data"}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    for word in ("what always stays", "learning", "no critic", "textbook", "It leaves out the optimizer", "141"):
+        assert word in shown
