@@ -1,7 +1,9 @@
 """Peak memory of real runs, phase by phase, beside the estimate that is made before a run.
 
-    python benchmarks/memory.py                     every configuration; writes docs/benchmarks/memory.md
-    python benchmarks/memory.py --only shared own   some of them; prints the table
+    python benchmarks/memory.py                     every configuration, and docs/benchmarks/memory.md from the results
+    python benchmarks/memory.py --only shared own   some of them
+
+Each configuration is one JSON file in benchmarks/results/memory; one that exists is skipped.
 
 Two instruments look at the same two iterations. *Tensors*: every storage that an operation returns, from its birth to its death
 (``surefoot.language.memory.tracker``). *Allocator*: what PyTorch's CPU allocator gave out and got back, as the profiler records
@@ -23,14 +25,18 @@ from surefoot.compare.statistics import markdown_table
 from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
 from surefoot.language.memory.check import planned
-from surefoot.language.memory.estimate import Estimate, estimated
+from surefoot.language.memory.estimate import estimated
+from surefoot.language.memory.shapes import counted
 from surefoot.language.memory.tracker import Tracker
 from surefoot.language.pocket import character_tokenizer
 from surefoot.rollout import LearnerState
 from surefoot.session import make_learner
 from surefoot.worlds import make_world
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "memory.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "memory.md", ROOT / "benchmarks" / "results" / "memory"
+PROMPT, ANSWER = 64, 32
+"""tokens, at most"""
 PHASES = ("sampling", "scoring", "learning")
 LETTERS = "abcdefghij "
 
@@ -178,7 +184,7 @@ def by_phase(seen: Any) -> dict[str, int]:
 
 def configurations(folder: Path) -> dict[str, dict[str, Any]]:
     """What is measured."""
-    files = rows_in(folder, prompt=64, answer=32)
+    files = rows_in(folder, prompt=PROMPT, answer=ANSWER)
     llama = built(folder / "llama", "llama", width=512, layers=6, vocabulary=8192)
     qwen = built(folder / "qwen2", "qwen2", width=384, layers=8, vocabulary=16384, tied=True)
     gpt2 = built(folder / "gpt2", "gpt2", width=512, layers=4, vocabulary=8192)
@@ -213,43 +219,48 @@ TITLES = {
 }
 
 
-def compared(name: str, table: dict[str, Any], allocator: bool) -> tuple[Estimate, Watched]:
-    """One configuration: the estimate, made first, and the run."""
+def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
+    """One configuration: the estimate, made first, and what two instruments saw of the run."""
     recipe = make_recipe(table)
-    found = estimated(planned(recipe, prompt=64, response=32))
-    watched = Watched(recipe, allocator)
+    response = 0 if recipe.kind == "reward" else ANSWER
+    setup = planned(recipe, prompt=PROMPT + ANSWER - response, response=response)
+    found = estimated(setup)
+    watched = Watched(recipe, allocator=True)
     watched.run()
-    print(name, {p: (round(found.at(p) / 1e6, 1), round(b / 1e6, 1), round(watched.given.get(p, 0) / 1e6, 1))
-                 for p, b in watched.peaks.items() if p in found.phases}, flush=True)  # fmt: skip
-    return found, watched
+    phases = {
+        phase: {"estimate": found.at(phase), "tensors": peak, "allocator": watched.given[phase]}
+        for phase, peak in watched.peaks.items()
+        if phase in found.phases
+    }
+    assert not found.uncounted, found.uncounted
+    return {"name": name, "parameters": counted(setup.policy).total, "stays": found.stays, "phases": phases}
+
+
+def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
+    """Lines of the table."""
+    for phase in PHASES:
+        if phase in cell["phases"]:
+            found = cell["phases"][phase]
+            sizes = (cell["stays"], found["estimate"], found["tensors"], found["allocator"])
+            error = found["estimate"] / found["allocator"] - 1
+            yield [TITLES[cell["name"]], phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}"]
 
 
 def main() -> None:
-    """Measure, and write the page or print the table."""
+    """Measure what is not measured yet, and write the page from all there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(TITLES))
+    parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     options = parser.parse_args()
-    rows: list[list[str]] = []
+    RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
-        for name, table in configurations(Path(temporary)).items():
-            if options.only and name not in options.only:
-                continue
-            found, watched = compared(name, table, allocator=True)
-            for phase in PHASES:
-                if phase in found.phases and phase in watched.peaks:
-                    estimate, tensors, given = found.at(phase), watched.peaks[phase], watched.given[phase]
-                    rows.append(
-                        [
-                            TITLES[name],
-                            phase,
-                            *(f"{x / 1e6:,.0f}" for x in (estimate, tensors, given)),
-                            f"{estimate / given - 1:+.1%}",
-                        ]
-                    )
-    table = markdown_table(["run", "phase", "estimate", "tensors", "allocator", "error"], rows)
-    if options.only:
-        print(table)
-        return
+        for name, recipe in configurations(Path(temporary)).items():
+            path = RESULTS / f"{name}.json"
+            if name in options.only and not path.exists():
+                path.write_text(json.dumps(measured(name, recipe)) + "\n")
+                print(path.read_text(), end="", flush=True)
+    cells = [json.loads((RESULTS / f"{name}.json").read_text()) for name in TITLES if (RESULTS / f"{name}.json").exists()]
+    header = ["run", "phase", "stays", "estimate", "tensors", "allocator", "error"]
+    table = markdown_table(header, [line for cell in cells for line in lines(cell)])
     text = PAGE.read_text("utf-8")
     begin, end = "<!-- begin: benchmarks/memory.py -->", "<!-- end -->"
     PAGE.write_text(f"{text.partition(begin)[0]}{begin}\n{table}\n{end}{text.partition(end)[2]}", "utf-8")

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import surefoot
 import surefoot.worlds
@@ -18,8 +20,8 @@ from surefoot.config import make_recipe
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, passes, room, shapes
 from surefoot.language.memory.check import planned, rough, running, surely, surely_read
-from surefoot.language.memory.estimate import Setup, alternatives, estimated, staying_bytes
-from surefoot.language.memory.planner import fits, llama_of, model_config, plan, textbook, to_json, with_value
+from surefoot.language.memory.estimate import Setup, alternatives, estimated, fewer, staying_bytes
+from surefoot.language.memory.planner import fits, llama_of, model_config, plan, shown, textbook, to_json, with_value
 from surefoot.language.memory.shapes import counted
 from surefoot.language.memory.tracker import Tracker
 from surefoot.language.models import load_model, scalar_model
@@ -49,7 +51,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("memory")
     MEASURING.rows_in(root, PROMPT, TOKENS, count=16)
     for family in ("llama", "qwen2", "gpt2"):
-        MEASURING.built(root / family, family, width=128, layers=3, vocabulary=512, context=64, tied=family == "qwen2")
+        MEASURING.built(root / family, family, width=128, layers=2, vocabulary=512, context=64, tied=family == "qwen2")
     scalar_model(*load_model(root / "llama")[:1], seed=1, tokenizer=load_model(root / "llama")[1]).save(root / "scores")
     return root
 
@@ -136,12 +138,10 @@ def test_parameters_are_counted_exactly(family: str) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "shared trunk": {},
     "a value model": {"critic": {"own_model": True}},
-    "no critic": {"algorithm": "REINFORCE_BASELINE", "objective": {"reuse": None}},
     "checkpointed, one row at a time": {"gradient_checkpointing": True, "optimizer": {"micro_batch_tokens": 40}},
     "bfloat16": {"precision": "bfloat16"},
-    "samples of a group": {"sampling": {"prompts": 4, "samples": 4}},
-    "tied embeddings, grouped queries": {"family": "qwen2"},
-    "another family": {"family": "gpt2"},
+    "tied embeddings, grouped queries, samples of a group": {"family": "qwen2", "sampling": {"prompts": 4, "samples": 4}},
+    "another family, no critic": {"family": "gpt2", "algorithm": "REINFORCE_BASELINE", "objective": {"reuse": None}},
     "a reward model": {"reward": "scores"},
 }
 
@@ -180,19 +180,19 @@ def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: 
 
 
 def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = model("llama", num_hidden_layers=12).config
+    config = model("llama", num_hidden_layers=9).config
     parts, switches = passes.Parts(8, 40, 16), passes.Switches(critic=config)
     found = []
-    for few in ((50, 100), (4, 8)):  # all twelve, and the line through four and eight
+    for few in ((50, 100), (3, 6)):  # all nine, and the line through three and six
         monkeypatch.setattr(shapes, "FEW", few)
         found.append(passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts))  # type: ignore[attr-defined]
     assert found[1] == found[0]
 
 
 def test_what_a_quick_look_says_is_never_less_than_a_count() -> None:
-    for family in ("llama", "qwen2", "gpt2", "gemma"):
+    for family, shapes_of_rows in (("llama", ((1, 4, 1), (512, 10, 100))), ("gemma", ((64, 100, 20),))):
         config = model(family).config
-        for rows, prompt, response in ((1, 4, 1), (64, 100, 20), (512, 10, 100)):
+        for rows, prompt, response in shapes_of_rows:
             setup = Setup("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), rows=rows)
             setup = replace(setup, prompt=prompt, response=response, max_tokens=response, responses=2 * rows)
             assert rough(setup) > estimated(setup).peak
@@ -202,8 +202,9 @@ def test_what_a_quick_look_says_is_never_less_than_a_count() -> None:
 
 
 def test_a_run_that_fits_exactly_is_not_refused(here: Path, scarce: Any) -> None:
-    for table in (online(here), online(here, critic={"own_model": True}), given(here, "sft", "demonstrations")):
-        scarce(max(watched(table).peaks.values()))
+    tables = [online(here, critic={"own_model": True}), given(here, "sft", "demonstrations")]
+    for table, peak in [(table, max(watched(table).peaks.values())) for table in tables]:
+        scarce(peak)
         surefoot.worlds.make_world(make_recipe(table))
 
 
@@ -220,11 +221,10 @@ def test_the_knob_that_is_named_helps(here: Path, scarce: Any, setting: str) -> 
     table = online(here, sampling={"prompts": 64, "max_tokens": TOKENS})
     table["data"] = {"train": str(here / "prompts.jsonl"), "max_length": PROMPT}
     least = planned(make_recipe(table), prompt=PROMPT, response=1)
-    wanted = next(other for name, other in alternatives(least) if name.startswith(setting))
-    earlier = [name for name, _ in alternatives(least)]
-    earlier = earlier[: next(i for i, name in enumerate(earlier) if name.startswith(setting))]
-    enough = running(estimated(wanted))
-    scarce(enough)
+    ways = [*alternatives(least), ("sampling.prompts = 8", fewer(least, 8))]
+    place = next(index for index, (name, _) in enumerate(ways) if name.startswith(setting))
+    earlier = [name for name, _ in ways[:place]]
+    scarce(running(estimated(ways[place][1])))
     with pytest.raises(SurefootError) as caught:
         surefoot.worlds.make_world(make_recipe(table))
     said = str(caught.value)
@@ -343,8 +343,8 @@ def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Pat
         model_config(str(tmp_path / "nowhere"))
 
 
-def test_what_saves_saves(here: Path) -> None:
-    config = model_config(str(here / "llama"))[0]
+def test_what_saves_saves_and_is_told() -> None:
+    config = model("llama").config
     setup = Setup("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
     made = plan("llama", setup)
     peaks = {name: running(found) for name, found in made.others.items()}
@@ -360,6 +360,11 @@ def test_what_saves_saves(here: Path) -> None:
     assert told["peak"] == sum(sum(parts.values()) for parts in told["always"].values()) + max(
         sum(parts.values()) for name, parts in told["phases"].items() if name != "saving"
     )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(shown(made))
+    text = console.export_text()
+    for word in ("what always stays", "learning", "no critic", "textbook", "It leaves out the optimizer", "141"):
+        assert word in text
 
 
 def test_a_card_holds_what_is_no_larger(here: Path) -> None:
@@ -369,12 +374,11 @@ def test_a_card_holds_what_is_no_larger(here: Path) -> None:
     assert fits(replace(found, always={"policy": {"weights": 50 * 10**9}})) == [80, 141]
 
 
-def test_the_command_prints_tables_and_json(here: Path) -> None:
-    options = ["--critic", "shared", "--prompts", "8", "--prompt-tokens", "16", "--max-tokens", "8"]
+def test_the_command_prints_json(here: Path) -> None:
+    options = ["--kind", "sft", "--batch", "4", "--prompt-tokens", "16", "--max-tokens", "8"]
     command = [sys.executable, "-m", "surefoot", "memory", str(here / "llama" / "config.json"), *options]
     told = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=True).stdout)
-    assert told["setup"]["critic"] == "head"
-    assert set(told["always"]) == {"policy", "value", "reference", "reward", "data"}
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    for word in ("what always stays", "learning", "no critic", "textbook", "It leaves out the optimizer", "141"):
-        assert word in shown
+    assert told["setup"]["response_tokens"] == 8
+    assert set(told["always"]) == {"policy", "data"}
+    assert told["always"]["policy"]["weights"] == 4 * told["parameters"]
+    assert told["fits"] == [24, 48, 80, 141]

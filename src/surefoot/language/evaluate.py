@@ -69,6 +69,7 @@ def changed(recipe: Recipe, data: str | None, rows: int | None, seed: int | None
     wanted = {"rows": rows, "seed": seed}
     table["evaluation"] |= {name: value for name, value in wanted.items() if value is not None}
     table["evaluation"]["rows"] = table["evaluation"]["rows"] or 256
+    table["check_memory"] = False  # it is training's that would be checked
     return make_recipe(table)
 
 

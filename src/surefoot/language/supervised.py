@@ -111,7 +111,7 @@ class SupervisedWorld:
     def __init__(self, recipe: DemonstrationRecipe) -> None:
         check_device(recipe.device)
         self.recipe = recipe
-        memory = Room(recipe)
+        self.memory = Room(recipe)
         self.preference = isinstance(recipe, RewardRecipe)
         model, self.tokens = base_model(recipe)
         self.room = data.room(recipe.data.max_length, context_of(model))
@@ -123,7 +123,7 @@ class SupervisedWorld:
             self.held_out = self._rows(recipe.data.held_out)
         self.shown = self._demonstrated() if self.preference else []
         longest, trained = surely_read(train.lengths, recipe.steps), sum(train.trained) // train.count
-        self.notes += memory.check(
+        self.notes += self.memory.check(
             prompt=longest - trained,
             response=trained,
             most=trained,
@@ -184,6 +184,7 @@ class SupervisedWorld:
             f"parameters: {parameters:,}",
             f"rows: {rows:,}; {recipe.steps:,} steps are {recipe.steps / rows:.2f} epochs",
             f"updates: {recipe.steps:,} / {recipe.data.batch} = {-(-recipe.steps // recipe.data.batch):,}",
+            *self.memory.lines(),
         ]
 
     @property

@@ -35,7 +35,7 @@ class LanguageWorld:
     def __init__(self, recipe: LanguageRecipe) -> None:
         check_device(recipe.device)
         self.recipe = recipe
-        memory = Room(recipe)
+        self.memory = Room(recipe)
         model, self.tokens = base_model(recipe)
         self.result = LanguageModel(model, self.tokens)
         context, longest = context_of(model), recipe.data.max_length + recipe.sampling.max_tokens
@@ -69,7 +69,7 @@ class LanguageWorld:
                     part.check_columns(prompts.columns)
         held_out = [] if self.held_out is None else self.held_out.ids
         self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
-        self.notes += memory.check(
+        self.notes += self.memory.check(
             prompt=surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples),
             response=1,
             most=recipe.sampling.max_tokens,
@@ -144,6 +144,7 @@ class LanguageWorld:
             f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
             f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}",
             f"updates in all: {iterations * epochs * minibatches:,}",
+            *self.memory.lines(),
         ]
 
     @cached_property

@@ -6,13 +6,13 @@ long responses become) is taken as short as it can be, and what is counted may b
 would fit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from surefoot.errors import SurefootError
 from surefoot.kinds import DemonstrationRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
-from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, staying, staying_bytes
+from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, fewer, staying, staying_bytes
 from surefoot.language.memory.room import available
 from surefoot.language.memory.shapes import counted, depth
 from surefoot.language.models import config_of
@@ -38,6 +38,8 @@ class Room:
         self.recipe = recipe
         self.setup = setup_of(recipe) if recipe.check_memory else None
         self.available = available(recipe.device) if recipe.check_memory else None
+        self.full: Setup | None = None
+        """with rows as long as they may become, once they are known"""
         if self.setup is None or self.available is None:
             return
         need = staying_bytes(self.setup)
@@ -56,7 +58,7 @@ class Room:
         """
         if self.setup is None or self.available is None:
             return []
-        full = replace(self.setup, prompt=prompt, response=most, evaluated=evaluated)
+        full = self.full = replace(self.setup, prompt=prompt, response=most, evaluated=evaluated)
         if rough(full) <= self.available:
             return []
         least = replace(full, response=response)
@@ -71,6 +73,13 @@ class Room:
             f"{self._knob(full, lambda other: estimated(other).peak)[0]} would help"
         ]
 
+    def lines(self) -> list[str]:
+        """What a dry run tells of memory: the peak, when it comes, and what there is."""
+        if self.full is None or self.available is None:
+            return []
+        found = estimated(self.full)
+        return [f"memory: {size(running(found))} at its peak ({told(found)}), {size(self.available)} available"]
+
     def _refuse(self, setup: Setup, need: int, what: str, measure: Measure) -> NoReturn:
         assert self.available is not None
         knob, after = self._knob(setup, measure)
@@ -84,14 +93,35 @@ class Room:
     def _knob(self, setup: Setup, measure: Measure) -> tuple[str, int]:
         """What would help most: of what is enough the first, which costs least; else what saves most."""
         assert self.available is not None
-        best, least = "", measure(setup)
+        before = least = measure(setup)
+        best = ""
         for name, other in alternatives(setup):
             after = measure(other)
             if after <= self.available:
                 return name, after
             if after < least:
                 best, least = name, after
+        for prompts in self._fewer_prompts(setup, before, measure):
+            after = measure(fewer(setup, prompts))
+            if after < least:
+                rows = f" and evaluation.rows = {prompts}" if setup.evaluated > prompts else ""
+                best, least = f"sampling.prompts = {prompts}{rows}", after
+            if after <= self.available:
+                break
         return best, least
+
+    def _fewer_prompts(self, setup: Setup, before: int, measure: Measure) -> Iterator[int]:
+        """Powers of two that may be few enough, the largest first: bytes are nearly a line in the number of prompts."""
+        assert self.available is not None
+        prompts = setup.responses // setup.samples
+        if setup.kind != "language" or prompts < 2:
+            return
+        each = (before - measure(fewer(setup, prompts // 2))) / (prompts - prompts // 2)
+        if each <= 0:
+            return
+        wanted = min(prompts // 2, max(1, prompts - int((before - self.available) / each)))
+        power = 2 ** (wanted.bit_length() - 1)
+        yield from (power // 2**step for step in range(4) if power >= 2**step)
 
 
 def planned(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: int = 0) -> Setup:

@@ -282,18 +282,12 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield 'precision = "bfloat16"', replace(setup, bf16=True)
     if setup.value == "own":
         yield "critic.own_model = false", replace(setup, value="head", critic=None)
-    prompts = setup.responses // setup.samples
-    if setup.kind == "language":
-        while prompts > 1:
-            prompts //= 2
-            share = prompts * setup.samples / setup.responses
-            rows = max(1, int(setup.rows * share))
-            yield (
-                f"sampling.prompts = {prompts} and evaluation.rows = {min(setup.evaluated, prompts)}"
-                if setup.evaluated > prompts
-                else f"sampling.prompts = {prompts}",
-                replace(setup, responses=prompts * setup.samples, rows=rows, evaluated=min(setup.evaluated, prompts)),
-            )
+
+
+def fewer(setup: Setup, prompts: int) -> Setup:
+    """The same with so many prompts an iteration, and no more held-out rows than that."""
+    rows = max(1, setup.rows * prompts * setup.samples // setup.responses)
+    return replace(setup, responses=prompts * setup.samples, rows=rows, evaluated=min(setup.evaluated, prompts))
 
 
 def _scalar(model: Counted) -> int:
