@@ -11,6 +11,7 @@ it, so that what a kernel takes for itself is in it too. Resident memory is neit
 """
 
 import argparse
+import gc
 import json
 import tempfile
 from collections.abc import Iterator
@@ -123,6 +124,7 @@ class Watched:
     def run(self, iterations: int = 2) -> None:
         """So many iterations: the moments of Adam are made in the first."""
         torch.set_num_threads(self.recipe.threads)
+        gc.collect()  # what an earlier run left would be given back during this one, and the profiler would count that
         if not self.allocator:
             self._iterate(iterations)
             return

@@ -243,15 +243,15 @@ def changed(table: dict[str, Any], path: list[str], value: Any) -> dict[str, Any
 
 def test_a_refused_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
-        f'kind = "language"\nmodel = "{here / "llama"}"\nsteps = 8\n[data]\ntrain = "{here / "prompts.jsonl"}"\n'
-        f'[reward]\nterms = [{{ function = "{files(here)["function"]}" }}]\n[sampling]\nprompts = 10000000\nmax_tokens = 40\n'
+        f'kind = "sft"\nmodel = "{here / "llama"}"\nsteps = 8\n'
+        f'[data]\ntrain = "{here / "demonstrations.jsonl"}"\nbatch = 4000000\n'
     )
     command = [sys.executable, "-m", "surefoot", "train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert "surefoot: memory: this run needs " in done.stderr
-    assert "set sampling.prompts = " in done.stderr
+    assert "set optimizer.micro_batch_tokens = " in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 CARDS = (24, 48, 80, 141)
-"""GB, 10⁹ bytes, of common GPUs. Most have 2 to 7 % more, which their context and the allocator's leftovers need"""
+"""GB, 10⁹ bytes, of common GPUs. Most have 2³⁰ to the GB; the difference is for their context and the allocator's leftovers"""
 PARTS = ("weights", "gradients", "optimizer")
 TEXTBOOK = {"policy": 4, "value": 4, "reference": 2, "reward": 2}
 MIXED = {"policy": 16, "value": 16, "reference": 2, "reward": 2}
