@@ -54,6 +54,7 @@ def language_demo(
     changes = {
         "model": str(sft),
         "data": {"train": str(data / "prompts.jsonl"), "held_out": str(data / "held_out_prompts.jsonl")},
+        "evaluation": {"demonstrations": str(data / "held_out_demonstrations.jsonl"), "rows": 128},
         "reward": {"terms": [{"model": str(reward)}], "gold": GOLD},
         "critic": {"start": str(reward)},
         "reference": {} if anchored else {"beta": 0.0},
@@ -101,6 +102,7 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, begun: float) -> dic
         ("reward", "proxy reward (learned)"),
         ("gold", "gold reward (the truth)"),
         ("kl", "KL to SFT, nats/response"),
+        ("log_likelihood", "log π of demonstrations"),
         ("distinct_2", "distinct bigrams"),
         ("length", "length, tokens"),
     ):

@@ -110,6 +110,14 @@ class LanguageEvaluation(EvaluationSettings):
     """held-out rows of each, from the first on; 0 switches evaluation off"""
 
 
+class OnlineEvaluation(LanguageEvaluation):
+    """Periodic evaluation on held-out rows; the best checkpoint is kept in best/."""
+
+    demonstrations: str | None = None
+    """file or folder of demonstrations that were never trained on: how likely the policy finds them at each evaluation tells
+    what it forgets; none: not measured"""
+
+
 class CheckpointSettings(Section):
     """What is saved, and when."""
 

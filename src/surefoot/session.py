@@ -148,8 +148,8 @@ class Session:
         if judged is None:
             return {}
         score = judged.score
-        self.since_best += 1
-        if math.isfinite(score) and (self.best is None or score > self.best):
+        self.since_best += int(score is not None)
+        if score is not None and math.isfinite(score) and (self.best is None or score > self.best):
             self.best, self.since_best = score, 0
             if self.folder is not None:
                 best = self.folder.best / str(self.state.steps)

@@ -16,8 +16,8 @@ from surefoot.rollout import Collector, Metrics, Policy, Rollout
 class Judgement:
     """How good something is now."""
 
-    score: float
-    """what the best checkpoint is chosen by; more is better"""
+    score: float | None
+    """what the best checkpoint is chosen by, more is better; None where nothing tells"""
     metrics: Metrics
     """what to tell of it"""
     samples: list[dict[str, Any]] = field(default_factory=list)

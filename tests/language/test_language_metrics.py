@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.language.metrics import distinct_n, eos_rate, held_out_likelihood, mean_length, repeated_share, win_rate
+from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood, repeated_share, win_rate
 
 batches = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=8)
 
@@ -52,13 +52,13 @@ def test_lengths_and_ends_are_means_over_responses():
     assert eos_rate(torch.tensor([True, False, True, True])) == 0.75
 
 
-def test_held_out_likelihood_is_per_token_whatever_the_batches():
+def test_mean_log_likelihood_is_per_token_whatever_the_batches():
     nan = math.nan
     log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, nan, nan]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
-    assert held_out_likelihood([(log_probs, mask)]) == -2.5
-    assert held_out_likelihood([(log_probs[:1], mask[:1]), (log_probs[1:], mask[1:])]) == -2.5
-    assert held_out_likelihood([]) is None
+    assert mean_log_likelihood([(log_probs, mask)]) == -2.5
+    assert mean_log_likelihood([(log_probs[:1], mask[:1]), (log_probs[1:], mask[1:])]) == -2.5
+    assert mean_log_likelihood([]) is None
 
 
 def test_a_draw_is_half_a_win():

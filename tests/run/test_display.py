@@ -92,6 +92,7 @@ def keys_of_language(folder):
     few = {"data": {**shared["data"], "batch": 4}}
     terms = [{"function": gold}, {"function": "surefoot.language.tasks.reviews:gold", "weight": 0.5}]
     online = {"sampling": {"prompts": 4, "max_tokens": 4}, "reward": {"terms": terms, "gold": gold}}
+    online["evaluation"] = {"demonstrations": str(rows)}
     written = set()
     for kind, changes in (("sft", few), ("reward", few), ("language", online)):
         api.start(find_recipe(kind, {**shared, **changes}), folder / kind)

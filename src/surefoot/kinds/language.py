@@ -13,6 +13,7 @@ from surefoot.sections import (
     DemonstrationTraces,
     LanguageEvaluation,
     LanguageOptimizer,
+    OnlineEvaluation,
     PromptSettings,
     ReferenceSettings,
     RewardSettings,
@@ -118,6 +119,7 @@ class LanguageRecipe(ModelRecipe):
     kind: Literal["language"] = "language"
     """what is trained, and how: control, sft, reward or language"""
     data: PromptSettings
+    evaluation: OnlineEvaluation = OnlineEvaluation()
     sampling: SamplingSettings = SamplingSettings()
     reward: RewardSettings
     reference: ReferenceSettings = ReferenceSettings()
@@ -142,6 +144,11 @@ class LanguageRecipe(ModelRecipe):
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the {self.responses} responses of an "
                 f"iteration (sampling.prompts={self.sampling.prompts} x sampling.samples={self.sampling.samples}); choose a "
                 f"divisor, such as {nearest_divisor(self.responses, reuse.minibatches)}"
+            )
+        if self.evaluation.demonstrations is not None and not self.evaluation.rows:
+            raise SurefootError(
+                f"evaluation.demonstrations={self.evaluation.demonstrations!r}: evaluation.rows=0 switches evaluation off; set "
+                "how many rows, such as 256, or unset it"
             )
         for term in self.reward.terms:
             if (term.model is None) == (term.function is None):

@@ -15,6 +15,9 @@ from surefoot.run.checkpoint import load_checkpoint, load_weights
 from surefoot.run.folder import check_is_run, checkpoint_to_load
 from surefoot.worlds import make_world
 
+LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
+"""what the table calls what the metric's name does not tell"""
+
 
 def evaluate_run(run: Path, *, data: str | None = None, rows: int | None = None, seed: int | None = None) -> dict[str, Any]:
     """Judge the best checkpoint of a run (the last, where there is no best) on held-out rows.
@@ -24,7 +27,8 @@ def evaluate_run(run: Path, *, data: str | None = None, rows: int | None = None,
     seed   of the samples
 
     Of SFT and reward models the held-out loss, and accuracy. Of an online run reward, gold, KL, length and diversity of both
-    the trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins.
+    the trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins; and
+    the mean log π of a token of the demonstrations that ``evaluation.demonstrations`` names.
     Raises SurefootError when the folder is no run of language, or there are no rows to judge on.
     """
     check_is_run(run)
@@ -82,7 +86,8 @@ def table(told: dict[str, Any]) -> str:
     lines.append(f"{'':24}{'start':>12}{'trained':>12}   on {told['rows']} held-out prompts")
     for name, before in told["start"].items():
         shown = ("–" if value is None else f"{value:.3f}" for value in (before, told["trained"][name]))
-        lines.append(f"{name.replace('_', ' '):24}" + "".join(f"{value:>12}" for value in shown))
+        label = LABELS.get(name, name.replace("_", " "))
+        lines.append(f"{label:24}" + "".join(f"{value:>12}" for value in shown))
     for name in (name for name in told if name.startswith("win_rate_")):
         share = "–" if told[name] is None else f"{told[name]:.1%}"
         lines.append(f"{'wins by ' + name.removeprefix('win_rate_'):24}{'':>12}{share:>12}")

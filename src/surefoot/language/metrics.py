@@ -47,13 +47,13 @@ def eos_rate(ended: Tensor) -> float:
     return float(ended.to(torch.float64).mean()) if len(ended) else 0.0
 
 
-def held_out_likelihood(batches: Iterable[tuple[Tensor, Tensor]]) -> float | None:
-    """Mean log-probability of a held-out demonstrated token, in nats: Σ log π / Σ tokens over all batches. None without any.
+def mean_log_likelihood(batches: Iterable[tuple[Tensor, Tensor]]) -> float | None:
+    """Mean log-probability of a demonstrated token, in nats: Σ log π / Σ tokens over all batches. None without any.
 
     batches   pairs of log-probabilities [B, T] and mask [B, T], as a policy's forward gives them
 
-    What the model still knows of the text it was supervised on. A fall of some tenths of a nat is what a new taste costs; a
-    fall by several is a model that has forgotten the language.
+    On held-out rows: what the model still knows of the text it was supervised on. A fall of some tenths of a nat is what a new
+    taste costs; a fall by several is a model that has forgotten the language.
     """
     total, count = 0.0, 0
     for log_probs, mask in batches:

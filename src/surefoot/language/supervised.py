@@ -4,7 +4,8 @@ Both are REINFORCE in which every row is worth 1: log π of what was demonstrate
 a return of 1 (γ = 0). That is cross-entropy, and the loop, the loss and the learner are the same as everywhere.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,39 +15,21 @@ from torch import Tensor
 
 from surefoot.config import to_table
 from surefoot.errors import SurefootError
-from surefoot.functional import masked_mean
 from surefoot.kinds import DemonstrationRecipe, RewardRecipe
 from surefoot.language import data
+from surefoot.language.demonstrations import Batch, Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
+from surefoot.language.metrics import mean_log_likelihood
 from surefoot.language.models import RewardModel, context_of, scalar_model
 from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
-from surefoot.language.sources import check_count, check_same, rows_print
-from surefoot.language.tokens import left_padded, right_padded, shown
+from surefoot.language.sources import check_count, check_same
+from surefoot.language.tokens import Tokens, right_padded, shown
 from surefoot.language.trained import LanguageModel, base_model, description, leave, restore_best
 from surefoot.language.walk import Walk
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.run.checkpoint import load_weights
 from surefoot.worlds import Judgement, check_device
-
-Batch = tuple[dict[str, Tensor], Tensor, Tensor]
-"""inputs of the policy, actions [B, T], mask [B, T]"""
-
-
-class Rows:
-    """So many rows, what some of them are as tensors, by what all of them are recognised, and how long each is: its tokens, of
-    a pair the longer answer's, and those of them that are trained.
-    """
-
-    def __init__(
-        self,
-        tensors: Callable[[Sequence[int]], Batch],
-        content: Iterable[object],
-        lengths: Sequence[int],
-        trained: Sequence[int],
-    ) -> None:
-        self.count, self.tensors, self.print = len(lengths), tensors, rows_print(content)
-        self.lengths, self.trained = lengths, trained
 
 
 class RowCollector:
@@ -86,13 +69,15 @@ class RowCollector:
         self.walk.load_state_dict(state)
 
 
-def demonstration_tensors(shown: data.Demonstrations, rows: Sequence[int], pad_id: int) -> Batch:
-    """All before the first trained token as the prompt, the rest as the response; masked True where trained."""
-    starts = [shown.trained[row].index(True) for row in rows]
-    prompt, prompt_mask = left_padded([shown.ids[row][:start] for row, start in zip(rows, starts, strict=True)], pad_id)
-    actions, _ = right_padded([shown.ids[row][start:] for row, start in zip(rows, starts, strict=True)], pad_id)
-    mask, _ = right_padded([shown.trained[row][start:] for row, start in zip(rows, starts, strict=True)], 0)
-    return {"prompt": prompt, "prompt_mask": prompt_mask}, actions, mask.bool()
+def pair_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
+    """The pairs in a file whose answers have at most ``limit`` tokens each; ``said`` is how a message says so (``data.room``).
+
+    Raises SurefootError, with file and line, for what is not such a file, and when every pair is too long.
+    """
+    pairs = data.pairs(data.read_rows(path), tokens, limit, said)
+    both = list(zip(pairs.chosen, pairs.rejected, strict=True))
+    lengths = [max(map(len, pair)) for pair in both]
+    return Rows(partial(pair_tensors, pairs, pad_id=tokens.pad_id), both, lengths, [0] * len(both), pairs.dropped)
 
 
 def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
@@ -155,21 +140,9 @@ class SupervisedWorld:
         return shown.ids
 
     def _rows(self, path: str) -> Rows:
-        rows, pad_id = data.read_rows(path), self.tokens.pad_id
-        if self.preference:
-            pairs = data.pairs(rows, self.tokens, *self.room)
-            self._note(path, pairs.dropped)
-            both = list(zip(pairs.chosen, pairs.rejected, strict=True))
-            lengths = [max(map(len, pair)) for pair in both]
-            return Rows(partial(pair_tensors, pairs, pad_id=pad_id), both, lengths, [0] * len(both))
-        shown = data.demonstrations(rows, self.tokens, *self.room)
-        self._note(path, shown.dropped)
-        return Rows(
-            partial(demonstration_tensors, shown, pad_id=pad_id),
-            zip(shown.ids, shown.trained, strict=True),
-            [len(ids) for ids in shown.ids],
-            [sum(trained) for trained in shown.trained],
-        )
+        rows = (pair_rows if self.preference else demonstration_rows)(path, self.tokens, *self.room)
+        self._note(path, rows.dropped)
+        return rows
 
     def _note(self, path: str, dropped: int) -> None:
         if dropped:
@@ -214,20 +187,15 @@ class SupervisedWorld:
         """Cross-entropy on the held-out rows, and for pairs how often the chosen answer has the higher score."""
         if self.held_out is None:
             return None
-        everything = range(min(self.held_out.count, self.recipe.evaluation.rows))
-        total, count, right = 0.0, 0.0, 0.0
-        for start in range(0, len(everything), self.recipe.data.batch):
-            rows = everything[start : start + self.recipe.data.batch]
-            inputs, actions, mask = map_tensors(lambda x: x.to(self.recipe.device), self.held_out.tensors(rows))
-            log_probs = self.policy(inputs, actions, mask).log_probs
-            kept = float(mask.sum())
-            total += float(masked_mean(-log_probs, mask)) * kept
-            count += kept
-            right += float((log_probs > -torch.log(torch.tensor(2.0))).sum())
-        metrics: Metrics = {"held_out_loss": total / count}
-        if not self.preference:
-            return Judgement(-total / count, metrics)
-        return Judgement(-total / count, metrics | {"held_out_accuracy": right / count})  # less coarse than the share
+        rows, batch = self.recipe.evaluation.rows, self.recipe.data.batch
+        found = list(scored(self.policy, self.held_out, rows, batch, self.recipe.device))
+        likelihood = mean_log_likelihood(found)
+        assert likelihood is not None, "data without a trained token is refused"
+        metrics: Metrics = {"held_out_loss": -likelihood}
+        if self.preference:
+            right = sum(int((log_probs > -math.log(2.0)).sum()) for log_probs, _ in found)
+            metrics["held_out_accuracy"] = right / sum(len(mask) for _, mask in found)
+        return Judgement(likelihood, metrics)  # also of pairs: less coarse than the accuracy
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text; of a choice between two answers nothing."""

@@ -1,6 +1,8 @@
 """Language's side of an online run: the model in its four roles, prompts, and how the policy is judged."""
 
 import math
+import sys
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +15,9 @@ from surefoot.functional import kl_k1
 from surefoot.kinds import LanguageRecipe
 from surefoot.language import data
 from surefoot.language.collect import Answers, LanguageCollector, repeated, settled
+from surefoot.language.demonstrations import Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
-from surefoot.language.metrics import distinct_n, eos_rate, mean_length
+from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
@@ -63,6 +66,9 @@ class LanguageWorld:
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._prompts(recipe.data.held_out)
+        self.demonstrations = None
+        if recipe.evaluation.demonstrations is not None:
+            self.demonstrations = self._demonstrations(recipe.evaluation.demonstrations, context)
         for part in (*parts_of(self.reward), *([] if self.gold is None else [self.gold])):
             if isinstance(part, FunctionReward):
                 for prompts in (train, *([] if self.held_out is None else [self.held_out])):
@@ -96,6 +102,13 @@ class LanguageWorld:
         if found.dropped:
             self.notes.append(f"{path}: dropped, because longer than {self.room[0]} tokens: {found.dropped} prompts")
         return found
+
+    def _demonstrations(self, path: str, context: int | None) -> Rows:
+        limit, said = data.room(sys.maxsize, context)
+        rows = demonstration_rows(path, self.tokens, limit, said)
+        if rows.dropped:
+            self.notes.append(f"{path}: dropped, because longer than {limit} tokens: {rows.dropped} rows")
+        return rows
 
     def _critic(self, model: Any) -> Critic:
         start = self.recipe.critic.start
@@ -184,14 +197,28 @@ class LanguageWorld:
 
     @torch.no_grad()
     def evaluate(self) -> Judgement | None:
-        """Sampled answers to held-out prompts, always with the same random numbers: reward less what the KL costs."""
+        """Sampled answers to held-out prompts, always with the same random numbers: reward less what the KL costs. And how
+        likely demonstrations are.
+        """
+        found: Metrics = {}
+        if self.demonstrations is not None:
+            found["held_out_log_likelihood"] = self._log_likelihood(self.demonstrations)
         if self.held_out is None:
-            return None
+            return Judgement(None, found) if found else None
         settings, recipe = self.recipe.evaluation, self.recipe
         prompts = repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
         seeds = [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))]
         answers = self.collector.answer(prompts, seeds)
-        return self.judge(answers, recipe.reference.beta)
+        judged = self.judge(answers, recipe.reference.beta)
+        return replace(judged, metrics=judged.metrics | found)
+
+    def _log_likelihood(self, rows: Rows) -> float | None:
+        """That of demonstrations under the policy, at temperature 1 as in SFT; no more rows at a time than in an update."""
+        recipe, reuse = self.recipe, self.recipe.objective.reuse
+        policy = LanguagePolicy(self.policy.model, None, self.tokens.pad_id, bf16=self.policy.bf16)
+        tokens, size = self.collector.budget
+        size = size or max(1, recipe.responses // (reuse.minibatches if reuse else 1))
+        return mean_log_likelihood(scored(policy, rows, recipe.evaluation.rows, size, recipe.device, tokens))
 
     def judge(self, answers: Answers, beta: float) -> Judgement:
         """What answers are worth: reward, gold where it is known, KL to the reference, length, diversity."""

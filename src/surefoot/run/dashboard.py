@@ -22,6 +22,7 @@ SHOWN = {
     "held_out_reward": ("reward, held out", "{:+.3f}"),
     "held_out_gold": ("gold, held out", "{:+.3f}"),
     "held_out_loss": ("loss, held out", "{:.4f}"),
+    "held_out_log_likelihood": ("log π, held out", "{:+.3f}"),
     "held_out_accuracy": ("accuracy, held out", "{:.1%}"),
     "kl_reference_response": ("KL to reference, nats", "{:.2f}"),
     "response_length": ("response length", "{:.1f}"),

@@ -69,6 +69,10 @@ METRICS: dict[str, Metric] = {
     "held_out_accuracy": Metric("share of held-out pairs in which the chosen answer has the higher score"),
     "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
     "held_out_gold": Metric("the same by the function that tells the truth"),
+    "held_out_log_likelihood": Metric(
+        "mean log π per token, in nats, of the demonstrations in evaluation.demonstrations, at temperature 1. A fall is what "
+        "the reward costs in capability: tenths for a new taste, more than one when the language is being forgotten"
+    ),
     "held_out_kl": Metric("nats per response that these answers are away from the reference"),
     "held_out_length": Metric("mean tokens of these answers"),
     "held_out_eos_rate": Metric("share of these answers that ended by themselves"),

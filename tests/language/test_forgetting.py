@@ -1,0 +1,133 @@
+"""What a language model forgets while PPO pleases a reward: the likelihood of held-out demonstrations, at every evaluation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.errors import SurefootError
+from surefoot.language.evaluate import evaluate_run
+from surefoot.language.evaluate import table as evaluation_table
+from surefoot.language.world import LanguageWorld
+from surefoot.run.tracking import read_metrics
+
+LIKELIHOOD = "held_out_log_likelihood"
+SAID = ("hello there.", "why not?", "a b c", "it is what it is, and that is that.", "no")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Demonstrations of several lengths, prompts, and a reward that demonstrations don't earn."""
+    rows = [{"prompt": f"{i % 5}: ", "completion": SAID[i % 5]} for i in range(23)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "def zs(responses):\n    return [text.count('z') / max(1, len(text)) for text in responses]\n"
+    )
+    return tmp_path
+
+
+def fields(files: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 32,
+        "data": {"train": str(files / "prompts.jsonl"), "held_out": str(files / "prompts.jsonl"), "max_length": 16},
+        "sampling": {"prompts": 16, "max_tokens": 8},
+        "reward": {"terms": [{"function": f"{files}/rewards.py:zs"}], "missing_eos": "none"},
+        "optimizer": {"learning_rate": 1e-3},
+        "evaluation": {"demonstrations": str(files / "rows.jsonl"), "every": 16},
+    }
+    return {**table, **changes}
+
+
+def world(files: Path, model: Path, **changes: Any) -> LanguageWorld:
+    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, **changes)}))  # type: ignore[arg-type]
+
+
+def measured(made: LanguageWorld) -> float:
+    judged = made.evaluate()
+    assert judged is not None
+    found = judged.metrics[LIKELIHOOD]
+    assert found is not None
+    return found
+
+
+def test_ppo_starts_from_the_likelihood_that_sft_ended_with(files: Path, folders: dict[str, Path]) -> None:
+    """Minus the held-out loss, on the same rows; whatever the temperature that PPO samples at."""
+    rows = {"train": str(files / "rows.jsonl"), "held_out": str(files / "rows.jsonl"), "batch": 8, "max_length": 64}
+    surefoot.train("sft", run_dir=files / "sft", model=str(folders["llama"]), data=rows, steps=24)
+    last = read_metrics(files / "sft" / "metrics.jsonl")[-1]["held_out_loss"]
+    made = world(files, files / "sft", sampling={"prompts": 16, "max_tokens": 8, "temperature": 0.5})
+    assert measured(made) == pytest.approx(-last, rel=1e-5)
+
+
+def test_the_likelihood_is_the_mean_over_tokens_of_the_first_rows_whatever_goes_through_the_model_at_once(
+    files: Path, folder: Path
+) -> None:
+    chosen = {"demonstrations": str(files / "rows.jsonl"), "rows": 7}
+    made = world(files, folder, evaluation=chosen)
+    total, count = 0.0, 0
+    for row in [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()][:7]:
+        prompt = made.tokens.encode_prompt(row["prompt"])
+        ids = torch.tensor([[*prompt, *made.tokens.encode_prompt(row["completion"]), made.tokens.eos_id]])
+        with torch.no_grad():
+            log_probs = made.policy.model(ids).logits[0, :-1].log_softmax(-1)
+        found = log_probs.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :]
+        total, count = total + float(found.sum()), count + len(found)
+    assert measured(made) == pytest.approx(total / count, rel=1e-4)
+    data = {"train": str(files / "prompts.jsonl"), "max_length": 16}  # no prompts are answered
+    for bound, most in (({"micro_batch": 2}, 2), ({"micro_batch_tokens": 64}, 64)):
+        read: list[torch.Size] = []
+        small = world(files, folder, evaluation=chosen, optimizer=bound, data=data)
+        words = small.policy.model.get_input_embeddings()
+        words.register_forward_hook(lambda _, given, __, read=read: read.append(given[0].shape))
+        assert measured(small) == pytest.approx(total / count, rel=1e-4)
+        assert 0 < max(shape[0] if "micro_batch" in bound else shape.numel() for shape in read) <= most
+
+
+def test_what_a_run_forgets_is_in_its_metrics_and_in_its_evaluation(files: Path, folders: dict[str, Path]) -> None:
+    settings = fields(files, folders["llama"], steps=256, reference={"beta": 0.0}, optimizer={"learning_rate": 3e-3})
+    settings["evaluation"]["every"] = 64
+    surefoot.train("language", run_dir=files / "run", **settings)
+    rows = [row for row in read_metrics(files / "run" / "metrics.jsonl") if LIKELIHOOD in row]
+    assert [row["steps"] for row in rows] == [64, 128, 192, 256]
+    told = evaluate_run(files / "run")
+    assert told["start"]["log_likelihood"] == pytest.approx(measured(world(files, folders["llama"])), rel=1e-6)
+    at_best = next(row for row in rows if row["steps"] == told["steps"])
+    assert told["trained"]["log_likelihood"] == pytest.approx(at_best[LIKELIHOOD], rel=1e-6)
+    assert rows[-1][LIKELIHOOD] < told["start"]["log_likelihood"] - 0.1, "without an anchor the start's language is lost"
+    assert "log π of demonstrations" in evaluation_table(told)
+
+
+def test_it_is_measured_without_held_out_prompts_too_and_decides_nothing(files: Path, folders: dict[str, Path]) -> None:
+    """Neither which checkpoint is the best, nor when patience ends."""
+    data = {"train": str(files / "prompts.jsonl"), "max_length": 16}
+    settings = fields(files, folders["llama"], data=data, steps=64)
+    settings["evaluation"] |= {"patience": 1}
+    surefoot.train("language", run_dir=files / "run", **settings)
+    rows = read_metrics(files / "run" / "metrics.jsonl")
+    assert rows[-1]["steps"] == 64
+    assert all(LIKELIHOOD in row and "held_out_reward" not in row for row in rows)
+    assert not (files / "run" / "best").exists()
+
+
+def test_demonstrations_that_cannot_be_read_are_refused_before_the_run_begins(files: Path, folders: dict[str, Path]) -> None:
+    (files / "half.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    (files / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
+    for evaluation, said in (
+        ({"demonstrations": str(files / "row.jsonl")}, r"row\.jsonl: no such file; did you mean .*rows\.jsonl"),
+        ({"demonstrations": str(files / "half.jsonl")}, r"half\.jsonl, line 2: missing column 'completion'"),
+        ({"demonstrations": str(files / "long.jsonl")}, r"long\.jsonl: every one of its 1 rows is dropped"),
+        ({"demonstrations": "x.jsonl", "rows": 0}, r"evaluation\.demonstrations='x\.jsonl': evaluation\.rows=0"),
+    ):
+        with pytest.raises(SurefootError, match=said):
+            surefoot.train("language", run_dir=files / "run", **fields(files, folders["llama"], evaluation=evaluation))
+        assert not (files / "run").exists()
+    with (files / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
+    told = world(files, folders["llama"]).arithmetic()
+    assert any("rows.jsonl: 1 rows are longer than the model's context of 128 tokens: dropped" in line for line in told)
