@@ -23,6 +23,9 @@ from surefoot.traces import Recorder, Recording
 Schedule = Literal["constant", "linear", "cosine"]
 Optimizers = Mapping[str, FlatAdam | NaturalStep]
 
+START_TOLERANCE = 1e-4
+"""how far the ratio may be from 1 before anything moved, where the policy computes in float32"""
+
 BETA_RANGE = 2.0**20
 """how far from its start an adapted β may go, as a factor both ways. The paper has no bound; without one, a KL that β does
 not govern (a learning rate far too high, or one that has decayed to nothing) takes it to infinity or to 0, where it stays"""
@@ -362,7 +365,7 @@ def _check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: 
     if rollout.old_log_probs is None:
         return 1.0
     exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
-    if exact and abs(furthest - 1) > 1e-4:
+    if exact and abs(furthest - 1) > START_TOLERANCE:
         raise SurefootError(
             f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± 1e-4); the policy scores "
             "actions differently in training than in the rollout (dropout, batch-dependent layers, or a changed normaliser)"

@@ -191,6 +191,8 @@ class SamplingSettings(Section):
     """divides logits: in sampling, and in every log-probability alike"""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """texts that end a response, besides EOS"""
+    old_log_probs: Literal["trainer", "sampler"] = "trainer"
+    """whose log π_old ratios are formed with: scored again by what is trained, or as the sampler had it when it drew"""
 
 
 class RewardTerm(Section):

@@ -1,21 +1,20 @@
 """A run from its recipe to its end: what hangs on the loop (evaluation, tracking, checkpoints, display, signals)."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from surefoot.config import to_table
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import Recipe
-from surefoot.learner import Learner
+from surefoot.learner import START_TOLERANCE, Learner
 from surefoot.loop import run_loop
 from surefoot.optimizer import AdamSettings
 from surefoot.rollout import LearnerState, Metrics, Policy
 from surefoot.run.checkpoint import keep_only_this, load_checkpoint, prune, require, save_checkpoint
 from surefoot.run.dashboard import Display
-from surefoot.run.folder import RunFolder, recipe_differences, write_text
+from surefoot.run.folder import RunFolder, recipe_differences
+from surefoot.run.samples import SampleFolder
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.traces import TraceFolder
 from surefoot.run.tracking import Tracker
@@ -65,6 +64,8 @@ class Session:
         """evaluations since the best one"""
         self.tracker: Tracker | None = None
         self.traces: TraceFolder | None = None
+        self.samples: SampleFolder | None = None
+        self.warned = False
         self.signals = StopOnSignal()
 
     def restore(self, checkpoint: Path, allow_changes: bool) -> None:
@@ -105,6 +106,7 @@ class Session:
         """
         if self.folder is not None:
             self.tracker = Tracker(self.folder.path, self.state.iteration, self.state.steps)
+            self.samples = SampleFolder(self.folder.path / "samples", self.state.steps)
             settings = self.recipe.traces
             self.traces = TraceFolder(self.folder.path / "traces", self.state.steps, settings.max_megabytes)
             if settings.rows:
@@ -132,12 +134,23 @@ class Session:
         if self.tracker is not None:
             self.tracker.write(metrics, state.steps)
         self._write_trace()
+        self._warn(metrics.get("ratio_at_start"))
         self.display.show(state, metrics)
         stop = bool(self.callback and self.callback(metrics)) or self.signals.requested or worse_for_long
         if finished or stop or self._passed(self.recipe.checkpoint_every):
             self._save()
         self.previous = state.steps
         return stop
+
+    def _warn(self, ratio_at_start: float | None) -> None:
+        """Say once that training scores actions otherwise than the rollout; where it computes in float32, that was an error."""
+        if ratio_at_start is None or self.warned or abs(ratio_at_start - 1) <= START_TOLERANCE:
+            return
+        self.warned = True
+        self.display.say(
+            f"warning: ratio_at_start={ratio_at_start:.4f} at step {self.state.steps:,}: it is 1 where training scores actions "
+            "as the rollout did. In bfloat16 both round, and ratios, clip fractions and KL have that noise; float32 has none"
+        )
 
     def _passed(self, every: int) -> bool:
         """Whether this iteration crossed a multiple of ``every`` steps; the same in a resumed run."""
@@ -156,8 +169,10 @@ class Session:
                 save_checkpoint(best, self.world.trees())
                 keep_only_this(best)
                 prune(self.folder.best, keep=1)
-        if judged.samples and self.folder is not None:
-            write_samples(self.folder.path / "samples" / f"{self.state.steps}.jsonl", judged.samples)
+        if judged.samples:
+            if self.samples is not None:
+                self.samples.write(self.state.steps, judged.samples)
+            self.display.samples(self.state.steps, judged.samples)
         return judged.metrics
 
     def _write_trace(self) -> None:
@@ -179,9 +194,3 @@ class Session:
         }
         save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees)
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)
-
-
-def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
-    """One JSON object per sample."""
-    path.parent.mkdir(exist_ok=True)
-    write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))

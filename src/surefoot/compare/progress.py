@@ -3,12 +3,13 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.rollout import LearnerState, Metrics
+from surefoot.run.samples import Sample
 
 EVERY = 60.0
 """seconds between plain lines while nothing finishes"""
@@ -78,6 +79,9 @@ class Reporting:
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.on_steps(state.steps)
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        pass
 
     def say(self, line: str) -> None:
         self.on_line(line)

@@ -4,12 +4,13 @@ The four roles of PPO on text meet here: the policy samples, the critic says V, 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1, kl_shaped_rewards, masked_mean, place_scores, proportional_kl_control, successor_values
 from surefoot.kinds import LanguageRecipe
 from surefoot.language.data import Prompts
@@ -17,8 +18,9 @@ from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeate
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, Reward, Scores
 from surefoot.language.sampler import Samples, sample
-from surefoot.language.tokens import Tokens
+from surefoot.language.tokens import Tokens, text_of
 from surefoot.language.walk import Walk
+from surefoot.learner import START_TOLERANCE
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.run.distributed import all_sum, rank, world_size
 from surefoot.seeding import derived_seed
@@ -32,6 +34,15 @@ def repeated(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts
     rows = [row for row in rows for _ in range(samples)]
     columns = {name: [column[row] for row in rows] for name, column in prompts.columns.items()}
     return Prompts([prompts.prompts[row] for row in rows], [prompts.ids[row] for row in rows], columns, prompts.dropped)
+
+
+def told(answers: "Answers", columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Prompt and response of each answer, with what is known of it."""
+    pairs = zip(answers.prompts.prompts, answers.responses, strict=True)
+    return [
+        {"prompt": text_of(prompt), "response": response, **{name: column[row] for name, column in columns.items()}}
+        for row, (prompt, response) in enumerate(pairs)
+    ]
 
 
 class Answers:
@@ -75,6 +86,8 @@ class LanguageCollector:
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
         self.walk = Walk(len(prompts.ids), recipe.seed)
+        self.said: list[dict[str, Any]] = []
+        """what was answered last, and what it earned"""
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
 
     @torch.no_grad()
@@ -97,7 +110,16 @@ class LanguageCollector:
         ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, *self.budget)
         beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
         placed = place_scores(total, mask)
-        rewards = kl_shaped_rewards(placed, old.log_probs, ref_log_probs, mask, beta)
+        gap = float((drawn.log_probs - old.log_probs)[mask].abs().max()) if mask.any() else 0.0
+        log_probs = old.log_probs
+        if recipe.sampling.old_log_probs == "sampler":
+            log_probs = torch.where(mask, drawn.log_probs, 0.0)
+            if self.policy.exact and gap > START_TOLERANCE:
+                raise SurefootError(
+                    f"sampling.old_log_probs='sampler': what was sampled has other log-probabilities in training, by up to "
+                    f"{gap:.2g} (in float32 at most {START_TOLERANCE:g}); set 'trainer'"
+                )
+        rewards = kl_shaped_rewards(placed, log_probs, ref_log_probs, mask, beta)
 
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         cut = ~drawn.ended.unsqueeze(-1) if recipe.reward.missing_eos == "bootstrap" else torch.zeros_like(mask[:, :1])
@@ -106,19 +128,22 @@ class LanguageCollector:
         if recipe.reward.missing_eos == "bootstrap":
             beyond = in_parts(self.policy.values_after, inputs, actions, mask, *self.budget)
         truncated = last & cut
-        kl = kl_k1(old.log_probs, ref_log_probs)
+        kl = kl_k1(log_probs, ref_log_probs)
         spent, counted = all_sum(torch.stack([kl.sum(), scores.valid.sum()]).double()).tolist()  # the same β on every rank
         per_response = spent / counted if counted else 0.0
         if recipe.reference.target is not None and counted:
             state.coefficients[ANCHOR] = proportional_kl_control(
                 beta, per_response, recipe.reference.target, recipe.responses, recipe.reference.horizon
             )
+        gold = None if self.gold is None else answers.scores(self.gold)
+        columns = {"reward": scores.column(total), "kl": kl.sum(-1).tolist()}
+        self.said = told(answers, columns if gold is None else columns | {"gold": gold.column(gold.total)})
         metrics: Metrics = {
-            **self._told(answers, scores, total),
+            **self._told(answers, scores, total, gold),
             "kl_reference": float(masked_mean(kl, mask)),
             "kl_reference_response": per_response,
             "reference_beta": beta,
-            "sampler_gap": float((drawn.log_probs - old.log_probs)[mask].abs().max()) if mask.any() else 0.0,
+            "sampler_gap": gap,
             "data_epochs": self.walk.epochs,
             "seconds_sampling": sampled - begun,
             "seconds_scoring": scored - sampled,
@@ -128,7 +153,7 @@ class LanguageCollector:
             inputs=inputs,
             actions=actions,
             mask=mask,
-            old_log_probs=old.log_probs,
+            old_log_probs=log_probs,
             values=values,
             next_values=successor_values(values, beyond, truncated=truncated, mask=mask),
             rewards=rewards,
@@ -170,17 +195,16 @@ class LanguageCollector:
         numbers = [done + place * samples + sample for place in places for sample in range(samples)]
         return repeated(self.prompts, rows, samples), torch.arange(len(rows)).repeat_interleave(samples), numbers
 
-    def _told(self, answers: Answers, scores: Scores, total: Tensor) -> Metrics:
+    def _told(self, answers: Answers, scores: Scores, total: Tensor, gold: Scores | None) -> Metrics:
         """What responses are like, and what they earned."""
         drawn = answers.samples
-        told: Metrics = {"reward": scores.mean_of(total)}
+        found: Metrics = {"reward": scores.mean_of(total)}
         if len(scores.parts) > 1:
-            told |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
-        if self.gold is not None:
-            gold = answers.scores(self.gold)
-            told["gold"] = gold.mean_of(gold.total)
+            found |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
+        if gold is not None:
+            found["gold"] = gold.mean_of(gold.total)
         ids = drawn.responses()
-        return told | {
+        return found | {
             "response_length": mean_length(drawn.mask),
             "eos_rate": eos_rate(drawn.ended),
             "distinct_2": distinct_n(ids, 2),

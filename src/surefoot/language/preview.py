@@ -15,6 +15,7 @@ from surefoot.language.models import context_of, load_model
 from surefoot.language.rows import Row
 from surefoot.language.tokens import Tokens
 from surefoot.language.trained import model_folder
+from surefoot.run.samples import visible
 
 TRAINED, READ = "bold green", "dim"
 
@@ -73,7 +74,7 @@ def coloured(one: Shown, tokens: Tokens) -> Text:
     """The tokens of a sequence, special ones by their names, in the colour of what happens to them."""
     text = Text()
     for trained, run in groupby(zip(one.ids, one.trained, strict=True), key=lambda pair: pair[1]):
-        pieces = (str(tokens.tokenizer.decode([token])).replace("\n", "⏎\n").replace("\t", "⇥") for token, _ in run)
+        pieces = (visible(str(tokens.tokenizer.decode([token]))).replace("⏎", "⏎\n") for token, _ in run)
         text.append("".join(pieces), TRAINED if trained else READ)
     return text
 

@@ -14,7 +14,7 @@ from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
 from surefoot.kinds import LanguageRecipe
 from surefoot.language import data
-from surefoot.language.collect import Answers, LanguageCollector, repeated, settled
+from surefoot.language.collect import Answers, LanguageCollector, repeated, settled, told
 from surefoot.language.demonstrations import Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
@@ -22,7 +22,7 @@ from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
 from surefoot.language.sources import check_count, check_same, rows_print, weights_print
-from surefoot.language.tokens import shown, text_of
+from surefoot.language.tokens import shown
 from surefoot.language.trained import LanguageModel, base_model, description, leave, model_folder, named, restore_best
 from surefoot.rollout import Metrics, Rollout
 from surefoot.run.checkpoint import load_weights
@@ -198,13 +198,14 @@ class LanguageWorld:
     @torch.no_grad()
     def evaluate(self) -> Judgement | None:
         """Sampled answers to held-out prompts, always with the same random numbers: reward less what the KL costs. And how
-        likely demonstrations are.
+        likely demonstrations are. Without held-out prompts, what was sampled last stands for their answers.
         """
         found: Metrics = {}
         if self.demonstrations is not None:
             found["held_out_log_likelihood"] = self._log_likelihood(self.demonstrations)
         if self.held_out is None:
-            return Judgement(None, found) if found else None
+            said = self.collector.said if self.recipe.evaluation.rows else []
+            return Judgement(None, found, said) if found or said else None
         settings, recipe = self.recipe.evaluation, self.recipe
         prompts = repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
         seeds = [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))]
@@ -243,12 +244,8 @@ class LanguageWorld:
             gold = answers.scores(self.gold)
             metrics["held_out_gold"] = gold.mean_of(gold.total)
             columns["gold"] = gold.column(gold.total)
-        rows = [
-            {"prompt": text_of(prompt), "response": response, **{name: column[row] for name, column in columns.items()}}
-            for row, (prompt, response) in enumerate(zip(answers.prompts.prompts, answers.responses, strict=True))
-        ]
         reward = metrics["held_out_reward"]
-        return Judgement(-math.inf if reward is None else reward - beta * spent, metrics, rows)
+        return Judgement(-math.inf if reward is None else reward - beta * spent, metrics, told(answers, columns))
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text, and the β of the reward's KL."""

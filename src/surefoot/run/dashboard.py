@@ -1,10 +1,14 @@
-"""What training looks like on a terminal: a live table with unhealthy values explained; plain lines when piped."""
+"""What training looks like on a terminal: a live table with unhealthy values explained, and what a model says; plain lines when
+piped.
+"""
 
 import contextlib
+import sys
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -12,6 +16,7 @@ from rich.text import Text
 
 from surefoot.rollout import LearnerState, Metrics
 from surefoot.run.metrics import complaints
+from surefoot.run.samples import FEW, Sample, line_of, sample_table, some
 
 SHOWN = {
     "episode_return": ("return, last 100", "{:,.1f}"),
@@ -46,12 +51,19 @@ SHOWN = {
 JUDGED = ("evaluation_", "held_out_")
 """what metrics of an evaluation begin with: they stay on display until the next one"""
 
+LEFT, BESIDE, LONGEST = 72, 48, 4
+"""columns that the metrics need and that samples get at least when they stand side by side; lines of a sample at most"""
+
 
 class Display(Protocol):
     """Something that shows a run."""
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         """One more iteration."""
+        ...
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        """What a model said at an evaluation, before that iteration is shown."""
         ...
 
     def say(self, line: str) -> None:
@@ -65,6 +77,9 @@ class Quiet:
     """Shows nothing but messages."""
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
+        pass
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
         pass
 
     def say(self, line: str) -> None:
@@ -87,6 +102,10 @@ class Lines:
     def __init__(self, title: str, every: float = 5.0) -> None:
         self.title, self.every, self.last = title, every, -float("inf")
         self.clock = _Clock()
+        self.said: list[str] = []
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        self.said = [line_of(steps, sample) for sample in some(samples)]
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.clock.tick(state)
@@ -101,10 +120,14 @@ class Lines:
         self.say(f"{'  '.join(parts)}  left {self.clock.left(state)}")
         for name, why in complaints(metrics).items():
             self.say(f"  ! {name}: {why}")
+        for line in self.said:
+            self.say(line)
+        self.said = []
 
     def say(self, line: str) -> None:
+        encoding = sys.stdout.encoding or "utf-8"  # a model may write what the other end has no letter for
         with contextlib.suppress(BrokenPipeError):  # whoever listened has gone; the run goes on
-            print(line, flush=True)
+            print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
     def close(self) -> None:
         pass
@@ -117,13 +140,27 @@ class Dashboard:
         self.title = title
         self.clock = _Clock()
         self.judged: Metrics = {}
+        self.said: tuple[int, Sequence[Sample]] | None = None
+        self.new = False
+        """whether what was said has not been on display yet"""
         self.live = Live(Text(title), console=console or Console(), refresh_per_second=8, transient=False)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not before: a run may be refused until now. Once is enough, more does nothing
         self.clock.tick(state)
         self.judged |= {name: value for name, value in metrics.items() if name.startswith(JUDGED)}
-        self.live.update(self._draw(state, {**metrics, **self.judged}))
+        drawn = self._draw(state, {**metrics, **self.judged})
+        if self.said is None:
+            self.live.update(drawn)
+            return
+        page = _Page(drawn, *self.said)
+        if self.new and page.room(self.live.console)[0] == "above":
+            self.live.console.print(page.table(self.live.console, self.live.console.width, 2))
+        self.new = False
+        self.live.update(page)
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        self.said, self.new = (steps, samples), True
 
     def _draw(self, state: LearnerState, metrics: Metrics) -> Group:
         unhealthy = complaints(metrics)
@@ -152,6 +189,43 @@ class Dashboard:
 
     def close(self) -> None:
         self.live.stop()
+
+
+class _Page:
+    """The table of metrics with what was said below it, or beside it where the terminal is low and wide. Where it is neither
+    high nor wide enough, that has been printed above.
+    """
+
+    def __init__(self, metrics: Group, steps: int, samples: Sequence[Sample]) -> None:
+        self.metrics, self.steps, self.samples = metrics, steps, samples
+
+    def room(self, console: Console) -> tuple[Literal["below", "beside", "above"], int]:
+        """Where there is room, and for how many lines of each sample."""
+        width, height = console.size
+        free = height - len(console.render_lines(self.metrics, pad=False)) - 3  # a blank line, a heading, the cursor's line
+        if free >= FEW:
+            return "below", min(LONGEST, free // FEW)
+        if width >= BESIDE + LEFT:
+            return "beside", min(LONGEST, max(1, (height - 3) // FEW))
+        return "above", 0
+
+    def table(self, console: Console, width: int, lines: int) -> Table:
+        """What was said."""
+        return sample_table(console, self.steps, self.samples, width, lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        where, lines = self.room(console)
+        if where == "below":
+            yield Group(self.metrics, "", self.table(console, console.width, lines))
+        elif where == "beside":
+            width = console.width - LEFT - 2
+            grid = Table.grid(padding=(0, 2, 0, 0))
+            grid.add_column(width=LEFT)
+            grid.add_column(width=width)
+            grid.add_row(self.metrics, self.table(console, width, lines))
+            yield grid
+        else:
+            yield self.metrics
 
 
 class _Clock:

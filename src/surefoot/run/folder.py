@@ -4,6 +4,7 @@ config.toml        the resolved recipe, re-runnable
 environment.json   versions, seed, threads: what the numbers depend on besides the recipe
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
 events.*           the same for TensorBoard
+samples/<steps>.*  what a model of language said at an evaluation; cut back as well
 traces/<steps>.*   every number behind some of the updates, cut back as well
 checkpoints/<step> the last few; best/<step> the best evaluated
 model/             of a run of language: what was trained, for transformers and other runs

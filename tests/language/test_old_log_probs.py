@@ -1,0 +1,115 @@
+"""Whose log π_old ratios are formed with is a switch: in float32 it makes no difference, and one that it makes is found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.config import make_recipe, read_toml
+from surefoot.errors import SurefootError
+from surefoot.language.world import LanguageWorld
+from surefoot.rollout import LearnerState
+from surefoot.run.dashboard import Silent
+from surefoot.run.tracking import read_metrics
+
+BOTH = pytest.mark.parametrize("whose", ["trainer", "sampler"])
+
+
+class Listening(Silent):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Prompts and a reward function."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i % 7} says "}) + "\n" for i in range(40)))
+    (tmp_path / "rewards.py").write_text("def score(responses):\n    return [float(len(set(text))) for text in responses]\n")
+    return tmp_path
+
+
+def fields(files: Path, model: Path, whose: str, **changes: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 64,
+        "data": {"train": str(files / "prompts.jsonl"), "max_length": 32},
+        "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.8, "old_log_probs": whose},
+        "reward": {"terms": [{"function": f"{files}/rewards.py:score"}], "missing_eos": "none"},
+        "optimizer": {"learning_rate": 1e-4},
+    }
+    return {**table, **changes}
+
+
+def world(files: Path, model: Path, whose: str) -> LanguageWorld:
+    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, whose)}))  # type: ignore[arg-type]
+
+
+def test_the_rollout_has_the_sampler_s_own_log_probabilities_or_the_trainer_s(files: Path, folder: Path) -> None:
+    by_trainer, by_sampler = (
+        world(files, folder, whose).collector.collect(LearnerState.seeded(1, 64)) for whose in ("trainer", "sampler")
+    )
+    ours, theirs = by_trainer.old_log_probs, by_sampler.old_log_probs
+    assert ours is not None
+    assert theirs is not None
+    assert torch.equal(by_trainer.actions, by_sampler.actions)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert not torch.equal(ours, theirs), "they are of two passes"
+    assert float((ours - theirs)[by_trainer.mask].abs().max()) == pytest.approx(by_trainer.metrics["sampler_gap"], abs=1e-9)
+
+
+def test_in_float32_both_train_alike(files: Path, folder: Path) -> None:
+    rows, weights = [], []
+    for whose in ("trainer", "sampler"):
+        made = surefoot.train("language", run_dir=files / whose, **fields(files, folder, whose))
+        rows.append(read_metrics(files / whose / "metrics.jsonl"))
+        weights.append(made.model.state_dict())
+        assert read_toml(files / whose / "config.toml")["sampling"]["old_log_probs"] == whose
+    for ours, theirs in zip(*rows, strict=True):
+        assert abs(ours["ratio_at_start"] - 1) < 1e-4
+        assert abs(theirs["ratio_at_start"] - 1) < 1e-4
+        for name in ("reward", "kl", "policy_loss", "kl_reference", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], atol=1e-4, rtol=0, msg=name)
+
+
+@BOTH
+def test_both_resume_bit_for_bit(whose: str, files: Path, folders: dict[str, Path]) -> None:
+    settings = fields(files, folders["llama"], whose)
+    whole = surefoot.train("language", run_dir=files / "whole", **settings)
+    surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 32, **settings)
+    resumed = surefoot.resume(files / "cut")
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+def test_in_float32_a_sampler_that_scores_otherwise_than_training_is_refused(files: Path, folders: dict[str, Path]) -> None:
+    made = world(files, folders["llama"], "sampler")
+    made.policy.temperature *= 1.01  # what training divides logits by, and the sampler does not
+    with pytest.raises(
+        SurefootError, match=r"sampling\.old_log_probs='sampler': .*\(in float32 at most 0\.0001\); set 'trainer'"
+    ):
+        made.collector.collect(LearnerState.seeded(1, 64))
+
+
+def test_in_bfloat16_a_ratio_that_does_not_start_at_one_is_said_once(files: Path, folders: dict[str, Path]) -> None:
+    display, rows = Listening(), []
+    surefoot.train(
+        "language",
+        display=display,
+        callback=lambda metrics: bool(rows.append(metrics)),
+        **fields(files, folders["llama"], "sampler", precision="bfloat16"),
+    )
+    assert [abs(row["ratio_at_start"] - 1) > 1e-4 for row in rows] == [True] * 4
+    assert [line.startswith("warning: ratio_at_start=") for line in display.said] == [True]
+    exact = Listening()
+    surefoot.train("language", display=exact, **fields(files, folders["llama"], "sampler"))
+    assert exact.said == []
