@@ -1,7 +1,7 @@
 """The switches of an objective, and the algorithms as values of them.
 
 PPO is REINFORCE plus five fixes. Each line of ``LADDER`` below turns one switch; nothing else tells two algorithms apart.
-The other trust regions turn the last switch another way.
+The other trust regions turn the last switch another way; GRPO and its kin compare the responses to one prompt.
 This file imports no torch, so that a recipe can be read, and ``--help`` printed, at once. What the switches do to a loss is
 in ``objective.py``, what they do to advantages in ``credit.py``, what they do to a batch in ``learner.py``.
 """
@@ -116,14 +116,19 @@ class Objective:
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
-    baseline: Literal["mean", "critic"] | None = None
-    """what is subtracted from the return: nothing, the batch's mean return, or a learned V(s)"""
+    baseline: Literal["mean", "group", "leave_one_out", "critic"] | None = None
+    """what is subtracted from the return: nothing, the batch's mean return, the mean return of the responses to the same prompt
+    (with the response itself, or without it), or a learned V(s)"""
+    scale_by_group: bool = False
+    """divide by the standard deviation of the group's returns; with baseline = "group" alone"""
     gae_lambda: float = 1.0
     """λ of the advantages: 1 is Monte-Carlo return minus value, 0 the TD residual; needs a critic"""
     reuse: Reuse | None = None
     """none: one update per batch, log π weighted by Â. Else epochs and minibatches, weighted by ρ; under TRPO the critic's"""
     trust_region: Clip | Penalty | Constraint | None = None
     """what keeps θ near θ_old: a clip of the ratio, a price on the KL, or a bound on it. Its keys say which"""
+    ratio: Literal["token", "sequence"] = "token"
+    """ρ of each token, or of whole responses: the geometric mean over their tokens"""
 
     gamma: float = 0.99
     """discount γ per step"""
@@ -148,7 +153,7 @@ class Objective:
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = "token-mean"
     """how elementwise losses become one number"""
     aggregation_length: int | None = None
-    """the length that "constant" divides every sequence's sum by, such as the longest response allowed"""
+    """the length that "constant" divides every sequence's sum by; none: the longest response allowed, where that is known"""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "gae_lambda", "value_lambda"):
@@ -163,9 +168,8 @@ class Objective:
             if value is not None:
                 _require(value > 0, f"objective.{name}", value, 'must be positive; "none" switches it off')
         if self.aggregation == "constant":
-            given = self.aggregation_length is not None and self.aggregation_length >= 1
-            need = 'aggregation = "constant" needs a length of at least 1; set the longest response allowed'
-            _require(given, "objective.aggregation_length", self.aggregation_length, need)
+            positive = self.aggregation_length is None or self.aggregation_length >= 1
+            _require(positive, "objective.aggregation_length", self.aggregation_length, "must be at least 1")
         else:
             unused = 'is read with aggregation = "constant" alone; unset it'
             _require(self.aggregation_length is None, "objective.aggregation_length", self.aggregation_length, unused)
@@ -185,11 +189,26 @@ class Objective:
             _require(self.reuse is not None, "objective.trust_region", name, why)
         if self.target_kl is not None:
             _require(self.reuse is not None, "objective.target_kl", self.target_kl, "needs objective.reuse")
+        if self.scale_by_group:
+            _require(self.baseline == "group", "objective.scale_by_group", True, 'needs objective.baseline = "group"')
+        if self.ratio == "sequence":
+            _require(self.reuse is not None, "objective.ratio", self.ratio, "needs a reused batch; set objective.reuse too")
+
+    def require_complete(self) -> None:
+        """Raise SurefootError where a switch still waits for what only a recipe can tell."""
+        known = self.aggregation != "constant" or self.aggregation_length is not None
+        need = 'aggregation = "constant" needs a length of at least 1; set the longest response allowed'
+        _require(known, "objective.aggregation_length", self.aggregation_length, need)
 
     @property
     def needs_whole_episodes(self) -> bool:
         """Without a critic nothing stands for what a cut episode would still have earned."""
         return self.baseline != "critic"
+
+    @property
+    def compares_in_groups(self) -> bool:
+        """Whether a response is worth what it earned beside the others to its prompt."""
+        return self.baseline in ("group", "leave_one_out")
 
     @property
     def clip(self) -> Clip | None:
@@ -223,6 +242,22 @@ PPO_PENALTY = replace(PPO_UNCLIPPED, trust_region=Penalty(beta=1.0))
 PPO_PENALTY_ADAPTIVE = replace(PPO_UNCLIPPED, trust_region=Penalty(beta=1.0, target=0.01))
 TRPO = replace(PPO_UNCLIPPED, trust_region=Constraint(delta=0.01))
 
+GRPO = replace(
+    PPO_CLIP,
+    baseline="group",
+    scale_by_group=True,
+    gae_lambda=1.0,
+    gamma=1.0,
+    reuse=Reuse(epochs=1, minibatches=4),
+    aggregation="sequence-mean",
+    reference_coefficient=0.04,
+    reference_estimator="k3",
+)
+DR_GRPO = replace(GRPO, scale_by_group=False, aggregation="constant", reference_coefficient=0.0)
+DAPO = replace(GRPO, trust_region=Clip(0.2, clip_high=0.28), aggregation="token-mean", reference_coefficient=0.0)
+GSPO = replace(GRPO, ratio="sequence", trust_region=Clip(3e-4, clip_high=4e-4), reference_coefficient=0.0)
+RLOO = replace(REINFORCE, baseline="leave_one_out", gamma=1.0, aggregation="sequence-sum")
+
 LADDER = (REINFORCE, REINFORCE_BASELINE, ACTOR_CRITIC, A2C, PPO_UNCLIPPED, PPO_CLIP)
 
 ALGORITHMS: dict[str, Objective] = {
@@ -235,6 +270,11 @@ ALGORITHMS: dict[str, Objective] = {
     "PPO_PENALTY": PPO_PENALTY,
     "PPO_PENALTY_ADAPTIVE": PPO_PENALTY_ADAPTIVE,
     "TRPO": TRPO,
+    "GRPO": GRPO,
+    "DR_GRPO": DR_GRPO,
+    "DAPO": DAPO,
+    "GSPO": GSPO,
+    "RLOO": RLOO,
 }
 
 

@@ -52,6 +52,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     table["objective"] = merged(merged(asdict(base), KINDS[kind].switches(base)), changes)
     region = _region_meant(table["objective"].get("trust_region"))
     _refuse_truth_for_numbers(table)
+    table = KINDS[kind].completed(table)
     try:
         recipe = KINDS[kind].model_validate(table)
     except pydantic.ValidationError as error:

@@ -58,6 +58,7 @@ class Learner:
         warmup: float = 0.0,
         micro_batch_tokens: int | None = None,
     ) -> None:
+        objective.require_complete()
         self.policy = policy
         self.objective = objective
         self.schedule = schedule

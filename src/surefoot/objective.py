@@ -20,6 +20,7 @@ from surefoot.functional import (
     kl_k2,
     kl_k3,
     ratio_outside,
+    sequence_ratio,
     unclipped_surrogate,
     value_loss,
 )
@@ -47,20 +48,24 @@ class Batch:
     """b·T + t of each entry in its rollout [B, T], where somebody asks"""
 
 
-def surrogate(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, objective: Objective, clip_scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """What is maximised, elementwise, and the ratio ρ.   [...], [...]
+def ratio_of(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor | None, objective: Objective) -> Tensor:
+    """ρ, of each action or of each whole row, as the objective says.   [...]"""
+    if objective.ratio == "sequence":
+        return sequence_ratio(log_probs, old_log_probs, mask)
+    return importance_ratio(log_probs, old_log_probs)
+
+
+def surrogate(log_probs: Tensor, ratio: Tensor, advantages: Tensor, objective: Objective, clip_scale: float = 1.0) -> Tensor:
+    """What is maximised, elementwise.   [...]
 
     Where θ is θ_old throughout, ρ is 1 and log π·Â has the same gradient; that is how REINFORCE is written.
     ``clip_scale`` shrinks the clip's bounds, for schedules.
     """
-    ratio = importance_ratio(log_probs, old_log_probs)
     if not objective.leaves_old_policy:
-        return log_probs * advantages, ratio
+        return log_probs * advantages
     if objective.clip is None:
-        return unclipped_surrogate(ratio, advantages), ratio
-    return clipped_surrogate(ratio, advantages, *clip_bounds(objective, clip_scale)), ratio
+        return unclipped_surrogate(ratio, advantages)
+    return clipped_surrogate(ratio, advantages, *clip_bounds(objective, clip_scale))
 
 
 def clip_bounds(objective: Objective, scale: float = 1.0) -> tuple[float, float, float | None]:
@@ -72,7 +77,7 @@ def clip_bounds(objective: Objective, scale: float = 1.0) -> tuple[float, float,
 
 
 def reference_kl(log_probs: Tensor, ratio: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
-    """KL(π_θ‖π_ref) as a loss, elementwise, by the named estimator.   [...]"""
+    """KL(π_θ‖π_ref) as a loss, elementwise, by the named estimator; ``ratio`` is that of each token.   [...]"""
     if estimator == "ratio_k3":  # ρ differentiable: the gradient is that of KL(π_θ‖π_ref), also off-policy
         return ratio * kl_k3(log_probs, ref_log_probs)
     return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator](log_probs, ref_log_probs)
@@ -136,7 +141,8 @@ def loss(
 
     log_probs = kept(evaluation.log_probs)
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else kept(batch.old_log_probs)
-    gain, ratio = surrogate(log_probs, old_log_probs, kept(batch.advantages), objective, clip_scale)
+    ratio = ratio_of(log_probs, old_log_probs, batch.mask, objective)
+    gain = surrogate(log_probs, ratio, kept(batch.advantages), objective, clip_scale)
     terms = {"policy_loss": -mean(gain), "entropy": mean(kept(evaluation.entropy))}
     total = terms["policy_loss"]
     if objective.penalty is not None:
@@ -151,7 +157,8 @@ def loss(
         total = total + objective.value_coefficient * terms["value_loss"]
     if objective.reference_coefficient:
         assert batch.ref_log_probs is not None, "reference_coefficient needs a rollout with ref_log_probs"
-        kl = reference_kl(log_probs, ratio, kept(batch.ref_log_probs), objective.reference_estimator)
+        of_token = ratio if objective.ratio == "token" else importance_ratio(log_probs, old_log_probs)
+        kl = reference_kl(log_probs, of_token, kept(batch.ref_log_probs), objective.reference_estimator)
         terms["reference_loss"] = mean(kl)
         total = total + objective.reference_coefficient * terms["reference_loss"]
     with torch.no_grad():

@@ -185,6 +185,9 @@ class SamplingSettings(Section):
     """prompts per iteration"""
     samples: int = Field(1, ge=1)
     """responses to each prompt"""
+    rounds: int = Field(1, ge=1)
+    """replace prompts whose responses all earn the same by further ones, in at most so many rounds (DAPO's dynamic sampling); 1
+    keeps what was sampled"""
     max_tokens: int = Field(64, ge=1)
     """tokens of a response at most, EOS included"""
     temperature: float = Field(1.0, gt=0)
@@ -216,6 +219,9 @@ class RewardSettings(Section):
     by V; none: it is scored like any other"""
     missing_eos_value: float = -1.0
     """the penalty, or what is subtracted"""
+    overlong: float | None = Field(None, gt=0, le=1)
+    """soft penalty on length, in a straight line from 0 to −1 over the last tokens, this share of sampling.max_tokens (DAPO has
+    0.2); none: no penalty"""
     deadline: float = Field(60.0, gt=0)
     """seconds that a reward function may take for a batch"""
     tolerated: float = Field(0.1, ge=0, le=1)

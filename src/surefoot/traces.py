@@ -14,7 +14,7 @@ from torch import Tensor
 from surefoot.algorithms import Objective
 from surefoot.functional import Moments, clip_active, td_residual
 from surefoot.functional.masking import keep_only
-from surefoot.objective import Batch, clip_bounds, surrogate
+from surefoot.objective import Batch, clip_bounds, ratio_of, surrogate
 from surefoot.rollout import Credit, Evaluation, LearnerState, Rollout
 from surefoot.run.distributed import world_size
 
@@ -189,8 +189,9 @@ class Recording:
         if not len(at):
             return
         log_probs, advantages = evaluation.log_probs[hit], part.advantages[hit]
-        old = log_probs if part.old_log_probs is None else part.old_log_probs[hit]
-        gain, ratio = surrogate(log_probs, old, advantages, self.objective, self.clip_scale)
+        old = evaluation.log_probs if part.old_log_probs is None else part.old_log_probs
+        ratio = ratio_of(evaluation.log_probs, old, part.mask, self.objective)[hit]
+        gain = surrogate(log_probs, ratio, advantages, self.objective, self.clip_scale)
         seen = {
             "updates": torch.full_like(found[hit], updates, dtype=torch.int32),
             "log_probs": log_probs,

@@ -29,12 +29,13 @@ from surefoot.functional.masking import (
 from surefoot.functional.natural_gradient import conjugate_gradient, fisher_vector_product, line_search
 from surefoot.functional.preferences import bradley_terry_loss, dpo_loss
 from surefoot.functional.returns import discounted_returns, gae, n_step_advantages, successor_values, td_residual
-from surefoot.functional.shaping import kl_shaped_rewards, place_scores
+from surefoot.functional.shaping import kl_shaped_rewards, overlong_penalty, place_scores
 from surefoot.functional.surrogates import (
     clip_active,
     clipped_surrogate,
     importance_ratio,
     ratio_outside,
+    sequence_ratio,
     unclipped_surrogate,
 )
 
@@ -68,9 +69,11 @@ __all__ = [
     "masked_var",
     "merge_moments",
     "n_step_advantages",
+    "overlong_penalty",
     "place_scores",
     "proportional_kl_control",
     "ratio_outside",
+    "sequence_ratio",
     "successor_values",
     "td_residual",
     "token_entropy",

@@ -3,10 +3,25 @@
 import torch
 from torch import Tensor
 
+from surefoot.functional.masking import keep_only
+
 
 def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """ρ = π_θ(a|s) / π_old(a|s), formed as exp(log π_θ − log π_old).   [...]"""
     return (log_probs - old_log_probs).exp()
+
+
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """ρ = (π_θ(y|x) / π_old(y|x))^(1/|y|), the geometric mean of a response's ratios, at each of its tokens.   [..., T]
+
+    mask   True at the tokens of the response; 1 elsewhere
+
+    A mean of ρÂ over the tokens of a response is then ρÂ itself, and pushes all of them alike.
+    Zheng et al. 2025 (GSPO, arXiv 2507.18071), equation 7.
+    """
+    log_ratio = keep_only(log_probs, mask) - keep_only(old_log_probs, mask)
+    length = log_ratio.shape[-1] if mask is None else mask.bool().sum(-1, keepdim=True).to(log_ratio.dtype).clamp(min=1)
+    return keep_only((log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio), mask).exp()
 
 
 def unclipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -68,6 +68,15 @@ class ControlRecipe(Recipe):
                 f"rollout.backend={rollout.backend!r}: can't run whole episodes side by side, and {self.algorithm} needs them; "
                 "set 'workers' or 'loop', or use an objective with a critic"
             )
+        if objective.compares_in_groups:
+            raise SurefootError(
+                f"objective.baseline={objective.baseline!r}: compares responses to the same prompt, which are for kind = "
+                "'language'; set 'critic' or 'mean'"
+            )
+        if objective.ratio != "token":
+            raise SurefootError(
+                f"objective.ratio={objective.ratio!r}: is for sequences; control learns from single steps, set token"
+            )
         if objective.aggregation != "token-mean":
             raise SurefootError(
                 f"objective.aggregation={objective.aggregation!r}: is for sequences; control learns from single steps, "

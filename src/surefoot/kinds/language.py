@@ -1,5 +1,6 @@
 """Recipes for language models: supervised, reward models, online; and which combinations are refused."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -111,6 +112,14 @@ class RewardRecipe(DemonstrationRecipe):
         return f"reward model from {self.trained}"
 
 
+BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+    "DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2, "missing_eos": None}},
+}
+"""what belongs to a named algorithm and is no switch of its objective: which prompts are kept, what else is paid"""
+GROUP = 8
+"""responses to each prompt where they are compared and nothing else is said"""
+
+
 class LanguageRecipe(ModelRecipe):
     """A language model by policy gradient: policy, value, reference and reward."""
 
@@ -127,9 +136,35 @@ class LanguageRecipe(ModelRecipe):
 
     @classmethod
     def switches(cls, algorithm: Objective) -> dict[str, Any]:
-        """The usual settings for responses: γ = 1, advantages normalised over the whole batch, few passes."""
+        """The usual settings for responses: γ = 1, advantages normalised over the whole batch, few passes.
+
+        What compares responses in groups has scaled its advantages, and says its passes, itself.
+        """
+        if algorithm.compares_in_groups:
+            return {"gamma": 1.0}
         reuse = {"reuse": {"epochs": 4, "minibatches": 4}} if algorithm.reuse else {}
         return {"gamma": 1.0, "normalise_advantages": "batch", **reuse}
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Several responses to each prompt where they are compared; no KL in the reward beside a "group" baseline, which has it
+        in the loss or not at all; the longest response allowed, where "constant" needs it; the algorithm's part of ``BESIDE``.
+        """
+        objective = table["objective"]
+        below: dict[str, Any] = dict(BESIDE.get(table["algorithm"], {}))
+        if objective.get("baseline") in ("group", "leave_one_out"):
+            below["sampling"] = {"samples": GROUP, **below.get("sampling", {})}
+        if objective.get("baseline") == "group":
+            below["reference"] = {"beta": 0.0}
+        for name, settings in below.items():
+            given = table.get(name, {})
+            table = {**table, name: {**settings, **given} if isinstance(given, Mapping) else given}
+        if objective.get("aggregation") == "constant" and objective.get("aggregation_length") is None:
+            sampling = table.get("sampling", {})
+            longest = sampling.get("max_tokens", SamplingSettings().max_tokens) if isinstance(sampling, Mapping) else None
+            if isinstance(longest, int):
+                table = {**table, "objective": {**objective, "aggregation_length": longest}}
+        return table
 
     @property
     def responses(self) -> int:
@@ -155,6 +190,17 @@ class LanguageRecipe(ModelRecipe):
                 raise SurefootError(
                     f"reward.terms={term.model or term.function!r}: each term is a model or a function; set one"
                 )
+        samples = self.sampling.samples
+        if self.objective.compares_in_groups and samples < 2:
+            raise SurefootError(
+                f"sampling.samples={samples}: objective.baseline={self.objective.baseline!r} compares the responses to a "
+                "prompt and needs at least 2; set sampling.samples = 8, or objective.baseline = 'critic'"
+            )
+        if self.sampling.rounds > 1 and not self.objective.compares_in_groups:
+            raise SurefootError(
+                f"sampling.rounds={self.sampling.rounds}: replaces groups without signal, and {self.algorithm} compares no "
+                "groups; set sampling.rounds = 1, or objective.baseline = 'group'"
+            )
         reference = self.reference
         if reference.target is not None and not reference.beta:
             raise SurefootError(

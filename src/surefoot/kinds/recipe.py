@@ -6,6 +6,7 @@ later.
 
 from typing import Any, ClassVar, Literal
 
+import pydantic
 from pydantic import Field
 
 from surefoot.algorithms import Objective
@@ -45,6 +46,16 @@ class Recipe(Section):
     def switches(cls, algorithm: Objective) -> dict[str, Any]:
         """What this kind sets otherwise in an algorithm's objective, where a recipe doesn't say."""
         return {}
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """A recipe's tables, those of its objective whole, with what follows from them where it says nothing."""
+        return table
+
+    @pydantic.model_validator(mode="after")
+    def _objective_is_complete(self) -> "Recipe":
+        self.objective.require_complete()
+        return self
 
     @property
     def trained(self) -> str:

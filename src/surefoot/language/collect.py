@@ -5,15 +5,26 @@ The four roles of PPO on text meet here: the policy samples, the critic says V, 
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from surefoot.batches import chosen
 from surefoot.errors import SurefootError
-from surefoot.functional import kl_k1, kl_shaped_rewards, masked_mean, place_scores, proportional_kl_control, successor_values
+from surefoot.functional import (
+    kl_k1,
+    kl_shaped_rewards,
+    masked_mean,
+    overlong_penalty,
+    place_scores,
+    proportional_kl_control,
+    successor_values,
+)
 from surefoot.kinds import LanguageRecipe
 from surefoot.language.data import Prompts
+from surefoot.language.groups import joined_prompts, joined_samples, over_ranks, rows_of_batch, with_signal
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, Reward, Scores
@@ -36,7 +47,7 @@ def repeated(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts
     return Prompts([prompts.prompts[row] for row in rows], [prompts.ids[row] for row in rows], columns, prompts.dropped)
 
 
-def told(answers: "Answers", columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def texts(answers: "Answers", columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Prompt and response of each answer, with what is known of it."""
     pairs = zip(answers.prompts.prompts, answers.responses, strict=True)
     return [
@@ -60,14 +71,40 @@ class Answers:
         return found
 
 
-def settled(scores: Scores, ended: Tensor, recipe: LanguageRecipe) -> Tensor:
-    """Scores after the treatment of responses that the length limit cut.   [N]"""
+def settled(scores: Scores, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
+    """Scores after the treatment of responses that the length limit cut, with the soft penalty on length.   [N]"""
     treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
+    total = scores.total
     if treatment == "penalty":
-        return torch.where(ended, scores.total, torch.full_like(scores.total, value))
+        total = torch.where(drawn.ended, total, torch.full_like(total, value))
     if treatment == "subtract":
-        return torch.where(ended, scores.total, scores.total - abs(value))
-    return scores.total
+        total = torch.where(drawn.ended, total, total - abs(value))
+    return total if recipe.reward.overlong is None else total + length_penalty(drawn, recipe)
+
+
+def length_penalty(drawn: Samples, recipe: LanguageRecipe) -> Tensor:
+    """What ``reward.overlong`` takes off: 0 for responses that are short enough, −1 at the limit.   [N]"""
+    longest, share = recipe.sampling.max_tokens, recipe.reward.overlong or 0.0
+    return overlong_penalty(drawn.lengths.to(drawn.log_probs.dtype), longest, share * longest)
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """All that this rank sampled in an iteration: N rows, all samples of a prompt side by side."""
+
+    answers: Answers
+    scores: Scores
+    total: Tensor
+    """[N] what is optimised, before the KL"""
+    rows: Tensor
+    """those that make the batch"""
+    taught: Tensor
+    """[rows] whether one is learned from"""
+    rounds: int
+    silent: float
+    """share of the sampled groups, on all ranks, without signal"""
+    seconds_sampling: float
+    seconds_scoring: float
 
 
 class LanguageCollector:
@@ -93,18 +130,14 @@ class LanguageCollector:
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
-        recipe, begun = self.recipe, time.perf_counter()
-        prompts, group, numbers = self._next_prompts(state.steps)
-        answers = self.answer(
-            prompts, [derived_seed(recipe.seed, "response", number) for number in numbers], recipe.sampling.samples
-        )
-        drawn, sampled = answers.samples, time.perf_counter()
-        scores = answers.scores(self.reward)
-        total = settled(scores, drawn.ended, recipe)
-        scored = time.perf_counter()
+        recipe = self.recipe
+        found = self._sampled(state.steps)
+        everything = (found.answers.samples, found.scores.valid, found.total)
+        drawn, valid, total = everything if len(found.rows) == len(found.total) else chosen(everything, found.rows)
+        valid = valid & found.taught
 
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
-        mask = drawn.mask & scores.valid.unsqueeze(-1)  # nothing is learned from what has no score
+        mask = drawn.mask & valid.unsqueeze(-1)  # nothing is learned from what has no score
         actions = drawn.actions
         old = in_parts(self.policy, inputs, actions, mask, *self.budget)
         ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, *self.budget)
@@ -129,25 +162,26 @@ class LanguageCollector:
             beyond = in_parts(self.policy.values_after, inputs, actions, mask, *self.budget)
         truncated = last & cut
         kl = kl_k1(log_probs, ref_log_probs)
-        spent, counted = all_sum(torch.stack([kl.sum(), scores.valid.sum()]).double()).tolist()  # the same β on every rank
+        spent, counted = all_sum(torch.stack([kl.sum(), valid.sum()]).double()).tolist()  # the same β on every rank
         per_response = spent / counted if counted else 0.0
         if recipe.reference.target is not None and counted:
             state.coefficients[ANCHOR] = proportional_kl_control(
                 beta, per_response, recipe.reference.target, recipe.responses, recipe.reference.horizon
             )
-        gold = None if self.gold is None else answers.scores(self.gold)
-        columns = {"reward": scores.column(total), "kl": kl.sum(-1).tolist()}
-        self.said = told(answers, columns if gold is None else columns | {"gold": gold.column(gold.total)})
+        gold = None if self.gold is None else found.answers.scores(self.gold)
+        spent_on: dict[int, float] = dict(zip(found.rows.tolist(), kl.sum(-1).tolist(), strict=True))
+        columns = {"reward": found.scores.column(found.total), "kl": [spent_on.get(row) for row in range(len(found.total))]}
+        self.said = texts(found.answers, columns if gold is None else columns | {"gold": gold.column(gold.total)})
         metrics: Metrics = {
-            **self._told(answers, scores, total, gold),
+            **self._told(found, gold),
             "kl_reference": float(masked_mean(kl, mask)),
             "kl_reference_response": per_response,
             "reference_beta": beta,
             "sampler_gap": gap,
             "data_epochs": self.walk.epochs,
-            "seconds_sampling": sampled - begun,
-            "seconds_scoring": scored - sampled,
-            "tokens_per_second": float(drawn.mask.sum()) / (sampled - begun),
+            "seconds_sampling": found.seconds_sampling,
+            "seconds_scoring": found.seconds_scoring,
+            "tokens_per_second": float(found.answers.samples.mask.sum()) / found.seconds_sampling,
         }
         return Rollout(
             inputs=inputs,
@@ -161,9 +195,9 @@ class LanguageCollector:
             truncated=truncated,
             unit="row",
             ref_log_probs=ref_log_probs,
-            group=group,
+            group=torch.arange(len(mask) // recipe.sampling.samples).repeat_interleave(recipe.sampling.samples),
             reward_parts={"score": placed, "kl": kl},
-            steps=len(prompts.ids),
+            steps=len(found.total),
             metrics=metrics,
         )
 
@@ -185,26 +219,75 @@ class LanguageCollector:
         )
         return Answers(drawn, prompts, self.tokens)
 
-    def _next_prompts(self, done: int) -> tuple[Prompts, Tensor, list[int]]:
-        """This rank's prompts, each as often as it is answered; which of them is which; and the number that each response
-        has in the whole run, of which ``done`` were before. By it a response gets a random stream of its own.
+    def _sampled(self, done: int) -> Harvest:
+        """Responses to this rank's share of the next prompts, and in further rounds to as many more prompts as groups without
+        signal are to be replaced. ``done`` responses of the run were before.
+        """
+        settings, world = self.recipe.sampling, world_size()
+        parts: list[tuple[Answers, Scores, Tensor]] = []
+        signal: list[bool] = []
+        places: list[int] = []
+        seconds = [0.0, 0.0]
+        while len(parts) < settings.rounds and sum(signal) < settings.prompts:
+            wanted = max(settings.prompts - sum(signal), world) if parts else settings.prompts
+            begun = time.perf_counter()
+            answers = self._answers_to_next(wanted, done + len(signal) * settings.samples)
+            sampled = time.perf_counter()
+            scores = answers.scores(self.reward)
+            total = settled(scores, answers.samples, self.recipe)
+            seconds = [seconds[0] + sampled - begun, seconds[1] + time.perf_counter() - sampled]
+            at = range(rank(), wanted, world)
+            places += [len(signal) + place for place in at]
+            signal += over_ranks(with_signal(total, scores.valid, settings.samples), at, wanted)
+            parts.append((answers, scores, total))
+        share = len(range(rank(), settings.prompts, world))
+        rows, taught = rows_of_batch(signal, places, settings.prompts, share, settings.samples)
+        answers, scores, total = parts[0] if len(parts) == 1 else self._joined(parts)
+        silent = 1 - sum(signal) / len(signal)
+        return Harvest(answers, scores, total, rows, taught.to(total.device), len(parts), silent, *seconds)
+
+    def _answers_to_next(self, count: int, done: int) -> Answers:
+        """Responses to this rank's share of the next ``count`` prompts. By its number in the whole run, of which ``done`` were
+        before, a response gets a random stream of its own.
         """
         samples = self.recipe.sampling.samples
-        rows = self.walk.next(self.recipe.sampling.prompts)
-        places = range(rank(), self.recipe.sampling.prompts, world_size())
+        prompts = repeated(self.prompts, self.walk.next(count), samples)
+        places = range(rank(), count, world_size())
         numbers = [done + place * samples + sample for place in places for sample in range(samples)]
-        return repeated(self.prompts, rows, samples), torch.arange(len(rows)).repeat_interleave(samples), numbers
+        return self.answer(prompts, [derived_seed(self.recipe.seed, "response", number) for number in numbers], samples)
 
-    def _told(self, answers: Answers, scores: Scores, total: Tensor, gold: Scores | None) -> Metrics:
-        """What responses are like, and what they earned."""
+    def _joined(self, parts: Sequence[tuple[Answers, Scores, Tensor]]) -> tuple[Answers, Scores, Tensor]:
+        """Several rounds as one."""
+        drawn = joined_samples([answers.samples for answers, _, _ in parts], self.tokens.pad_id)
+        prompts = joined_prompts([answers.prompts for answers, _, _ in parts])
+        scores = [scores for _, scores, _ in parts]
+        return (
+            Answers(drawn, prompts, self.tokens),
+            Scores(
+                torch.cat([score.total for score in scores]),
+                {name: torch.cat([score.parts[name] for score in scores]) for name in scores[0].parts},
+                torch.cat([score.valid for score in scores]),
+            ),
+            torch.cat([total for _, _, total in parts]),
+        )
+
+    def _told(self, found: Harvest, gold: Scores | None) -> Metrics:
+        """What all sampled responses are like, and what they earned, whether they are learned from or not."""
+        answers, scores, total = found.answers, found.scores, found.total
         drawn = answers.samples
-        found: Metrics = {"reward": scores.mean_of(total)}
+        told: Metrics = {"reward": scores.mean_of(total)}
         if len(scores.parts) > 1:
-            found |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
+            told |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
         if gold is not None:
-            found["gold"] = gold.mean_of(gold.total)
+            told["gold"] = gold.mean_of(gold.total)
+        if self.recipe.reward.overlong is not None:
+            told["overlong_penalty"] = float(length_penalty(drawn, self.recipe).mean())
+        if self.recipe.objective.compares_in_groups:
+            told["groups_without_signal"] = found.silent
+        if self.recipe.sampling.rounds > 1:
+            told["sampling_rounds"] = float(found.rounds)
         ids = drawn.responses()
-        return found | {
+        return told | {
             "response_length": mean_length(drawn.mask),
             "eos_rate": eos_rate(drawn.ended),
             "distinct_2": distinct_n(ids, 2),

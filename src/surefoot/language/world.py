@@ -14,7 +14,7 @@ from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
 from surefoot.kinds import LanguageRecipe
 from surefoot.language import data
-from surefoot.language.collect import Answers, LanguageCollector, repeated, settled, told
+from surefoot.language.collect import Answers, LanguageCollector, repeated, settled, texts
 from surefoot.language.demonstrations import Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
@@ -150,12 +150,15 @@ class LanguageWorld:
         critic = sum(p.numel() for p in self.policy.critic_parameters())
         epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
         iterations = -(-recipe.steps // recipe.responses)
+        at_most = (
+            f", fewer with more than one of sampling.rounds = {recipe.sampling.rounds}" if recipe.sampling.rounds > 1 else ""
+        )
         return [
             *self.notes,
             f"parameters: {count:,} trained, {critic:,} of them the critic's; {count - critic:,} frozen in the reference",
             f"batch: {recipe.sampling.prompts} prompts x {recipe.sampling.samples} samples = {recipe.responses:,} responses",
             f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
-            f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}",
+            f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}{at_most}",
             f"updates in all: {iterations * epochs * minibatches:,}",
             *self.memory.lines(),
         ]
@@ -225,7 +228,7 @@ class LanguageWorld:
         """What answers are worth: reward, gold where it is known, KL to the reference, length, diversity."""
         drawn = answers.samples
         scores = answers.scores(self.reward)
-        total = settled(scores, drawn.ended, self.recipe)
+        total = settled(scores, drawn, self.recipe)
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         budget = self.collector.budget
         log_probs = in_parts(self.policy, inputs, drawn.actions, drawn.mask, *budget).log_probs
@@ -245,7 +248,7 @@ class LanguageWorld:
             metrics["held_out_gold"] = gold.mean_of(gold.total)
             columns["gold"] = gold.column(gold.total)
         reward = metrics["held_out_reward"]
-        return Judgement(-math.inf if reward is None else reward - beta * spent, metrics, told(answers, columns))
+        return Judgement(-math.inf if reward is None else reward - beta * spent, metrics, texts(answers, columns))
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text, and the β of the reward's KL."""

@@ -59,6 +59,14 @@ METRICS: dict[str, Metric] = {
         high=0.5,
         why_high="responses stop differing (mode collapse): raise reference.beta or the entropy bonus",
     ),
+    "groups_without_signal": Metric(
+        "share of the sampled prompts whose responses all earn the same (missing ends and length counted), or of which fewer "
+        "than two have a score: comparing them teaches nothing",
+        high=0.8,
+        why_high="most prompts are too easy or too hard for the model: use others, more samples, or sampling.rounds",
+    ),
+    "sampling_rounds": Metric("rounds of prompts that were sampled to fill this iteration's batch; only with sampling.rounds"),
+    "overlong_penalty": Metric("mean soft penalty on length; part of the reward"),
     "without_score": Metric("share of responses for which a reward function gave no number; they are masked"),
     "sampler_gap": Metric(
         "largest difference between the sampler's and the trainer's log-probability of a token",
