@@ -27,7 +27,7 @@ def over_ranks(mine: Tensor, places: Sequence[int], count: int) -> list[bool]:
 
 
 def filling(signal: Sequence[bool], wanted: int) -> list[int]:
-    """Which of the sampled groups make the batch, in their order: the first ``wanted`` with signal, filled up with some without."""
+    """Which of the sampled groups make the batch, in order: the first ``wanted`` with signal, filled up with some without."""
     first = sorted(range(len(signal)), key=lambda place: (not signal[place], place))
     return sorted(first[:wanted])
 
