@@ -10,6 +10,7 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.folder import checkpoint_to_load
+from surefoot.run.tracking import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -72,6 +73,16 @@ def test_samples_of_every_evaluation_are_kept(runs: Path) -> None:
     files = sorted((runs / "ppo" / "samples").iterdir())
     rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
     assert {"prompt", "response", "reward", "gold", "kl"} <= set(rows[0])
+
+
+def test_an_online_run_tells_the_whole_story(runs: Path) -> None:
+    """Reward and its anchor, how far θ moved, what responses are like, and where the time went."""
+    story = "reward gold kl_reference kl_reference_response reference_beta kl ratio_outside clip_active ratio_min ratio_max"
+    story += " ratio_at_start entropy explained_variance response_length eos_rate distinct_2 repeated without_score sampler_gap"
+    story += " tokens_per_second seconds_sampling seconds_scoring seconds_collecting seconds_learning"
+    for row in read_metrics(runs / "ppo" / "metrics.jsonl"):
+        assert set(story.split()) <= set(row)
+        assert row["seconds_sampling"] + row["seconds_scoring"] <= row["seconds_collecting"]
 
 
 def test_preview_shows_what_is_trained(command: Command, runs: Path, folders: dict[str, Path]) -> None:

@@ -138,26 +138,25 @@ def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(tmp_path):
     gold = "surefoot.language.tasks.reviews:gold"
     for held_out in ({}, {"held_out": str(prompts)}):
         root = tmp_path / f"runs{len(held_out)}"
-        changes = {"model": "pocket", "steps": 32, "data": {"train": str(prompts), **held_out}, "reward": {"gold": gold}}
+        changes = {"model": "pocket", "steps": 16, "data": {"train": str(prompts), **held_out}, "reward": {"gold": gold}}
         changes["reward"]["terms"] = [{"function": gold}]
-        changes |= {"sampling": {"prompts": 4, "max_tokens": 4}, "evaluation": {"every": 4}, "checkpoint": {"every": 12}}
+        changes |= {"sampling": {"prompts": 4, "max_tokens": 4}, "evaluation": {"every": 4}, "checkpoint": {"every": 8}}
         recipe = find_recipe("language", changes)
         api.start(recipe, root / "whole")
 
         def killed(metrics):
-            if metrics["steps"] == 20:
+            if metrics["steps"] == 12:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             api.start(recipe, root / "cut", callback=killed)
-        assert (root / "cut" / "samples" / "20.jsonl").exists(), "beyond the checkpoint at 12"
-        api.resume(root / "cut", callback=lambda metrics: metrics["steps"] == 16)
-        assert not (root / "cut" / "samples" / "20.jsonl").exists()
+        assert (root / "cut" / "samples" / "12.jsonl").exists(), "beyond the checkpoint at 8"
+        (root / "cut" / "samples" / "14.jsonl").write_text("of another course")
         api.resume(root / "cut")
         whole, cut = ({p.name: p.read_bytes() for p in (root / run / "samples").iterdir()} for run in ("whole", "cut"))
-        assert len(whole) == 8
+        assert sorted(whole) == ["12.jsonl", "16.jsonl", "4.jsonl", "8.jsonl"]
         assert whole == cut
-        rows = [json.loads(line) for line in whole["32.jsonl"].decode().splitlines()]
+        rows = [json.loads(line) for line in whole["16.jsonl"].decode().splitlines()]
         assert len(rows) == (12 if held_out else 4)
         assert set(rows[0]) == {"prompt", "response", "reward", "kl", "gold"}
 
