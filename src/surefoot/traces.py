@@ -112,6 +112,8 @@ class Trace:
     beta: float
     """weight of a penalty on KL(π_old‖π_θ); 0 without one"""
     rows: list[TracedRow] = field(default_factory=list)
+    ratio: str = "token"
+    """whether ρ is of each token, or of the whole response: as in the objective"""
 
 
 class Recorder:
@@ -227,6 +229,7 @@ class Recording:
             dual_clip=dual_clip,
             beta=self.beta,
             rows=self._rows(),
+            ratio=objective.ratio,
         )
 
     def _rows(self) -> list[TracedRow]:

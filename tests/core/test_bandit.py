@@ -4,6 +4,7 @@ Five arms, a reference that is far from uniform, and the loop, credit and learne
 r − β log(π/π_ref) is the same for every arm, so that every advantage is zero and what is left of the noise dies out.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot import PPO_CLIP, Reuse
+from surefoot import DR_GRPO, GRPO, PPO_CLIP, RLOO, Reuse
 from surefoot.algorithms import Objective
 from surefoot.functional import kl_shaped_rewards, token_entropy, token_log_probs
 from surefoot.learner import Learner
@@ -24,6 +25,7 @@ REFERENCE = torch.tensor([0.05, 0.15, 0.40, 0.30, 0.10])
 BETAS = [0.5, 1.0]
 BAR = 0.01
 PULLS = 256
+GROUP = 8
 
 
 class Arms(Policy):
@@ -63,6 +65,8 @@ class Pulls:
             rewards=kl_shaped_rewards(REWARDS[actions], here.log_probs, reference, mask, self.beta),
             terminated=mask,
             truncated=~mask,
+            ref_log_probs=reference,
+            group=torch.arange(PULLS) // GROUP,
             steps=PULLS,
         )
 
@@ -78,11 +82,11 @@ OBJECTIVE = Objective(
 
 
 @cache
-def learned(beta: float) -> Tensor:
-    """The policy after 60 batches of pulls."""
+def learned(beta: float, objective: Objective = OBJECTIVE, batches: int = 60) -> Tensor:
+    """The policy after so many batches of pulls."""
     policy = Arms()
-    learner = Learner(policy, OBJECTIVE, AdamSettings(0.05, max_grad_norm=None), schedule="linear")
-    run_loop(Pulls(policy, beta), learner, LearnerState.seeded(0, 60 * PULLS), lambda state, metrics: False)
+    learner = Learner(policy, objective, AdamSettings(0.05, max_grad_norm=None), schedule="linear")
+    run_loop(Pulls(policy, beta), learner, LearnerState.seeded(0, batches * PULLS), lambda state, metrics: False)
     return policy.logits.detach().softmax(-1)
 
 
@@ -112,3 +116,52 @@ def test_the_bar_tells_the_optimum_from_that_of_a_wrong_sign_or_scale(beta: floa
 def test_a_penalty_of_the_wrong_sign_is_found_out() -> None:
     """Paid for leaving the reference, the policy leaves it."""
     assert distance(learned(-0.5), optimum(0.5)) > 3 * BAR
+
+
+# ---- baselines of groups ------------------------------------------------------------------------------------------------
+
+COMPARED = {
+    "RLOO": RLOO,
+    "RLOO, reused": replace(RLOO, reuse=Reuse(2, 2), trust_region=PPO_CLIP.trust_region),
+    "centred": replace(DR_GRPO, reuse=Reuse(2, 2), aggregation="token-mean"),
+}
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("name", COMPARED)
+def test_comparing_in_groups_with_the_kl_in_the_reward_converges_there_too(name: str, beta: float) -> None:
+    """A factor on the advantage, such as 1 − 1/n of the mean that holds the response itself, moves no optimum."""
+    assert distance(learned(beta, COMPARED[name], 120), optimum(beta)) <= BAR
+
+
+def in_the_loss(beta: float, estimator: str, base: Objective = RLOO) -> Objective:
+    reuse = {"reuse": Reuse(2, 2), "aggregation": "token-mean"}
+    return replace(base, reference_coefficient=beta, reference_estimator=estimator, **reuse)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("estimator", ["k2", "ratio_k3"])
+def test_so_does_a_kl_in_the_loss_by_an_estimator_with_the_right_gradient(estimator: str, beta: float) -> None:
+    assert distance(learned(0.0, in_the_loss(beta, estimator), 240), optimum(beta)) <= 2 * BAR
+
+
+def test_beside_the_loss_the_groups_own_mean_makes_beta_larger() -> None:
+    """The mean that holds the response itself shortens the reward's gradient by 1 − 1/n, and not the KL's."""
+    found = learned(0.0, in_the_loss(0.5, "k2", DR_GRPO), 240)
+    assert distance(found, optimum(0.5 / (1 - 1 / GROUP))) <= 2 * BAR
+    assert distance(found, optimum(0.5)) > 2 * BAR
+
+
+def other_optimum(beta: float) -> Tensor:
+    """argmax E_π[r] − β·KL(π_ref‖π): π = β·π_ref/(λ − r), with λ by bisection."""
+    low, high = float(REWARDS.max()), float(REWARDS.max()) + 10
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float((beta * REFERENCE / (middle - REWARDS)).sum()) > 1 else (low, middle)
+    return beta * REFERENCE / (high - REWARDS)
+
+
+def test_k3_in_the_loss_as_grpo_has_it_is_an_anchor_of_the_other_direction() -> None:
+    found = learned(0.0, in_the_loss(0.5, GRPO.reference_estimator), 240)
+    assert distance(found, other_optimum(0.5)) <= 2 * BAR
+    assert distance(found, optimum(0.5)) > 3 * BAR

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surefoot import PPO_CLIP, Clip, Objective, Penalty, Reuse
+from surefoot import GRPO, PPO_CLIP, RLOO, Clip, Objective, Penalty, Reuse
 from surefoot.rollout import Rollout, map_tensors
 
 from .worlds import ACTIONS, DOUBLE, FEATURES, TinyPolicy, gradient, moved, random_rollout
@@ -44,7 +44,13 @@ OBJECTIVES = {
     "penalty": replace(EVERYTHING, trust_region=Penalty(3.0)),
     "reference by ratio_k3": replace(EVERYTHING, reference_estimator="ratio_k3"),
 }
-rows_objectives = st.sampled_from(list(OBJECTIVES.values()))
+ONLY_ROWS = {
+    "sequence ratio": replace(MODES["sequence-mean"], ratio="sequence"),
+    "sequence ratio, reference by ratio_k3": replace(EVERYTHING, ratio="sequence", reference_estimator="ratio_k3"),
+    "groups": replace(GRPO, reuse=Reuse(1, 1)),
+    "groups without themselves": replace(RLOO, entropy_coefficient=0.05),
+}
+rows_objectives = st.sampled_from([*OBJECTIVES.values(), *ONLY_ROWS.values()])
 step_objectives = st.sampled_from([o for o in OBJECTIVES.values() if o.aggregation == "token-mean"])
 
 

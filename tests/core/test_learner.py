@@ -802,6 +802,8 @@ def cut(tree: Any, rows: slice) -> Any:
 def test_the_constant_aggregation_needs_its_length_and_no_other_takes_one() -> None:
     """Dividing by the width of the padding would make the gradient depend on it."""
     with pytest.raises(SurefootError, match="aggregation_length=None"):
-        replace(PPO_CLIP, aggregation="constant")
+        Learner(TinyPolicy(), replace(PPO_CLIP, aggregation="constant"), AdamSettings(1e-3))
+    with pytest.raises(SurefootError, match="aggregation_length=0"):
+        replace(PPO_CLIP, aggregation="constant", aggregation_length=0)
     with pytest.raises(SurefootError, match="aggregation_length=8"):
         replace(PPO_CLIP, aggregation_length=8)

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from surefoot import (
     A2C,
+    GRPO,
+    GSPO,
     PPO_CLIP,
     PPO_PENALTY,
     PPO_UNCLIPPED,
     REINFORCE,
     REINFORCE_BASELINE,
+    RLOO,
     TRPO,
     Clip,
     NotFiniteError,
@@ -61,12 +64,18 @@ CASES = {
     "mean": (REINFORCE_BASELINE, {"log_prob"}),
     "reinforce": (REINFORCE, {"log_prob"}),
 }
+IN_GROUPS = {
+    "grpo": (replace(GRPO, reuse=REUSE), {"unclipped", "clipped"}),
+    "gspo": (replace(GSPO, reuse=REUSE), {"unclipped", "clipped"}),
+    "rloo": (RLOO, {"log_prob"}),
+}
 
 
-@pytest.mark.parametrize("unit", ["step", "row"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "unit"), [(name, unit) for name in CASES for unit in ("step", "row")] + [(name, "row") for name in IN_GROUPS]
+)
 def test_every_number_follows_from_the_ones_below_it(name: str, unit: str) -> None:
-    objective, branches = CASES[name]
+    objective, branches = (CASES | IN_GROUPS)[name]
     policy = TinyPolicy(critic=objective.baseline == "critic", memory=unit == "row")
     whole = objective.baseline != "critic"
     rollout = random_rollout(policy, 3, rows=6, steps=12, unit=unit, whole=whole)

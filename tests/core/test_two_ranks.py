@@ -18,9 +18,12 @@ from torch import Tensor
 
 from surefoot import (
     A2C,
+    GRPO,
+    GSPO,
     PPO_CLIP,
     PPO_PENALTY_ADAPTIVE,
     REINFORCE_BASELINE,
+    RLOO,
     TRPO,
     NotFiniteError,
     Objective,
@@ -50,6 +53,9 @@ OBJECTIVES: dict[str, tuple[str, Objective]] = {
     "sequence-mean": ("row", replace(ROWS, aggregation="sequence-mean")),
     "sequence-sum": ("row", replace(ROWS, aggregation="sequence-sum")),
     "constant": ("row", replace(ROWS, aggregation="constant", aggregation_length=8)),
+    "groups": ("row", replace(GRPO, reuse=Reuse(1, 1))),
+    "sequence ratio": ("row", replace(GSPO, reuse=Reuse(1, 1))),
+    "groups without themselves": ("row", RLOO),
 }
 EARLY = replace(A2C, reuse=Reuse(epochs=8, minibatches=1), normalise_advantages="batch", target_kl=0.0225)
 ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=4, minibatches=1), normalise_advantages="batch")
@@ -68,7 +74,7 @@ def share(rank: int, unit: str = "step") -> Rollout:
     if rank == 1 and unit == "step":
         thinner = rollout.mask & (torch.arange(6) % 3 == 0)
         rollout = replace(rollout, mask=thinner, steps=int(thinner.sum()))
-    return rollout
+    return rollout if rollout.group is None else replace(rollout, group=rollout.group + 10 * rank)
 
 
 def both(unit: str = "step") -> Rollout:

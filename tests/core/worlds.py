@@ -72,7 +72,7 @@ def random_rollout(
     """Experience that never happened, scored by the policy.
 
     unit    "step": masked entries and ends of both kinds anywhere. "row": responses of random length, the first of them 0,
-            each ended by termination or by truncation
+            each ended by termination or by truncation; two and two of them answer the same prompt
     whole   every row is one whole episode, and nothing is masked
     holes   False masks nothing where the unit is a step
     """
@@ -116,6 +116,7 @@ def random_rollout(
         unit=unit,  # type: ignore[arg-type]
         old_distribution=evaluation.distribution,
         ref_log_probs=evaluation.log_probs + 0.3 * normal(rows, steps),
+        group=torch.arange(rows) // 2 if unit == "row" else None,
         steps=int(mask.sum()),
     )
 

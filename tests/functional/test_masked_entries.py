@@ -70,6 +70,7 @@ MASKED: dict[str, Masked] = {
         )
     ),
     "kl_shaped_rewards": Masked(lambda r, p, q, mask: F.kl_shaped_rewards(r, p, q, mask, 0.1), 3, still=(1, 2)),
+    "sequence_ratio": Masked(lambda p, q, mask: F.sequence_ratio(p, q, mask), 2),
     "aggregate": Masked(lambda x, mask: F.aggregate(x, mask, "token-mean")),
     "aggregate sequence-mean": Masked(lambda x, mask: F.aggregate(x, mask, "sequence-mean")),
     "aggregate sequence-sum": Masked(lambda x, mask: F.aggregate(x, mask, "sequence-sum")),
@@ -187,6 +188,7 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
     "token_log_probs": lambda x: F.token_log_probs(x(), TOKENS, 0.7),
     "token_entropy": lambda x: F.token_entropy(x(), 0.7),
     "place_scores": lambda x: F.place_scores(x(2), MASK),
+    "overlong_penalty": lambda x: F.overlong_penalty(x().abs(), 3, 2.5),
     "masked_moments": lambda x: F.masked_moments(x(), MASK),
     "merge_moments": lambda x: F.merge_moments(F.masked_moments(x(), MASK), F.masked_moments(x(), None)),
     "bradley_terry_loss": lambda x: F.bradley_terry_loss(x(), x()),

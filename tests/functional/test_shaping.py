@@ -65,3 +65,9 @@ def test_no_gradient_flows_through_the_penalty() -> None:
     ref = torch.tensor([[-1.5, -1.5]], requires_grad=True)
     shaped = F.kl_shaped_rewards(torch.zeros(1, 2), log_probs, ref, torch.ones(1, 2), 0.1)
     assert not shaped.requires_grad
+
+
+def test_the_penalty_on_length_grows_in_a_straight_line_over_the_buffer() -> None:
+    """DAPO's own numbers: 16,384 tokens are free, 20,480 cost 1, and so does more."""
+    lengths = torch.tensor([1, 16_384, 18_432, 20_480, 30_000])
+    assert F.overlong_penalty(lengths, longest=20_480, buffer=4_096).tolist() == [0, 0, -0.5, -1, -1]

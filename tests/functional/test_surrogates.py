@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surefoot import functional as F
 
-from .strategies import DOUBLE, random, seeds
+from .strategies import DOUBLE, masks, random, seeds
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 ratios = st.floats(0.01, 5)
@@ -275,3 +275,26 @@ def test_reinforce_with_weight_one_is_the_cross_entropy_gradient(seed: int, othe
     theirs = torch.nn.functional.cross_entropy(logits, tokens)
     (a,), (b,) = torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)
     torch.testing.assert_close(a, b, **CLOSE)
+
+
+# The ratio of a whole response.
+
+
+@given(seeds, masks(3, 5))
+def test_the_ratio_of_a_response_is_the_geometric_mean_of_its_tokens_ratios(seed: int, mask: Tensor) -> None:
+    new, old = random(3 * seed, 2, 3, 5)
+    found = F.sequence_ratio(new, old, mask)
+    for row in range(3):
+        kept = [t for t in range(5) if mask[row, t]]
+        product = math.prod(math.exp(float(new[row, t] - old[row, t])) for t in kept)
+        for t in range(5):
+            expected = product ** (1 / len(kept)) if t in kept else 1.0
+            assert found[row, t].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_ratio_of_a_response_pushes_its_tokens_alike() -> None:
+    new = torch.tensor([[0.3, -0.2, 0.5, 9.0]], dtype=DOUBLE, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    ratio = F.sequence_ratio(new, torch.zeros(1, 4, dtype=DOUBLE), mask)
+    (gradient,) = torch.autograd.grad((ratio * mask).sum() / 3, new)
+    torch.testing.assert_close(gradient, torch.tensor([[1, 1, 1, 0]]) * math.exp(0.2) / 3, **CLOSE)

@@ -14,6 +14,7 @@ from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.rollout import LearnerState, Rollout
+from surefoot.run.distributed import total
 from surefoot.session import make_learner
 from surefoot.worlds import World, make_world
 
@@ -36,16 +37,34 @@ def online(folder: Path) -> Recipe:
     return make_recipe(table)
 
 
+def in_groups(folder: Path) -> Recipe:
+    """Dynamic sampling, with scores that are often all the same: groups of one rank replace those of the other."""
+    table = {
+        "kind": "language",
+        "algorithm": "DAPO",
+        "model": str(folder / "model"),
+        "data": {"train": str(folder / "prompts.jsonl"), "max_length": 32},
+        "sampling": {"prompts": 5, "samples": 2, "max_tokens": 6, "rounds": 4},
+        "reward": {"terms": [{"function": f"{folder}/rewards.py:rarely"}], "overlong": "none"},
+        "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
+    }
+    return make_recipe(table)
+
+
 def supervised(folder: Path) -> Recipe:
     data = {"train": str(folder / "demonstrations.jsonl"), "max_length": 64, "batch": 5}
     return make_recipe({"kind": "sft", "model": str(folder / "model"), "data": data})
 
 
+RECIPES = {"online": online, "supervised": supervised, "in groups": in_groups}
+
+
 def said(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """Prompt and tokens of each row that earned something."""
+    """Prompt and tokens of each row that is learned from."""
     prompts, kept = rollout.inputs["prompt"], rollout.inputs["prompt_mask"]
     rows = zip(prompts, kept, rollout.actions, rollout.mask, strict=True)
-    return [(prompt[is_real].tolist(), tokens[is_kept].tolist()) for prompt, is_real, tokens, is_kept in rows]
+    found = [(prompt[is_real].tolist(), tokens[is_kept].tolist()) for prompt, is_real, tokens, is_kept in rows]
+    return found if rollout.metrics.get("sampling_rounds") is None else [row for row in found if row[1]]
 
 
 def trained(recipe: Recipe) -> dict[str, Any]:
@@ -55,8 +74,9 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": []}
     for _ in range(3):
         rollout = world.collector.collect(state)
+        assert recipe.kind == "sft" or len(rollout.mask) >= 4, "no rank is without rows"
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
-        state.steps += 10
+        state.steps += total(rollout.steps, rollout.rewards)
         found["rows"].append(said(rollout))
     return {**found, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
 
@@ -66,7 +86,7 @@ def work(rank: int, folder: str) -> None:
     meeting, patience = f"file://{folder}/meet", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
     try:
-        found: dict[str, Any] = {"online": trained(online(Path(folder))), "supervised": trained(supervised(Path(folder)))}
+        found: dict[str, Any] = {name: trained(make(Path(folder))) for name, make in RECIPES.items()}
         recipe = supervised(Path(folder))
         table = recipe.model_dump() | {"data": {**recipe.model_dump()["data"], "batch": 1}}
         try:
@@ -88,6 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = (
         "def score(responses):\n    return [None if ord(t[:1] or 'a') % 5 == 0 else float(len(set(t))) for t in responses]\n"
     )
+    source += "def rarely(responses):\n    return [float(ord(t[:1] or 'a') % 3 == 0) for t in responses]\n"
     (folder / "rewards.py").write_text(source)
     return folder
 
@@ -98,14 +119,14 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("kind", ["online", "supervised"])
+@pytest.mark.parametrize("kind", RECIPES)
 def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
     kind: str, ranks: list[dict[str, Any]], folder: Path
 ) -> None:
-    alone = trained(online(folder) if kind == "online" else supervised(folder))
+    alone = trained(RECIPES[kind](folder))
     for iteration, rows in enumerate(alone["rows"]):
         shares = [rank[kind]["rows"][iteration] for rank in ranks]
-        assert len(shares[0]) > len(shares[1]) > 0
+        assert kind == "in groups" or len(shares[0]) > len(shares[1]) > 0
         assert sorted(shares[0] + shares[1]) == sorted(rows)
     for rank in ranks:
         assert rank[kind]["beta"] == pytest.approx(alone["beta"], rel=1e-5)

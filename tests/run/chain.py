@@ -46,14 +46,20 @@ def check_credit(trace: Trace, row: TracedRow, kept: list[int]) -> None:
         else:
             later_return = r[t] + trace.gamma * later_return
             assert returns[t] == close(later_return)
-            assert trace.baseline == "mean" or a[t] == returns[t]
+            assert trace.baseline is not None or a[t] == returns[t]
+    if trace.baseline in ("group", "leave_one_out"):
+        assert len({a[t] for t in kept}) == 1, "every token of a response is worth the same"
     if trace.baseline == "mean":
         assert {round(returns[t] - a[t], 4) for t in kept} == {round(returns[kept[0]] - a[kept[0]], 4)}
 
 
 def check_visit(trace: Trace, row: TracedRow, kept: list[int], visit: int, normalised: str | None, ratios: bool) -> set[str]:
-    """ρ = exp(log π − log π_old), Â = (A − μ)/√(σ² + 1e-8), and the surrogate is the branch, which is the pessimistic one."""
+    """ρ = exp(log π − log π_old), of each token or of their mean; Â = (A − μ)/√(σ² + 1e-8); the surrogate is the pessimistic
+    branch.
+    """
     seen, met = row.visits, set()
+    old_log_probs = seen.log_probs[visit] if row.old_log_probs is None else row.old_log_probs
+    log_ratios = [float(seen.log_probs[visit, t]) - float(old_log_probs[t]) for t in kept]
     flows = seen.gradient_flows[visit].tolist()
     for t in range(len(row.mask)):
         if t not in kept or seen.updates[visit, t] < 0:
@@ -63,8 +69,8 @@ def check_visit(trace: Trace, row: TracedRow, kept: list[int], visit: int, norma
         log_prob, rho, used = (float(x[visit, t]) for x in (seen.log_probs, seen.ratio, seen.advantages))
         mean, variance, gain = (float(x[visit, t]) for x in (seen.mean, seen.variance, seen.surrogate))
         branch = BRANCHES[int(seen.branch[visit, t])]
-        old = log_prob if row.old_log_probs is None else float(row.old_log_probs[t])
-        assert rho == close(math.exp(log_prob - old))
+        log_ratio = log_prob - float(old_log_probs[t]) if trace.ratio == "token" else sum(log_ratios) / len(log_ratios)
+        assert rho == close(math.exp(log_ratio))
         if normalised is None:
             assert (mean, variance) == (0.0, 1.0)
             assert used == float(row.advantages[t])

@@ -1,0 +1,335 @@
+"""GRPO and its kin: each against its paper's formula written out, groups against plain Python, the ratio of whole responses.
+
+The formulas below are loops over responses and tokens; nothing in them imports a formula of the product.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from surefoot import ALGORITHMS, DAPO, DR_GRPO, GRPO, GSPO, PPO_CLIP, RLOO, Clip, Objective, Reuse, SurefootError
+from surefoot.algorithms import switches_between
+from surefoot.credit import assign_credit
+from surefoot.learner import Learner
+from surefoot.optimizer import AdamSettings
+from surefoot.rollout import LearnerState, Rollout, map_tensors
+
+from .worlds import TinyPolicy, gradient, moved, random_rollout
+
+laws = settings(settings.get_profile("core"))
+SEEDS = [0, 1, 2]
+LONGEST = 9
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    assert a.abs().max() > 1e-4, "a gradient of zero would prove nothing"
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def world(seed: int, rows: int = 8) -> tuple[TinyPolicy, Rollout]:
+    """Responses of unequal length from another policy, the first of them masked, in groups of two, three and three."""
+    policy = TinyPolicy(seed, critic=False, memory=True)
+    rollout = moved(random_rollout(policy, seed, rows=rows, unit="row"), seed)
+    group = torch.tensor([7, 2, 2, 7, 5, 5, 2, 5])[:rows]  # rows of a group need not stand side by side
+    return policy, replace(rollout, group=group)
+
+
+def kept(r: Rollout, row: int) -> list[int]:
+    return [t for t in range(r.mask.shape[1]) if r.mask[row, t]]
+
+
+def earned(r: Rollout, row: int) -> float:
+    return sum(float(r.rewards[row, t]) for t in kept(r, row))
+
+
+def mates(r: Rollout, row: int) -> list[int]:
+    """The responses to the same prompt that count, this one among them."""
+    assert r.group is not None
+    return [other for other in range(len(r.mask)) if r.group[other] == r.group[row] and kept(r, other)]
+
+
+def centred(r: Rollout, row: int) -> float:
+    return earned(r, row) - mean(earned(r, other) for other in mates(r, row))
+
+
+def scaled(r: Rollout, row: int) -> float:
+    if len(mates(r, row)) < 2:
+        return 0.0
+    return centred(r, row) / (stdev(earned(r, other) for other in mates(r, row)) + 1e-4)
+
+
+def against_others(r: Rollout, row: int) -> float:
+    others = [earned(r, other) for other in mates(r, row) if other != row]
+    return earned(r, row) - mean(others) if others else 0.0
+
+
+# ---- groups -------------------------------------------------------------------------------------------------------------
+
+WORTH: dict[str, tuple[Objective, Callable[[Rollout, int], float]]] = {
+    "scaled": (GRPO, scaled),
+    "centred": (DR_GRPO, centred),
+    "leave one out": (RLOO, against_others),
+}
+
+
+@pytest.mark.parametrize("name", WORTH)
+@laws
+@given(st.integers(0, 999), st.lists(st.integers(0, 3), min_size=8, max_size=8))
+def test_every_token_of_a_response_is_worth_its_return_beside_those_of_its_group(
+    name: str, seed: int, group: list[int]
+) -> None:
+    objective, worth = WORTH[name]
+    _, r = world(seed)
+    r = replace(r, group=torch.tensor(group))
+    credit = assign_credit(r, objective)
+    for row in range(8):
+        for t in range(r.mask.shape[1]):
+            expected = worth(r, row) if r.mask[row, t] else 0.0
+            assert float(credit.advantages[row, t]) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("objective", [GRPO, DR_GRPO, RLOO], ids=["GRPO", "DR_GRPO", "RLOO"])
+def test_a_group_of_one_is_worth_nothing(objective: Objective) -> None:
+    _, r = world(3)
+    assert (assign_credit(replace(r, group=torch.arange(8)), objective).advantages == 0).all()
+
+
+@pytest.mark.parametrize("objective", [GRPO, DR_GRPO, RLOO], ids=["GRPO", "DR_GRPO", "RLOO"])
+def test_a_group_whose_responses_all_earn_the_same_is_worth_exactly_nothing(objective: Objective) -> None:
+    _, r = world(3)
+    last = r.terminated | r.truncated
+    credit = assign_credit(replace(r, rewards=torch.where(last, 0.1, 0.0).to(r.rewards.dtype)), objective)
+    assert credit.advantages.abs().max() <= (0.0 if objective.baseline == "group" else 1e-15)
+
+
+@pytest.mark.parametrize("objective", [GRPO, DR_GRPO, RLOO], ids=["GRPO", "DR_GRPO", "RLOO"])
+def test_a_masked_response_is_left_out_of_its_group_whatever_it_holds(objective: Objective) -> None:
+    _, r = world(4)
+    assert not r.mask[0].any()
+    poisoned = replace(r, rewards=torch.where(r.mask, r.rewards, torch.nan))
+    without = map_tensors(lambda x: x[1:], r)
+    here, there = assign_credit(poisoned, objective).advantages, assign_credit(without, objective).advantages
+    assert torch.equal(here[1:], there)
+    assert (here[0] == 0).all()
+
+
+def test_golden_group_advantages() -> None:
+    """One group of five, as in tests/golden (grpo_group_advantages, rloo_advantages)."""
+    policy = TinyPolicy(0, critic=False, memory=True)
+    r = random_rollout(policy, 0, rows=5, steps=1, unit="row", whole=True)
+    rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0], [1.0]], dtype=r.rewards.dtype)
+    r = replace(r, rewards=rewards, group=torch.zeros(5, dtype=torch.long))
+    for objective, high, low in (
+        (GRPO, 0.7301634343456692, -1.0952451515185038),
+        (DR_GRPO, 0.4, -0.6),
+        (RLOO, 0.5, -0.75),
+    ):
+        found = assign_credit(r, objective).advantages.flatten().tolist()
+        assert found == pytest.approx([high, low, low, high, high], rel=1e-12)
+
+
+def test_a_rollout_that_knows_no_groups_is_refused() -> None:
+    _, r = world(1)
+    with pytest.raises(SurefootError, match=r"objective\.baseline='group': this rollout has no groups"):
+        assign_credit(replace(r, group=None), GRPO)
+
+
+# ---- the papers' formulas -----------------------------------------------------------------------------------------------
+
+
+def clipped(rho: Tensor, a: float, low: float, high: float) -> Tensor:
+    return torch.minimum(rho * a, rho.clamp(1 - low, 1 + high) * a)
+
+
+def grpo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """DeepSeekMath, equations 3 and 4: the mean over a response's tokens, less β times k3."""
+    rho, x = (new - old).exp(), ref - new
+    return (clipped(rho, scaled(r, row), 0.2, 0.2) - 0.04 * (x.exp() - x - 1)).mean()
+
+
+def dr_grpo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """Dr. GRPO: the sum, by one length for all, and no standard deviation."""
+    return clipped((new - old).exp(), centred(r, row), 0.2, 0.2).sum() / LONGEST
+
+
+def dapo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """DAPO, equation 8: every token weighs alike, whatever the length of its response."""
+    responses = [other for other in range(len(r.mask)) if kept(r, other)]
+    tokens = sum(len(kept(r, other)) for other in responses)
+    return clipped((new - old).exp(), scaled(r, row), 0.2, 0.28).sum() * len(responses) / tokens
+
+
+def gspo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """GSPO, equations 5 and 7: the likelihood ratio of the response, to the power 1/length."""
+    s = (new.sum() - old.sum()).exp() ** (1 / len(new))
+    return clipped(s, scaled(r, row), 3e-4, 4e-4)
+
+
+def rloo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """RLOO: the response is one action, and log π of it a sum."""
+    return new.sum() * against_others(r, row)
+
+
+PAPERS = {
+    "GRPO": (GRPO, grpo),
+    "DR_GRPO": (replace(DR_GRPO, aggregation_length=LONGEST), dr_grpo),
+    "DAPO": (DAPO, dapo),
+    "GSPO": (GSPO, gspo),
+    "RLOO": (RLOO, rloo),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_gradient_is_that_of_the_papers_formula_written_out(name: str, seed: int) -> None:
+    objective, formula = PAPERS[name]
+    policy, r = world(seed)
+    assert r.old_log_probs is not None
+    assert r.ref_log_probs is not None
+    rows = [row for row in range(8) if kept(r, row)]
+    total = torch.zeros(())
+    for row in rows:
+        steps = kept(r, row)
+        new = policy(r.inputs[row : row + 1], r.actions[row : row + 1]).log_probs[0, steps]
+        total = total - formula(r, row, new, r.old_log_probs[row, steps], r.ref_log_probs[row, steps]) / len(rows)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(policy.parameters()))])
+    same(gradient(policy, r, objective), expected)
+    same(gradient(policy, r, objective, micro_batch=3), expected)
+
+
+def test_the_five_differ_in_switches_alone_and_each_switch_matters() -> None:
+    policy, r = world(1)
+    plain = replace(GRPO, reference_coefficient=0.0)
+    wide = {"trust_region": Clip(0.2)}
+    variants = {
+        "scale_by_group": replace(plain, scale_by_group=False),
+        "aggregation": replace(plain, aggregation="token-mean"),
+        "ratio": replace(plain, ratio="sequence", **wide),
+        "baseline": replace(plain, scale_by_group=False, baseline="leave_one_out"),
+        "reference_coefficient": GRPO,
+    }
+    here = gradient(policy, r, plain)
+    for name, objective in variants.items():
+        assert name in switches_between(plain, objective)
+        assert (gradient(policy, r, objective) - here).abs().max() > 1e-4, name
+
+
+# ---- the KL to the reference, in the loss and in the reward -------------------------------------------------------------
+
+
+def test_a_kl_in_the_reward_is_part_of_the_return_that_is_compared() -> None:
+    """And of nothing else: the same score less the whole response's KL, at one token or spread over all."""
+    policy, r = world(2)
+    assert r.old_log_probs is not None
+    assert r.ref_log_probs is not None
+    cost = torch.where(r.mask, 0.3 * (r.old_log_probs - r.ref_log_probs), 0.0)
+    last = r.terminated | r.truncated
+    spread = replace(r, rewards=r.rewards - cost)
+    at_once = replace(r, rewards=r.rewards - torch.where(last, cost.sum(-1, keepdim=True), 0.0))
+    same(gradient(policy, spread, RLOO), gradient(policy, at_once, RLOO))
+    assert (gradient(policy, spread, RLOO) - gradient(policy, r, RLOO)).abs().max() > 1e-3
+
+
+# ---- the ratio of whole responses ---------------------------------------------------------------------------------------
+
+SEQUENCE = replace(GSPO, trust_region=Clip(0.1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_at_the_old_policy_the_ratio_of_responses_changes_nothing(seed: int) -> None:
+    """ρ is 1 either way, and so is its gradient's mean over the tokens."""
+    policy = TinyPolicy(seed, critic=False, memory=True)
+    r = random_rollout(policy, seed, rows=8, unit="row")
+    same(gradient(policy, r, GSPO), gradient(policy, r, replace(GRPO, reference_coefficient=0.0)))
+
+
+def metrics_of(policy: TinyPolicy, r: Rollout, objective: Objective) -> dict[str, Any]:
+    learner = Learner(policy, replace(objective, reuse=Reuse(1, 1)), AdamSettings(1e-3))
+    return dict(learner.update(r, assign_credit(r, objective), LearnerState.seeded(0, 1)))
+
+
+def mean_log_ratio(policy: TinyPolicy, r: Rollout) -> tuple[Tensor, dict[int, float]]:
+    """log ρ of every token, and its mean over each response."""
+    assert r.old_log_probs is not None
+    with torch.no_grad():
+        of_tokens = policy(r.inputs, r.actions).log_probs - r.old_log_probs
+    rows = [row for row in range(8) if kept(r, row)]
+    return of_tokens, {row: mean(float(of_tokens[row, t]) for t in kept(r, row)) for row in rows}
+
+
+def pushed_far(r: Rollout, of_rows: dict[int, float]) -> list[int]:
+    """Responses that moved further than the clip of ``SEQUENCE``, the way they were pushed."""
+    return [
+        row
+        for row, x in of_rows.items()
+        if (math.exp(x) > 1.1 and scaled(r, row) > 0) or (math.exp(x) < 0.9 and scaled(r, row) < 0)
+    ]
+
+
+def far_world() -> tuple[TinyPolicy, Rollout]:
+    """The first in which some responses are clipped, some are outside the band the other way, and some are inside."""
+    for seed in range(100):
+        policy, r = world(seed)
+        of_rows = mean_log_ratio(policy, r)[1]
+        outside = [row for row, x in of_rows.items() if not 0.9 <= math.exp(x) <= 1.1]
+        if 0 < len(pushed_far(r, of_rows)) < len(outside) < len(of_rows):
+            return policy, r
+    raise AssertionError("no such world")
+
+
+def test_clip_metrics_count_responses_where_the_ratio_is_theirs() -> None:
+    policy, r = far_world()
+    of_rows = mean_log_ratio(policy, r)[1]
+    rho = [math.exp(x) for x in of_rows.values()]
+    found = metrics_of(policy, r, SEQUENCE)
+    assert found["clip_active"] == pytest.approx(len(pushed_far(r, of_rows)) / len(rho))
+    assert found["ratio_outside"] == pytest.approx(sum(not 0.9 <= x <= 1.1 for x in rho) / len(rho))
+    assert found["ratio_max"] == pytest.approx(max(rho))
+    assert found["ratio_min"] == pytest.approx(min(rho))
+
+
+def test_a_clipped_response_is_silent_as_a_whole() -> None:
+    """No token of it has a gradient, while by the ratios of single tokens some would."""
+    policy, r = far_world()
+    row = pushed_far(r, mean_log_ratio(policy, r)[1])[0]
+    alone = replace(r, mask=r.mask & (torch.arange(8) == row).unsqueeze(-1))
+    found = {}
+    for ratio in ("sequence", "token"):
+        objective = replace(SEQUENCE, ratio=ratio, reuse=Reuse(1, 1), trust_region=Clip(0.02 if ratio == "token" else 0.1))
+        learner = Learner(copy.deepcopy(policy), objective, AdamSettings(1e-3, max_grad_norm=None))
+        learner.update(alone, assign_credit(r, objective), LearnerState.seeded(0, 1))
+        found[ratio] = learner.optimizers["policy"].gradients.abs().max()
+    assert found["sequence"] == 0
+    assert found["token"] > 0
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "said"),
+    [
+        (PPO_CLIP, {"scale_by_group": True}, "objective.scale_by_group=True: needs objective.baseline"),
+        (RLOO, {"scale_by_group": True}, "objective.scale_by_group=True: needs objective.baseline"),
+        (RLOO, {"ratio": "sequence"}, "objective.ratio='sequence': needs a reused batch"),
+        (GRPO, {"gae_lambda": 0.95}, "objective.gae_lambda=0.95: needs a critic"),
+        (GRPO, {"value_clip": 0.2}, "objective.value_clip=0.2: needs a critic"),
+    ],
+)
+def test_switches_that_do_not_go_together_are_refused(base: Objective, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SurefootError, match=said):
+        replace(base, **changes)
+
+
+def test_all_five_are_there_by_name_and_no_two_are_alike() -> None:
+    assert {"GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO"} <= set(ALGORITHMS)
+    assert len(set(ALGORITHMS.values())) == len(ALGORITHMS)

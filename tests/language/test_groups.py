@@ -1,0 +1,332 @@
+"""GRPO and its kin in recipes for text: what is filled in and refused, dynamic sampling, the penalty on length, learning."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot import DR_GRPO, GRPO, SurefootError
+from surefoot.config import make_recipe, to_table
+from surefoot.credit import assign_credit
+from surefoot.kinds import LanguageRecipe
+from surefoot.language.groups import filling, joined_samples, rows_of_batch, with_signal
+from surefoot.language.sampler import Samples
+from surefoot.language.world import LanguageWorld
+from surefoot.recipes import find_recipe, recipe_for
+from surefoot.rollout import LearnerState, Rollout
+from surefoot.run.tracking import read_metrics
+from surefoot.session import make_learner
+
+REWARDS = """
+def vowels(responses):
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+
+def some(responses, worth):
+    return [w * len(set(text)) for text, w in zip(responses, worth)]
+
+def nothing(responses):
+    return [0.0] * len(responses)
+
+def half(responses):
+    return [None if i % 2 else float(i) for i in range(len(responses))]
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Prompts of which two in three are worth nothing whatever the response, and reward functions."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"{'x' * (i % 5)}{i % 7} says ", "worth": float(i % 3 == 0)} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"prompts": str(tmp_path / "prompts.jsonl"), "rewards": str(tmp_path / "rewards.py")}
+
+
+def fields(files: dict[str, str], model: Path, function: str = "vowels", **changes: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 96,
+        "data": {"train": files["prompts"], "max_length": 32},
+        "sampling": {"prompts": 6, "samples": 4, "max_tokens": 8},
+        "reward": {"terms": [{"function": f"{files['rewards']}:{function}"}], "missing_eos": "none"},
+        "optimizer": {"learning_rate": 2e-3},
+    }
+    return {**table, **changes}
+
+
+def recipe(algorithm: str = "GRPO", **changes: Any) -> LanguageRecipe:
+    table = {"kind": "language", "algorithm": algorithm, "model": "nowhere", "data": {"train": "x"}}
+    found = make_recipe({**table, "reward": {"terms": [{"function": "x:y"}]}, **changes})
+    assert isinstance(found, LanguageRecipe)
+    return found
+
+
+def world(files: dict[str, str], model: Path, function: str, algorithm: str = "GRPO", **changes: Any) -> LanguageWorld:
+    made = make_recipe({"kind": "language", "algorithm": algorithm, **fields(files, model, function, **changes)})
+    assert isinstance(made, LanguageRecipe)
+    return LanguageWorld(made)
+
+
+# ---- what a recipe fills in, and what it refuses ------------------------------------------------------------------------
+
+
+def test_an_algorithm_that_compares_responses_samples_several() -> None:
+    for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO"):
+        assert recipe(name).sampling.samples == 8
+        assert recipe(name, sampling={"samples": 3, "prompts": 4}).sampling.samples == 3
+    assert recipe("PPO_CLIP").sampling.samples == 1
+
+
+def test_the_kl_is_in_the_reward_beside_leave_one_out_alone_unless_a_recipe_says_otherwise() -> None:
+    betas = {name: recipe(name).reference.beta for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO", "PPO_CLIP")}
+    assert betas == {"GRPO": 0, "DR_GRPO": 0, "DAPO": 0, "GSPO": 0, "RLOO": 0.05, "PPO_CLIP": 0.05}
+    assert recipe("GRPO", reference={"beta": 0.1}).reference.beta == 0.1
+
+
+def test_objectives_are_the_values_themselves() -> None:
+    for name in ("GRPO", "DAPO", "GSPO", "RLOO"):
+        assert recipe(name).objective == surefoot.ALGORITHMS[name]
+
+
+def test_the_constant_length_is_the_longest_response_allowed_unless_given() -> None:
+    assert recipe("DR_GRPO").objective == replace(DR_GRPO, aggregation_length=64)
+    assert recipe("DR_GRPO", sampling={"max_tokens": 12}).objective.aggregation_length == 12
+    assert recipe("DR_GRPO", objective={"aggregation_length": 5}).objective.aggregation_length == 5
+    assert recipe("DR_GRPO", objective={"aggregation": "token-mean"}).objective.aggregation_length is None
+    assert recipe("PPO_CLIP", objective={"aggregation": "constant"}).objective.aggregation_length == 64
+
+
+def test_dapo_brings_what_is_no_switch_of_an_objective() -> None:
+    dapo = recipe("DAPO")
+    assert (dapo.sampling.rounds, dapo.reward.overlong, dapo.reward.missing_eos) == (10, 0.2, None)
+    own = recipe("DAPO", sampling={"rounds": 2}, reward={"terms": [{"function": "x:y"}], "overlong": "none"})
+    assert (own.sampling.rounds, own.reward.overlong) == (2, None)
+
+
+def test_what_was_filled_in_is_written_and_read_back() -> None:
+    for name in ("DAPO", "DR_GRPO", "RLOO"):
+        assert make_recipe(to_table(recipe(name))) == recipe(name)
+
+
+def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> None:
+    own = replace(DR_GRPO, entropy_coefficient=0.01)
+    found = recipe_for("language", own, fields(files, Path("nowhere")))
+    assert found.objective == replace(own, aggregation_length=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sampling": {"samples": 1}}, "sampling.samples=1: objective.baseline='group' compares the responses to a prompt"),
+        ({"algorithm": "RLOO", "sampling": {"samples": 1}}, "needs at least 2; set sampling.samples = 8"),
+        ({"algorithm": "PPO_CLIP", "sampling": {"rounds": 2}}, "sampling.rounds=2: replaces groups without signal"),
+        ({"sampling": {"rounds": 0}}, "sampling.rounds=0"),
+        ({"reward": {"terms": [{"function": "x:y"}], "overlong": 1.5}}, "reward.overlong=1.5"),
+        ({"objective": {"baseline": "critic", "scale_by_group": True}}, "objective.scale_by_group=True: needs"),
+        ({"optimizer": {"critic_learning_rate": 1e-3}}, "GRPO has no critic; unset it"),
+        ({"sampling": {"prompts": 3, "samples": 3}}, "minibatches=4: does not divide the 9 responses"),
+        ({"sampling": 3}, "sampling=3"),
+        ({"algorithm": "DR_GRPO", "sampling": {"max_tokens": "many"}}, "sampling.max_tokens='many'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SurefootError) as refusal:
+        recipe(**changes)
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("algorithm", ["GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO"])
+def test_control_has_no_groups(algorithm: str) -> None:
+    with pytest.raises(SurefootError, match=r"objective\.baseline='.*': compares responses to the same prompt"):
+        find_recipe("CartPole-v1", {"algorithm": algorithm})
+
+
+def test_control_has_no_sequences() -> None:
+    with pytest.raises(SurefootError, match=r"objective\.ratio='sequence': is for sequences"):
+        find_recipe("CartPole-v1", {"objective": {"ratio": "sequence"}})
+
+
+def test_sft_needs_a_length_for_the_constant() -> None:
+    table = {"kind": "sft", "model": "pocket", "data": {"train": "x"}, "objective": {"aggregation": "constant"}}
+    with pytest.raises(SurefootError, match="aggregation_length=None"):
+        make_recipe(table)
+    assert make_recipe({**table, "objective": {**table["objective"], "aggregation_length": 9}})  # type: ignore[dict-item]
+
+
+# ---- dynamic sampling ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_has_signal_where_two_scores_differ() -> None:
+    total = torch.tensor([0, 0, 1, 1, 0, 1, 2, 3, 0, 5], dtype=torch.float32)
+    valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 0, 0]).bool()
+    assert with_signal(total, valid, 2).tolist() == [False, False, True, False, False]
+
+
+def test_the_first_groups_with_signal_make_the_batch_and_others_fill_it_up() -> None:
+    assert filling([True, False, True, True, False, True], 3) == [0, 2, 3]
+    assert filling([False, False, True, False], 3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_together_choose_as_one_process_would(ranks: int) -> None:
+    signal = [False, True, False, False, True, True, False, True, True]
+    chosen = []
+    for rank in range(ranks):
+        places = list(range(rank, 9, ranks))
+        share = len(range(rank, 4, ranks))
+        rows, taught = rows_of_batch(signal, places, 4, share, 2)
+        assert len(rows) >= 2 * share
+        chosen += [(places[int(row) // 2], int(row) % 2) for row in rows[taught]]
+    assert sorted(chosen) == [(place, sample) for place in (1, 4, 5, 7) for sample in (0, 1)]
+
+
+def collected(made: LanguageWorld, state: LearnerState | None = None) -> Rollout:
+    return made.collector.collect(state or LearnerState.seeded(1, 1000))
+
+
+def test_groups_without_signal_are_replaced_by_those_of_further_prompts(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    sampling = {"prompts": 6, "samples": 4, "max_tokens": 8}
+    plain = collected(world(files, folders["llama"], "some", sampling=sampling))
+    made = world(files, folders["llama"], "some", sampling={**sampling, "rounds": 9})
+    filled = collected(made)
+    scores = [r.reward_parts["score"].sum(-1).view(-1, 4) for r in (plain, filled)]
+    assert (scores[0].amax(-1) > scores[0].amin(-1)).sum() < 6
+    assert (scores[1].amax(-1) > scores[1].amin(-1)).all()
+    assert scores[1].shape == (6, 4)
+    assert 1 < filled.metrics["sampling_rounds"] <= 9  # type: ignore[operator]
+    assert filled.steps > plain.steps == 24
+    sampled = filled.steps // 4
+    assert filled.metrics["groups_without_signal"] == pytest.approx((sampled - 6) / sampled)
+    assert filled.group is not None
+    assert filled.group.tolist() == [row // 4 for row in range(24)]
+    assert (filled.inputs["prompt"][::4] == filled.inputs["prompt"][3::4]).all()
+    assert made.collector.walk.epochs * 40 == pytest.approx(sampled)
+
+
+def test_what_was_sampled_in_several_rounds_is_scored_by_the_policy_as_the_sampler_did(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    """Rows of several rounds lie in one batch with other padding than they were sampled with."""
+    r = collected(world(files, folders["gpt2"], "some", sampling={"prompts": 6, "samples": 2, "max_tokens": 8, "rounds": 9}))
+    assert r.metrics["sampling_rounds"] > 1  # type: ignore[operator]
+    assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+
+
+def test_where_the_rounds_run_out_the_batch_is_filled_with_groups_that_teach_nothing(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    made = world(
+        files, folders["llama"], "nothing", "DR_GRPO", sampling={"prompts": 4, "samples": 2, "max_tokens": 4, "rounds": 3}
+    )
+    before = {name: weights.clone() for name, weights in made.policy.state_dict().items()}
+    state = LearnerState.seeded(1, 1000)
+    r = collected(made, state)
+    assert r.metrics["groups_without_signal"] == 1
+    assert r.metrics["sampling_rounds"] == 3
+    assert (len(r.mask), r.steps) == (8, 24)
+    make_learner(made.recipe, made.policy).update(r, assign_credit(r, made.recipe.objective), state)
+    for name, weights in made.policy.state_dict().items():
+        assert torch.equal(weights, before[name]), name
+
+
+def test_responses_without_a_score_are_left_out_of_their_group(files: dict[str, str], folders: dict[str, Path]) -> None:
+    settings = {"terms": [{"function": f"{files['rewards']}:half"}], "missing_eos": "none", "tolerated": 0.5}
+    made = world(files, folders["llama"], "half", reward=settings)
+    r = collected(made)
+    assert not r.mask[1::2].any()
+    credit = assign_credit(r, made.recipe.objective).advantages
+    for row in range(0, 24, 4):  # scores i and i + 2 are compared: one standard deviation of two numbers apart is √2
+        both = credit[[row, row + 2]].abs().amax(-1)
+        torch.testing.assert_close(both, torch.full((2,), 0.5**0.5), rtol=1e-3, atol=0)
+    assert credit[1::2].eq(0).all()
+
+
+def test_joined_rounds_hold_the_same_tokens() -> None:
+    def drawn(prompt: int, response: int) -> Samples:
+        generator = torch.Generator().manual_seed(prompt)
+        rows = 2
+        lengths = torch.randint(1, response + 1, (rows, 1), generator=generator)
+        mask = torch.arange(response) < lengths
+        ids = torch.randint(2, 9, (rows, prompt + response), generator=generator)
+        real = torch.arange(prompt).flip(0) < prompt - torch.arange(rows).unsqueeze(-1)
+        log_probs = torch.where(mask, -torch.rand(rows, response, generator=generator), 0.0)
+        ended = torch.tensor([True, False])
+        return Samples(ids[:, :prompt], real, torch.where(mask, ids[:, prompt:], 0), mask, log_probs, ended, "fast")
+
+    parts = [drawn(3, 5), drawn(5, 2), drawn(4, 4)]
+    whole = joined_samples(parts, pad_id=0)
+    assert whole.responses() == [row for part in parts for row in part.responses()]
+    prompts = [ids[real].tolist() for part in parts for ids, real in zip(part.prompt, part.prompt_mask, strict=True)]
+    assert [ids[real].tolist() for ids, real in zip(whole.prompt, whole.prompt_mask, strict=True)] == prompts
+    assert whole.prompt_mask[:, -1].all()
+    assert torch.equal(whole.log_probs[whole.mask], torch.cat([part.log_probs[part.mask] for part in parts]))
+    assert whole.ended.tolist() == [True, False] * 3
+
+
+# ---- the penalty on length ----------------------------------------------------------------------------------------------
+
+
+def test_the_last_tokens_below_the_limit_cost_up_to_one(files: dict[str, str], folders: dict[str, Path]) -> None:
+    terms = [{"function": f"{files['rewards']}:nothing"}]
+    made = world(files, folders["llama"], "nothing", reward={"terms": terms, "missing_eos": "none", "overlong": 0.5})
+    r = collected(made)
+    lengths = r.mask.sum(-1)
+    assert lengths.max() == 8
+    torch.testing.assert_close(r.reward_parts["score"].sum(-1), -((lengths - 4) / 4).clamp(0, 1))
+    assert r.metrics["overlong_penalty"] == pytest.approx(float(r.reward_parts["score"].sum(-1).mean()))
+    assert r.metrics["reward"] == pytest.approx(r.metrics["overlong_penalty"])
+
+
+# ---- learning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "learning_rate"), [("GRPO", 2e-3), ("DR_GRPO", 2e-3), ("DAPO", 2e-3), ("GSPO", 2e-3), ("RLOO", 5e-3)]
+)
+def test_each_raises_the_reward_of_a_model(
+    algorithm: str, learning_rate: float, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    """The share of vowels among the letters of its responses, from a model of random weights."""
+    rows: list[Any] = []
+    settings = fields(files, folders["llama"], steps=64 * 16, sampling={"prompts": 8, "max_tokens": 8})
+    settings["reward"] |= {"overlong": "none"}  # what is compared with the bars is the share alone
+    settings["optimizer"] = {"learning_rate": learning_rate}
+    surefoot.train("language", algorithm, **settings, callback=lambda metrics: bool(rows.append(metrics)))
+    first, last = (sum(row["reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
+    assert first < 0.2
+    assert last > 0.5
+    assert all(0 <= row["groups_without_signal"] < 1 for row in rows)
+
+
+def test_an_interrupted_run_of_dapo_resumes_bit_for_bit(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = fields(files, folders["llama"], "some")
+    whole = surefoot.train("language", "DAPO", run_dir=tmp_path / "whole", **settings)
+    stop = lambda metrics: metrics["iteration"] >= 1  # noqa: E731
+    surefoot.train("language", "DAPO", run_dir=tmp_path / "cut", callback=stop, **settings)
+    resumed = surefoot.resume(tmp_path / "cut")
+    for name, weights in whole.model.state_dict().items():
+        assert torch.equal(weights, resumed.model.state_dict()[name]), name
+    timeless = [
+        [{k: v for k, v in row.items() if "second" not in k} for row in read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "cut")
+    ]
+    assert timeless[0] == timeless[1]
+    assert len(timeless[0]) > 1
+    assert any(row["sampling_rounds"] > 1 for row in timeless[0])
+
+
+def test_the_kl_may_be_in_the_loss_and_in_the_reward_at_once(files: dict[str, str], folders: dict[str, Path]) -> None:
+    rows: list[Any] = []
+    settings = fields(files, folders["llama"], reference={"beta": 0.3})
+    surefoot.train("language", GRPO, **settings, callback=lambda metrics: bool(rows.append(metrics)))
+    assert rows[-1]["reference_beta"] == 0.3
+    assert rows[-1]["reference_loss"] > 0
+    assert asdict(find_recipe("language", {"algorithm": "GRPO", **settings}).objective)["reference_coefficient"] == 0.04
