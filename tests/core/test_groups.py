@@ -5,8 +5,11 @@ The formulas below are loops over responses and tokens; nothing in them imports 
 
 import copy
 import math
+import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -328,6 +331,18 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
 def test_switches_that_do_not_go_together_are_refused(base: Objective, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SurefootError, match=said):
         replace(base, **changes)
+
+
+def test_the_page_on_the_math_shows_each_as_the_diff_that_it_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "math.md").read_text("utf-8").partition("### Five algorithms")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", page, flags=re.M)
+    assert [name for name, _, _ in rows] == ["GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO"]
+    for name, base, cells in rows:
+        switches: dict[str, Any] = tomllib.loads("\n".join(re.findall(r"`([^`]*)`", cells)))
+        made = {"trust_region": Clip, "reuse": Reuse}
+        switches |= {key: made[key](**switches[key]) for key in made if key in switches}
+        assert set(switches) == set(switches_between(ALGORITHMS[base], ALGORITHMS[name])), name
+        assert replace(ALGORITHMS[base], **switches) == ALGORITHMS[name], name
 
 
 def test_all_five_are_there_by_name_and_no_two_are_alike() -> None:
