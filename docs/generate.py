@@ -68,10 +68,10 @@ METHODS = {
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; pipes inside cells are escaped."""
+    """A table; pipes inside cells are escaped, and a cell is one line."""
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(" ".join(cell.replace("|", "\\|").splitlines()) for cell in cells) + " |"
 
     return "\n".join([line(header), "|" + "---|" * len(header), *(line(row) for row in rows)])
 
@@ -279,16 +279,15 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def named_algorithms() -> str:
-    values = {name: dict(flat(asdict(objective))) for name, objective in ALGORITHMS.items()}
+    """What each of them sets otherwise than REINFORCE, which is the defaults."""
     plain = dict(flat(asdict(Objective())))
-    switches = dict.fromkeys(
-        switch
-        for value in values.values()
-        for switch in value
-        if value[switch] is not None and value[switch] != plain.get(switch)
-    )
-    rows = [(code(name), *(shown(value.get(switch)) for switch in switches)) for name, value in values.items()]
-    return table(("algorithm", *(code(switch) for switch in switches)), rows)
+
+    def settings(objective: Objective) -> str:
+        switches = dict(flat(asdict(objective))).items()
+        set_here = {name: value for name, value in switches if value is not None and value != plain.get(name)}
+        return ", ".join(code(f"{name} = {shown(value)}") for name, value in set_here.items())
+
+    return table(("algorithm", "switches"), [(code(name), settings(value)) for name, value in ALGORITHMS.items()])
 
 
 def bounds(metric: Metric) -> str:

@@ -57,6 +57,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
         recipe = KINDS[kind].model_validate(table)
     except pydantic.ValidationError as error:
         raise SurefootError(explain(error, region, kind)) from None
+    recipe.objective.require_complete()
     _refuse_what_toml_cannot_hold(recipe)
     return recipe
 

@@ -297,4 +297,4 @@ def test_the_ratio_of_a_response_pushes_its_tokens_alike() -> None:
     mask = torch.tensor([[1, 1, 1, 0]])
     ratio = F.sequence_ratio(new, torch.zeros(1, 4, dtype=DOUBLE), mask)
     (gradient,) = torch.autograd.grad((ratio * mask).sum() / 3, new)
-    torch.testing.assert_close(gradient, torch.tensor([[1, 1, 1, 0]]) * math.exp(0.2) / 3, **CLOSE)
+    torch.testing.assert_close(gradient, mask.to(DOUBLE) * math.exp(0.2) / 3, **CLOSE)

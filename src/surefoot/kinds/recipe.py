@@ -6,7 +6,6 @@ later.
 
 from typing import Any, ClassVar, Literal
 
-import pydantic
 from pydantic import Field
 
 from surefoot.algorithms import Objective
@@ -51,11 +50,6 @@ class Recipe(Section):
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         """A recipe's tables, those of its objective whole, with what follows from them where it says nothing."""
         return table
-
-    @pydantic.model_validator(mode="after")
-    def _objective_is_complete(self) -> "Recipe":
-        self.objective.require_complete()
-        return self
 
     @property
     def trained(self) -> str:
