@@ -220,8 +220,8 @@ class LanguageCollector:
         return Answers(drawn, prompts, self.tokens)
 
     def _sampled(self, done: int) -> Harvest:
-        """Responses to this rank's share of the next prompts, and in further rounds to as many more prompts as groups without
-        signal are to be replaced. ``done`` responses of the run were before.
+        """Responses to this rank's share of the next prompts, and in further rounds to as many more as groups without signal are to
+        be replaced: a quarter of a batch at least, for a few at a time would take many rounds. ``done`` responses were before.
         """
         settings, world = self.recipe.sampling, world_size()
         parts: list[tuple[Answers, Scores, Tensor]] = []
@@ -229,7 +229,8 @@ class LanguageCollector:
         places: list[int] = []
         seconds = [0.0, 0.0]
         while len(parts) < settings.rounds and sum(signal) < settings.prompts:
-            wanted = max(settings.prompts - sum(signal), world) if parts else settings.prompts
+            missing, least = settings.prompts - sum(signal), -(-settings.prompts // 4)
+            wanted = max(missing, least, world) if parts else settings.prompts
             begun = time.perf_counter()
             answers = self._answers_to_next(wanted, done + len(signal) * settings.samples)
             sampled = time.perf_counter()
