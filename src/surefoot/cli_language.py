@@ -77,7 +77,7 @@ def generate(
 
 @click.group()
 def data() -> None:
-    """Look at rows before they are trained on."""
+    """Make rows of tasks with verifiers, and look at rows before they are trained on."""
 
 
 @data.command()
@@ -95,3 +95,49 @@ def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_cod
     width = None if sys.stdout.isatty() else 120
     shown = preview_of(file, model, rows=rows, max_length=max_length, trust_remote_code=trust_remote_code)
     Console(width=width).print(shown)
+
+
+@data.command()
+@click.argument("task")
+@click.option("--rows", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
+@click.option("--difficulty", type=int, help="As the task counts it (surefoot data tasks); its usual one if not given.")
+@click.option("--test", is_flag=True, help="Problems that no training rows have, of any seed.")
+@click.option("--demonstrations", is_flag=True, help="Answers of a teacher, for SFT, instead of problems.")
+@click.option("--sloppy", type=click.FloatRange(0, 1), help="Share of demonstrations that are careless. [default: 0.6]")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSONL file.")
+def make(
+    task: str,
+    rows: int,
+    seed: int,
+    difficulty: int | None,
+    test: bool,
+    demonstrations: bool,
+    sloppy: float | None,
+    out: Path,
+) -> None:
+    """Write problems of TASK (surefoot data tasks), for the reward function surefoot.language.tasks:verify."""
+    from surefoot.language import tasks
+    from surefoot.language.rows import write_rows
+
+    if sloppy is not None and not demonstrations:
+        raise SurefootError(f"--sloppy {sloppy:g}: is for demonstrations; add --demonstrations")
+    if demonstrations:
+        share = 0.6 if sloppy is None else sloppy
+        made = tasks.demonstrations(task, rows, seed, difficulty, sloppy=share, test=test)
+    else:
+        made = tasks.rows(task, rows, seed, difficulty, test=test)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(out, made)
+    click.echo(f"{len(made)} rows in {out}")
+
+
+@data.command(name="tasks")
+def list_tasks() -> None:
+    """List the tasks that data make knows, with their difficulties."""
+    from surefoot.language.tasks import TASKS
+
+    for name, task in TASKS.items():
+        least, greatest = task.difficulties
+        click.echo(f"{name:<10} {task.about} ({least} to {greatest}, usually {task.usual})")
+    click.echo("reasoning_gym/NAME: tasks of that package with one right answer (extra reasoning-gym)")

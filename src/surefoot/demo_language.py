@@ -5,13 +5,14 @@ Every stage is an ordinary run from files that stay in the folder, so each can b
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from surefoot.demo import command_here
 from surefoot.kinds import Recipe
 from surefoot.language.optional import transformers_needed
+from surefoot.language.rows import write_rows
 from surefoot.language.tasks import reviews
 from surefoot.language.trained import writer
 from surefoot.recipes import find_recipe
@@ -126,8 +127,3 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, begun: float) -> dic
     judged = {"known_products": known, "other_products": others}
     kept = {of: {name: value for name, value in told.items() if name != "samples"} for of, told in judged.items()}
     return {"seconds": seconds, "reward_accuracy": accuracy, **kept}
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """JSON lines."""
-    write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))

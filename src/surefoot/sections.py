@@ -1,6 +1,6 @@
 """The sections of a recipe: frozen tables, each field with its range and its meaning."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import ConfigDict, Field
@@ -207,6 +207,8 @@ class RewardTerm(Section):
     """module:function or file.py:function: prompts, responses and columns in, floats out"""
     weight: float = 1.0
     """what it is multiplied by in the sum"""
+    arguments: dict[str, Any] = {}
+    """a function's other arguments, by name, such as { tolerance = 0.01 }"""
 
 
 class RewardSettings(Section):

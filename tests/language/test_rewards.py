@@ -1,7 +1,9 @@
 """Rewards: what functions may take and give, what is masked, what is refused in one line, and sums."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ class Term:
     model: str | None = None
     function: str | None = None
     weight: float = 1.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def lengths(responses):
@@ -53,6 +56,34 @@ def test_a_function_takes_any_of_prompts_responses_and_columns():
     assert score(exact).total.tolist() == [1, 0, 1]
     assert score(lambda prompts: [len(prompt) for prompt in prompts]).total.tolist() == [5, 5, 7]
     assert score(lambda *, weight: weight).total.tolist() == [1, 2, 3]
+
+
+def test_arguments_of_a_term_reach_its_function():
+    def longer(responses, than, by=0):
+        return [len(response) > than + by for response in responses]
+
+    assert score(longer, arguments={"than": 1}).total.tolist() == [0, 1, 1]
+    assert score(longer, arguments={"than": 1, "by": 1}).total.tolist() == [0, 0, 1]
+    assert score(lambda **given: [given["than"]] * 3, arguments={"than": 2}).total.tolist() == [2, 2, 2]
+    term = Term(function="surefoot.verifiers:numeric", arguments={"tolerance": 1})
+    assert load_reward([term])([""], ["4"], {"answer": [5]}).total.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"tolerence": 1}, "takes no argument 'tolerence'; did you mean 'tolerance'"),
+        ({"answer": ["a"] * 3}, "argument 'answer' is a column of the rows too"),
+        ({"responses": ["a"] * 3}, "argument 'responses' is a column"),
+    ],
+)
+def test_arguments_that_a_function_does_not_take_are_refused(arguments, what):
+    assert what in refusal("surefoot.verifiers:numeric", arguments=arguments)
+
+
+def test_a_model_takes_no_arguments():
+    with pytest.raises(SurefootError, match=r"reward\.terms\[0\]\.arguments=.*a model takes none"):
+        load_reward([Term(model="folder", arguments={"a": 1})])
 
 
 def test_a_function_with_two_stars_gets_everything():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surefoot.dotted import imported
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.deadline import Overdue, within
 from surefoot.language.models import RewardModel
 from surefoot.language.optional import quiet
@@ -71,6 +71,8 @@ class Term(Protocol):
     def function(self) -> str | None: ...
     @property
     def weight(self) -> float: ...
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
 
 
 class FunctionReward:
@@ -79,10 +81,13 @@ class FunctionReward:
     function    ``module:function``, ``file.py:function``, or the function itself. It may take any of prompts, responses and
                 the rows' other columns by name, or all of them by ``**``; it returns a list, array or tensor of N numbers.
     weight      of the numbers in the sum
+    arguments   given by name at every call, besides
     deadline    seconds that a call may take
     tolerated   share of a call's numbers that may be missing (NaN, infinite, None, text): those responses are not valid
     name        of the part; default: the function's own
     field       of the recipe that names it, for messages
+
+    A function may have an attribute ``ready``, which is called now: it raises SurefootError where the function can't work here.
 
     Raises SurefootError, one line that names the function, when it can't be imported or asks for what is not there; and from
     a call, when it raises, takes longer, returns another count, or more than the tolerated share is missing.
@@ -93,6 +98,7 @@ class FunctionReward:
         function: str | Callable[..., Any],
         weight: float = 1.0,
         *,
+        arguments: Mapping[str, Any] | None = None,
         deadline: float = 60.0,
         tolerated: float = 0.1,
         name: str | None = None,
@@ -106,10 +112,20 @@ class FunctionReward:
             raise SurefootError(f"{field}={self.path!r}: is a {type(self.function).__name__}, not a function")
         self.name = name or self.path.rpartition(":")[2].rpartition(".")[2]
         self.wanted, self.needed = self._arguments()
+        self.arguments = dict(arguments or {})
+        if callable(check := getattr(self.function, "ready", None)):
+            try:
+                check()
+            except SurefootError as error:
+                raise self._refusal(str(error)) from None
+        unknown = [name for name in self.arguments if self.wanted is not None and name not in self.wanted]
+        if unknown:
+            hint = did_you_mean(unknown[0], self.wanted or ()) or f"; it takes: {', '.join(self.wanted or ())}"
+            raise self._refusal(f"takes no argument {unknown[0]!r}{hint}")
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
         given = {name: list(column) for name, column in columns.items()}
-        given |= {"prompts": list(prompts), "responses": list(responses)}
+        given |= {"prompts": list(prompts), "responses": list(responses), **self.arguments}
         self.check_columns(columns)
         arguments = given if self.wanted is None else {name: given[name] for name in self.wanted if name in given}
         numbers = [_number(value) for value in self._returned(arguments, len(responses))]
@@ -126,7 +142,10 @@ class FunctionReward:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise SurefootError where the function needs what is neither a column nor given to every one."""
-        given = {"prompts", "responses", *columns}
+        for name in self.arguments:
+            if name in {"prompts", "responses", *columns}:
+                raise self._refusal(f"argument {name!r} is a column of the rows too; take it from one of them")
+        given = {"prompts", "responses", *columns, *self.arguments}
         missing = [name for name in self.needed if name not in given]
         if missing:
             raise self._refusal(f"asks for {missing[0]!r}; what there is: {', '.join(sorted(given))}")
@@ -154,6 +173,8 @@ class FunctionReward:
                 f"took longer than reward.deadline={self.deadline:g} s for {count} responses; make it faster, or raise that, "
                 "then resume from the last checkpoint"
             ) from None
+        except SurefootError as error:  # one of our own functions, whose line says it all
+            raise self._refusal(str(error)) from None
         except (Exception, SystemExit) as error:
             raise self._refusal(f"raised {cause_of(error)}; {MEND}") from error
         if not isinstance(returned, list):
@@ -262,12 +283,17 @@ def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: flo
             raise SurefootError(f"reward.terms[{number}]: has {what}; give one of them, and a term for each")
         if not math.isfinite(term.weight):
             raise SurefootError(f"reward.terms[{number}].weight={term.weight}: must be a finite number")
+        if term.model is not None and term.arguments:
+            raise SurefootError(
+                f"reward.terms[{number}].arguments={dict(term.arguments)}: are for functions; a model takes none"
+            )
         if term.model is not None:
             field = f"reward.terms[{number}].model"
             rewards.append(ModelReward(term.model, term.weight, device=device, field=field))
         elif term.function is not None:
+            options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "arguments": term.arguments}
             field = f"reward.terms[{number}].function"
-            rewards.append(FunctionReward(term.function, term.weight, deadline=deadline, tolerated=tolerated, field=field))
+            rewards.append(FunctionReward(term.function, term.weight, field=field, **options))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
 

@@ -1,13 +1,14 @@
 """Files of rows: JSONL, Parquet, or a folder that ``datasets`` saved; every row knows where it stands."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.optional import needed
+from surefoot.run.folder import write_text
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class Row:
     where: str
     """``train.jsonl, line 3``, as messages begin"""
     file: str
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """JSON lines, whole or not at all."""
+    write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
 def read_rows(path: str | Path) -> list[Row]:

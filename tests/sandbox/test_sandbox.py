@@ -1,0 +1,254 @@
+"""What a sandbox gives and what it takes: each limit binds, every namespace is new, and it dies with whoever started it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot import sandbox
+from surefoot.errors import SurefootError
+from surefoot.sandbox import Limits, bubblewrap, seccomp
+
+MEGABYTE = 2**20
+
+
+def told(source: str, **limits: Any) -> Any:
+    """What ``f()`` of a program returns."""
+    outcome = sandbox.run(source, calls=[("f", [], {})], limits=Limits(**limits))
+    assert outcome.ended == "done", outcome
+    return json.loads(outcome.output)["value"]
+
+
+def test_a_script_gets_its_input_and_gives_its_output() -> None:
+    text = "søren\n" * 50_000  # more than a pipe holds
+    outcome = sandbox.run("import sys; sys.stdout.write(sys.stdin.read())", stdin=text)
+    assert (outcome.ended, outcome.output.decode()) == ("done", text)
+
+
+def test_a_script_that_reads_nothing_ends_all_the_same() -> None:
+    assert sandbox.run("print(1)", stdin="x" * MEGABYTE).output == b"1\n"
+
+
+def test_calls_are_answered_in_order_and_prints_are_no_answers() -> None:
+    source = "print('hello')\ndef f(a, b=0):\n    print(a)\n    return [a, b]\ndef g(): raise KeyError"
+    outcome = sandbox.run(source, calls=[("f", [1], {"b": 2}), ("g", [], {}), ("none", [], {}), ("f", ["é"], {})])
+    assert [json.loads(line) for line in outcome.output.splitlines()] == [{"value": [1, 2]}, {}, {}, {"value": ["é", 0]}]
+
+
+@pytest.mark.parametrize(
+    ("source", "ended"),
+    [("", "done"), ("1/0", "failed"), ("import sys; sys.exit(3)", "failed"), ("(", "failed"), ("while True: pass", "time")],
+)
+def test_how_a_program_ended_is_told(source: str, ended: str) -> None:
+    assert sandbox.run(source, limits=Limits(seconds=0.5)).ended == ended
+
+
+def test_output_is_cut_at_its_limit() -> None:
+    outcome = sandbox.run("while True: print('x' * 999)", limits=Limits(output=10_000))
+    assert (outcome.ended, len(outcome.output)) == ("output", 10_000)
+
+
+def test_memory_of_all_processes_together_is_bounded() -> None:
+    source = """
+def f():
+    blocks = []
+    try:
+        while True: blocks.append(bytearray(10 ** 6))
+    except MemoryError: return len(blocks)
+"""
+    for processes in (1, 4):
+        share = 512 / processes
+        assert 0.5 * share < told(source, memory=512 * MEGABYTE, processes=processes) < share * 1.05
+
+
+@pytest.mark.parametrize("kind", ["os.fork() or time.sleep(9)", "threading.Thread(target=time.sleep, args=(9,)).start()"])
+def test_one_process_or_thread_too_many_is_refused(kind: str) -> None:
+    source = f"""
+import os, threading, time
+def f():
+    made = 1
+    try:
+        while made < 50:
+            {kind}
+            made += 1
+    except (OSError, RuntimeError): return made
+"""
+    assert told(source, processes=3) == 3
+
+
+def test_open_files_and_what_is_in_them_are_bounded() -> None:
+    source = "import os\ndef f():\n    n = 0\n    try:\n        while True: os.dup(0); n += 1\n    except OSError: return n"
+    assert told(source, files=20) < 20
+    source = """
+def f():
+    written = 0
+    for number in range(9):
+        try:
+            with open(f'/tmp/{number}', 'wb', 0) as file: written += file.write(bytes(2 ** 18))
+        except OSError: pass
+    return written
+"""
+    assert 2**19 <= told(source, disk=MEGABYTE) <= MEGABYTE
+
+
+def test_there_is_nothing_but_python() -> None:
+    source = """
+import os
+def f():
+    found = [os.path.join(folder, file) for folder, _, files in os.walk('/') for file in files]
+    return {'root': sorted(os.listdir('/')), 'environment': dict(os.environ), 'ids': os.getresuid() + os.getresgid(),
+            'groups': os.getgroups(), 'pid': os.getpid(), 'name': os.uname().nodename, 'cwd': os.getcwd(),
+            'programs': [file for file in found if '/bin/' in file],
+            'writable': sorted({folder for folder, _, _ in os.walk('/') if os.access(folder, os.W_OK)})}
+"""
+    there = told(source)
+    assert there["environment"].keys() <= {*bubblewrap.environment(), "PWD"}
+    assert set(there["ids"]) == {bubblewrap.NOBODY}
+    assert (there["pid"], there["name"], there["cwd"]) == (1, "sandbox", "/tmp")
+    assert there["writable"] == ["/tmp"]
+    assert len(there["programs"]) == 1
+    assert set(there["root"]) <= {"dev", "etc", "lib", "lib32", "lib64", "tmp", "usr", *there["programs"][0].split("/")[1:2]}
+
+
+def test_a_sandbox_does_not_see_the_files_of_the_one_before() -> None:
+    assert told("def f(): return open('/tmp/x', 'w').write('x')") == 1
+    assert told("import os\ndef f(): return os.listdir('/tmp')") == []
+
+
+def test_no_descriptor_of_ours_is_open_within() -> None:
+    source = """
+import os
+def open_(fd):
+    try: os.fstat(fd)
+    except OSError: return False
+    return True
+def f(): return [fd for fd in range(3, 64) if open_(fd)]
+"""
+    assert len(told(source)) == 2, "where results go, and nothing at all"
+
+
+def test_every_namespace_is_new_and_no_privilege_is_left() -> None:
+    process = subprocess.Popen([sys.executable, "-c", CHILD.format("import time; time.sleep(60)")], stdout=subprocess.PIPE)
+    try:
+        pid = waited_for(process.pid)
+        for name in ("user", "pid", "net", "ipc", "uts", "mnt", "cgroup"):
+            assert os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"), name
+        with open(f"/proc/{pid}/status") as file:
+            status = dict(line.rstrip().split(":\t", 1) for line in file)
+        assert {int(status[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+        assert set(status["Uid"].split()) != {"0"}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+CHILD = "from surefoot import sandbox; sandbox.run({!r}, limits=sandbox.Limits(seconds=60))"
+CLING = """
+import ctypes, signal, time
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+while True: time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("source", ["import time; time.sleep(60)", CLING], ids=["sleeps", "clings"])
+def test_a_sandbox_dies_with_whoever_started_it(source: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", CHILD.format(source)])
+    pid = waited_for(process.pid)
+    process.kill()
+    process.wait()
+    ends = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not alive(pid)
+
+
+def waited_for(parent: int) -> int:
+    """The sandboxed Python below a process that has started one, once it runs."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        below = children(parent)
+        inside = [child for outer in below for child in children(outer)]
+        if inside and b"\0-c\0" in Path(f"/proc/{inside[0]}/cmdline").read_bytes()[:80]:
+            time.sleep(0.3)  # it has read its job
+            return inside[0]
+        time.sleep(0.02)
+    raise AssertionError("no sandbox has started")
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("call", sorted(seccomp.REFUSED))
+def test_a_refused_system_call_is_not_permitted(call: str) -> None:
+    """By the filter; with these arguments most would fail otherwise, as invalid, or succeed."""
+    numbers = {name: pair[os.uname().machine == "aarch64"] for name, pair in seccomp.REFUSED.items()}
+    source = f"""
+import ctypes
+def f():
+    c = ctypes.CDLL(None, use_errno=True)
+    c.syscall(ctypes.c_long({numbers[call]}), *[ctypes.c_long(-1)] * 6)
+    return ctypes.get_errno()
+"""
+    assert told(source) == 1
+
+
+def test_a_machine_that_is_not_known_is_refused() -> None:
+    with pytest.raises(SurefootError, match="this machine is 'vax'"):
+        seccomp.program("vax")
+    assert seccomp.program("aarch64") != seccomp.program("x86_64")
+
+
+def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SurefootError, match="there is no bwrap here; install the package bubblewrap") as raised:
+        sandbox.run("print(1)")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_bubblewrap_that_does_not_work_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(SurefootError, match="did not start here: bwrap: No permissions to create new namespace"):
+        sandbox.run("print(1)")
+
+
+def test_a_stop_while_programs_run_leaves_none() -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stop
+
+    before, left = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(Stop):
+            sandbox.run("import time; time.sleep(60)", limits=Limits(seconds=60))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *left)
+    assert not [child for child in children(os.getpid()) if b"bwrap" in Path(f"/proc/{child}/cmdline").read_bytes()]
