@@ -98,6 +98,45 @@ def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_cod
 
 
 @data.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="What answers: a run, a checkpoint, a transformers folder or a hub id.")
+@click.option("--function", default="surefoot.language.tasks:verify", show_default=True, help="As in reward.terms.")
+@click.option("--arguments", default="{}", metavar="TABLE", help="The function's other arguments, such as { tolerance = 0.1 }.")
+@click.option("--rows", type=click.IntRange(min=1), default=64, show_default=True, help="How many prompts, from the first on.")
+@click.option("--samples", type=click.IntRange(min=2), default=4, show_default=True, help="Responses to each.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="As in sampling.max_tokens.")
+@click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
+@click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
+def accuracy(
+    file: Path,
+    model: str,
+    function: str,
+    arguments: str,
+    rows: int,
+    samples: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    trust_remote_code: bool,
+) -> None:
+    """Tell how often a model answers the prompts of FILE rightly before it is trained: greedily, and by sampling."""
+    from surefoot.config import parse_value
+    from surefoot.language.accuracy import accuracy as accuracy_of
+    from surefoot.language.rewards import FunctionReward
+    from surefoot.language.trained import writer
+
+    given = parse_value(arguments)
+    if not isinstance(given, dict):
+        raise SurefootError(f"--arguments {arguments}: must be a table, such as {{ tolerance = 0.1 }}")
+    reward = FunctionReward(function, arguments=given, field="--function")
+    options = {"prompts": rows, "samples": samples, "max_tokens": max_tokens, "seed": seed}
+    found = accuracy_of(writer(model, trust_remote_code), file, reward, temperature=temperature, **options)
+    for line in found.lines():
+        click.echo(line)
+
+
+@data.command()
 @click.argument("task")
 @click.option("--rows", type=click.IntRange(min=1), default=1000, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)

@@ -109,6 +109,16 @@ def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_
     assert done.stdout.strip() == "[]", "control runs, and messages come, without the extra"
 
 
+def test_verifiers_and_the_sandbox_know_nothing_of_training() -> None:
+    parts, errors = ("surefoot.sandbox", "surefoot.verifiers"), "surefoot.errors"
+    ours = {
+        found for part in parts for name in FILES if inside(name, part) for found in IMPORTS[name] if inside(found, "surefoot")
+    }
+    assert {name for name in ours if not any(inside(name, known) for known in (*parts, errors))} <= {"surefoot"}
+    assert offences(parts, ("torch", "numpy")) == []
+    assert offences("surefoot.sandbox", "surefoot.verifiers") == []
+
+
 def test_run_imports_no_world() -> None:
     assert offences("surefoot.run", WORLDS) == []
 

@@ -220,8 +220,8 @@ class LanguageCollector:
         return Answers(drawn, prompts, self.tokens)
 
     def _sampled(self, done: int) -> Harvest:
-        """Responses to this rank's share of the next prompts, and in further rounds to as many more as groups without signal are
-        to be replaced: a quarter of a batch at least, for a few at a time would take many rounds. ``done`` were before.
+        """Responses to this rank's share of the next prompts, and in further rounds to as many more as groups without signal
+        are to be replaced: a quarter of a batch at least, for a few at a time would take many rounds. ``done`` were before.
         """
         settings, world = self.recipe.sampling, world_size()
         parts: list[tuple[Answers, Scores, Tensor]] = []

@@ -1,0 +1,261 @@
+"""Tasks: a verifier knows right from wrong, training and test share no problem, and a seed says it all."""
+
+import json
+import random
+import re
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.errors import SurefootError
+from surefoot.language import tasks
+from surefoot.language.accuracy import accuracy
+from surefoot.language.rewards import FunctionReward
+from surefoot.language.rows import write_rows
+from surefoot.language.tasks import TASKS, countdown, demonstrations, rows, verify
+from surefoot.language.tasks.task import Row
+from surefoot.language.tokens import Tokens
+
+from .tiny import tokenizer
+
+VERIFY = "surefoot.language.tasks:verify"
+names = pytest.mark.parametrize("name", TASKS)
+levels = pytest.mark.parametrize(("name", "level"), [(name, level) for name in TASKS for level in TASKS[name].difficulties])
+
+
+def scores(problems: list[Row], responses: list[str]) -> list[float]:
+    """By the reward function, as a run calls it."""
+    columns = {key: [row.get(key) for row in problems] for row in problems for key in row if key != "prompt"}
+    return FunctionReward(VERIFY)([row["prompt"] for row in problems], responses, columns).total.tolist()
+
+
+def drawn(name: str, level: int, count: int = 50) -> list[Row]:
+    """Of every difficulty, whatever side of the split."""
+    draw = random.Random(1)
+    return [TASKS[name].draw(draw, level) | {"task": name} for _ in range(count)]
+
+
+@levels
+def test_a_tasks_own_answer_is_right_and_every_letter_of_it_matters(name: str, level: int) -> None:
+    problems = drawn(name, level)
+    answers = [row["answer"] for row in problems]
+    assert scores(problems, answers) == [1.0] * len(problems)
+    assert scores(problems, [f" {answer}\n" for answer in answers]) == [1.0] * len(problems)
+    for wrong in (lambda a: a[:-1], lambda a: f"{a}{a}", lambda a: f"{a}.", lambda a: "", lambda a: f"{a}\n{a}"):
+        assert scores(problems, [wrong(answer) for answer in answers]) == [0.0] * len(problems)
+
+
+@names
+@given(response=st.text())
+def test_any_text_is_judged(name: str, response: str) -> None:
+    (row,) = rows(name, 1)
+    assert scores([row], [response])[0] in (0.0, 1.0)
+
+
+@names
+def test_a_seed_says_it_all(name: str) -> None:
+    assert rows(name, 30, 1) == rows(name, 30, 1)
+    assert rows(name, 30, 1) != rows(name, 30, 2)
+    assert rows(name, 10, 1) == rows(name, 30, 1)[:10]
+    assert demonstrations(name, 30, 1) == demonstrations(name, 30, 1)
+
+
+@names
+def test_training_and_test_share_no_problem_whatever_the_seed(name: str) -> None:
+    key = TASKS[name].key
+    trained = {key(row) for seed in range(5) for row in rows(name, 200, seed)}
+    tested = {key(row) for seed in range(5) for row in rows(name, 30, seed, test=True)}
+    assert trained.isdisjoint(tested)
+    test = rows(name, 60, 9, test=True)
+    assert len({row["prompt"] for row in test}) == 60
+
+
+def test_another_order_of_the_same_digits_is_no_new_problem() -> None:
+    trained = {tuple(sorted(row["prompt"])) for row in rows("sorting", 2_000, 1)}
+    assert trained.isdisjoint({tuple(sorted(row["prompt"])) for row in rows("sorting", 200, 2, test=True)})
+    trained = {frozenset(row["prompt"][:-1].split("+")) for row in rows("addition", 2_000, 1)}
+    assert trained.isdisjoint({frozenset(row["prompt"][:-1].split("+")) for row in rows("addition", 200, 2, test=True)})
+
+
+@levels
+def test_prompts_are_short_and_of_plain_characters(name: str, level: int) -> None:
+    """So that the pocket model, which reads printable ASCII, can read them."""
+    for row in drawn(name, level):
+        assert (row["prompt"] + row["answer"]).isascii()
+        assert (row["prompt"] + row["answer"]).isprintable()
+        assert len(row["prompt"]) + len(row["answer"]) <= 128
+
+
+@names
+def test_a_sloppy_teacher_is_often_wrong_and_a_careful_one_never(name: str) -> None:
+    problems = rows(name, 400, 3)
+
+    def share(sloppy: float) -> float:
+        made = demonstrations(name, 400, 3, sloppy=sloppy)
+        assert [row["prompt"] for row in made] == [row["prompt"] for row in problems]
+        return sum(scores(problems, [row["completion"] for row in made])) / 400
+
+    assert share(0.0) == 1.0
+    assert share(1.0) < 0.5
+    assert share(1.0) < share(0.6) < 0.8
+
+
+def test_answers_are_true_by_another_way_to_tell() -> None:
+    for row in rows("sorting", 50, 1):
+        answer = row["answer"]
+        assert all(a <= b for a, b in pairwise(answer))
+        assert Counter(answer) == Counter(row["prompt"][:-1])
+    for row in rows("addition", 50, 1):
+        assert int(row["answer"]) == sum(map(int, row["prompt"][:-1].split("+")))
+    for row in rows("counting", 50, 1):
+        letter, word = row["prompt"][:-1].split(" in ")
+        assert int(row["answer"]) == len(word) - len(word.replace(letter, ""))
+    for row in rows("reversing", 50, 1):
+        assert all(row["answer"][-1 - place] == letter for place, letter in enumerate(row["prompt"][:-1]))
+    for row in rows("brackets", 50, 1):
+        text = row["prompt"][:-1] + row["answer"]
+        while text:
+            shorter = re.sub(r"\(\)|\[\]|\{\}|<>", "", text)
+            assert shorter != text, row
+            text = shorter
+        assert set(row["answer"]) <= set(")]}>")
+
+
+# ---- countdown -------------------------------------------------------------------------------------------------------
+
+expressions = st.recursive(
+    st.integers(0, 30).map(str),
+    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: f"({parts[0]}{parts[1]}{parts[2]})"),
+    max_leaves=8,
+)
+
+
+@given(expressions)
+def test_expressions_have_the_value_that_exact_arithmetic_gives(text: str) -> None:
+    """The oracle is Python on fractions, of an expression that this test made."""
+    try:
+        wanted = eval(re.sub(r"(\d+)", r"Fraction(\1)", text), {"Fraction": Fraction})
+    except ZeroDivisionError:
+        assert countdown.evaluated(text) is None
+        return
+    found = countdown.evaluated(text)
+    assert found is not None
+    assert found[0] == wanted
+    assert found[1] == [int(number) for number in re.findall(r"\d+", text)]
+
+
+NONE = ["+", "1+", "(1", "1)", "()", "-1", "2**3", "1//2", "1/0", "1e3", "1.5", "x", "__import__('os')", "1=1", "²", "١"]
+LONG = ("(" * 300 + "1" + ")" * 90, "9" * 30, "1+" * 300 + "1", "(" * 399)
+
+
+@pytest.mark.parametrize("text", ["", "1 2", *NONE, *LONG])
+def test_what_is_no_expression_has_no_value(text: str) -> None:
+    assert countdown.evaluated(text) is None
+
+
+def test_each_number_is_used_once() -> None:
+    row = {"prompt": "", "task": "countdown", "answer": "3*5+7", "numbers": [7, 3, 5], "target": 22}
+    right = ["3*5+7", "7 + 5*3", "(3*5)+(7)"]
+    wrong = ["22", "3*5+7+0", "3*5+7*1", "5+5+5+7", "3*5", "3*5+8", "3*5+7=22", "21+1"]
+    assert (
+        verify([""] * 11, right + wrong, ["countdown"] * 11, numbers=[row["numbers"]] * 11, target=[22] * 11)
+        == [1] * 3 + [0] * 8
+    )
+
+
+# ---- refusals and the command ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: rows("sortin", 1), "task='sortin': is unknown; did you mean 'sorting'"),
+        (lambda: rows("sorting", 1, difficulty=99), "difficulty=99: sorting has 2 to 40"),
+        (lambda: rows("brackets", 99, difficulty=1, test=True), r"rows=99: brackets of difficulty 1 has \d test problems"),
+        (lambda: demonstrations("sorting", 1, sloppy=2), "sloppy=2: is a share"),
+        (lambda: verify(["3 4=7:"], ["3+4"], ["countdown"]), "rows of countdown have a column 'target', which is missing"),
+        (lambda: verify([""], [""], ["none"]), "task='none': is unknown; there are sorting,"),
+    ],
+)
+def test_what_can_not_be_made_is_refused_in_one_line(make, what: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SurefootError, match=what) as raised:
+        make()
+    assert "\n" not in str(raised.value)
+
+
+def test_rows_of_several_tasks_may_be_mixed() -> None:
+    mixed = rows("sorting", 3) + rows("countdown", 3)
+    assert scores(mixed, [row["answer"] for row in mixed]) == [1.0] * 6
+
+
+def test_the_command_writes_what_the_functions_make(command, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = command(
+        "data", "make", "addition", "--rows", "5", "--seed", "3", "--difficulty", "1", "--out", "new/rows.jsonl"
+    )
+    assert (code, out) == (0, "5 rows in new/rows.jsonl\n")
+    assert [json.loads(line) for line in (tmp_path / "new/rows.jsonl").open()] == rows("addition", 5, 3, 1)
+    command(*["data", "make", "sorting", "--rows", "5", "--demonstrations", "--sloppy", "0", "--test", "--out", "rows.jsonl"])
+    made = demonstrations("sorting", 5, 1, sloppy=0, test=True)
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").open()] == made
+    assert command("data", "make", "sorting", "--sloppy", "0", "--out", "x")[0] == 2
+    _, listed, _ = command("data", "tasks")
+    assert all(name in listed for name in TASKS)
+
+
+# ---- how often a model is right ----------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes "1" first, then "2", then "1" again …, and "1" greedily."""
+
+    tokens = Tokens(tokenizer())
+
+    def generate(self, prompts, *, samples, greedy, **options):  # type: ignore[no-untyped-def]
+        return ["1" if greedy else "12"[number % 2] for number in range(len(prompts) * samples)]
+
+
+def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": "3"}])
+    reward = FunctionReward("surefoot.verifiers:exact")
+    found = accuracy(Writer(), path, reward, samples=4)  # type: ignore[arg-type]
+    assert [found.greedy, found.sampled, found.mixed] == pytest.approx([1 / 3, 1 / 3, 2 / 3])
+    assert len(found.lines()) == 2
+    found = accuracy(Writer(), path, reward, samples=1, prompts=1)  # type: ignore[arg-type]
+    assert (found.sampled, found.mixed) == (1, 0)
+    assert "take harder problems" in found.lines()[-1]
+
+
+def test_no_signal_is_said_before_training(command) -> None:  # type: ignore[no-untyped-def]
+    command(*["data", "make", "sorting", "--rows", "8", "--out", "rows.jsonl"])
+    code, out, _ = command(*["data", "accuracy", "rows.jsonl", "--model", "pocket", "--rows", "4", "--max-tokens", "6"])
+    assert code == 0
+    assert out.startswith("greedy 0.000, sampled 0.000 (4 samples to each of 4 prompts)")
+    assert "there is no signal: begin with SFT" in out
+
+
+# ---- reasoning-gym ---------------------------------------------------------------------------------------------------
+
+
+def test_tasks_of_reasoning_gym_by_name() -> None:
+    pytest.importorskip("reasoning_gym")
+    made = rows("reasoning_gym/letter_counting", 20, 1)
+    assert made == rows("reasoning_gym/letter_counting", 20, 1)
+    assert scores(made, [row["answer"] for row in made]) == [1.0] * 20
+    assert scores(made, [row["answer"] + "0" for row in made]) == [0.0] * 20
+    test = rows("reasoning_gym/letter_counting", 20, 2, test=True)
+    assert {row["prompt"] for row in made}.isdisjoint(row["prompt"] for row in test)
+    with pytest.raises(SurefootError, match="has no one right answer but a judge that may evaluate a response"):
+        rows("reasoning_gym/countdown", 1)
+    with pytest.raises(SurefootError, match="reasoning-gym has no such task; did you mean 'leg_counting'"):
+        rows("reasoning_gym/leg_countin", 1)
+
+
+def test_without_reasoning_gym_its_tasks_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(SurefootError, match=r"needs reasoning-gym, which is not installed; run: pip install"):
+        tasks.rows("reasoning_gym/leg_counting", 1)

@@ -1,0 +1,107 @@
+"""Mathematics and JSON schemas, judged by packages in processes that may be killed."""
+
+import importlib.util
+import json as encoding
+import os
+import time
+from typing import Any
+
+import pytest
+
+from surefoot.errors import SurefootError
+from surefoot.language.rewards import FunctionReward
+from surefoot.verifiers import json, killable, math
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_no_process():  # type: ignore[no-untyped-def]
+    yield
+    killable.close()
+
+
+def workers() -> list[int]:
+    """Our judging processes."""
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        found = [int(pid) for pid in file.read().split()]
+    return [pid for pid in found if b"surefoot.verifiers.worker" in open(f"/proc/{pid}/cmdline", "rb").read()]
+
+
+def test_answers_that_are_equal_as_mathematics() -> None:
+    pytest.importorskip("math_verify")
+    cases = [
+        (r"so it is $\frac{1}{2}$", "0.5", 1),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
+        ("the answer is 12", "12", 1),
+        ("the answer is 13", "12", 0),
+        (r"$x^2 + 2x + 1$", "(x+1)^2", 1),
+        (r"$\{1, 2\}$", r"\{2, 1\}", 1),
+        (r"$(1, 2)$", "(2, 1)", 0),
+        ("no idea", "12", 0),
+        ("", "12", 0),
+    ]
+    responses, answers, scores = map(list, zip(*cases, strict=True))
+    assert math(responses, answers) == scores
+
+
+def test_a_bomb_costs_one_response_and_its_process() -> None:
+    pytest.importorskip("math_verify")
+    assert math(["12"], ["12"], workers=1) == [1]  # the process is there
+    begun = time.monotonic()
+    bombs = ["9**9**9**9", "$9^{9^{9^{9}}}$", r"$\prod_{i=1}^{10000000} i$"]
+    assert math([*bombs, "12"], ["12"] * 4, seconds=1.0, workers=1) == [0, 0, 0, 1]
+    assert time.monotonic() - begun < 60
+    assert len(workers()) <= 1
+
+
+def test_an_answer_that_is_none_is_the_rows_fault() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(SurefootError, match=r"^response 2: answer='': is no formula"):
+        math(["1", "1"], ["1", ""], workers=1)
+
+
+def test_json_that_fits_its_schema() -> None:
+    pytest.importorskip("jsonschema")
+    cases = {
+        '{"age": 3}': 1,
+        'Here:\n```json\n{"age": 3, "name": "x"}\n```\n': 1,
+        '{"age": "3"}': 0,
+        "{}": 0,
+        '{"age": NaN}': 0,
+        "age: 3": 0,
+        "[" * 100_000: 0,
+        "": 0,
+    }
+    assert json(list(cases), [SCHEMA] * len(cases), workers=1) == list(cases.values())
+    assert json(["3"], [encoding.dumps({"type": "integer"})]) == [1]
+
+
+def test_a_pattern_that_takes_forever_costs_one_response() -> None:
+    pytest.importorskip("jsonschema")
+    schema = {"type": "string", "pattern": "^(a+)+$"}
+    assert json(['"aa"', encoding.dumps("a" * 50 + "b"), '"a"'], [schema] * 3, seconds=1.0, workers=1) == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"type": "objekt"}, "schema: is none"),
+        ({"$ref": "http://localhost/x"}, "schema: refers to 'http://localhost/x', which is not in it"),
+        ("{", "is not JSON"),
+        (3, "is a int; it must be a table"),
+    ],
+)
+def test_a_schema_that_is_none_is_the_rows_fault(schema: Any, what: str) -> None:
+    pytest.importorskip("jsonschema")
+    with pytest.raises(SurefootError, match=what):
+        json(['{"a": 1}'], [schema], workers=1)
+
+
+@pytest.mark.parametrize(("name", "package"), [("math", "math-verify"), ("json", "jsonschema")])
+def test_a_missing_package_is_one_line_before_training(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    with pytest.raises(
+        SurefootError, match=rf"needs {package}, which is not installed; run: pip install 'surefoot\[verifiers\]'"
+    ):
+        FunctionReward(f"surefoot.verifiers:{name}")

@@ -1,0 +1,129 @@
+"""Code against tests: what tests may look like, what passes, what scores what. The battery of attacks is in tests/sandbox."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot import sandbox
+from surefoot.errors import SurefootError
+from surefoot.language.rewards import FunctionReward
+from surefoot.verifiers import code
+from surefoot.verifiers.programs import parsed, same
+
+ADD = [{"call": "add", "args": [1, 2], "expected": 3}, {"call": "add", "kwargs": {"a": 2, "b": 2}, "expected": 4}]
+ECHO = [{"stdin": "1\n2\n", "stdout": "3\n"}, {"stdin": "4\n5", "stdout": "9"}]
+
+
+@pytest.fixture
+def _sandbox() -> None:
+    try:
+        sandbox.check()
+    except SurefootError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_code_is_judged_by_all_of_its_tests() -> None:
+    right, half, wrong = "def add(a, b): return a + b", "def add(a, b): return 3", "def add(a, b)"
+    assert code([right, half, wrong], [ADD] * 3) == [1, 0, 0]
+    assert code([right, half, wrong], [ADD] * 3, partial=True, workers=2) == [1, 0.5, 0]
+    assert code([right], [json.dumps(ADD)]) == [1]
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_the_last_fenced_block_is_the_code() -> None:
+    answer = "First:\n```\n1/0\n```\nNo, so:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+    assert code([answer], [ADD]) == [1]
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_scripts_are_judged_by_what_they_print() -> None:
+    right = "print(int(input()) + int(input()), ' ')\nprint()"
+    assert code([right, "print(3)", "print(3); 1/0"], [ECHO] * 3, partial=True) == [1, 0.5, 0]
+    assert code([right], [[*ECHO, {"call": "none", "expected": 0}]]) == [0]
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_a_bomb_costs_one_response() -> None:
+    right, bomb = "def add(a, b): return a + b", "while True: pass"
+    assert code([right, bomb, right], [ADD] * 3, seconds=0.5) == [1, 0, 1]
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_it_is_a_reward_function_with_arguments() -> None:
+    reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True})
+    assert reward(["add: "], ["def add(a, b): return 3"], {"tests": [ADD]}).total.tolist() == [0.5]
+    with pytest.raises(SurefootError, match="asks for 'tests'; what there is: answer, prompts, responses"):
+        reward.check_columns(["answer"])
+
+
+def test_without_bubblewrap_it_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox._interpreter.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SurefootError, match=r"^reward\.function='surefoot\.verifiers:code': .*install the package bubblewrap"):
+        FunctionReward("surefoot.verifiers:code")
+
+
+@pytest.mark.parametrize(
+    ("tests", "what"),
+    [
+        ([], "must be a list with at least one test"),
+        ("[", "is not JSON"),
+        ({"call": "f"}, "must be a list"),
+        ([1], r"tests\[0\]: is a int; a test is a table"),
+        ([{}], r"tests\[0\]: has nothing; a test has call, expected"),
+        ([{"call": "f"}], "has call; a test has"),
+        ([{"stdin": "", "expected": 1}], "has stdin, expected; a test has"),
+        ([{"call": "f", "expected": 1, "stdin": "", "stdout": ""}], "a test has"),
+        ([{"call": "f", "expected": 1, "argz": []}], "a test has"),
+        ([{"call": "f", "expected": 1, "args": 3}], r"tests\[0\]\.args=3: is a int"),
+        ([{"stdin": 1, "stdout": "x"}], r"tests\[0\]\.stdin=1: is a int"),
+    ],
+)
+def test_tests_of_another_shape_are_refused(tests: Any, what: str) -> None:
+    with pytest.raises(SurefootError, match=what):
+        parsed(tests, "tests")
+
+
+def test_nulls_that_parquet_fills_in_are_not_there() -> None:
+    call = {"call": "f", "args": None, "expected": None, "stdin": None, "stdout": None}
+    script = {"call": None, "args": None, "expected": None, "stdin": "a", "stdout": "b"}
+    assert parsed([call, script], "tests") == [{"call": "f", "expected": None}, {"stdin": "a", "stdout": "b"}]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(values)
+def test_a_value_is_the_same_as_itself_and_not_as_itself_in_a_list(value: Any) -> None:
+    assert same(json.loads(json.dumps(value)), value)
+    assert not same([value], value)
+    assert not same(value, [value])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "tolerance", "is_same"),
+    [
+        (True, 1, 0, False),
+        (0, False, 0, False),
+        (1, 1.0, 0, True),
+        (0.1 + 0.2, 0.3, 0, True),
+        (0.31, 0.3, 0, False),
+        (0.31, 0.3, 0.02, True),
+        (10**17, 10**17 + 1, 0, False),
+        (10**4000, 1.0, 0, False),
+        ("1", 1, 0, False),
+        (None, False, 0, False),
+        ([1, [2]], [1, [2]], 0, True),
+        ([1, 2], [2, 1], 0, False),
+        ({"a": 1}, {"a": 1, "b": 2}, 0, False),
+    ],
+)
+def test_what_is_the_same(value: Any, expected: Any, tolerance: float, is_same: bool) -> None:
+    assert same(value, expected, tolerance) is is_same
