@@ -44,6 +44,13 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
         "surefoot.traces": ("Trace", "TracedRow", "Visits"),
     },
     "Switches": {"surefoot.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
+    "Verifiers, and the sandbox": {
+        "surefoot.verifiers.answers": ("exact", "numeric"),
+        "surefoot.verifiers.packages": ("math", "json"),
+        "surefoot.verifiers.programs": ("code",),
+        "surefoot.sandbox": ("run", "Limits", "Outcome"),
+        "surefoot.language.tasks": ("rows", "demonstrations", "verify"),
+    },
     "Errors": {"surefoot.errors": ("SurefootError", "NotFiniteError", "Interrupted")},
     "The contract between collecting and learning": {
         "surefoot.rollout": ("Rollout", "Evaluation", "Credit", "Policy", "Collector", "LearnerState"),

@@ -197,10 +197,10 @@ def test_the_command_writes_what_the_functions_make(command, tmp_path) -> None: 
         "data", "make", "addition", "--rows", "5", "--seed", "3", "--difficulty", "1", "--out", "new/rows.jsonl"
     )
     assert (code, out) == (0, "5 rows in new/rows.jsonl\n")
-    assert [json.loads(line) for line in (tmp_path / "new/rows.jsonl").open()] == rows("addition", 5, 3, 1)
+    assert [json.loads(line) for line in (tmp_path / "new/rows.jsonl").read_text().splitlines()] == rows("addition", 5, 3, 1)
     command(*["data", "make", "sorting", "--rows", "5", "--demonstrations", "--sloppy", "0", "--test", "--out", "rows.jsonl"])
     made = demonstrations("sorting", 5, 1, sloppy=0, test=True)
-    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").open()] == made
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == made
     assert command("data", "make", "sorting", "--sloppy", "0", "--out", "x")[0] == 2
     _, listed, _ = command("data", "tasks")
     assert all(name in listed for name in TASKS)
@@ -235,7 +235,7 @@ def test_no_signal_is_said_before_training(command) -> None:  # type: ignore[no-
     code, out, _ = command(*["data", "accuracy", "rows.jsonl", "--model", "pocket", "--rows", "4", "--max-tokens", "6"])
     assert code == 0
     assert out.startswith("greedy 0.000, sampled 0.000 (4 samples to each of 4 prompts)")
-    assert "there is no signal: begin with SFT" in out
+    assert "there is no signal; begin with SFT" in out
 
 
 # ---- reasoning-gym ---------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_a_bomb_costs_one_response() -> None:
 def test_it_is_a_reward_function_with_arguments() -> None:
     reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True})
     assert reward(["add: "], ["def add(a, b): return 3"], {"tests": [ADD]}).total.tolist() == [0.5]
-    with pytest.raises(SurefootError, match="asks for 'tests'; what there is: answer, prompts, responses"):
+    with pytest.raises(SurefootError, match="asks for 'tests'; what there is: answer, partial, prompts, responses"):
         reward.check_columns(["answer"])
 
 

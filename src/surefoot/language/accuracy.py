@@ -38,9 +38,7 @@ class Accuracy:
             f"samples of one prompt differ in reward at {self.mixed:.0%} of the prompts",
         ]
         if self.sampled < SCARCE:
-            told.append(
-                "next to no sample is right, so there is no signal: begin with SFT on demonstrations, or easier problems"
-            )
+            told.append("next to no sample is right: there is no signal; begin with SFT on demonstrations, or easier problems")
         elif self.sampled > 1 - SCARCE:
             told.append("next to every sample is right: take harder problems")
         return told

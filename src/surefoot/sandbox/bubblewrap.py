@@ -13,14 +13,13 @@ from surefoot.errors import SurefootError
 NOBODY = 65534
 WORK = "/tmp"  # inside the sandbox: the one place to write, in memory
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/lib32")
 
 
 def command(python: str, disk: int, filter_fd: int, info_fd: int) -> list[str]:
     """bwrap's arguments, up to and with the interpreter's own.
 
     Every namespace is new. The root is empty but for the interpreter, its libraries and four devices, all read-only, and
-    ``WORK``, a memory file system of ``disk`` bytes; there is no /proc, no /etc, no home, no other program. Python is the first
+    ``WORK``, a memory file system of ``disk`` bytes; there is no /proc, no /etc, no home, no shell. Python is the first
     process of its namespace, so that all others end with it, and so that bwrap, its parent, sees it end and no zombie stays.
 
     Raises SurefootError, which names the package, where there is no bubblewrap.
@@ -67,9 +66,14 @@ def _bwrap() -> str:
 
 
 def _mounts(python: str) -> Iterator[str]:
-    """Libraries, the interpreter with its standard library, the cache of the dynamic linker, devices."""
+    """The system's libraries, the interpreter with its standard library, the cache of the dynamic linker, devices."""
     prefix = Path(python).parent.parent
-    for path in (*_LIBRARIES, str(prefix / "lib"), str(prefix / "lib64")):
+    standard = prefix / "lib"
+    if prefix == Path("/usr") and (standard / Path(python).name).is_dir():  # /usr/lib holds much else
+        standard /= Path(python).name
+    shared = f"/usr/lib/{platform.machine()}-linux-gnu"  # where Debian and its kin have them
+    libraries = shared if os.path.isdir(shared) else "/usr/lib"
+    for path in dict.fromkeys((libraries, "/usr/lib64", "/lib", "/lib64", str(standard))):
         if os.path.islink(path):
             yield from ("--symlink", os.readlink(path), path)
         elif os.path.isdir(path):

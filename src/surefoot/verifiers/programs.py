@@ -131,11 +131,10 @@ def same(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, (int, float)) and isinstance(expected, (int, float)):
-        if value == expected:
-            return True
+        if isinstance(value, int) and isinstance(expected, int):
+            return abs(value - expected) <= tolerance
         try:
-            share = CLOSE if isinstance(value, float) or isinstance(expected, float) else 0.0
-            return math.isclose(value, expected, rel_tol=share, abs_tol=tolerance)
+            return value == expected or math.isclose(value, expected, rel_tol=CLOSE, abs_tol=tolerance)
         except OverflowError:  # a whole number beyond every float
             return False
     if isinstance(value, list) and isinstance(expected, (list, tuple)):
