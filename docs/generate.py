@@ -225,7 +225,8 @@ def api_page(package: griffe.Module) -> str:
             parts.append(algorithms_block(package))
         for module, names in modules.items():
             members = package[module.removeprefix("surefoot.")].members
-            origin = f"src/{module.replace('.', '/')}.py"
+            folder = f"src/{module.replace('.', '/')}"
+            origin = f"{folder}/__init__.py" if (ROOT / folder).is_dir() else f"{folder}.py"
             parts.append(f"From [{origin.removeprefix('src/')}](../../{origin}).")
             parts += [described(members[name], 3) for name in names]
     exported = set(package.exports or ()) - {"functional", "LADDER", "ALGORITHMS", *ALGORITHMS}

@@ -107,7 +107,7 @@ def f():
             'groups': os.getgroups(), 'pid': os.getpid(), 'name': os.uname().nodename, 'cwd': os.getcwd(),
             'programs': os.listdir(os.path.dirname(sys.executable)),
             'shells': [file for file in found if file.endswith(('/sh', '/bash', '/busybox'))],
-            'foreign': [file for file in found if not file.startswith(('/usr/', '/lib', '/dev/', '/etc/ld.so.cache', sys.prefix))],
+            'foreign': [file for file in found if not file.startswith(('/usr/', '/lib', '/dev/', '/etc/ld.so', sys.prefix))],
             'writable': sorted({folder for folder, _, _ in os.walk('/') if os.access(folder, os.W_OK)})}
 """
     there = told(source)

@@ -55,7 +55,7 @@ def code(
     wanted = [parsed(column, f"tests (of response {row + 1})") for row, column in enumerate(tests)]
     with ThreadPoolExecutor(workers or cores()) as threads:
         try:
-            verdicts = list(threads.map(lambda pair: judge(*pair, limits), zip(responses, wanted, strict=True)))
+            verdicts = list(threads.map(lambda response, its: judge(response, its, limits), responses, wanted))
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
     return [sum(v.passed) / len(v.passed) if partial else float(all(v.passed)) for v in verdicts]
@@ -95,10 +95,10 @@ def parsed(tests: Any, field: str) -> list[dict[str, Any]]:
     return [_checked(test, f"{field}[{number}]") for number, test in enumerate(tests)]
 
 
-def _checked(test: Any, field: str) -> dict[str, Any]:
-    if not isinstance(test, Mapping):
-        raise SurefootError(f"{field}: is a {type(test).__name__}; a test is a table")
-    test = {name: value for name, value in test.items() if value is not None or name == "expected"}  # Parquet fills with null
+def _checked(given: Any, field: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise SurefootError(f"{field}: is a {type(given).__name__}; a test is a table")
+    test = {name: value for name, value in given.items() if value is not None or name == "expected"}  # Parquet fills with null
     kinds = [kind for kind in (_CALL, _SCRIPT) if test.keys() - {"expected"} <= kind]
     if "stdin" in test and test.get("expected", 0) is None:
         del test["expected"]

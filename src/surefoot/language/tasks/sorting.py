@@ -13,7 +13,7 @@ def draw(draw: random.Random, difficulty: int) -> Row:
 
 def slip(draw: random.Random, row: Row) -> str:
     """The last digit stays where it was, behind the others."""
-    digits = row["prompt"].removesuffix("=")
+    digits: str = row["prompt"].removesuffix("=")
     return "".join(sorted(digits[:-1])) + digits[-1]
 
 

@@ -15,7 +15,7 @@ HELD_OUT = 5
 
 def is_answer(row: Row, response: str) -> bool:
     """The one right answer, white space around it aside."""
-    return response.strip() == row["answer"]
+    return bool(response.strip() == row["answer"])
 
 
 @dataclass(frozen=True)
