@@ -32,7 +32,7 @@ def solve():
 import socket
 def solve():
     with socket.socket(socket.AF_UNIX) as s:
-        s.connect('\\0SOCKET')
+        s.connect('\\0' 'SOCKET')
         return s.recv(99).decode()
 """,
 }

@@ -1,6 +1,7 @@
 """The battery: each attack scores 0, ends in time, leaves no process and no file. Those that read do read without a sandbox."""
 
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -36,9 +37,7 @@ class Treasure:
     folder: Path
 
     def filled(self, attack: str) -> str:
-        for word, value in self.words.items():
-            attack = attack.replace(word, value)
-        return attack
+        return re.sub(rf"\b({'|'.join(self.words)})\b", lambda word: self.words[word[0]], attack)
 
     def files(self) -> list[str]:
         """What an attack may have left, anywhere."""
