@@ -71,13 +71,14 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     """What three iterations sampled, what β became, and the weights."""
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
-    found: dict[str, Any] = {"rows": []}
+    found: dict[str, Any] = {"rows": [], "rounds": 0}
     for _ in range(3):
         rollout = world.collector.collect(state)
         assert recipe.kind == "sft" or len(rollout.mask) >= 4, "no rank is without rows"
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         state.steps += total(rollout.steps, rollout.rewards)
         found["rows"].append(said(rollout))
+        found["rounds"] = max(found["rounds"], rollout.metrics.get("sampling_rounds") or 0)
     return {**found, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
 
 
@@ -124,6 +125,7 @@ def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
     kind: str, ranks: list[dict[str, Any]], folder: Path
 ) -> None:
     alone = trained(RECIPES[kind](folder))
+    assert kind != "in groups" or alone["rounds"] > 1
     for iteration, rows in enumerate(alone["rows"]):
         shares = [rank[kind]["rows"][iteration] for rank in ranks]
         assert kind == "in groups" or len(shares[0]) > len(shares[1]) > 0
