@@ -21,7 +21,7 @@ from surefoot.verifiers import programs
 from .attacks import FORGERS, READERS, SABOTEURS
 
 ATTACKS = {**READERS, **FORGERS, **SABOTEURS}
-LIMITS = Limits(seconds=0.5)
+LIMITS = Limits(seconds=0.3)
 SLACK = 20.0
 """seconds that starting and ending may take on a machine with much else to do"""
 PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr/lib", "/run", "/home", "/root", ".")

@@ -138,9 +138,8 @@ def f(): return [fd for fd in range(3, 64) if open_(fd)]
 
 
 def test_every_namespace_is_new_and_no_privilege_is_left() -> None:
-    process = subprocess.Popen([sys.executable, "-c", CHILD.format("import time; time.sleep(60)")], stdout=subprocess.PIPE)
+    process, pid = started("import time; time.sleep(60)")
     try:
-        pid = waited_for(process.pid)
         for name in ("user", "pid", "net", "ipc", "uts", "mnt", "cgroup"):
             assert os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"), name
         with open(f"/proc/{pid}/status") as file:
@@ -153,7 +152,12 @@ def test_every_namespace_is_new_and_no_privilege_is_left() -> None:
         process.communicate()
 
 
-CHILD = "from surefoot import sandbox; sandbox.run({!r}, limits=sandbox.Limits(seconds=60))"
+CHILD = """
+from surefoot import sandbox
+sandbox.check()
+print("goes", flush=True)
+sandbox.run({!r}, limits=sandbox.Limits(seconds=60))
+"""
 CLING = """
 import ctypes, signal, time
 for number in range(1, 65):
@@ -166,26 +170,28 @@ while True: time.sleep(60)
 
 @pytest.mark.parametrize("source", ["import time; time.sleep(60)", CLING], ids=["sleeps", "clings"])
 def test_a_sandbox_dies_with_whoever_started_it(source: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", CHILD.format(source)])
-    pid = waited_for(process.pid)
+    process, pid = started(source)
     process.kill()
-    process.wait()
+    process.communicate()
     ends = time.monotonic() + 20
     while alive(pid) and time.monotonic() < ends:
         time.sleep(0.02)
     assert not alive(pid)
 
 
-def waited_for(parent: int) -> int:
-    """The sandboxed Python below a process that has started one, once it runs."""
+def started(source: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that runs a program in a sandbox, and the sandboxed Python below it."""
+    process = subprocess.Popen([sys.executable, "-c", CHILD.format(source)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"goes\n"
     ends = time.monotonic() + 60
     while time.monotonic() < ends:
-        below = children(parent)
-        inside = [child for outer in below for child in children(outer)]
+        inside = [child for outer in children(process.pid) for child in children(outer)]
         if inside and b"\0-c\0" in Path(f"/proc/{inside[0]}/cmdline").read_bytes()[:80]:
             time.sleep(0.3)  # it has read its job
-            return inside[0]
+            return process, inside[0]
         time.sleep(0.02)
+    process.kill()
     raise AssertionError("no sandbox has started")
 
 
