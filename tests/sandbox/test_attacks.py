@@ -108,6 +108,14 @@ def living(namespace: int) -> list[int]:
     return found
 
 
+def parent_of(pid: int) -> int | None:
+    """None where the process has ended meanwhile."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
 def test_the_battery_is_large() -> None:
     assert len(ATTACKS) == len(READERS) + len(FORGERS) + len(SABOTEURS) >= 30
 
@@ -132,7 +140,10 @@ def test_an_attack_scores_nothing_ends_in_time_and_leaves_nothing(name: str, tre
     assert verdict.passed == [False]
     (outcome,) = verdict.outcomes
     assert outcome.namespace > 0
-    ends = time.monotonic() + 5  # another sandbox may have got the number of a namespace that is gone; it ends
+    # Not even a zombie that is left to init. Another sandbox may have got the number of a namespace that is gone; it ends soon.
+    left = living(outcome.namespace)
+    assert not [pid for pid in left if parent_of(pid) == 1]
+    ends = time.monotonic() + 10
     while living(outcome.namespace) and time.monotonic() < ends:
         time.sleep(0.05)
     assert living(outcome.namespace) == []

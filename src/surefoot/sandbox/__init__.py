@@ -13,7 +13,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from surefoot.sandbox.driver import READY
 
 Call = tuple[str, Sequence[Any], dict[str, Any]]
 """name of a function, its arguments, its arguments by name; all JSON"""
+Told = Callable[[], dict[str, int]]
 STARTUP = 60.0
 """seconds that a sandbox may take to start, on a machine with much to do; they are not the program's"""
 _DRIVER = Path(__file__).with_name("driver.py")
@@ -114,13 +115,13 @@ def _attempt(python: str, source: str, calls: Sequence[Call] | None, stdin: str,
     """The outcome, or None and why the sandbox did not start."""
     job = json.dumps({"source": source, "calls": calls, "limits": limits.of_a_process()}).encode()
     payload = b"%d\n%s%s" % (len(job), job, stdin.encode("utf-8", "surrogatepass"))
-    with _started(python, limits.disk) as (process, info):
-        return _conversation(process, info, payload, limits)
+    with _started(python, limits.disk) as (process, told):
+        return _conversation(process, told, payload, limits)
 
 
 @contextlib.contextmanager
-def _started(python: str, disk: int) -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO]]:
-    """A sandbox that waits for its job, and the pipe on which bubblewrap says what it made; killed on the way out."""
+def _started(python: str, disk: int) -> Iterator[tuple[subprocess.Popen[bytes], Told]]:
+    """A sandbox that waits for its job, and what bubblewrap tells of it; killed on the way out."""
     with contextlib.ExitStack() as open_pipes:
 
         def pipe() -> tuple[BinaryIO, BinaryIO]:
@@ -148,19 +149,20 @@ def _started(python: str, disk: int) -> Iterator[tuple[subprocess.Popen[bytes], 
         except OSError as error:
             raise _refusal(f"bwrap: {error.strerror or error}") from None
         info_in.close()
+        told = cache(lambda: _told(info))  # a pipe is read once
         try:
-            yield process, info
+            yield process, told
         finally:
-            _kill(process, info)
+            _kill(process, told)
             for stream in (process.stdin, process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
 
 
-def _kill(process: subprocess.Popen[bytes], info: BinaryIO) -> None:
+def _kill(process: subprocess.Popen[bytes], told: Told) -> None:
     """End the sandbox. Its first process before bubblewrap outside, which then sees to it that no zombie stays behind."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        if process.poll() is None and (inside := _told(info).get("child-pid")):
+        if process.poll() is None and (inside := told().get("child-pid")):
             os.kill(inside, signal.SIGKILL)
             process.wait(5)
     if process.poll() is None:
@@ -168,9 +170,7 @@ def _kill(process: subprocess.Popen[bytes], info: BinaryIO) -> None:
     process.wait()
 
 
-def _conversation(
-    process: subprocess.Popen[bytes], info: BinaryIO, payload: bytes, limits: Limits
-) -> tuple[Outcome | None, str]:
+def _conversation(process: subprocess.Popen[bytes], told: Told, payload: bytes, limits: Limits) -> tuple[Outcome | None, str]:
     """Say all that there is to say, hear all within the limits, and how it ended."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -208,7 +208,7 @@ def _conversation(
     if not ready:
         lines = complaint.decode(errors="replace").strip().splitlines() or [f"no word within {STARTUP:g} s"]
         return None, lines[-1]
-    return Outcome(ended, bytes(heard[: limits.output]), _told(info).get("pid-namespace", 0)), ""  # type: ignore[arg-type]
+    return Outcome(ended, bytes(heard[: limits.output]), told().get("pid-namespace", 0)), ""  # type: ignore[arg-type]
 
 
 def _write(fd: int, part: memoryview) -> int:
