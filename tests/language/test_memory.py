@@ -189,6 +189,16 @@ def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypa
     assert found[1] == found[0]
 
 
+def test_rows_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model("llama").config
+    parts, switches = passes.Parts(40, 20, 10), passes.Switches(head=True, chunk=20)
+    found = []
+    for many in (100, 8):  # all forty rows in twenty chunks, and the line through eight and sixteen
+        monkeypatch.setattr(passes, "MANY", many)
+        found.append(passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts))  # type: ignore[attr-defined]
+    assert found[1] == found[0]
+
+
 def test_what_a_quick_look_says_is_never_less_than_a_count() -> None:
     for family, shapes_of_rows in (("llama", ((1, 4, 1), (512, 10, 100))), ("gemma", ((64, 100, 20),))):
         config = model(family).config

@@ -7,7 +7,7 @@ unit of the feed-forward; in bfloat16 half of most of them, and a copy of every 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 
 P = ParamSpec("P")
+
+MANY = 32
+"""chunks of logits that are gone through one by one; more would take time and tell nothing new"""
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,23 @@ def remembered(count: Callable[P, Passing]) -> Callable[P, Passing]:
 @remembered
 def learning(config: "PreTrainedConfig", objective: Objective, switches: Switches, parts: Parts) -> Passing:
     """Forward and backward pass of one micro-batch."""
-    return _deepened(lambda few, critic: _policy_pass(few, critic, objective, switches, parts), config, switches.critic)
+    return _widened(
+        lambda some: _deepened(
+            lambda few, critic: _policy_pass(few, critic, objective, switches, some), config, switches.critic
+        ),
+        parts,
+        switches.chunk,
+    )
 
 
 @remembered
 def scoring(config: "PreTrainedConfig", switches: Switches, parts: Parts) -> Passing:
     """The same rows without gradient: log-probabilities of policy or reference, and values if there is a critic."""
-    return _deepened(lambda few, critic: _policy_pass(few, critic, None, switches, parts), config, switches.critic)
+    return _widened(
+        lambda some: _deepened(lambda few, critic: _policy_pass(few, critic, None, switches, some), config, switches.critic),
+        parts,
+        switches.chunk,
+    )
 
 
 @remembered
@@ -313,6 +326,15 @@ def _deepened(count: Callable[..., Passing], config: "PreTrainedConfig", critic:
         more[index] = shortened(whole, at[1])
         found = _along(found, base, count(*more), (depth(whole) - at[0]) / (at[1] - at[0]))
     return found
+
+
+def _widened(count: Callable[[Parts], Passing], parts: Parts, chunk: int | None) -> Passing:
+    """A pass over many rows: where their logits come in more than ``MANY`` chunks, bytes are a line in the number of rows."""
+    most = parts.rows if chunk is None else MANY * chunk // max(1, parts.decisions)
+    if parts.rows <= most or most < 2:
+        return count(parts)
+    low, high = (count(replace(parts, rows=rows)) for rows in (most // 2, most))
+    return _along(high, low, high, (parts.rows - most) / (most - most // 2))
 
 
 def _along(found: Passing, low: Passing, high: Passing, times: float) -> Passing:
