@@ -130,4 +130,4 @@ def test_demonstrations_that_cannot_be_read_are_refused_before_the_run_begins(fi
     with (files / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
     told = world(files, folders["llama"]).arithmetic()
-    assert any("rows.jsonl: 1 rows are longer than the model's context of 128 tokens: dropped" in line for line in told)
+    assert any("rows.jsonl: dropped, because longer than 128 tokens: 1 rows" in line for line in told)

@@ -15,10 +15,11 @@ from surefoot import PPO_CLIP, Objective
 from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
 from surefoot.language.data import Demonstrations
+from surefoot.language.demonstrations import Rows, demonstration_tensors
 from surefoot.language.models import scalar_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy
 from surefoot.language.sampler import sample
-from surefoot.language.supervised import RowCollector, Rows, SupervisedWorld, demonstration_tensors
+from surefoot.language.supervised import RowCollector, SupervisedWorld
 from surefoot.language.world import LanguageWorld
 from surefoot.learner import Learner
 from surefoot.optimizer import AdamSettings
@@ -134,9 +135,8 @@ def test_sft_has_the_golden_loss_and_none_on_what_is_not_trained() -> None:
     wanted[:, classes] = torch.tensor(x["shifted_logits"])
     tiny.teach(model.get_output_embeddings(), hidden(model, ids)[:-1], wanted)
     shown = Demonstrations([ids], [trained], 0)
-    rollout = RowCollector(Rows(1, lambda rows: demonstration_tensors(shown, rows, 0), shown.ids), 1, 1).collect(
-        LearnerState.seeded(1, 1)
-    )
+    rows = Rows(lambda chosen: demonstration_tensors(shown, chosen, 0), shown.ids, [len(ids)], [sum(trained)])
+    rollout = RowCollector(rows, 1, 1).collect(LearnerState.seeded(1, 1))
     policy, objective = LanguagePolicy(model, None, 0), Objective(gamma=0.0)
     expect(name, "token_losses", -policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[rollout.mask])
     metrics = Learner(policy, objective, AdamSettings(1e-3)).update(

@@ -97,6 +97,12 @@ def keys_of_language(folder):
     for kind, changes in (("sft", few), ("reward", few), ("language", online)):
         api.start(find_recipe(kind, {**shared, **changes}), folder / kind)
         written |= {key for row in read_metrics(folder / kind / "metrics.jsonl") for key in row}
+    groups = {**shared, "algorithm": "DAPO", "steps": 16, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}}
+    api.start(
+        find_recipe("language", {**groups, "objective": {"reuse": {"minibatches": 1}}, "reward": {"terms": terms}}),
+        folder / "groups",
+    )
+    written |= {key for row in read_metrics(folder / "groups" / "metrics.jsonl") for key in row}
     return {key for key in written if not key.startswith("reward_")}  # the parts of a reward have their own names
 
 

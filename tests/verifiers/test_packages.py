@@ -4,6 +4,7 @@ import importlib.util
 import json as encoding
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def workers() -> list[int]:
     """Our judging processes."""
     with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
         found = [int(pid) for pid in file.read().split()]
-    return [pid for pid in found if b"surefoot.verifiers.worker" in open(f"/proc/{pid}/cmdline", "rb").read()]
+    return [pid for pid in found if b"surefoot.verifiers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_answers_that_are_equal_as_mathematics() -> None:
