@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surefoot.algorithms import Constraint, Objective
 from surefoot.errors import SurefootError
-from surefoot.functional import conjugate_gradient, fisher_vector_product, line_search
+from surefoot.functional import aggregate, conjugate_gradient, fisher_vector_product, line_search
+from surefoot.functional.masking import keep_only
 from surefoot.objective import Batch, loss, mean_old_kl, outermost
 from surefoot.optimizer import flattened
 from surefoot.rollout import Metrics, Policy, map_tensors
@@ -136,13 +137,14 @@ def judged(policy: Policy, parts: Sequence[Batch], objective: Objective, denomin
         evaluation = policy(part.inputs, part.actions, part.mask)
         _, terms, ratio = loss(evaluation, part, objective, denominator=denominator)
         terms["kl_after"] = mean_old_kl(evaluation, part, objective, denominator)
+        if objective.entropy_coefficient:
+            mode, length = objective.aggregation, objective.aggregation_length
+            terms["bonus"] = aggregate(keep_only(evaluation.entropy, part.mask), part.mask, mode, denominator, length)
         sums.append(torch.stack(list(terms.values())))
         extremes.append(torch.stack(ratio.aminmax()))
     found: dict[str, float] = dict(zip(terms, all_sum(torch.stack(sums).sum(0)).tolist(), strict=True))
     kl = found.pop("kl_after")
-    gain = -found["policy_loss"]
-    if objective.entropy_coefficient:
-        gain += objective.entropy_coefficient * found["entropy"]
+    gain = -found["policy_loss"] + objective.entropy_coefficient * found.pop("bonus", 0.0)
     if objective.reference_coefficient:
         gain -= objective.reference_coefficient * found["reference_loss"]
     return Judgement(gain, kl, found, outermost(extremes))

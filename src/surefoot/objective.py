@@ -131,6 +131,9 @@ def loss(
 
     ``denominator`` is the global count that ``aggregate`` divides by. Loss and metrics alike are sums over it, so those of
     micro-batches and ranks add up to the whole batch's. ``beta`` is the weight of a KL penalty at this moment.
+
+    Terms of the loss are reduced as the loss is. Entropy, KL and the shares beside them are means whatever the aggregation,
+    over tokens or over responses' own means, so that they can be read and compared.
     """
 
     def kept(x: Tensor) -> Tensor:  # before any arithmetic: what is not kept may be NaN, in the gradient too
@@ -139,17 +142,22 @@ def loss(
     def mean(x: Tensor) -> Tensor:
         return aggregate(x, batch.mask, objective.aggregation, denominator, objective.aggregation_length)
 
+    def averaged(x: Tensor) -> Tensor:  # sums of responses have the same denominator as means of responses' means
+        mode = "token-mean" if objective.aggregation == "token-mean" else "sequence-mean"
+        return aggregate(x, batch.mask, mode, denominator)  # type: ignore[arg-type]
+
     log_probs = kept(evaluation.log_probs)
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else kept(batch.old_log_probs)
     ratio = ratio_of(log_probs, old_log_probs, batch.mask, objective)
     gain = surrogate(log_probs, ratio, kept(batch.advantages), objective, clip_scale)
-    terms = {"policy_loss": -mean(gain), "entropy": mean(kept(evaluation.entropy))}
+    entropy = kept(evaluation.entropy)
+    terms = {"policy_loss": -mean(gain), "entropy": averaged(entropy)}
     total = terms["policy_loss"]
     if objective.penalty is not None:
         terms["penalty_kl"] = mean_old_kl(evaluation, batch, objective, denominator)
         total = total + beta * terms["penalty_kl"]
     if objective.entropy_coefficient:
-        total = total - objective.entropy_coefficient * terms["entropy"]
+        total = total - objective.entropy_coefficient * mean(entropy)
     if objective.baseline == "critic":
         assert evaluation.values is not None, "a critic's objective needs a policy with values"
         error = value_loss(kept(evaluation.values), kept(batch.returns), kept(batch.old_values), objective.value_clip)
@@ -165,13 +173,13 @@ def loss(
         if batch.old_log_probs is None:
             return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()
         low, high, dual_clip = clip_bounds(objective, clip_scale)
-        terms["kl"] = mean(kl_k3(old_log_probs, log_probs))
-        terms["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
+        terms["kl"] = averaged(kl_k3(old_log_probs, log_probs))
+        terms["ratio_outside"] = averaged(ratio_outside(ratio, low, high).to(ratio.dtype))
         if objective.clip is not None:
-            terms["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
+            terms["clip_active"] = averaged(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
         known = evaluation.distribution is not None and batch.old_distribution is not None
         if objective.kl_estimator == "exact" and known:
-            terms["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
+            terms["kl_exact"] = averaged(batch.old_distribution.kl(evaluation.distribution))
     return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()
 
 

@@ -300,6 +300,27 @@ def test_clip_metrics_count_responses_where_the_ratio_is_theirs() -> None:
     assert found["ratio_min"] == pytest.approx(min(rho))
 
 
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "constant"])
+def test_metrics_are_means_however_the_loss_is_reduced(aggregation: Any) -> None:
+    """A share stays a share and nats stay nats per token, so that a threshold means the same in every algorithm."""
+    policy, r = world(1)
+    length = 1000 if aggregation == "constant" else None
+    objective = replace(DR_GRPO, aggregation=aggregation, aggregation_length=length, entropy_coefficient=0.01)
+    of_tokens, of_rows = mean_log_ratio(policy, r)
+    with torch.no_grad():
+        entropy = policy(r.inputs, r.actions).entropy
+    found = metrics_of(policy, r, objective)
+
+    def averaged(x: Tensor) -> float:
+        rows = [[float(x[row, t]) for t in kept(r, row)] for row in of_rows]
+        return mean(y for row in rows for y in row) if aggregation == "token-mean" else mean(map(mean, rows))
+
+    assert found["entropy"] == pytest.approx(averaged(entropy))
+    assert found["kl"] == pytest.approx(averaged(of_tokens.exp() - 1 - of_tokens))
+    assert found["ratio_outside"] == pytest.approx(averaged(((of_tokens.exp() - 1).abs() > 0.2).double()))
+    assert 0 < found["ratio_outside"] <= 1
+
+
 def test_a_clipped_response_is_silent_as_a_whole() -> None:
     """No token of it has a gradient, while by the ratios of single tokens some would."""
     policy, r = far_world()

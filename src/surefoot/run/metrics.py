@@ -95,7 +95,7 @@ METRICS: dict[str, Metric] = {
         "reward models it is the cross-entropy"
     ),
     "value_loss": Metric("mean (V − R̂)², in squared units of the (normalised) return"),
-    "entropy": Metric("mean entropy of the policy in nats; of a density for Box actions, so it may be negative"),
+    "entropy": Metric("mean entropy of the policy per action, in nats; of a density for Box actions, so it may be negative"),
     "kl": Metric(
         "mean KL(π_old‖π_θ) over the minibatches, estimated by k3 from samples; 0 would mean nothing moved",
         high=0.1,
