@@ -56,6 +56,18 @@ def test_a_bomb_costs_one_response_and_its_process() -> None:
     assert len(workers()) <= 1
 
 
+def test_importing_a_package_takes_none_of_the_seconds_for_a_response(tmp_path: Path, monkeypatch: Any) -> None:
+    killable.close()
+    slow = "import time\ntime.sleep(3)\ndef parse(text, **_): return [text.strip('$')]\ndef verify(a, b, **_): return a == b\n"
+    (tmp_path / "math_verify.py").write_text(slow)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.syspath_prepend(str(tmp_path))  # where it is looked for before training begins
+    try:
+        assert math(["12"], ["12"], seconds=0.5, workers=1) == [1]
+    finally:
+        killable.close()
+
+
 def test_an_answer_that_is_none_is_the_rows_fault() -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(SurefootError, match=r"^response 2: answer='': is no formula"):

@@ -4,6 +4,8 @@ A line of JSON comes in, ``[kind, seconds, response, wanted]``; one goes out, ``
 row is wrong, and not the response. What a response holds is data here, and nothing of it is run.
 """
 
+import contextlib
+import importlib
 import json
 import logging
 import math as numbers
@@ -27,6 +29,8 @@ def main() -> None:
     logging.disable()
     for line in sys.stdin:
         kind, seconds, response, wanted = json.loads(line)
+        with contextlib.suppress(ImportError):  # which the judge will say; importing is none of a response's seconds
+            importlib.import_module(PACKAGES[kind])
         if hasattr(signal, "alarm"):  # of its own accord, if whoever would kill it is gone
             signal.alarm(numbers.ceil(seconds) + 1)
         try:
@@ -70,6 +74,7 @@ def fits(response: str, schema: Any) -> bool:
         raise SurefootError(f"schema: refers to {error.ref!r}, which is not in it") from None
 
 
+PACKAGES = {"math": "math_verify", "json": "jsonschema"}
 JUDGES: dict[str, Callable[[str, Any], bool]] = {"math": equal, "json": fits}
 
 
