@@ -19,7 +19,7 @@ import surefoot.worlds
 from surefoot.config import make_recipe
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, passes, room, shapes
-from surefoot.language.memory.check import planned, rough, running, surely, surely_read
+from surefoot.language.memory.check import Room, planned, rough, running, surely, surely_read
 from surefoot.language.memory.estimate import Setup, alternatives, estimated, fewer, staying_bytes
 from surefoot.language.memory.planner import fits, llama_of, model_config, plan, shown, textbook, to_json, with_value
 from surefoot.language.memory.shapes import counted
@@ -240,10 +240,33 @@ def test_the_knob_that_is_named_helps(here: Path, scarce: Any, setting: str) -> 
     said = str(caught.value)
     named = said.partition("; set ")[2].partition(" (")[0]
     assert named.startswith((setting, *earlier))
+    surefoot.worlds.make_world(make_recipe(with_settings(table, named)))
+
+
+def test_what_is_named_is_a_recipe(here: Path) -> None:
+    """A critic of its own that starts from a reward model, and three minibatches: neither can be changed alone."""
+    start = str(here / "scores")
+    table = online(here, critic={"own_model": True, "start": start}, sampling={"prompts": 48, "max_tokens": TOKENS})
+    table["objective"] = {"reuse": {"epochs": 1, "minibatches": 3}}
+    setup = planned(make_recipe(table), prompt=PROMPT, response=1)
+    (named,) = [name for name, _ in alternatives(setup) if "critic" in name]
+    make_recipe(with_settings(table, named))
+    room = Room(make_recipe({**table, "check_memory": True}))
+    for available in (staying_bytes(setup), running(estimated(fewer(setup, 20)))):
+        room.available = available
+        found = list(room._fewer_prompts(setup, running(estimated(setup)), lambda other: running(estimated(other))))
+        assert found
+        for prompts in found:
+            assert 0 < prompts < 48
+            make_recipe(changed(table, ["sampling", "prompts"], prompts))
+
+
+def with_settings(table: dict[str, Any], named: str) -> dict[str, Any]:
+    """The settings that a message names."""
     for line in named.split(" and "):
         name, _, value = line.partition(" = ")
         table = changed(table, name.split("."), json.loads(value))
-    surefoot.worlds.make_world(make_recipe(table))
+    return table
 
 
 def changed(table: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ long responses become) is taken as short as it can be, and what is counted may b
 would fit.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -68,10 +69,9 @@ class Room:
         whole = estimated(full)
         if whole.peak <= self.available:
             return []
-        return [
-            f"memory: may need {size(whole.peak)} (in {whole.worst}) and {size(self.available)} are there; "
-            f"{self._knob(full, lambda other: estimated(other).peak)[0]} would help"
-        ]
+        knob, _ = self._knob(full, lambda other: estimated(other).peak)
+        helps = f"; {knob} would help" if knob else ""
+        return [f"memory: may need {size(whole.peak)} (in {whole.worst}) and {size(self.available)} are there{helps}"]
 
     def lines(self) -> list[str]:
         """What a dry run tells of memory: the peak, when it comes, and what there is."""
@@ -111,17 +111,22 @@ class Room:
         return best, least
 
     def _fewer_prompts(self, setup: Setup, before: int, measure: Measure) -> Iterator[int]:
-        """Powers of two that may be few enough, the largest first: bytes are nearly a line in the number of prompts."""
+        """Numbers that may be few enough, the largest first: powers of two times the fewest that the minibatches divide.
+
+        Bytes are nearly a line in the number of prompts.
+        """
         assert self.available is not None
         prompts = setup.responses // setup.samples
-        if setup.kind != "language" or prompts < 2:
+        minibatches = setup.responses // setup.rows
+        fewest = minibatches // math.gcd(minibatches, setup.samples)
+        if setup.kind != "language" or prompts <= fewest:
             return
         each = (before - measure(fewer(setup, prompts // 2))) / (prompts - prompts // 2)
         if each <= 0:
             return
-        wanted = min(prompts // 2, max(1, prompts - int((before - self.available) / each)))
-        power = 2 ** (wanted.bit_length() - 1)
-        yield from (power // 2**step for step in range(4) if power >= 2**step)
+        wanted = min(prompts // 2, prompts - int((before - self.available) / each))
+        power = 2 ** (max(1, wanted // fewest).bit_length() - 1)
+        yield from (fewest * power // 2**step for step in range(4) if power >= 2**step)
 
 
 def planned(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: int = 0) -> Setup:

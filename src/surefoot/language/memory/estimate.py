@@ -281,7 +281,8 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if not setup.bf16:
         yield 'precision = "bfloat16"', replace(setup, bf16=True)
     if setup.value == "own":
-        yield "critic.own_model = false", replace(setup, value="head", critic=None)
+        started = "" if setup.critic is None else ' and critic.start = "none"'
+        yield f"critic.own_model = false{started}", replace(setup, value="head", critic=None)
 
 
 def fewer(setup: Setup, prompts: int) -> Setup:
