@@ -247,6 +247,7 @@ def test_responses_without_a_score_are_left_out_of_their_group(files: dict[str, 
         both = credit[[row, row + 2]].abs().amax(-1)
         torch.testing.assert_close(both, torch.full((2,), 0.5**0.5), rtol=1e-3, atol=0)
     assert credit[1::2].eq(0).all()
+    assert [said["kl"] is None for said in made.collector.said] == [False, True] * 12  # what is not known is not 0
 
 
 def test_joined_rounds_hold_the_same_tokens() -> None:

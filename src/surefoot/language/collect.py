@@ -169,7 +169,8 @@ class LanguageCollector:
                 beta, per_response, recipe.reference.target, recipe.responses, recipe.reference.horizon
             )
         gold = None if self.gold is None else found.answers.scores(self.gold)
-        spent_on: dict[int, float] = dict(zip(found.rows.tolist(), kl.sum(-1).tolist(), strict=True))
+        scored = zip(found.rows.tolist(), kl.sum(-1).tolist(), valid.tolist(), strict=True)
+        spent_on = {row: spent for row, spent, known in scored if known}
         columns = {"reward": found.scores.column(found.total), "kl": [spent_on.get(row) for row in range(len(found.total))]}
         self.said = texts(found.answers, columns if gold is None else columns | {"gold": gold.column(gold.total)})
         metrics: Metrics = {
