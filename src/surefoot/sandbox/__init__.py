@@ -45,7 +45,7 @@ class Limits:
     files: int = 64
     """open files of a process"""
     disk: int = 2**24
-    """bytes of files in all; they lie in memory and vanish"""
+    """bytes of files in all; they lie in memory and vanish. Not counted: about 1 KB of the kernel's memory for each file"""
     output: int = 2**20
     """bytes that are read; more end the program"""
 
