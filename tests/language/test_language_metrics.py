@@ -1,11 +1,21 @@
 import math
+from itertools import combinations
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood, repeated_share, win_rate
+from surefoot.language.metrics import (
+    best_of_n_kl,
+    distinct_n,
+    eos_rate,
+    mean_length,
+    mean_log_likelihood,
+    pass_at_k,
+    repeated_share,
+    win_rate,
+)
 
 batches = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=8)
 
@@ -74,3 +84,55 @@ def test_win_rates_of_the_two_sides_add_up_to_one(pairs):
 def test_win_rate_needs_one_score_each():
     with pytest.raises(ValueError, match=r"shapes \[2\] and \[1\]"):
         win_rate(torch.zeros(2), torch.zeros(1))
+
+
+# ---- several attempts ---------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_share_of_subsets_of_k_with_a_right_one():
+    for n in range(1, 8):
+        for k in range(1, n + 1):
+            for right in range(n + 1):
+                subsets = list(combinations([True] * right + [False] * (n - right), k))
+                share = sum(map(any, subsets)) / len(subsets)
+                assert float(pass_at_k(torch.tensor([right]), n, k)) == pytest.approx(share, abs=1e-12)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1))
+def test_pass_at_k_is_unbiased(n, k, p):
+    k = min(k, n)
+    found = pass_at_k(torch.arange(n + 1), n, k).tolist()
+    mean = sum(math.comb(n, c) * p**c * (1 - p) ** (n - c) * value for c, value in enumerate(found))
+    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-9)
+
+
+def test_pass_at_k_holds_where_binomials_overflow():
+    n, k = 10_000, 5_000
+    wanted = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (0, 1)]
+    found = pass_at_k(torch.tensor([0, 1, n - k + 1, n]), n, k).tolist()
+    assert found == pytest.approx([*wanted, 1, 1], abs=1e-12)
+    tiny = float(pass_at_k(torch.tensor([1]), 10**7, 1))
+    assert tiny == pytest.approx(1e-7, rel=1e-8)
+
+
+def test_pass_at_k_refuses_what_cannot_be_drawn():
+    for right, samples, k in ((1, 4, 5), (1, 4, 0), (5, 4, 1), (-1, 4, 1)):
+        with pytest.raises(ValueError, match="must be from"):
+            pass_at_k(torch.tensor([right]), samples, k)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 16, 64])
+def test_the_kl_of_best_of_n_is_what_many_distinct_rewards_come_to_and_a_bound_for_few(n):
+    def exact(answers):
+        """KL of the best of n of so many equally likely answers, each worth something else."""
+        ranks = torch.arange(answers + 1, dtype=torch.float64) / answers
+        best = ranks.pow(n).diff()
+        return float(torch.xlogy(best, best * answers).sum())
+
+    assert exact(200_000) == pytest.approx(best_of_n_kl(n), abs=1e-3)
+    assert exact(5) <= best_of_n_kl(n) + 1e-12
+
+
+def test_the_kl_of_the_best_of_none_is_refused():
+    with pytest.raises(ValueError, match="n=0: must be at least 1"):
+        best_of_n_kl(0)

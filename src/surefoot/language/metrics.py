@@ -1,5 +1,6 @@
 """Numbers that tell how a language model's training goes; each says what is healthy."""
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 
@@ -72,6 +73,36 @@ def win_rate(ours: Tensor, theirs: Tensor) -> float:
     if ours.shape != theirs.shape or not len(ours):
         raise ValueError(f"scores of shapes {list(ours.shape)} and {list(theirs.shape)}: need one each for at least one prompt")
     return float(((ours > theirs).to(torch.float64) + 0.5 * (ours == theirs).to(torch.float64)).mean())
+
+
+def pass_at_k(right: Tensor, samples: int, k: int) -> Tensor:
+    """1 − C(n−c, k) / C(n, k), the unbiased estimate of P(one of k samples is right), float64.   [N] -> [N]
+
+    right     c, how many of the samples are right, problem by problem
+    samples   n ≥ k
+
+    Chen et al. 2021 (arXiv 2107.03374), equation 1. As a product of k factors in [0, 1], which neither overflows nor takes the
+    difference of large numbers. 1 − (1 − c/n)^k would be biased downwards.
+    Raises ValueError unless 1 ≤ k ≤ n and every 0 ≤ c ≤ n.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k}: must be from 1 to samples={samples}")
+    if bool(((right < 0) | (right > samples)).any()):
+        raise ValueError(f"right: must be from 0 to samples={samples}")
+    drawn = torch.arange(k, dtype=torch.float64, device=right.device)
+    wrong = (samples - right).to(torch.float64).unsqueeze(-1)
+    return 1 - ((wrong - drawn).clamp(min=0) / (samples - drawn)).prod(-1)
+
+
+def best_of_n_kl(n: int) -> float:
+    """log n − (n − 1)/n, in nats: at most so far is the best of n samples from the policy that they were drawn from.
+
+    KL(best of n ‖ policy) of a response, exact where no two responses earn the same and none is likely, and an upper bound
+    otherwise (Stiennon et al. 2020, arXiv 2009.01325, appendix G.3; the bound: Beirami et al. 2024, arXiv 2401.01879).
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: must be at least 1")
+    return math.log(n) - (n - 1) / n
 
 
 def _grams(response: Sequence[Hashable], n: int) -> Iterable[tuple[Hashable, ...]]:
