@@ -11,6 +11,7 @@ import click
 
 from surefoot import __version__
 from surefoot.algorithms import LADDER
+from surefoot.cli_attempts import attempt_flags, attempts_from, best_of_n, refuse_for_agents
 from surefoot.cli_language import data, generate
 from surefoot.cli_memory import memory
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
@@ -166,9 +167,17 @@ def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> No
 @click.option("--task", help="Evaluate an agent on another task than the one trained on.")
 @click.option("--data", "rows_file", help="Language: judge on these rows instead of the run's held-out ones.")
 @click.option("--rows", type=click.IntRange(min=1), help="Language: how many rows; as the recipe says if not given.")
+@attempt_flags
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
-    run: Path, episodes: int, seed: int, task: str | None, rows_file: str | None, rows: int | None, as_json: bool
+    run: Path,
+    episodes: int,
+    seed: int,
+    task: str | None,
+    rows_file: str | None,
+    rows: int | None,
+    as_json: bool,
+    **attempts: Any,
 ) -> None:
     """Judge RUN (its best checkpoint, else its latest): an agent by whole greedy episodes, a model on held-out rows."""
     from surefoot import api
@@ -178,9 +187,10 @@ def evaluate(
     if kind_of(run) != "control":
         from surefoot.language.evaluate import evaluate_run, table
 
-        told = evaluate_run(run, data=rows_file, rows=rows, seed=seed)
+        told = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(**attempts))
         click.echo(json.dumps(told, ensure_ascii=False) if as_json else table(told))
         return
+    refuse_for_agents(attempts)
     result = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
     if as_json:
         click.echo(json.dumps({**result.to_json(), "checkpoint": str(checkpoint)}))
@@ -287,6 +297,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 
 
 cli.add_command(generate)
+cli.add_command(best_of_n)
 cli.add_command(data)
 cli.add_command(memory)
 

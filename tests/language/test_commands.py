@@ -116,6 +116,13 @@ def test_dry_run_tells_parameters_rows_and_updates_of_each_kind(command: Command
         (("watch", "RUNS/sft"), ("holds a model of language",)),
         (("ladder", "RUNS/sft/config.toml"), ("kind='sft'", "agents in environments")),
         (("evaluate", "RUNS/sft", "--data", "nowhere.jsonl"), ("nowhere.jsonl",)),
+        (("evaluate", "RUNS/sft", "--samples", "4"), ("--samples 4", "kind = 'sft'", "data accuracy")),
+        (("evaluate", "RUNS/ppo", "--samples", "2"), ("a verifier gives 0 or 1", "--threshold T")),
+        (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "4"), ("k=4", "1 <= k <= samples, which is 2")),
+        (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "1;2"), ("--k 1;2", "such as 1,4,8")),
+        (("evaluate", "RUNS/ppo", "--samples", "2", "--threshold", "nan"), ("not a finite number",)),
+        (("evaluate", "RUNS/ppo", "--threshold", "0.5"), ("--threshold 0.5", "add --samples N")),
+        (("evaluate", "RUNS/ppo", "--after", "#"), ("--after #", "add --samples N")),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

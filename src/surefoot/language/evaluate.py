@@ -8,6 +8,8 @@ import torch
 from surefoot.config import make_recipe, read_toml, to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
+from surefoot.language.attempts import Attempts, attempted
+from surefoot.language.attempts import lines as attempt_lines
 from surefoot.language.metrics import win_rate
 from surefoot.language.sources import check_same
 from surefoot.language.world import LanguageWorld
@@ -19,21 +21,35 @@ LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrat
 """what the table calls what the metric's name does not tell"""
 
 
-def evaluate_run(run: Path, *, data: str | None = None, rows: int | None = None, seed: int | None = None) -> dict[str, Any]:
+def evaluate_run(
+    run: Path,
+    *,
+    data: str | None = None,
+    rows: int | None = None,
+    seed: int | None = None,
+    attempts: Attempts | None = None,
+) -> dict[str, Any]:
     """Judge the best checkpoint of a run (the last, where there is no best) on held-out rows.
 
-    data   other rows than the recipe's held-out ones
-    rows   how many of them; default as the recipe says
-    seed   of the samples
+    data       other rows than the recipe's held-out ones
+    rows       how many of them; default as the recipe says
+    seed       of the samples
+    attempts   also answer each prompt so many times, and tell accuracy, pass@k and a majority vote: for online runs
 
     Of SFT and reward models the held-out loss, and accuracy. Of an online run reward, gold, KL, length and diversity of both
     the trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins; and
     the mean log π of a token of the demonstrations that ``evaluation.demonstrations`` names.
-    Raises SurefootError when the folder is no run of language, or there are no rows to judge on.
+    Raises SurefootError when the folder is no run of language, there are no rows to judge on, or its reward tells of no
+    attempt whether it is right.
     """
     check_is_run(run)
     checkpoint = checkpoint_to_load(run)
     recipe = changed(make_recipe(read_toml(run / "config.toml")), data, rows, seed)
+    if attempts is not None and recipe.kind != "language":
+        raise SurefootError(
+            f"--samples {attempts.samples}: needs a reward, which a run of kind = {recipe.kind!r} has not; see surefoot data "
+            "accuracy, or judge an online run"
+        )
     world = make_world(recipe)
     trees = load_checkpoint(checkpoint)
     told: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
@@ -43,9 +59,13 @@ def evaluate_run(run: Path, *, data: str | None = None, rows: int | None = None,
         assert judged is not None
         return told | dict(judged.metrics)
     check_same(trees.get("sources", {}), world.frozen)
-    before, start = _judged(world)  # the policy as it was loaded is the model that training started from
+    # The policy as it was loaded is the model that training started from. A reward that is no verifier is refused first.
+    solved = {} if attempts is None else {"samples": attempts.samples, "start": attempted(world, attempts)}
+    before, start = _judged(world)
     load_weights(world.policy, trees["agent"], checkpoint)
     after, trained = _judged(world)
+    if attempts is not None:
+        told["attempts"] = {**solved, "trained": attempted(world, attempts)}
     samples = [{**row, "start": old["response"]} for row, old in zip(trained, start, strict=True)]
     told |= {"rows": len(samples), "start": before, "trained": after}
     for name in ("reward", "gold"):
@@ -88,6 +108,8 @@ def table(told: dict[str, Any]) -> str:
         shown = ("–" if value is None else f"{value:.3f}" for value in (before, told["trained"][name]))
         label = LABELS.get(name, name.replace("_", " "))
         lines.append(f"{label:24}" + "".join(f"{value:>12}" for value in shown))
+    if "attempts" in told:
+        lines += attempt_lines(told["attempts"]["start"], told["attempts"]["trained"], told["attempts"]["samples"])
     for name in (name for name in told if name.startswith("win_rate_")):
         share = "–" if told[name] is None else f"{told[name]:.1%}"
         lines.append(f"{'wins by ' + name.removeprefix('win_rate_'):24}{'':>12}{share:>12}")

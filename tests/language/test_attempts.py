@@ -1,0 +1,141 @@
+"""Several attempts at a problem: what is counted, against the responses that were written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.errors import SurefootError
+from surefoot.language.attempts import Attempts, attempted, ks_from_text, majority
+from surefoot.language.rewards import FunctionReward
+from surefoot.language.rows import write_rows
+from surefoot.language.world import LanguageWorld
+
+from .tiny import say
+
+WANTED = ("a", "b", "a", "", "bb", "zz")
+
+
+def recipe(folder: Path, where: Path, **reward: Any) -> dict[str, Any]:
+    """Problems whose answers a model that says a, b or nothing more gives now and then; the last never."""
+    write_rows(where / "rows.jsonl", [{"prompt": f"{row} is ", "answer": answer} for row, answer in enumerate(WANTED)])
+    return {
+        "kind": "language",
+        "model": str(folder),
+        "steps": 8,
+        "data": {"train": str(where / "rows.jsonl"), "held_out": str(where / "rows.jsonl"), "max_length": 16},
+        "sampling": {"prompts": 8, "max_tokens": 3},
+        "reward": {"terms": [{"function": "surefoot.verifiers:exact"}], "missing_eos_value": 0.0, **reward},
+        "evaluation": {"rows": 6},
+        "check_memory": False,
+    }
+
+
+def made(folder: Path, where: Path, **reward: Any) -> tuple[LanguageWorld, list[list[str]]]:
+    """A world whose policy says a (0.5), b (0.3) or ends (0.2), and all responses that its reward was asked about."""
+    world = LanguageWorld(make_recipe(recipe(folder, where, **reward)))  # type: ignore[arg-type]
+    letters = [world.tokens.encode_prompt(letter)[-1] for letter in "ab"]
+    say(world.policy.model, [*letters, world.tokens.eos_id], (0.5, 0.3, 0.2))
+    asked: list[list[str]] = []
+    verifier = world.reward
+
+    def watching(prompts: Any, responses: Any, columns: Any) -> Any:
+        asked.append(list(responses))
+        return verifier(prompts, responses, columns)
+
+    world.reward = watching
+    return world, asked
+
+
+def test_each_number_is_what_the_written_responses_say(folders: dict[str, Path], tmp_path: Path) -> None:
+    world, asked = made(folders["llama"], tmp_path, missing_eos="none")
+    told = attempted(world, Attempts(4, (1, 4)))
+    assert [len(responses) for responses in asked] == [2, 8] * 3, "no more responses at a time than training samples"
+    greedy = [response for responses in asked[::2] for response in responses]
+    drawn = [response for responses in asked[1::2] for response in responses]
+    groups = [drawn[row * 4 : row * 4 + 4] for row in range(6)]
+    assert greedy == ["aaa"] * 6
+    right = [sum(response == wanted for response in group) for group, wanted in zip(groups, WANTED, strict=True)]
+    assert 0 < sum(right) < 24
+    assert told["greedy_accuracy"] == 0
+    assert told["sampled_accuracy"] == told["pass_at"]["1"] == sum(right) / 24
+    assert told["pass_at"]["4"] == pytest.approx(sum(count > 0 for count in right) / 6)
+    votes = [max(group, key=lambda text: (group.count(text), -group.index(text))) for group in groups]
+    assert told["majority_accuracy"] == sum(vote == wanted for vote, wanted in zip(votes, WANTED, strict=True)) / 6
+    assert told["without_score"] == 0
+
+
+def test_the_same_attempts_are_made_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    world, asked = made(folders["llama"], tmp_path)
+    assert attempted(world, Attempts(4)) == attempted(world, Attempts(4))
+    assert asked[:6] == asked[6:]
+
+
+def test_a_cut_response_is_wrong_and_has_no_vote_where_the_recipe_punishes_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    found = {}
+    for treatment in ("none", "penalty"):
+        world, _ = made(folders["llama"], tmp_path, missing_eos=treatment)
+        world.reward = FunctionReward(lambda responses: [float(len(text) == 3) for text in responses])
+        found[treatment] = attempted(world, Attempts(4))
+    assert found["none"]["greedy_accuracy"] == 1, "three letters are as many tokens as there may be"
+    assert found["none"]["sampled_accuracy"] > 0
+    assert found["penalty"]["greedy_accuracy"] == found["penalty"]["sampled_accuracy"] == 0
+    assert found["penalty"]["majority_accuracy"] == 0
+
+
+def test_a_reward_between_needs_a_threshold_and_missing_scores_are_wrong(folders: dict[str, Path], tmp_path: Path) -> None:
+    world, _ = made(folders["llama"], tmp_path, missing_eos="none")
+    world.reward = FunctionReward(lambda responses: [len(text) / 4 for text in responses])
+    with pytest.raises(SurefootError, match=r"the reward gave 0.75, and a verifier gives 0 or 1; say with --threshold T"):
+        attempted(world, Attempts(4))
+    assert attempted(world, Attempts(4, threshold=0.75))["greedy_accuracy"] == 1
+    assert attempted(world, Attempts(4, threshold=0.8))["greedy_accuracy"] == 0
+    world.reward = FunctionReward(lambda responses: [None] * len(responses), tolerated=1.0)
+    silent = attempted(world, Attempts(2, threshold=0.0))
+    assert (silent["greedy_accuracy"], silent["without_score"]) == (0, 1)
+
+
+def test_a_vote_goes_to_the_text_that_most_give_and_a_tie_to_the_first() -> None:
+    assert majority(["b", "a", "a"]) == 1
+    assert majority(["b", "a", "c", "a", "b"]) == 0
+    assert majority([" 4  apples", "5", "4 apples "]) == 0
+    assert majority([None, None, "x"]) == 2
+    assert majority(["4", "4.0", "5", "5"]) == 2, "by text alone"
+    assert majority([None, None]) is None
+
+
+def test_pass_at_powers_of_two_and_n_unless_told() -> None:
+    assert Attempts(12).all_ks == [1, 2, 4, 8, 12]
+    assert Attempts(1).all_ks == [1]
+    assert Attempts(8, ks_from_text("8, 3,3")).all_ks == [3, 8]
+
+
+def test_evaluate_tells_attempts_of_the_trained_model_and_its_start(command: Any, folders: dict[str, Path]) -> None:
+    fields = {name: value for name, value in recipe(folders["llama"], Path.cwd()).items() if name != "kind"}
+    surefoot.train("language", run_dir=Path("run"), **fields)
+    words = ("evaluate", "run", "--samples", "2", "--k", "1,2", "--after", "#")
+    code, out, err = command(*words, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)["attempts"]
+    assert told["samples"] == 2
+    for side in ("start", "trained"):
+        assert told[side]["pass_at"]["1"] == told[side]["sampled_accuracy"]
+        assert set(told[side]["pass_at"]) == {"1", "2"}
+        assert told[side]["majority_accuracy"] == 0, "no response has an answer after #"
+    code, out, _ = command(*words)
+    assert code == 0
+    for line in ("greedy accuracy", "sampled accuracy", "pass@1", "pass@2", "majority of 2"):
+        assert sum(shown.startswith(line) for shown in out.splitlines()) == 1
+
+
+def test_a_vote_reads_what_follows_the_marker(folders: dict[str, Path], tmp_path: Path) -> None:
+    world, asked = made(folders["llama"], tmp_path, missing_eos="none")
+    attempted(world, Attempts(1))
+    drawn = [response for responses in asked[1::2] for response in responses]
+    world.reward = FunctionReward(lambda responses: [float(text.endswith("a")) for text in responses])
+    found = attempted(world, Attempts(1, after="b"))["majority_accuracy"]
+    assert found == sum("b" in text and text.endswith("a") for text in drawn) / 6
+    assert found != sum(text.endswith("a") for text in drawn) / 6

@@ -1,0 +1,218 @@
+"""The best of n: which responses are chosen, rows that training reads, and one line for what can't be."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.errors import SurefootError
+from surefoot.language import data
+from surefoot.language.best_of import Drawing, best_of_n, chosen_row, term_from
+from surefoot.language.models import load_model
+from surefoot.language.rewards import FunctionReward
+from surefoot.language.rows import write_rows
+from surefoot.language.tokens import Tokens
+from surefoot.language.trained import LanguageModel
+
+from .tiny import say
+
+Command = Callable[..., tuple[int, str, str]]
+DRAWING = Drawing(4, max_tokens=3)
+REWARDS = """
+def letters(responses):
+    return [float(text.count("a")) for text in responses]
+
+def codes(responses):
+    return [float(sum(map(ord, text))) for text in responses]
+
+def same(responses):
+    return [1.0] * len(responses)
+"""
+
+
+@pytest.fixture
+def writer(folders: dict[str, Path]) -> LanguageModel:
+    """Says a (0.4), b (0.3) or ends (0.3)."""
+    model, tokenizer = load_model(folders["llama"])
+    tokens = Tokens(tokenizer, model)
+    say(model, [*(tokens.encode_prompt(letter)[-1] for letter in "ab"), tokens.eos_id], (0.4, 0.3, 0.3))
+    return LanguageModel(model, tokens)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    write_rows(path, [{"prompt": f"{row} is ", "worth": row} for row in range(8)])
+    return path
+
+
+class Watching:
+    """Counts the a's of a response, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def __call__(self, prompts: list[str], responses: list[str], worth: list[int]) -> list[float]:
+        assert [f"{row} is " for row in worth] == prompts, "columns follow their prompts"
+        self.asked += zip(prompts, responses, strict=True)
+        return [float(text.count("a")) for text in responses]
+
+
+def groups_of(watching: Watching, n: int = 4) -> list[list[str]]:
+    texts = [text for _, text in watching.asked]
+    return [texts[at : at + n] for at in range(0, len(texts), n)]
+
+
+def test_the_first_of_the_best_that_ended_is_chosen(writer: LanguageModel, prompts: Path) -> None:
+    watching = Watching()
+    found = best_of_n(writer, prompts, FunctionReward(watching), DRAWING)
+    wanted = {}
+    for row, group in enumerate(groups_of(watching)):
+        ended = [text for text in group if len(text) < 3]  # three letters are three tokens, and no end
+        if ended:
+            wanted[f"{row} is "] = max(ended, key=lambda text: text.count("a"))
+    assert {row["prompt"]: row["completion"] for row in found.rows} == wanted
+    texts = [text for _, text in watching.asked]
+    assert 0 < found.cut < 1
+    assert found.cut == pytest.approx(sum(len(text) == 3 for text in texts) / 32)
+    assert found.mean_reward == pytest.approx(sum(text.count("a") for text in texts) / 32)
+    assert found.best_reward == pytest.approx(sum(text.count("a") for text in wanted.values()) / len(wanted))
+
+
+def test_what_was_cut_may_be_chosen_if_asked_for(writer: LanguageModel, prompts: Path) -> None:
+    watching = Watching()
+    found = best_of_n(writer, prompts, FunctionReward(watching), Drawing(4, max_tokens=3, keep_cut=True))
+    assert [row["reward"] for row in found.rows] == [max(text.count("a") for text in group) for group in groups_of(watching)]
+    assert any(len(row["completion"]) == 3 for row in found.rows)
+
+
+def test_pairs_are_the_best_and_the_worst_and_none_where_they_earn_the_same(writer: LanguageModel, prompts: Path) -> None:
+    watching = Watching()
+    found = best_of_n(writer, prompts, FunctionReward(watching), Drawing(3, max_tokens=2, keep_cut=True), worst=True)
+    counts = [[text.count("a") for text in group] for group in groups_of(watching, 3)]
+    differ = [each for each in counts if max(each) > min(each)]
+    assert 0 < len(differ) < 8
+    assert [(row["reward"], row["reward_rejected"]) for row in found.rows] == [(max(each), min(each)) for each in differ]
+    for row in found.rows:
+        assert (row["chosen"].count("a"), row["rejected"].count("a")) == (row["reward"], row["reward_rejected"])
+
+
+def test_a_seed_gives_the_same_rows_whatever_the_batch_and_another_gives_others(writer: LanguageModel, prompts: Path) -> None:
+    reward = FunctionReward(Watching())
+    one, again, parts, other = (
+        best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, seed=seed, batch=batch))
+        for seed, batch in ((1, 256), (1, 256), (1, 4), (2, 256))
+    )
+    assert one == again == parts
+    assert one.rows != other.rows
+
+
+def test_rows_that_earn_too_little_are_left_out(writer: LanguageModel, prompts: Path) -> None:
+    reward = FunctionReward(Watching())
+    everything = best_of_n(writer, prompts, reward, DRAWING).rows
+    some = best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, at_least=1.0)).rows
+    assert some == [row for row in everything if row["reward"] >= 1]
+    assert 0 < len(some) < len(everything)
+    assert "rows left out go further" in best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, at_least=1.0)).lines()[2]
+    with pytest.raises(SurefootError, match="none may earn less than --at-least 9: lower it"):
+        best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, at_least=9.0))
+
+
+def test_rows_of_conversations_are_conversations() -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    row = chosen_row(talk, ["a", "b"], [0.0, 1.0], [True, True], None, worst=True)
+    assert row is not None
+    assert row["chosen"] == [{"role": "assistant", "content": "b"}]
+    assert row["rejected"] == [{"role": "assistant", "content": "a"}]
+    assert chosen_row(talk, ["a", "b"], [0.0, 1.0], [True, False], None, worst=False) == {
+        "prompt": talk,
+        "completion": [{"role": "assistant", "content": "a"}],
+        "reward": 0.0,
+    }
+    assert chosen_row(talk, ["a", "b"], [0.0, 1.0], [False, False], None, worst=False) is None
+
+
+def test_a_term_is_a_folder_a_function_or_a_table(tmp_path: Path) -> None:
+    assert term_from("runs/judge").model == "runs/judge"
+    assert term_from("mine.py:score").function == "mine.py:score"
+    odd = tmp_path / "a:b"
+    odd.mkdir()
+    assert term_from(str(odd)).model == str(odd), "a folder that is there is a folder"
+    table = term_from('{ function = "surefoot.verifiers:exact", arguments = { case = false }, weight = 2 }')
+    assert (table.function, table.arguments, table.weight) == ("surefoot.verifiers:exact", {"case": False}, 2)
+
+
+def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
+    command: Command, prompts: Path, writer: LanguageModel
+) -> None:
+    Path("mine.py").write_text(REWARDS)
+    words = ["best-of-n", "pocket", "--prompts", str(prompts), "--samples", "3", "--max-tokens", "3", "--keep-cut"]
+    code, out, err = command(*words, "--reward", "mine.py:codes", "--out", "new/best.jsonl", "--seed", "3")
+    assert (code, err) == (0, "")
+    assert "KL of the best of 3 to the model: at most 0.432 nats\n" in out
+    rows = data.read_rows("new/best.jsonl")
+    assert len(data.demonstrations(rows, writer.tokens, 64).ids) == 8
+    code, out, _ = command(
+        *words, "--reward", "mine.py:codes", "--reward", "mine.py:same", "--worst", "--out", "pairs.jsonl", "--json"
+    )
+    told = json.loads(out)
+    assert code == 0
+    pairs = data.read_rows("pairs.jsonl")
+    assert told["rows"] == len(pairs) == len(data.pairs(pairs, writer.tokens, 64).chosen)
+    assert told["kl_best_of_n"] == pytest.approx(0.43195, abs=1e-5)
+    surefoot.train(
+        "reward", run_dir=Path("judge"), model="pocket", data={"train": "pairs.jsonl", "max_length": 16, "batch": 2}, steps=2
+    )
+    code, out, err = command(*words, "--reward", "judge", "--out", "judged.jsonl", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["best_reward"] > json.loads(out)["mean_reward"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "parts"),
+    [
+        ({"--reward": "mine.py:same", "--worst": None}, ("no prompt has a response to choose", "rewards differ")),
+        ({"--keep-cut": False, "--max-tokens": "1"}, ("were cut: raise --max-tokens, or add --keep-cut",)),
+        ({"--worst": None, "--samples": "1"}, ("--samples 1", "take 2 or more")),
+        ({"--out": "rows.parquet"}, ("--out rows.parquet", "ends in .jsonl")),
+        ({"--prompts": "nowhere.jsonl"}, ("nowhere.jsonl: no such file",)),
+        ({"--reward": "nowhere"}, ("--reward=",)),
+        ({"--reward": "mine.py:lettres"}, ("--reward='mine.py:lettres'", "no attribute")),
+        ({"--reward": "{ functoin = 'mine.py:letters' }"}, ("no 'functoin'", "did you mean 'function'")),
+        ({"--reward": "{ function = 'mine.py:letters', weight = nan }"}, ("weight: Input should be a finite number",)),
+        ({"--reward": "{ function = 3 }"}, ("function: ",)),
+        ({"--reward": "{ weight = 1.0 }"}, ("give one of model and function",)),
+        ({"--reward": "{ model = 'judge', arguments = { a = 1 } }"}, ("arguments are for functions",)),
+        ({"--reward": "surefoot.verifiers:exact"}, ("asks for 'answer'",)),
+        ({"--max-tokens": "100000"}, ("line 1", "--max-tokens 100000", "context")),
+        ({"--temperature": "inf"}, ("not a finite number",)),
+        ({"--device": "abacus"}, ("device='abacus'",)),
+        ({"--stop": ""}, ("--stop",)),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_and_writes_nothing(
+    changed: dict[str, Any], parts: tuple[str, ...], command: Command, prompts: Path
+) -> None:
+    Path("mine.py").write_text(REWARDS)
+    flags = {
+        "--prompts": str(prompts),
+        "--samples": "2",
+        "--reward": "mine.py:letters",
+        "--out": "rows.jsonl",
+        "--max-tokens": "2",
+        "--keep-cut": None,
+        **changed,
+    }
+    words = [
+        word for flag, value in flags.items() if value is not False for word in ([flag] if value is None else [flag, value])
+    ]
+    code, _, err = command("best-of-n", "pocket", *words)
+    assert code == 2, err
+    assert err.startswith("surefoot: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+    assert not Path("rows.jsonl").exists()
