@@ -38,7 +38,7 @@ def train(
     """Train an agent, or a model of language, and return it.
 
     task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env; or the name of a recipe
-                (``"sft"``, ``"reward"``, ``"language"``), or a ``.toml`` file
+                (``"sft"``, ``"reward"``, ``"dpo"``, ``"language"``), or a ``.toml`` file
     algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm comes with
                 the settings tuned for the task, a value of your own is taken as it stands
     run_dir     the run's folder; None writes nothing

@@ -311,7 +311,9 @@ def list_() -> None:
     width = max(len(name) for name in known_recipes)
     click.echo("recipes (surefoot train NAME, or any of its ids):")
     for name, table in known_recipes.items():
-        text = {"sft": "SFT", "reward": "reward model"}.get(table.get("kind", ""), table.get("algorithm", "PPO_CLIP"))
+        text = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}.get(
+            table.get("kind", ""), table.get("algorithm", "PPO_CLIP")
+        )
         served = table.get("tuned_for") or [table.get("model", "a model of your own") if "kind" in table else "any other id"]
         click.echo(f"  {name:<{width}}  {text}, {table['steps']:,} steps: {', '.join(served)}")
     click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")

@@ -12,7 +12,7 @@ from surefoot.errors import SurefootError
 
 @click.command()
 @click.argument("model")
-@click.option("--kind", type=click.Choice(["language", "sft", "reward"]), default="language", show_default=True)
+@click.option("--kind", type=click.Choice(["language", "sft", "reward", "dpo"]), default="language", show_default=True)
 @click.option(
     "--critic",
     type=click.Choice(["shared", "own", "none"]),

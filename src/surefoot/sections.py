@@ -245,6 +245,25 @@ class ReferenceSettings(Section):
     """responses over which an error of the KL moves β by its own size"""
 
 
+class AnchorSettings(Section):
+    """The anchor of learning from pairs: what the model starts to move from, and what moving costs."""
+
+    model: str | None = None
+    """folder of the reference; none: the model that training starts from"""
+    beta: float = Field(0.1, gt=0)
+    """β: the implicit reward of an answer is β·(log π_θ − log π_ref). Larger stays closer to the reference"""
+
+
+class PreferenceSettings(Section):
+    """How labels of pairs are read."""
+
+    loss: Literal["dpo", "ipo"] = "dpo"
+    """dpo: the chosen answer is better with probability σ(margin of implicit rewards); ipo: the margin of log π_θ −
+    log π_ref is drawn to 1/(2β), so that labels that never contradict each other don't drive it to infinity"""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """assumed rate of pairs whose labels are swapped"""
+
+
 class CriticSettings(Section):
     """Where V lives."""
 

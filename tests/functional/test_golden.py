@@ -42,7 +42,6 @@ KEYS_LEFT_OUT = {
     ("advantage_normalisation_ddof", "ddof1_torch"): "neighbours' unbiased variance; ours is biased",
     ("masked_mean_var_whiten", "var_unbiased"): "neighbours' unbiased variance; ours is biased",
     ("masked_mean_var_whiten", "whiten_unbiased_valid"): "neighbours' unbiased variance; ours is biased",
-    ("dpo_loss", "ipo_loss"): "IPO is not a feature",
 }
 
 MISTAKES = ("buggy_", "wrong_", "naive_")
@@ -452,6 +451,7 @@ def check_dpo(x: Inputs, make: Make) -> dict[str, Any]:
         # The case's "logits" come before beta.
         "logits": -torch.expm1(loss).log() / beta,
         "loss": loss,
+        "ipo_loss": F.ipo_loss(chosen, rejected, ref_chosen, ref_rejected, beta),
         "loss_label_smoothing_0_1": F.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.1),
         "reward_chosen": beta * F.kl_k1(chosen, ref_chosen),
         "reward_rejected": beta * F.kl_k1(rejected, ref_rejected),

@@ -193,6 +193,7 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
     "merge_moments": lambda x: F.merge_moments(F.masked_moments(x(), MASK), F.masked_moments(x(), None)),
     "bradley_terry_loss": lambda x: F.bradley_terry_loss(x(), x()),
     "dpo_loss": lambda x: F.dpo_loss(x(), x(), x(), x(), 0.1, label_smoothing=0.1),
+    "ipo_loss": lambda x: F.ipo_loss(x(), x(), x(), x(), 0.1, label_smoothing=0.1),
     "aggregate by a global count": lambda x: F.aggregate(x(), MASK, "token-mean", denominator=torch.tensor(17)),
     **{
         name: (lambda x, entry=entry: entry.call(*(x() for _ in range(entry.tensors)), mask=MASK))

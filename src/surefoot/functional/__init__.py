@@ -27,7 +27,7 @@ from surefoot.functional.masking import (
     whiten,
 )
 from surefoot.functional.natural_gradient import conjugate_gradient, fisher_vector_product, line_search
-from surefoot.functional.preferences import bradley_terry_loss, dpo_loss
+from surefoot.functional.preferences import bradley_terry_loss, dpo_loss, ipo_loss
 from surefoot.functional.returns import discounted_returns, gae, n_step_advantages, successor_values, td_residual
 from surefoot.functional.shaping import kl_shaped_rewards, overlong_penalty, place_scores
 from surefoot.functional.surrogates import (
@@ -58,6 +58,7 @@ __all__ = [
     "gaussian_kl",
     "group_advantages",
     "importance_ratio",
+    "ipo_loss",
     "kl_k1",
     "kl_k2",
     "kl_k3",

@@ -24,3 +24,20 @@ def dpo_loss(
     """
     logits = beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
+
+
+def ipo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """(h − 1/(2β))² with h = (log π_c − log π_r) − (log ref_c − log ref_r), of whole answers.   [...]
+
+    ``label_smoothing`` is the assumed rate of swapped labels, of which each draws h to −1/(2β).
+    Azar et al. 2023 (arXiv 2310.12036), equation 17, where β is τ.
+    """
+    margin, wanted = (chosen - rejected) - (ref_chosen - ref_rejected), 1 / (2 * beta)
+    return (1 - label_smoothing) * (margin - wanted) ** 2 + label_smoothing * (margin + wanted) ** 2

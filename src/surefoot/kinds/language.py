@@ -9,12 +9,14 @@ from surefoot.algorithms import Objective
 from surefoot.errors import SurefootError
 from surefoot.kinds.recipe import Recipe, nearest_divisor
 from surefoot.sections import (
+    AnchorSettings,
     CriticSettings,
     DataSettings,
     DemonstrationTraces,
     LanguageEvaluation,
     LanguageOptimizer,
     OnlineEvaluation,
+    PreferenceSettings,
     PromptSettings,
     ReferenceSettings,
     RewardSettings,
@@ -88,7 +90,7 @@ class SftRecipe(DemonstrationRecipe):
     scores: ClassVar[tuple[str, ...]] = ("held_out_loss", "policy_loss")
 
     kind: Literal["sft"] = "sft"
-    """what is trained, and how: control, sft, reward or language"""
+    """what is trained, and how: control, sft, reward, dpo or language"""
 
     @property
     def title(self) -> str:
@@ -102,7 +104,7 @@ class RewardRecipe(DemonstrationRecipe):
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
     kind: Literal["reward"] = "reward"
-    """what is trained, and how: control, sft, reward or language"""
+    """what is trained, and how: control, sft, reward, dpo or language"""
     demonstrations: str | None = None
     """rows on which the scores are brought to mean 0 and standard deviation 1; none: the chosen answers of data.train"""
 
@@ -110,6 +112,35 @@ class RewardRecipe(DemonstrationRecipe):
     def title(self) -> str:
         """What a run does, in a few words."""
         return f"reward model from {self.trained}"
+
+
+class DpoRecipe(DemonstrationRecipe):
+    """A language model from pairs, with a frozen reference as anchor (DPO, IPO): a policy over two answers."""
+
+    scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
+
+    kind: Literal["dpo"] = "dpo"
+    """what is trained, and how: control, sft, reward, dpo or language"""
+    reference: AnchorSettings = AnchorSettings()
+    preference: PreferenceSettings = PreferenceSettings()
+
+    @classmethod
+    def switches(cls, algorithm: Objective) -> dict[str, Any]:
+        """γ = 0; both labels of a pair are weighed, and a pair's loss is their sum."""
+        return {"gamma": 0.0, "aggregation": "sequence-sum"}
+
+    @pydantic.model_validator(mode="after")
+    def _weighs_pairs(self) -> "DpoRecipe":
+        if self.objective.aggregation != "sequence-sum":
+            raise SurefootError(
+                f"objective.aggregation={self.objective.aggregation!r}: a pair's loss is the sum over its two labels; unset it"
+            )
+        return self
+
+    @property
+    def title(self) -> str:
+        """What a run does, in a few words."""
+        return f"{self.preference.loss.upper()} of {self.trained}"
 
 
 BESIDE: dict[str, dict[str, dict[str, Any]]] = {
@@ -126,7 +157,7 @@ class LanguageRecipe(ModelRecipe):
     scores: ClassVar[tuple[str, ...]] = ("held_out_reward", "reward")
 
     kind: Literal["language"] = "language"
-    """what is trained, and how: control, sft, reward or language"""
+    """what is trained, and how: control, sft, reward, dpo or language"""
     data: PromptSettings
     evaluation: OnlineEvaluation = OnlineEvaluation()
     sampling: SamplingSettings = SamplingSettings()

@@ -40,6 +40,9 @@ class Pairs:
     """how many ids, at the beginning of both, are the prompt's"""
     dropped: int
     """pairs of which one was too long"""
+    chosen_trained: list[list[bool]]
+    """which ids of the chosen answer the assistant wrote"""
+    rejected_trained: list[list[bool]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") 
     made = _each(rows, lambda row: _pair(row, tokens))
     kept = [pair for pair in made if max(len(pair[0]), len(pair[1])) <= max_length]
     _check_left(rows, len(kept), max_length, min(max(len(pair[0]), len(pair[1])) for pair in made), said)
-    return Pairs([p[0] for p in kept], [p[1] for p in kept], [p[2] for p in kept], len(made) - len(kept))
+    chosen, rejected, prompt_lengths, chosen_trained, rejected_trained = map(list, zip(*kept, strict=True))
+    return Pairs(chosen, rejected, prompt_lengths, len(made) - len(kept), chosen_trained, rejected_trained)
 
 
 def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") -> Prompts:
@@ -118,8 +122,8 @@ def _demonstration(row: Row) -> Mapping[str, Any]:
     return {"prompt": prompt, "completion": completion}
 
 
-def _pair(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int]:
-    """Ids of chosen and rejected, and the length of their prompt."""
+def _pair(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int, list[bool], list[bool]]:
+    """Ids of chosen and rejected, the length of their prompt, and which ids of each are the answer's."""
     _need(row, ("chosen", "rejected"), "a pair has chosen and rejected, and prompt beside them or within them")
     chosen, rejected = (_either(row, name) for name in ("chosen", "rejected"))
     _check_alike(row, {"chosen": chosen, "rejected": rejected})
@@ -129,14 +133,18 @@ def _pair(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int]:
     elif isinstance(chosen, str):
         # Cut by ids and not by letters: a token may reach over the place where the texts part.
         both = [[*tokens.encode_prompt(text), tokens.eos_id] for text in (chosen, rejected)]
-        return both[0], both[1], min(max(_common(*both), 1), len(both[0]) - 1, len(both[1]) - 1)
+        length = min(max(_common(*both), 1), len(both[0]) - 1, len(both[1]) - 1)
+        first, second = ([i >= length for i in range(len(ids))] for ids in both)
+        return both[0], both[1], length, first, second
     else:
         count = min(_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
         if not prompt:
             raise SurefootError("chosen and rejected begin differently, so there is no prompt; begin both with it")
-    both = [tokens.demonstration({"prompt": prompt, "completion": answer})[0] for answer in (chosen, rejected)]
-    return both[0], both[1], len(tokens.encode_prompt(prompt))
+    (ids, trained), (other, trained_too) = (
+        tokens.demonstration({"prompt": prompt, "completion": answer}) for answer in (chosen, rejected)
+    )
+    return ids, other, len(tokens.encode_prompt(prompt)), trained, trained_too
 
 
 def _prompt(row: Row, tokens: Tokens) -> tuple[str | Messages, list[int]]:

@@ -1,6 +1,6 @@
-"""Learning from given rows: demonstrations (SFT) and pairs (a reward model).
+"""Learning from given rows: demonstrations (SFT) and pairs (a reward model, DPO).
 
-Both are REINFORCE in which every row is worth 1: log π of what was demonstrated, or of the answer that was chosen, weighted by
+All are REINFORCE in which every row is worth 1: log π of what was demonstrated, or of the answer that was chosen, weighted by
 a return of 1 (γ = 0). That is cross-entropy, and the loop, the loss and the learner are the same as everywhere.
 """
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from surefoot.config import to_table
 from surefoot.errors import SurefootError
-from surefoot.kinds import DemonstrationRecipe, RewardRecipe
+from surefoot.kinds import DemonstrationRecipe, DpoRecipe, RewardRecipe, SftRecipe
 from surefoot.language import data
+from surefoot.language.anchored import Anchor, AnchoredPairPolicy, Reference, answer_rows, judged, trained_tokens
 from surefoot.language.demonstrations import Batch, Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import mean_log_likelihood
@@ -33,15 +34,15 @@ from surefoot.worlds import Judgement, check_device
 
 
 class RowCollector:
-    """The next rows of a walk, as a rollout in which every action is worth 1."""
+    """The next rows of a walk, as a rollout in which every action is worth 1; or of a pair's two labels, each its ``worth``."""
 
-    def __init__(self, rows: Rows, batch: int, seed: int, device: str = "cpu") -> None:
-        self.rows, self.batch, self.walk, self.device = rows, batch, Walk(rows.count, seed), device
+    def __init__(self, rows: Rows, batch: int, seed: int, device: str = "cpu", worth: Sequence[float] | None = None) -> None:
+        self.rows, self.batch, self.walk, self.device, self.worth = rows, batch, Walk(rows.count, seed), device, worth
 
     def collect(self, state: LearnerState) -> Rollout:
         """No sampling: the rows are what the policy should have done."""
         inputs, actions, mask = self.rows.tensors(self.walk.next(self.batch))
-        tokens = float(mask.sum())
+        tokens = float(mask.sum()) if self.worth is None else trained_tokens(inputs)
         inputs, actions, mask = map_tensors(lambda x: x.to(self.device), (inputs, actions, mask))
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         zeros = torch.zeros(mask.shape, device=mask.device)
@@ -52,7 +53,7 @@ class RowCollector:
             old_log_probs=None,
             values=zeros,
             next_values=zeros,
-            rewards=mask.float(),
+            rewards=mask.float() if self.worth is None else mask * torch.tensor(self.worth, device=mask.device),
             terminated=last,
             truncated=torch.zeros_like(mask),
             unit="row",
@@ -89,7 +90,7 @@ def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
 
 
 class SupervisedWorld:
-    """What a recipe of kind "sft" or "reward" is made of."""
+    """What a recipe of kind "sft", "reward" or "dpo" is made of."""
 
     leaves = True
 
@@ -115,7 +116,9 @@ class SupervisedWorld:
             evaluated=0 if self.held_out is None else min(self.held_out.count, recipe.evaluation.rows),
         )
         bf16 = recipe.precision == "bfloat16"
-        self.policy: LanguagePolicy | PairPolicy
+        self.policy: LanguagePolicy | PairPolicy | AnchoredPairPolicy
+        self.anchor: Anchor | None = None
+        worth = None
         self.result: LanguageModel | RewardModel
         if self.preference:
             self.result = scalar_model(model, recipe.seed, self.tokens.tokenizer)
@@ -125,8 +128,16 @@ class SupervisedWorld:
             self.policy = LanguagePolicy(
                 model, None, self.tokens.pad_id, checkpointing=recipe.gradient_checkpointing, bf16=bf16
             )
+        if isinstance(recipe, DpoRecipe):
+            held_out = () if self.held_out is None else self.held_out.lengths
+            reference = Reference(recipe, self.tokens, max([*train.lengths, *held_out]))
+            self.policy = AnchoredPairPolicy(self.policy, recipe.reference.beta, recipe.preference.loss == "ipo")
+            self.anchor, wrong = Anchor(train, reference.ask), recipe.preference.label_smoothing
+            worth = (1 - wrong, wrong)
+            if self.held_out is not None:
+                Anchor(self.held_out, reference.ask, recipe.evaluation.rows)
         self.policy.to(recipe.device)
-        self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device)
+        self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, worth)
 
     def _demonstrated(self) -> list[list[int]]:
         """What a reward model's scores are to have mean 0 and standard deviation 1 on."""
@@ -140,7 +151,9 @@ class SupervisedWorld:
         return shown.ids
 
     def _rows(self, path: str) -> Rows:
-        rows = (pair_rows if self.preference else demonstration_rows)(path, self.tokens, *self.room)
+        anchored = isinstance(self.recipe, DpoRecipe)
+        read = pair_rows if self.preference else answer_rows if anchored else demonstration_rows
+        rows = read(path, self.tokens, *self.room)
         self._note(path, rows.dropped)
         return rows
 
@@ -171,14 +184,21 @@ class SupervisedWorld:
             "sources": self.sources,
             "agent": self.policy.state_dict(),
             "recipe": to_table(self.recipe),
-            "model": description(self.policy.model, self.tokens.tokenizer),
+            "model": description(self._model, self.tokens.tokenizer),
+            **({} if self.anchor is None else {"reference": {"log_probs": self.anchor.known}}),
         }
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self.result if isinstance(self.result, RewardModel) else self.result.model
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
         check_count(self.recipe.data.train, trees["collector"]["count"], self.collector.rows.count)
         check_same(trees.get("sources", {}), self.sources)
         load_weights(self.policy, trees["agent"], where)
+        if self.anchor is not None:
+            self.anchor.known = trees["reference"]["log_probs"]
         self.collector.load_state_dict(trees["collector"])
         return []
 
@@ -188,6 +208,11 @@ class SupervisedWorld:
         if self.held_out is None:
             return None
         rows, batch = self.recipe.evaluation.rows, self.recipe.data.batch
+        if isinstance(self.policy, AnchoredPairPolicy):
+            assert isinstance(self.recipe, DpoRecipe)
+            told = judged(self.policy, self.held_out, rows, self.recipe)
+            loss = told["held_out_loss"]
+            return Judgement(None if loss is None else -loss, told)
         found = list(scored(self.policy, self.held_out, rows, batch, self.recipe.device))
         likelihood = mean_log_likelihood(found)
         assert likelihood is not None, "data without a trained token is refused"
@@ -199,7 +224,7 @@ class SupervisedWorld:
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text; of a choice between two answers nothing."""
-        return {} if self.preference else shown(self.tokens, rollout, row, steps)
+        return {} if not isinstance(self.recipe, SftRecipe) else shown(self.tokens, rollout, row, steps)
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""

@@ -103,8 +103,10 @@ def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:
         checkpoint = checkpoint_to_load(path)
         trees = load_checkpoint(checkpoint)
         kind = trees["recipe"].get("kind", "control")
-        if kind not in ("sft", "language"):
-            raise SurefootError(f"{name}: was trained as kind = {kind!r}, which writes no text; name a run of sft or language")
+        if kind not in ("sft", "dpo", "language"):
+            raise SurefootError(
+                f"{name}: was trained as kind = {kind!r}, which writes no text; name a run of sft, dpo or language"
+            )
         found = from_trees(trees, checkpoint)
         assert isinstance(found, LanguageModel)
         return found
@@ -149,7 +151,8 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
     told = dict(trees["model"]["config"])
     config: Any = AutoConfig.for_model(told.pop("model_type"), **told)
     auto: Any = AutoModel if reward else AutoModelForCausalLM
-    weights = {name.removeprefix("model."): x for name, x in trees["agent"].items() if name.startswith("model.")}
+    prefix = "writer.model." if trees["recipe"]["kind"] == "dpo" else "model."
+    weights = {name.removeprefix(prefix): x for name, x in trees["agent"].items() if name.startswith(prefix)}
     with torch.random.fork_rng(devices=[]):  # the start is drawn, and then overwritten; buffers are computed and stay
         model = auto.from_config(config)
     if not reward:

@@ -74,7 +74,16 @@ METRICS: dict[str, Metric] = {
         why_high="the sampler and the trainer disagree about the policy; with precision = bfloat16 some is normal",
     ),
     "held_out_loss": Metric("mean −log π per token on held-out demonstrations, or per held-out pair; nats"),
-    "held_out_accuracy": Metric("share of held-out pairs in which the chosen answer has the higher score"),
+    "held_out_accuracy": Metric(
+        "share of held-out pairs in which the chosen answer has the higher score; in DPO by the implicit reward "
+        "β·(log π − log π_ref), where a draw counts half, so that it starts at a half"
+    ),
+    "held_out_margin": Metric("DPO: mean implicit reward of the chosen answers of held-out pairs less that of the rejected"),
+    "held_out_chosen_log_prob": Metric(
+        "DPO: mean Σ log π of the chosen held-out answers, in nats. It often falls with the rejected one's; falling faster "
+        "than the margin grows, it says that the model moves to answers that are in no pair: raise reference.beta"
+    ),
+    "held_out_rejected_log_prob": Metric("DPO: mean Σ log π of the rejected held-out answers, in nats"),
     "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
     "held_out_gold": Metric("the same by the function that tells the truth"),
     "held_out_log_likelihood": Metric(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from surefoot.errors import SurefootError
-from surefoot.kinds import DemonstrationRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
+from surefoot.kinds import DemonstrationRecipe, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
 from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, fewer, staying, staying_bytes
 from surefoot.language.memory.room import available
 from surefoot.language.memory.shapes import counted, depth
@@ -154,7 +154,7 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         return config_of(model_folder(name), trust_remote_code=recipe.trust_remote_code)
 
     policy, settings = config(recipe.model), recipe.optimizer
-    common = {
+    common: dict[str, Any] = {
         "policy": policy,
         "objective": recipe.objective,
         "bf16": recipe.precision == "bfloat16",
@@ -164,8 +164,12 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
     }
     if not isinstance(recipe, LanguageRecipe):
         assert isinstance(recipe, DemonstrationRecipe)
+        common |= {"rows": recipe.data.batch, "responses": recipe.data.batch, "prompt": 1, "response": 1}
+        if isinstance(recipe, DpoRecipe):
+            name = recipe.reference.model
+            return Setup(kind="dpo", **common, reference=None if name is None else config(name))
         kind: Any = "reward" if isinstance(recipe, RewardRecipe) else "sft"
-        return Setup(kind=kind, **common, rows=recipe.data.batch, responses=recipe.data.batch, prompt=1, response=1)
+        return Setup(kind=kind, **common)
     reuse, critic, start = recipe.objective.reuse, recipe.objective.baseline == "critic", recipe.critic.start
     return Setup(
         kind="language",

@@ -31,14 +31,14 @@ from surefoot.language.rewards import BATCH_TOKENS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Kind = Literal["sft", "reward", "language"]
+Kind = Literal["sft", "reward", "dpo", "language"]
 Value = Literal["none", "head", "own"]
 
 WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
 """bytes per parameter"""
 PROMPT_BYTES = 9
 """of a prompt's token in a batch: its id, int64, and its mask"""
-ROLLOUT_BYTES = {"language": 47, "sft": 35, "reward": 35}
+ROLLOUT_BYTES = {"language": 47, "sft": 35, "reward": 35, "dpo": 70}
 """of a response's token in a rollout and its credit: 8 for the action, 4 for each number, 1 for each flag"""
 BATCH_BYTES = 29
 """of a response's token in the shuffled copy that an epoch is cut from"""
@@ -86,12 +86,17 @@ class Setup:
         """Tokens of a row."""
         return self.prompt + self.response
 
+    @property
+    def sides(self) -> int:
+        """Answers in a row."""
+        return 2 if self.kind in ("reward", "dpo") else 1
+
     def micro(self, rows: int) -> Parts:
         """What is read at once of so many rows of full length."""
-        read = self.width * (2 if self.kind == "reward" else 1)
+        read = self.width * self.sides
         if self.micro_batch_tokens is not None:
             rows = min(rows, max(1, self.micro_batch_tokens // max(1, read)))
-        rows = min(rows, self.micro_batch or rows)
+        rows = min(rows, self.micro_batch or rows) * (2 if self.kind == "dpo" else 1)
         return Parts(rows, self.width, 0 if self.kind == "reward" else self.response)
 
     def switches(self, value: bool = True) -> Switches:
@@ -164,7 +169,7 @@ def staying(setup: Setup) -> dict[str, dict[str, int]]:
     elif setup.value == "own":
         critic = counted(setup.critic or setup.policy)
         found["value"] = trained(critic.trunk + critic.width + 1)
-    if setup.reference is not None:
+    if setup.reference is not None and setup.kind != "dpo":
         found["reference"] = frozen(counted(setup.reference).total)
     if setup.rewards:
         found["reward"] = frozen(sum(_scalar(counted(config)) for config in setup.rewards))
@@ -197,6 +202,8 @@ class _Estimating:
             found |= {"sampling": self.sampling(), "scoring": self.scoring()}
         elif s.evaluated:
             found["evaluating"] = self.evaluating()
+        if s.kind == "dpo":
+            found["asking the reference"] = self.asking()
         moments = sum(parts.get("optimizer", 0) for parts in always.values())
         found["saving"] = Phase({"copies": moments})
         return Estimate(always, found, tuple(self.failed))
@@ -205,8 +212,9 @@ class _Estimating:
     def rollout(self) -> int:
         """Bytes of one iteration's rows; they are held until the next ones are complete."""
         s = self.setup
-        sides = 2 if s.kind == "reward" else 1
-        return s.responses * (PROMPT_BYTES * s.prompt * sides + ROLLOUT_BYTES[s.kind] * max(1, s.response))
+        if s.kind == "dpo":
+            return s.responses * (PROMPT_BYTES * s.width * s.sides + ROLLOUT_BYTES[s.kind])
+        return s.responses * (PROMPT_BYTES * s.prompt * s.sides + ROLLOUT_BYTES[s.kind] * max(1, s.response))
 
     def learning(self) -> Phase:
         s = self.setup
@@ -219,6 +227,13 @@ class _Estimating:
         if s.rows < s.responses:
             copies = s.responses * (PROMPT_BYTES * s.prompt + BATCH_BYTES * s.response)
         return Phase({**parts, "logits and work": found.peak - sum(found.kept.values()), "batch": copies})
+
+    def asking(self) -> Phase:
+        """What a reference says of answers: its weights are there for that time alone."""
+        s = self.setup
+        other, read = s.reference or s.policy, s.micro(s.rows)
+        found = self.tried("asking the reference", lambda: passes.scoring(other, s.switches(value=False), read))
+        return Phase({"reference": WEIGHT * counted(other).total, "passes": found.peak})
 
     def sampling(self) -> Phase:
         s = self.setup
@@ -275,8 +290,8 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if not setup.checkpointing:
         yield "gradient_checkpointing = true", replace(setup, checkpointing=True)
     learned = setup.micro(setup.rows)
-    if learned.rows > 1:
-        tokens = setup.width * (2 if setup.kind == "reward" else 1)
+    if learned.rows > (2 if setup.kind == "dpo" else 1):
+        tokens = setup.width * setup.sides
         yield f"optimizer.micro_batch_tokens = {tokens}", replace(setup, micro_batch_tokens=tokens)
     if not setup.bf16:
         yield 'precision = "bfloat16"', replace(setup, bf16=True)

@@ -69,8 +69,8 @@ def variants(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield "bfloat16 passes", replace(setup, bf16=True)
     if not setup.checkpointing:
         yield "gradient checkpointing", replace(setup, checkpointing=True)
-    tokens = setup.width * (2 if setup.kind == "reward" else 1)
-    if setup.micro(setup.rows).rows > 1:
+    tokens = setup.width * setup.sides
+    if setup.micro(setup.rows).rows > (2 if setup.kind == "dpo" else 1):
         yield f"micro-batches of one row ({tokens} tokens)", replace(setup, micro_batch_tokens=tokens)
     if setup.kind != "reward":
         yield "logits not in chunks", replace(setup, chunked=False)

@@ -1,0 +1,265 @@
+"""DPO and IPO are a policy over two answers whose scores are what the model has moved from its reference.
+
+On a bandit, Bradley-Terry pairs take the policy to π_ref·exp(r/β)/Z, where PPO with the KL in its reward goes too.
+"""
+
+import json
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core.test_bandit import BAR, BETAS, REFERENCE, REWARDS, Arms, distance, optimum
+from torch import Tensor
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.functional import dpo_loss, ipo_loss
+from surefoot.language.anchored import AnchoredPairPolicy, answer_log_probs
+from surefoot.language.demonstrations import Rows
+from surefoot.language.evaluate import evaluate_run
+from surefoot.language.supervised import RowCollector, SupervisedWorld
+from surefoot.learner import Learner
+from surefoot.loop import run_loop
+from surefoot.optimizer import AdamSettings
+from surefoot.rollout import LearnerState
+from surefoot.run.tracking import read_metrics
+from surefoot.session import make_learner
+
+from .test_supervised import pairs, write
+from .tiny import write_folder
+
+LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss}
+
+
+def recipe(folder: Path, told: str, **fields: Any) -> Any:
+    settings = {"train": told, "max_length": 64, "batch": 8}
+    return make_recipe({"kind": "dpo", "model": str(folder), "steps": 96, "data": settings, **fields})
+
+
+def uneven(path: Path, count: int = 24) -> str:
+    """Answers of different lengths, so that rows are padded."""
+    rows = ({"prompt": "a" * (1 + i % 3), "chosen": "yes" * (1 + i % 4), "rejected": "n" * (1 + i % 5)} for i in range(count))
+    return write(path, rows)
+
+
+def gradient(world: SupervisedWorld, rollout: Any) -> tuple[Tensor, float]:
+    """That of the learner's own loss, as one vector, and the loss."""
+    learner = make_learner(world.recipe, world.policy)
+    seen: list[Tensor] = []
+    parameters = [p for p in world.policy.parameters() if p.requires_grad]
+    step = learner.optimizers["policy"].step
+
+    def look(*given: Any, **named: Any) -> Any:
+        seen.append(torch.cat([p.grad.flatten() for p in parameters]))  # type: ignore[union-attr]
+        return step(*given, **named)
+
+    learner.optimizers["policy"].step = look  # type: ignore[method-assign]
+    found = learner.update(rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96))
+    return seen[0], float(found["policy_loss"] or 0.0)
+
+
+# ---- the loss -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_is_that_of_the_loss_by_the_book(
+    loss: str, wrong: float, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """In float64 (GPT-2 has no step in float32), away from the reference, beside ``transformers`` row by row, unpadded."""
+    other = write_folder(tmp_path / "other", "gpt2", seed=2)
+    preference = {"loss": loss, "label_smoothing": wrong}
+    fields = {"preference": preference, "reference": {"model": str(other), "beta": 0.02}, "optimizer": {"max_grad_norm": None}}
+    world = SupervisedWorld(recipe(folders["gpt2"], uneven(tmp_path / "p.jsonl"), **fields))
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    world.policy.double()
+    model = world.result.model
+    reference = rollout.inputs["reference"].double()
+    sums = []
+    for row in range(8):
+        for side in ("chosen", "rejected"):
+            prompt = rollout.inputs[f"{side}_prompt"][row][rollout.inputs[f"{side}_prompt_mask"][row]]
+            answer = rollout.inputs[side][row][rollout.inputs[f"{side}_mask"][row]]
+            logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+            sums.append(logits.log_softmax(-1).gather(-1, answer[:, None]).sum())
+    ours = torch.stack(sums).view(8, 2)
+    wanted = LOSSES[loss](ours[:, 0], ours[:, 1], reference[:, 0], reference[:, 1], 0.02, wrong).mean()
+    parameters = [p for p in world.policy.parameters() if p.requires_grad]
+    by_the_book = torch.cat([g.flatten() for g in torch.autograd.grad(wanted, parameters)])
+    found, value = gradient(world, rollout)
+    assert by_the_book.norm() > 1e-3
+    assert value == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert float((found - by_the_book).norm() / by_the_book.norm()) < 1e-6
+
+
+def test_micro_batches_change_no_gradient(folders: dict[str, Path], tmp_path: Path) -> None:
+    told, found = uneven(tmp_path / "p.jsonl"), []
+    for settings in ({}, {"micro_batch": 3}, {"micro_batch_tokens": 40}):
+        world = SupervisedWorld(recipe(folders["qwen2"], told, optimizer=settings, preference={"label_smoothing": 0.2}))
+        rollout = world.collector.collect(LearnerState.seeded(1, 96))
+        state = LearnerState.seeded(1, 96)
+        metrics = make_learner(world.recipe, world.policy).update(
+            rollout, assign_credit(rollout, world.recipe.objective), state
+        )
+        found.append((metrics["policy_loss"], metrics["gradient_norm_policy"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_path: Path) -> None:
+    world = SupervisedWorld(recipe(folder, uneven(tmp_path / "p.jsonl")))
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    with torch.no_grad():
+        assert float(world.policy.moved(rollout.inputs).abs().max()) < 1e-4
+        assert float(answer_log_probs(world.policy.writer, rollout.inputs).max()) < -0.1
+
+
+def test_of_an_answer_in_messages_only_what_the_assistant_wrote_counts(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As in SFT: a second question inside an answer is read, and neither rewarded nor punished."""
+    asked = [{"role": "user", "content": "one?"}]
+
+    def talk(first: str, last: str) -> list[dict[str, str]]:
+        turns = [("assistant", first), ("user", "and two?"), ("assistant", last)]
+        return [{"role": role, "content": content} for role, content in turns]
+
+    rows = [{"prompt": asked, "chosen": talk("1", "22"), "rejected": talk("no", "x")}] * 8
+    world = SupervisedWorld(recipe(folders["llama"], write(tmp_path / "p.jsonl", rows)))
+    inputs = world.collector.collect(LearnerState.seeded(1, 96)).inputs
+    for side, texts in (("chosen", ("1", "22")), ("rejected", ("no", "x"))):
+        kept = world.tokens.tokenizer.decode(inputs[side][0][inputs[f"{side}_mask"][0]], skip_special_tokens=True)
+        assert all(text in kept for text in texts)
+        assert "and two?" not in kept
+        assert "and two?" in world.tokens.tokenizer.decode(inputs[side][0], skip_special_tokens=True)
+
+
+# ---- the bandit law -----------------------------------------------------------------------------------------------------
+
+
+def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0), ipo: bool = False) -> Tensor:
+    """log π of the arms, after learning from ``counts[a, b]`` pairs in which a was chosen and b rejected."""
+    both = [(a, b) for a, b in permutations(range(len(REWARDS)), 2) for _ in range(int(counts[a, b]))]
+    arms = torch.tensor(both)
+
+    def tensors(rows: Any) -> Any:
+        inputs: dict[str, Tensor] = {"reference": REFERENCE.log()[arms[rows]]}
+        for place, side in enumerate(("chosen", "rejected")):
+            inputs[side] = arms[rows][:, place : place + 1]
+            inputs |= {f"{side}_prompt": inputs[side], f"{side}_prompt_mask": inputs[side].bool()}
+            inputs[f"{side}_mask"] = torch.ones_like(inputs[side], dtype=torch.bool)
+        return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
+
+    policy = AnchoredPairPolicy(Arms(), beta, ipo)
+    objective = recipe(Path("m"), "p.jsonl").objective
+    learner = Learner(policy, objective, AdamSettings(0.1, max_grad_norm=None), schedule="cosine")
+    collector = RowCollector(Rows(tensors, both, [1] * len(both), [1] * len(both)), len(both), 1, worth=worth)
+    run_loop(collector, learner, LearnerState.seeded(1, 300 * len(both)), lambda state, metrics: False)
+    return policy.writer.logits.detach().log_softmax(-1)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_dpo_on_bradley_terry_pairs_converges_to_the_tilted_reference(beta: float) -> None:
+    counts = (200 * (REWARDS[:, None] - REWARDS[None]).sigmoid()).round()
+    found = learned(counts, beta).exp()
+    assert distance(found, optimum(beta)) <= BAR
+    wrong = [optimum(beta * 2), optimum(beta / 2), optimum(-beta), REFERENCE, (REWARDS / beta).softmax(-1)]
+    assert min(distance(found, other) for other in wrong) > 3 * BAR
+
+
+def margins(log_probs: Tensor) -> Tensor:
+    """h of every pair of arms.   [A, A]"""
+    moved = log_probs - REFERENCE.log()
+    return moved[:, None] - moved[None]
+
+
+def test_labels_that_never_contradict_each_other_end_at_the_odds_of_label_smoothing() -> None:
+    """Of two arms, as often swapped as assumed: β·h = log((1 − ε)/ε)."""
+    counts = torch.zeros(5, 5)
+    counts[2, 3] = 8
+    found = learned(counts, 0.5, (0.8, 0.2))
+    assert float(0.5 * margins(found)[2, 3]) == pytest.approx(float(torch.tensor(0.8 / 0.2).log()), abs=1e-2)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.2])
+def test_in_ipo_they_end_at_a_margin_of_one_over_two_beta(wrong: float) -> None:
+    counts = torch.zeros(5, 5)
+    counts[2, 3] = 8
+    found = learned(counts, 0.5, (1 - wrong, wrong), ipo=True)
+    assert float(margins(found)[2, 3]) == pytest.approx((1 - 2 * wrong) / (2 * 0.5), abs=1e-2)
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_run_learns_to_prefer_and_leaves_a_model_that_transformers_loads(
+    loss: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    told = pairs(tmp_path / "p.jsonl")
+    fields: dict[str, Any] = {"data": {"train": told, "held_out": told, "max_length": 64, "batch": 8}, "steps": 240}
+    fields |= {"optimizer": {"learning_rate": 1e-3}, "preference": {"loss": loss}}
+    trained = surefoot.train("dpo", run_dir=tmp_path / "run", model=str(folders["llama"]), **fields)
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in row]
+    assert rows[-1]["held_out_accuracy"] > 0.95
+    assert rows[-1]["held_out_margin"] > 0
+    assert rows[-1]["held_out_chosen_log_prob"] - rows[-1]["held_out_rejected_log_prob"] > 0
+    told_again = evaluate_run(tmp_path / "run", rows=16)
+    assert told_again["held_out_accuracy"] > 0.95
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    ids = torch.arange(12).unsqueeze(0) + 20
+    with torch.no_grad():
+        torch.testing.assert_close(there(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
+        loaded = surefoot.load(tmp_path / "run")
+        torch.testing.assert_close(loaded.model(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
+
+
+def test_an_interrupted_run_resumes_bit_for_bit_and_never_asks_the_reference_again(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = uneven(tmp_path / "rows.jsonl", 20)  # epochs end inside batches
+    fields = {"model": str(folders["qwen2"]), "data": {"train": told, "max_length": 64, "batch": 8}, "steps": 64}
+    fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
+    whole = surefoot.train("dpo", run_dir=tmp_path / "whole", **fields)
+    surefoot.train("dpo", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
+    monkeypatch.setattr("surefoot.language.anchored.Reference.ask", lambda *_: pytest.fail("asked again"))
+    resumed = surefoot.resume(tmp_path / "cut")
+    for name, weights in whole.model.state_dict().items():
+        assert torch.equal(weights, resumed.model.state_dict()[name]), name
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"algorithm": "PPO_CLIP"}, "kind = 'dpo' learns from rows"),
+        ({"objective": {"aggregation": "token-mean"}}, "objective.aggregation='token-mean'"),
+        ({"reference": {"beta": 0.0}}, "reference.beta"),
+        ({"preference": {"label_smoothing": 0.5}}, "preference.label_smoothing"),
+        ({"preference": {"loss": "hinge"}}, "preference.loss"),
+        ({"optimizer": {"critic_learning_rate": 0.1}}, "has no critic"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(SurefootError) as caught:
+        recipe(tmp_path, "rows.jsonl", **fields)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reference_with_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    other = write_folder(tmp_path / "other", "llama")
+    path = other / "tokenizer.json"
+    told = json.loads(path.read_text())
+    vocabulary = told["model"]["vocab"]
+    a, b = list(vocabulary)[40:42]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(told))
+    with pytest.raises(SurefootError, match="another vocabulary"):
+        SupervisedWorld(recipe(folders["llama"], pairs(tmp_path / "p.jsonl"), reference={"model": str(other)}))
