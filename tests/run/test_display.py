@@ -94,7 +94,7 @@ def keys_of_language(folder):
     online = {"sampling": {"prompts": 4, "max_tokens": 4}, "reward": {"terms": terms, "gold": gold}}
     online["evaluation"] = {"demonstrations": str(rows)}
     written = set()
-    for kind, changes in (("sft", few), ("reward", few), ("language", online)):
+    for kind, changes in (("sft", few), ("reward", few), ("dpo", few), ("language", online)):
         api.start(find_recipe(kind, {**shared, **changes}), folder / kind)
         written |= {key for row in read_metrics(folder / kind / "metrics.jsonl") for key in row}
     groups = {**shared, "algorithm": "DAPO", "steps": 16, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}}
