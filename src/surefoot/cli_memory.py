@@ -4,10 +4,14 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from surefoot.errors import SurefootError
+
+if TYPE_CHECKING:
+    from surefoot.language.memory.estimate import Kind
 
 
 @click.command()
@@ -35,8 +39,8 @@ from surefoot.errors import SurefootError
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; sizes are bytes.")
 def memory(
     model: str,
-    kind: str,
-    critic: str,
+    kind: "Kind",
+    critic: Literal["shared", "own", "none"],
     reference: bool,
     rewards: int,
     precision: str,
@@ -64,7 +68,7 @@ def memory(
     if kind == "language" and minibatches > responses:
         raise SurefootError(f"--minibatches {minibatches}: more than the {responses} responses of an iteration; use fewer")
     setup = Setup(
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         policy=config,
         objective=PPO_CLIP if kind == "language" else REINFORCE,
         bf16=precision == "bfloat16",
@@ -79,7 +83,7 @@ def memory(
     )
     if kind == "language":
         setup = replace(
-            with_value(setup, {"shared": "head", "own": "own", "none": "none"}[critic]),  # type: ignore[arg-type]
+            with_value(setup, "head" if critic == "shared" else critic),
             reference=config if reference else None,
             rewards=(config,) * rewards,
             rows=responses // minibatches,

@@ -230,6 +230,17 @@ def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:  # type
     assert "take harder problems" in found.lines()[-1]
 
 
+def test_a_response_without_a_score_is_neither_wrong_nor_a_difference(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+
+    def all_right_but_one_unknown(prompts: list[str], responses: list[str]) -> list[float | None]:
+        return [None if number == 5 else 1.0 for number in range(len(responses))]
+
+    found = accuracy(Writer(), path, FunctionReward(all_right_but_one_unknown), samples=4)  # type: ignore[arg-type]
+    assert [found.greedy, found.sampled, found.mixed] == [1, 1, 0]
+
+
 def test_no_signal_is_said_before_training(command) -> None:  # type: ignore[no-untyped-def]
     command(*["data", "make", "sorting", "--rows", "8", "--out", "rows.jsonl"])
     code, out, _ = command(*["data", "accuracy", "rows.jsonl", "--model", "pocket", "--rows", "4", "--max-tokens", "6"])

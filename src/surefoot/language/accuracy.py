@@ -1,25 +1,24 @@
 """How often a model is right before it is trained on a verifier: what is there to learn from?"""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from surefoot.language import data
-from surefoot.language.rewards import Reward
+from surefoot.language.collect import repeated
+from surefoot.language.groups import with_signal
+from surefoot.language.rewards import Reward, Scores
 from surefoot.language.rows import read_rows
 from surefoot.language.trained import LanguageModel
 
-T = TypeVar("T")
 SCARCE = 0.02
 """sampled accuracy below which next to no response teaches anything"""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of a model on some prompts, by a reward that gives from 0 to 1."""
+    """Of a model on some prompts, by a reward that gives from 0 to 1; responses without a score don't count."""
 
     prompts: int
     samples: int
@@ -63,18 +62,13 @@ def accuracy(
     rows = data.prompts(read_rows(path)[:prompts], model.tokens, 2**53)
     count = len(rows.prompts)
 
-    def rewards(each: int, greedy: bool) -> torch.Tensor:
+    def scores(each: int, greedy: bool) -> Scores:
         written: list[str] = model.generate(
             rows.prompts, samples=each, max_tokens=max_tokens, temperature=temperature, seed=seed, greedy=greedy
         )
-        columns = {name: repeated(column, each) for name, column in rows.columns.items()}
-        return reward(repeated(rows.prompts, each), written, columns).total.view(count, each)
+        asked = repeated(rows, range(count), each)
+        return reward(asked.prompts, written, asked.columns)
 
-    drawn = rewards(samples, greedy=False)
-    mixed = float((drawn.amax(1) > drawn.amin(1)).float().mean())
-    return Accuracy(count, samples, float(rewards(1, greedy=True).mean()), float(drawn.mean()), mixed)
-
-
-def repeated(items: Sequence[T], times: int) -> list[T]:
-    """Each so many times: a, a, b, b."""
-    return [item for item in items for _ in range(times)]
+    drawn, likeliest = scores(samples, greedy=False), scores(1, greedy=True)
+    mixed = float(with_signal(drawn.total, drawn.valid, samples).float().mean())
+    return Accuracy(count, samples, likeliest.mean_of(likeliest.total) or 0.0, drawn.mean_of(drawn.total) or 0.0, mixed)

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from surefoot.errors import SurefootError
 from surefoot.kinds import DpoRecipe
 from surefoot.language import data
 from surefoot.language.demonstrations import Batch, Rows, demonstration_tensors
-from surefoot.language.models import context_of, load_model
+from surefoot.language.models import load_model
 from surefoot.language.policy import LanguagePolicy, in_parts
 from surefoot.language.preferences import CHOSEN, REJECTED
 from surefoot.language.tokens import Tokens
-from surefoot.language.trained import base_model, model_folder, named
+from surefoot.language.trained import base_model, check_reads, model_folder, named
 from surefoot.rollout import Evaluation, Metrics, Policy, map_tensors
 
 if TYPE_CHECKING:
@@ -185,17 +184,7 @@ class Reference:
             return base_model(self.recipe)[0]
         with named("reference.model"):
             model, tokenizer = load_model(model_folder(name), trust_remote_code=self.recipe.trust_remote_code)
-        if tokenizer.get_vocab() != self.tokens.tokenizer.get_vocab():
-            raise SurefootError(
-                f"reference.model={name!r}: has another vocabulary than model={self.recipe.model!r}; it reads the policy's "
-                "tokens, so both need the same tokenizer"
-            )
-        context = context_of(model)
-        if context is not None and self.longest > context:
-            raise SurefootError(
-                f"reference.model={name!r}: answers with their prompts have up to {self.longest} tokens and its context is "
-                f"{context}; lower data.max_length"
-            )
+        check_reads("reference.model", name, (model, tokenizer), self.recipe, self.tokens, self.longest)
         return model
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from surefoot.errors import SurefootError
-from surefoot.kinds import ModelRecipe
-from surefoot.language.models import RewardModel, load_model, save_model
+from surefoot.kinds import LanguageRecipe, ModelRecipe
+from surefoot.language.models import RewardModel, context_of, load_model, save_model
 from surefoot.language.pretrained import HEAD
 from surefoot.language.sampler import generate
 from surefoot.language.tokens import Messages, Tokens
@@ -91,6 +91,26 @@ def named(field: str) -> Iterator[None]:
     except SurefootError as error:
         said = str(error)
         raise SurefootError(f"{field}={said.removeprefix('model=')}" if said.startswith("model=") else said) from None
+
+
+def check_reads(field: str, name: str, read_by: tuple[Any, Any], policy: ModelRecipe, tokens: Tokens, longest: int) -> None:
+    """Raise SurefootError unless a model, given with its tokenizer, can read all that the policy reads and writes, by its ids.
+
+    longest  tokens of the longest text, answers included
+    """
+    model, tokenizer = read_by
+    if tokenizer.get_vocab() != tokens.tokenizer.get_vocab():
+        raise SurefootError(
+            f"{field}={name!r}: has another vocabulary than model={policy.model!r}; it reads the policy's tokens, so both need "
+            "the same tokenizer"
+        )
+    context = context_of(model)
+    if context is not None and longest > context:
+        knobs = "data.max_length or sampling.max_tokens" if isinstance(policy, LanguageRecipe) else "data.max_length"
+        raise SurefootError(
+            f"{field}={name!r}: prompts with their responses have up to {longest} tokens and its context is {context}; lower "
+            f"{knobs}"
+        )
 
 
 def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:

@@ -23,7 +23,16 @@ from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in
 from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
 from surefoot.language.sources import check_count, check_same, rows_print, weights_print
 from surefoot.language.tokens import shown
-from surefoot.language.trained import LanguageModel, base_model, description, leave, model_folder, named, restore_best
+from surefoot.language.trained import (
+    LanguageModel,
+    base_model,
+    check_reads,
+    description,
+    leave,
+    model_folder,
+    named,
+    restore_best,
+)
 from surefoot.rollout import Metrics, Rollout
 from surefoot.run.checkpoint import load_weights
 from surefoot.seeding import derived_seed
@@ -116,7 +125,7 @@ class LanguageWorld:
             return Critic.of_policy(model)
         with named("critic.start"):
             scores: Any = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
-        self._check_reads("critic.start", start, scores.tokenizer, scores.backbone)
+        check_reads("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
         return Critic.of_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
 
     def _reference(self, bf16: bool) -> ReferencePolicy:
@@ -126,22 +135,8 @@ class LanguageWorld:
             model, tokenizer = load_model(
                 model_folder(self.recipe.reference.model), trust_remote_code=self.recipe.trust_remote_code
             )
-        self._check_reads("reference.model", self.recipe.reference.model, tokenizer, model)
+        check_reads("reference.model", self.recipe.reference.model, (model, tokenizer), self.recipe, self.tokens, self.longest)
         return ReferencePolicy(LanguagePolicy(model, None, self.tokens.pad_id, self.recipe.sampling.temperature, bf16=bf16))
-
-    def _check_reads(self, field: str, name: str, tokenizer: Any, model: Any) -> None:
-        """Raise SurefootError unless a model can read all that the policy reads and writes, by its ids."""
-        if tokenizer.get_vocab() != self.tokens.tokenizer.get_vocab():
-            raise SurefootError(
-                f"{field}={name!r}: has another vocabulary than model={self.recipe.model!r}; it reads the policy's tokens, so "
-                "both need the same tokenizer"
-            )
-        context = context_of(model)
-        if context is not None and self.longest > context:
-            raise SurefootError(
-                f"{field}={name!r}: prompts with their responses have up to {self.longest} tokens and its context is "
-                f"{context}; lower data.max_length or sampling.max_tokens"
-            )
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and the batch arithmetic."""
