@@ -49,8 +49,8 @@ def language_demo(
     print("\n2/3 Reward model: it learns from pairs of the model's own reviews which one people would prefer.")
     write_pairs(data, sft, seed)
     pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
-    demonstrations = str(data / "demonstrations.jsonl")
-    reward = stage("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": demonstrations})
+    scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred say mean and spread of the scores well enough
+    reward = stage("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
     print("\n3/3 PPO: the model is trained to please the reward model, held near its SFT start by the KL.")
     changes = {
         "model": str(sft),
