@@ -4,8 +4,9 @@ BIN := .venv/bin
 
 .PHONY: demo test slow lint types tests docs clean
 
-demo: .venv/core
+demo: .venv/demo
 	$(BIN)/surefoot demo
+	$(BIN)/surefoot demo language
 
 test: lint types tests
 
@@ -32,6 +33,10 @@ docs: .venv/dev
 .venv/core: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch .venv/core
+
+.venv/demo: .venv/core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[language]'
+	touch .venv/demo
 
 .venv/dev: .venv/core
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -52,7 +52,16 @@ def language_demo(
     scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred say mean and spread of the scores well enough
     reward = stage("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
     print("\n3/3 PPO: the model is trained to please the reward model, held near its SFT start by the KL.")
-    changes = {
+    ppo = stage("ppo", "reviews", online(folder, anchored))
+    told = compare(sft, reward, ppo, data, begun)
+    write_text(folder / "demo.json", json.dumps(told, indent=1))
+    return told
+
+
+def online(folder: Path, anchored: bool = True) -> dict[str, Any]:
+    """What the third stage changes in its recipe: the files and models that the first two left in the folder."""
+    data, sft, reward = folder / "data", folder / "sft", folder / "reward"
+    return {
         "model": str(sft),
         "data": {"train": str(data / "prompts.jsonl"), "held_out": str(data / "held_out_prompts.jsonl")},
         "evaluation": {"demonstrations": str(data / "held_out_demonstrations.jsonl"), "rows": 128},
@@ -60,10 +69,6 @@ def language_demo(
         "critic": {"start": str(reward)},
         "reference": {} if anchored else {"beta": 0.0},
     }
-    ppo = stage("ppo", "reviews", changes)
-    told = compare(sft, reward, ppo, data, begun)
-    write_text(folder / "demo.json", json.dumps(told, indent=1))
-    return told
 
 
 def write_data(folder: Path, seed: int) -> None:
@@ -89,13 +94,20 @@ def write_pairs(folder: Path, sft: Path, seed: int) -> None:
     write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
 
 
+def judged(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
+    """A run beside its SFT start, on held-out prompts of products that training has named, and of others."""
+    from surefoot.language.evaluate import evaluate_run
+
+    others = evaluate_run(ppo, rows=128, data=str(data / "held_out_products.jsonl"))
+    return {"known_products": evaluate_run(ppo, rows=128), "other_products": others}
+
+
 def compare(sft: Path, reward: Path, ppo: Path, data: Path, begun: float) -> dict[str, Any]:
     """Before and after on the held-out prompts, as a table with some answers; what to try next."""
-    from surefoot.language.evaluate import evaluate_run
     from surefoot.run.tracking import read_metrics
 
-    known = evaluate_run(ppo, rows=128)
-    others = evaluate_run(ppo, rows=128, data=str(data / "held_out_products.jsonl"))
+    told = judged(ppo, data)
+    known, others = told["known_products"], told["other_products"]
     accuracy = read_metrics(reward / "metrics.jsonl")[-1]["held_out_accuracy"]
     print(f"\n{'Answers to held-out prompts':28}{'of known products':>20}{'of other products *':>24}")
     print(f"{'':28}" + f"{'SFT':>10}{'PPO':>10}{'':4}" * 2)
@@ -124,6 +136,5 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, begun: float) -> dic
     print(f"  {here} demo language --no-anchor       # β = 0: watch the reward being hacked")
     print(f"  {here} generate {ppo} --prompt 'new tent: ' --samples 5")
     print(f"  {here} evaluate {ppo} --json")
-    judged = {"known_products": known, "other_products": others}
-    kept = {of: {name: value for name, value in told.items() if name != "samples"} for of, told in judged.items()}
+    kept = {of: {name: value for name, value in found.items() if name != "samples"} for of, found in told.items()}
     return {"seconds": seconds, "reward_accuracy": accuracy, **kept}

@@ -1,0 +1,111 @@
+"""``surefoot demo language`` on several seeds, with the KL anchor and without it, and the table of both.
+
+    python benchmarks/language.py train --seeds 1 2 3 4 5     one seed after another; what is there is not repeated
+    python benchmarks/language.py table                       docs/benchmarks/language.md from benchmarks/results/language
+
+Without the anchor (β = 0) the third stage alone is trained again, on the same data from the same SFT and reward model. Each
+seed is one JSON file of results; its runs are in benchmarks/runs/language/SEED.
+"""
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from surefoot.compare.statistics import markdown_table
+from surefoot.demo_language import judged, online
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "language.md", ROOT / "benchmarks" / "results" / "language"
+RUNS = ROOT / "benchmarks" / "runs" / "language"
+ROWS = {
+    "reward": "proxy reward (learned)",
+    "gold": "gold reward (the truth)",
+    "kl": "KL to SFT, nats per response",
+    "log_likelihood": "log π of demonstrations, per token",
+    "distinct_2": "distinct bigrams",
+    "length": "length, tokens",
+}
+OF = {"known_products": "known products", "other_products": "other products"}
+
+
+def trained(seed: int) -> dict[str, Any]:
+    """What the demo says of a seed, and the same for the third stage without the anchor."""
+    from surefoot import train
+
+    folder = RUNS / str(seed) / "demo-language"
+    if not (folder / "demo.json").exists():
+        shutil.rmtree(RUNS / str(seed), ignore_errors=True)  # a demo that was interrupted begins anew
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        demo = [sys.executable, "-m", "surefoot", "demo", "language"]
+        subprocess.run([*demo, "--seed", str(seed), "--run-dir", str(RUNS / str(seed))], check=True)
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+        (folder / "seconds.json").write_text(json.dumps({"cpu_seconds": round(spent, 1)}))
+    told = json.loads((folder / "demo.json").read_text())
+    if (folder / "seconds.json").exists():
+        told |= json.loads((folder / "seconds.json").read_text())
+    hacked = folder / "hacked"
+    if not (hacked / "finished.json").exists():
+        shutil.rmtree(hacked, ignore_errors=True)
+        train("reviews", seed=seed, run_dir=hacked, **online(folder, anchored=False))
+    without = judged(hacked, folder / "data")
+    return told | {"without_anchor": {of: {k: v for k, v in found.items() if k != "samples"} for of, found in without.items()}}
+
+
+def spread(values: list[float]) -> str:
+    """Mean and range over seeds."""
+    return f"{np.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def tables() -> str:
+    """One table over all seeds, one by seed."""
+    found = {int(path.stem): json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    rows = []
+    for of, of_label in OF.items():
+        for name, label in ROWS.items():
+            sft = [told[of]["start"][name] for told in found.values()]
+            ppo = [told[of]["trained"][name] for told in found.values()]
+            free = [told["without_anchor"][of]["trained"][name] for told in found.values()]
+            rows.append([f"{of_label}: {label}", spread(sft), spread(ppo), spread(free)])
+        won = [told[of]["win_rate_gold"] for told in found.values()]
+        lost = [told["without_anchor"][of]["win_rate_gold"] for told in found.values()]
+        rows.append([f"{of_label}: better than SFT by gold", "", spread(won), spread(lost)])
+    seeds = []
+    for seed, told in found.items():
+        known, free = told["known_products"], told["without_anchor"]["known_products"]
+        seeds.append(
+            [str(seed), f"{told['reward_accuracy']:.0%}"]
+            + [f"{known['start'][name]:.2f}" for name in ("reward", "gold")]
+            + [f"{known['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
+            + [f"{free['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
+        )
+    head = ["seed", "reward model", "SFT proxy", "SFT gold", "β=.2 proxy", "gold", "KL", "β=0 proxy", "gold", "KL"]
+    first = markdown_table(["128 held-out prompts each", "SFT", "PPO, β = 0.2", "PPO, β = 0"], rows)
+    return f"{first}\n\nKnown products, seed by seed:\n\n{markdown_table(head, seeds)}"
+
+
+def main() -> None:
+    """Train seeds, or write the page's tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["train", "table"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    given = parser.parse_args()
+    if given.what == "train":
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        for seed in given.seeds:
+            if not (RESULTS / f"{seed}.json").exists():
+                (RESULTS / f"{seed}.json").write_text(json.dumps(trained(seed), indent=1) + "\n")
+        return
+    begin, end = "<!-- begin: benchmarks/language.py -->\n", "\n<!-- end -->"
+    page = PAGE.read_text()
+    PAGE.write_text(page[: page.index(begin) + len(begin)] + tables() + page[page.index(end) :])
+
+
+if __name__ == "__main__":
+    main()
