@@ -217,3 +217,30 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
 def test_an_objective_that_weighs_rows_otherwise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="kind = 'sft' learns from rows that are all worth 1"):
         recipe("sft", tmp_path, "rows.jsonl", algorithm="PPO_CLIP")
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_evaluation_reads_no_more_at_a_time_than_learning_does_and_says_the_same(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    file = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
+    told = []
+    for most in (None, 40):
+        settings = {"train": file, "held_out": file, "max_length": 64, "batch": 8}
+        table = {"kind": kind, "model": str(folders["llama"]), "steps": 96, "data": settings}
+        world = SupervisedWorld(make_recipe({**table, "optimizer": {"micro_batch_tokens": most or "none"}}))
+        read: list[int] = []
+        whole = world.policy.forward if kind != "dpo" else world.policy.moved
+
+        def watched(inputs: Any, *others: Any, whole: Any = whole, read: list[int] = read, world: Any = world) -> Any:
+            costs = world.policy.costs(inputs, *(others[1:] or [torch.ones(len(next(iter(inputs.values()))), 1)]))
+            read.append(len(costs) * int(costs.max()) if len(costs) > 1 else 0)  # a row by itself may be longer
+            return whole(inputs, *others)
+
+        setattr(world.policy, "forward" if kind != "dpo" else "moved", watched)
+        judged = world.evaluate()
+        assert judged is not None
+        told.append(judged.metrics["held_out_loss"])
+        assert read
+        assert (max(read) > 40) is (most is None)
+    assert told[0] == pytest.approx(told[1], rel=1e-5)

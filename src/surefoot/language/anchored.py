@@ -204,8 +204,10 @@ def judged(policy: AnchoredPairPolicy, rows: Rows, count: int, recipe: DpoRecipe
     count, wrong = min(count, rows.count), recipe.preference.label_smoothing
     weights = torch.tensor([1 - wrong, wrong], dtype=torch.float64)
     moved, known = [], []
-    for inputs, _, _ in batches(rows.tensors, count, recipe.data.batch, recipe.device):
-        moved.append(policy.moved(inputs).double().cpu())
+    most = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
+    for inputs, actions, mask in batches(rows.tensors, count, recipe.data.batch, recipe.device):
+        found = in_parts(lambda part, *_: policy.moved(part), inputs, actions, mask, *most, policy.costs(inputs, mask))
+        moved.append(found.double().cpu())
         known.append(inputs[REFERENCE].double().cpu())
     away = torch.cat(moved)
     chosen, rejected = (away + torch.cat(known)).mean(0).tolist()

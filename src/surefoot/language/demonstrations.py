@@ -62,10 +62,13 @@ def demonstration_tensors(shown: data.Demonstrations, rows: Sequence[int], pad_i
 
 @torch.no_grad()
 def scored(
-    policy: Policy, rows: Rows, count: int, batch: int, device: str, tokens: int | None = None
+    policy: Policy, rows: Rows, count: int, batch: int, device: str, tokens: int | None = None, size: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Log-probabilities and mask, both [B, T], of the first ``count`` rows; at most ``batch`` rows and ``tokens`` at a time."""
+    """Log-probabilities and mask, both [B, T], of the first ``count`` rows, padded in batches of ``batch``.
+
+    At most ``tokens`` tokens and ``size`` rows are read at a time.
+    """
     count = min(count, rows.count)
     for start in range(0, count, batch):
         inputs, actions, mask = map_tensors(lambda x: x.to(device), rows.tensors(range(start, min(start + batch, count))))
-        yield in_parts(policy, inputs, actions, mask, tokens).log_probs, mask
+        yield in_parts(policy, inputs, actions, mask, tokens, size, policy.costs(inputs, mask)).log_probs, mask

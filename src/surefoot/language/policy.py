@@ -212,15 +212,18 @@ def in_parts(
     mask: Tensor,
     tokens: int | None,
     size: int | None = None,
+    costs: Tensor | None = None,
 ) -> Any:
     """``function(inputs, actions, mask)`` without gradient, in micro-batches of so many tokens, and so many rows, at most.
+
+    costs  tokens that each row is read with; of prompt and response if not given   [B]
 
     The function returns a tensor [B, ...] or a tree of them: a policy's Evaluation, its ``values_after``, a reference's
     ``log_probs``. Rows come back in their old order.
     """
     if tokens is None and size is None:
         return function(inputs, actions, mask)
-    groups = by_tokens(lengths(inputs, mask), sys.maxsize if tokens is None else tokens, size)
+    groups = by_tokens(lengths(inputs, mask) if costs is None else costs, sys.maxsize if tokens is None else tokens, size)
     back = torch.cat(groups).argsort()
     parts = [function(*chosen((inputs, actions, mask), group)) for group in groups]
     joined = iter([torch.cat(pieces) for pieces in zip(*map(leaves, parts), strict=True)])

@@ -213,7 +213,8 @@ class SupervisedWorld:
             told = judged(self.policy, self.held_out, rows, self.recipe)
             loss = told["held_out_loss"]
             return Judgement(None if loss is None else -loss, told)
-        found = list(scored(self.policy, self.held_out, rows, batch, self.recipe.device))
+        most = (self.recipe.optimizer.micro_batch_tokens, self.recipe.optimizer.micro_batch)
+        found = list(scored(self.policy, self.held_out, rows, batch, self.recipe.device, *most))
         likelihood = mean_log_likelihood(found)
         assert likelihood is not None, "data without a trained token is refused"
         metrics: Metrics = {"held_out_loss": -likelihood}

@@ -267,11 +267,11 @@ class _Estimating:
 
     def evaluating(self) -> Phase:
         s = self.setup
-        rows = min(s.rows, s.evaluated)
+        read = s.micro(min(s.rows, s.evaluated))
         if s.kind == "reward":
-            found = self.tried("evaluating", lambda: passes.judging(s.policy, Parts(rows, s.width, 0)))
+            found = self.tried("evaluating", lambda: passes.judging(s.policy, read))
         else:
-            found = self.tried("evaluating", lambda: passes.scoring(s.policy, s.switches(), Parts(rows, s.width, s.response)))
+            found = self.tried("evaluating", lambda: passes.scoring(s.policy, s.switches(), read))
         return Phase({"passes": found.peak})
 
     def tried(self, phase: str, count: Any) -> Passing:
