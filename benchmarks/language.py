@@ -85,8 +85,8 @@ def tables() -> str:
             + [f"{known['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
             + [f"{free['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
         )
-    head = ["seed", "reward model", "SFT proxy", "SFT gold", "β=.2 proxy", "gold", "KL", "β=0 proxy", "gold", "KL"]
-    first = markdown_table(["128 held-out prompts each", "SFT", "PPO, β = 0.2", "PPO, β = 0"], rows)
+    head = ["seed", "reward model", "SFT proxy", "SFT gold", "β=.3 proxy", "gold", "KL", "β=0 proxy", "gold", "KL"]
+    first = markdown_table(["128 held-out prompts each", "SFT", "PPO, β = 0.3", "PPO, β = 0"], rows)
     return f"{first}\n\nKnown products, seed by seed:\n\n{markdown_table(head, seeds)}"
 
 
