@@ -12,6 +12,7 @@ import click
 from surefoot import __version__
 from surefoot.algorithms import LADDER
 from surefoot.cli_attempts import attempt_flags, attempts_from, best_of_n, refuse_for_agents
+from surefoot.cli_chat import chat
 from surefoot.cli_language import data, generate
 from surefoot.cli_memory import memory
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
@@ -186,9 +187,10 @@ def evaluate(
     checkpoint = checkpoint_to_load(run)
     if kind_of(run) != "control":
         from surefoot.language.evaluate import evaluate_run, table
+        from surefoot.run.samples import visible_json
 
         told = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(**attempts))
-        click.echo(json.dumps(told, ensure_ascii=False) if as_json else table(told))
+        click.echo(visible_json(told) if as_json else table(told))
         return
     refuse_for_agents(attempts)
     result = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
@@ -297,6 +299,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 
 
 cli.add_command(generate)
+cli.add_command(chat)
 cli.add_command(best_of_n)
 cli.add_command(data)
 cli.add_command(memory)

@@ -1,6 +1,5 @@
 """The commands that are about text alone: generate, and a look at data."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,17 @@ def generate(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Answer prompts with MODEL: a run, a checkpoint, a transformers folder or a hub id."""
+    """Answer prompts with MODEL: a run, a checkpoint, a transformers folder or a hub id.
+
+    On a terminal, control characters in a response are shown and not obeyed. Piped output is as the model wrote it; --json
+    escapes them.
+    """
     from surefoot.language.trained import writer
 
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
     from surefoot.language.tokens import text_of
+    from surefoot.run.samples import visible_json, visible_lines
 
     language_model = writer(model, trust_remote_code)
     asked: list[Any] = list(prompts)
@@ -70,9 +74,10 @@ def generate(
     for number, response in enumerate(written):
         prompt = asked[number // samples]
         if as_json:
-            click.echo(json.dumps({"prompt": prompt, "response": response}, ensure_ascii=False))
+            click.echo(visible_json({"prompt": prompt, "response": response}))
         else:
-            click.echo(f"{text_of(prompt)} → {response}")
+            line = f"{text_of(prompt)} → {response}"
+            click.echo(visible_lines(line) if sys.stdout.isatty() else line)
 
 
 @click.group()

@@ -76,6 +76,7 @@ def sample(
     decode: Callable[[Sequence[int]], str] | None = None,
     greedy: bool = False,
     path: Path | None = None,
+    heard: Callable[[int], None] | None = None,
 ) -> Samples:
     """Draw ``samples`` responses to each prompt from softmax(logits / temperature), the whole of it: no top-k, no top-p.
 
@@ -86,6 +87,7 @@ def sample(
 
     The prompt is read once for all its samples; finished responses leave the batch. The model is in eval mode meanwhile, and
     without gradient. ``path`` is chosen by what the model allows (``Samples.path`` says which); asking for one is for tests.
+    ``heard`` is called with each token as it is drawn; it follows one response alone.
 
     Raises SurefootError for prompts, seeds, limits or a path that can't be, NotFiniteError for logits that are not finite.
     """
@@ -95,6 +97,7 @@ def sample(
     ids, mask = left_padded(prompts, pad_id)
     batch = Prompts(ids.to(device), mask.to(device))
     rows = samples * len(prompts)
+    assert heard is None or rows == 1, "one response can be followed, not several"
     uniforms = None if greedy else uniforms_of(seeds, max_tokens).to(device)
     actions = torch.full((max_tokens, rows), pad_id, dtype=torch.long, device=device)
     lengths = torch.full((rows,), max_tokens, dtype=torch.long, device=device)
@@ -110,6 +113,8 @@ def sample(
             known = log_softmax(logits, temperature)
             tokens = known.argmax(-1) if uniforms is None else inverse_cdf(known, uniforms[now].index_select(0, slots))
             actions[now].index_copy_(0, slots, tokens)
+            if heard is not None:
+                heard(int(tokens[0]))
             log_probs[now].index_copy_(0, slots, known.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
             done = ending.reached(tokens, actions[: now + 1], slots)
             if done is not None:

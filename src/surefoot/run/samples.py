@@ -53,6 +53,16 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else _mark(c) for c in text)
 
 
+def visible_lines(text: str) -> str:
+    """The same with its line breaks and tabs as they are: what may go to a terminal in more than one line."""
+    return "".join(c if c.isprintable() or c in "\n\t" else _mark(c) for c in text)
+
+
+def visible_json(value: Any) -> str:
+    """JSON of one line that says the same and can be printed: what is not printed in it is escaped."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(value, ensure_ascii=False))
+
+
 def _mark(c: str) -> str:
     if unicodedata.category(c) == "Zs":
         return " "
