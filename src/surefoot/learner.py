@@ -16,7 +16,7 @@ from surefoot.functional import adapt_kl_penalty, masked_moments
 from surefoot.natural_step import NaturalStep
 from surefoot.objective import Batch, loss, mean_old_kl, outermost
 from surefoot.optimizer import AdamSettings, FlatAdam, finite
-from surefoot.rollout import Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
+from surefoot.rollout import Beside, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
 from surefoot.run.distributed import all_max, all_sum, merge_across_ranks
 from surefoot.traces import Recorder, Recording
 
@@ -85,6 +85,8 @@ class Learner:
         self.recorder: Recorder | None = None
         """who traces some of the updates; it changes none of them"""
         self.recording: Recording | None = None
+        self.beside: Beside | None = None
+        """whose gradient is added to that of every minibatch, where there is one"""
         self.compiled = None
         if compiled_rows is not None:
             adams = {name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatAdam)}
@@ -149,6 +151,8 @@ class Learner:
             if self.objective.normalise_advantages == "minibatch":
                 minibatch = self._normalised(minibatch)
             terms, ratios = self._gradient(minibatch, moving, state)
+            if self.beside is not None:
+                terms |= self.beside.add_gradient()
             norms = {name: optimizer.gradient_norm() for name, optimizer in moving.items()}
 
             def take(norms: dict[str, float] = norms) -> None:
@@ -261,7 +265,7 @@ class Learner:
     def _loss(self, terms: dict[str, float]) -> float:
         """Finite where every term of the loss is; a metric beside them may be anything."""
         entropy = ("entropy",) if self.objective.entropy_coefficient else ()
-        names = ("policy_loss", "penalty_kl", "value_loss", "reference_loss", *entropy)
+        names = ("policy_loss", "penalty_kl", "value_loss", "reference_loss", "sft_loss", *entropy)
         return sum(terms[name] for name in names if name in terms)
 
     def _kl(self, terms: dict[str, float]) -> float:

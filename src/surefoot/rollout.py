@@ -129,6 +129,14 @@ class Credit:
     """the critic's targets R̂"""
 
 
+class Beside(Protocol):
+    """A loss of its own beside the objective's, on data of its own."""
+
+    def add_gradient(self) -> dict[str, float]:
+        """Add its gradient to ``.grad`` of the parameters, before a step is taken; its terms over all ranks, by name."""
+        ...
+
+
 class Collector(Protocol):
     """Where experience comes from: the only part that knows environments, or prompts and rewards."""
 

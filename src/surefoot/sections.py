@@ -245,6 +245,17 @@ class ReferenceSettings(Section):
     """responses over which an error of the KL moves β by its own size"""
 
 
+class MixingSettings(Section):
+    """Demonstrations that every update learns from beside the reward, so that less is forgotten (PPO-ptx)."""
+
+    sft_coefficient: float = Field(0.0, ge=0)
+    """weight in the loss of the mean −log π per token of demonstrations; 0: none are read"""
+    demonstrations: str | None = None
+    """file or folder of them, as for SFT: supervised or pretraining text"""
+    batch: int | None = Field(None, ge=1)
+    """rows of them per update; none: as many as a minibatch has responses"""
+
+
 class AnchorSettings(Section):
     """The anchor of learning from pairs: what the model starts to move from, and what moving costs."""
 

@@ -58,6 +58,7 @@ class Session:
     ) -> None:
         self.recipe, self.world, self.folder, self.display, self.callback = recipe, world, folder, display, callback
         self.learner = make_learner(recipe, world.policy)
+        self.learner.beside = world.beside
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)
         self.best: float | None = None
         self.since_best = 0

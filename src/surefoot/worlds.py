@@ -9,7 +9,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe
-from surefoot.rollout import Collector, Metrics, Policy, Rollout
+from surefoot.rollout import Beside, Collector, Metrics, Policy, Rollout
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class World(Protocol):
     @property
     def collector(self) -> Collector:
         """Where experience comes from."""
+        ...
+
+    @property
+    def beside(self) -> Beside | None:
+        """A loss on other data, whose gradient is added to every update; None without one."""
         ...
 
     @property

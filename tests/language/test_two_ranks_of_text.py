@@ -56,7 +56,14 @@ def supervised(folder: Path) -> Recipe:
     return make_recipe({"kind": "sft", "model": str(folder / "model"), "data": data})
 
 
-RECIPES = {"online": online, "supervised": supervised, "in groups": in_groups}
+def mixed(folder: Path) -> Recipe:
+    """Seven demonstrations of unequal length beside every update: four of one rank, three of the other."""
+    table = online(folder).model_dump(exclude_unset=True)
+    mixing = {"sft_coefficient": 0.5, "demonstrations": str(folder / "demonstrations.jsonl"), "batch": 7}
+    return make_recipe({**table, "mixing": mixing})
+
+
+RECIPES = {"online": online, "mixed": mixed, "supervised": supervised, "in groups": in_groups}
 
 
 def said(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
@@ -71,6 +78,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     """What three iterations sampled, what β became, and the weights."""
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
+    learner.beside = world.beside
     found: dict[str, Any] = {"rows": [], "rounds": 0}
     for _ in range(3):
         rollout = world.collector.collect(state)

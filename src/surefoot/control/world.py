@@ -20,6 +20,7 @@ class ControlWorld:
     """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable."""
 
     leaves = False
+    beside = None
 
     def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None) -> None:
         check_device(recipe.device)

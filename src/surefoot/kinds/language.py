@@ -15,6 +15,7 @@ from surefoot.sections import (
     DemonstrationTraces,
     LanguageEvaluation,
     LanguageOptimizer,
+    MixingSettings,
     OnlineEvaluation,
     PreferenceSettings,
     PromptSettings,
@@ -164,6 +165,7 @@ class LanguageRecipe(ModelRecipe):
     reward: RewardSettings
     reference: ReferenceSettings = ReferenceSettings()
     critic: CriticSettings = CriticSettings()
+    mixing: MixingSettings = MixingSettings()
 
     @classmethod
     def switches(cls, algorithm: Objective) -> dict[str, Any]:
@@ -202,6 +204,12 @@ class LanguageRecipe(ModelRecipe):
         """Responses per iteration."""
         return self.sampling.prompts * self.sampling.samples
 
+    @property
+    def mixed_rows(self) -> int:
+        """Demonstrations per update, where some are mixed in."""
+        reuse = self.objective.reuse
+        return self.mixing.batch or self.responses // (reuse.minibatches if reuse else 1)
+
     @pydantic.model_validator(mode="after")
     def _fits(self) -> "LanguageRecipe":
         reuse, critic = self.objective.reuse, self.objective.baseline == "critic"
@@ -215,6 +223,11 @@ class LanguageRecipe(ModelRecipe):
             raise SurefootError(
                 f"evaluation.demonstrations={self.evaluation.demonstrations!r}: evaluation.rows=0 switches evaluation off; set "
                 "how many rows, such as 256, or unset it"
+            )
+        if self.mixing.sft_coefficient and self.mixing.demonstrations is None:
+            raise SurefootError(
+                f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: is the weight of demonstrations, and there are "
+                "none; name their file with mixing.demonstrations, or set 0"
             )
         for term in self.reward.terms:
             if (term.model is None) == (term.function is None):

@@ -93,6 +93,7 @@ class SupervisedWorld:
     """What a recipe of kind "sft", "reward" or "dpo" is made of."""
 
     leaves = True
+    beside = None
 
     def __init__(self, recipe: DemonstrationRecipe) -> None:
         check_device(recipe.device)

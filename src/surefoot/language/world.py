@@ -18,6 +18,7 @@ from surefoot.language.collect import Answers, LanguageCollector, repeated, sett
 from surefoot.language.demonstrations import Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
+from surefoot.language.mixing import Mixing
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
@@ -105,6 +106,7 @@ class LanguageWorld:
         self.policy.to(recipe.device)
         self.reference = self._reference(bf16).to(recipe.device)
         self.collector = LanguageCollector(recipe, self.policy, self.reference, self.reward, self.gold, train, self.tokens)
+        self.beside = self._mixing(context)
 
     def _prompts(self, path: str) -> data.Prompts:
         found = data.prompts(data.read_rows(path), self.tokens, *self.room)
@@ -118,6 +120,22 @@ class LanguageWorld:
         if rows.dropped:
             self.notes.append(f"{path}: dropped, because longer than {limit} tokens: {rows.dropped} rows")
         return rows
+
+    def _mixing(self, context: int | None) -> Mixing | None:
+        recipe, settings = self.recipe, self.recipe.mixing
+        if not settings.sft_coefficient:
+            return None
+        assert settings.demonstrations is not None
+        rows = self._demonstrations(settings.demonstrations, context)
+        seed = derived_seed(recipe.seed, "mixing")
+        return Mixing(
+            self._supervised(), rows, recipe.mixed_rows, settings.sft_coefficient, seed, recipe.device, *self.collector.budget
+        )
+
+    def _supervised(self) -> LanguagePolicy:
+        """The model as SFT has it: at temperature 1, without a critic."""
+        checkpointing, bf16 = self.policy.checkpointing, self.policy.bf16
+        return LanguagePolicy(self.policy.model, None, self.tokens.pad_id, checkpointing=checkpointing, bf16=bf16)
 
     def _critic(self, model: Any) -> Critic:
         start = self.recipe.critic.start
@@ -148,6 +166,9 @@ class LanguageWorld:
         at_most = (
             f", fewer with more than one of sampling.rounds = {recipe.sampling.rounds}" if recipe.sampling.rounds > 1 else ""
         )
+        mixed = []
+        if self.beside is not None:
+            mixed = [f"mixed in: {recipe.mixed_rows} of {self.beside.rows.count:,} demonstrations per update"]
         return [
             *self.notes,
             f"parameters: {count:,} trained, {critic:,} of them the critic's; {count - critic:,} frozen in the reference",
@@ -155,6 +176,7 @@ class LanguageWorld:
             f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
             f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}{at_most}",
             f"updates in all: {iterations * epochs * minibatches:,}",
+            *mixed,
             *self.memory.lines(),
         ]
 
@@ -174,7 +196,10 @@ class LanguageWorld:
         prompts = self.collector.prompts
         columns = zip(*prompts.columns.values(), strict=True) if prompts.columns else [()] * len(prompts.ids)
         rows = zip(prompts.ids, columns, strict=True)
-        return {**self.frozen, f"data.train={self.recipe.data.train!r}": rows_print(rows)}
+        found = {**self.frozen, f"data.train={self.recipe.data.train!r}": rows_print(rows)}
+        if self.beside is not None:
+            found[f"mixing.demonstrations={self.recipe.mixing.demonstrations!r}"] = self.beside.rows.print
+        return found
 
     def trees(self) -> dict[str, Any]:
         """Weights of policy and critic, and what is needed to make a model of them. The reference is where it came from."""
@@ -183,6 +208,7 @@ class LanguageWorld:
             "agent": self.policy.state_dict(),
             "recipe": to_table(self.recipe),
             "model": description(self.policy.model, self.tokens.tokenizer),
+            **({} if self.beside is None else {"mixing": self.beside.state_dict()}),
         }
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
@@ -191,12 +217,21 @@ class LanguageWorld:
         check_same(trees.get("sources", {}), self.sources)
         load_weights(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
+        if self.beside is not None and "mixing" in trees:  # not there where mixing was switched on since, on purpose
+            self.beside.load_state_dict(trees["mixing"])
         return []
 
+    def answers(self) -> Answers:
+        """Sampled answers to the held-out prompts, always with the same random numbers."""
+        assert self.held_out is not None
+        settings = self.recipe.evaluation
+        prompts = repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
+        return self.collector.answer(prompts, [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))])
+
     @torch.no_grad()
-    def evaluate(self) -> Judgement | None:
-        """Sampled answers to held-out prompts, always with the same random numbers: reward less what the KL costs. And how
-        likely demonstrations are. Without held-out prompts, what was sampled last stands for their answers.
+    def evaluate(self, answers: Answers | None = None) -> Judgement | None:
+        """Sampled answers to held-out prompts (``answers()``, if not given): reward less what the KL costs. And how likely
+        demonstrations are. Without held-out prompts, what was sampled last stands for their answers.
         """
         found: Metrics = {}
         if self.demonstrations is not None:
@@ -204,20 +239,15 @@ class LanguageWorld:
         if self.held_out is None:
             said = self.collector.said if self.recipe.evaluation.rows else []
             return Judgement(None, found, said) if found or said else None
-        settings, recipe = self.recipe.evaluation, self.recipe
-        prompts = repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
-        seeds = [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))]
-        answers = self.collector.answer(prompts, seeds)
-        judged = self.judge(answers, recipe.reference.beta)
+        judged = self.judge(self.answers() if answers is None else answers, self.recipe.reference.beta)
         return replace(judged, metrics=judged.metrics | found)
 
     def _log_likelihood(self, rows: Rows) -> float | None:
         """That of demonstrations under the policy, at temperature 1 as in SFT; no more rows at a time than in an update."""
         recipe, reuse = self.recipe, self.recipe.objective.reuse
-        policy = LanguagePolicy(self.policy.model, None, self.tokens.pad_id, bf16=self.policy.bf16)
         tokens, size = self.collector.budget
         size = size or max(1, recipe.responses // (reuse.minibatches if reuse else 1))
-        return mean_log_likelihood(scored(policy, rows, recipe.evaluation.rows, size, recipe.device, tokens))
+        return mean_log_likelihood(scored(self._supervised(), rows, recipe.evaluation.rows, size, recipe.device, tokens))
 
     def judge(self, answers: Answers, beta: float) -> Judgement:
         """What answers are worth: reward, gold where it is known, KL to the reference, length, diversity."""

@@ -37,6 +37,7 @@ SHOWN = {
     "tokens_per_second": ("tokens/s, sampling", "{:,.0f}"),
     "steps_per_second": ("steps/s", "{:,.0f}"),
     "policy_loss": ("policy loss", "{:+.4f}"),
+    "sft_loss": ("loss of demonstrations", "{:.4f}"),
     "value_loss": ("value loss", "{:.4f}"),
     "kl": ("KL to π_old (k3)", "{:.4f}"),
     "kl_after": ("KL after the batch", "{:.4f}"),

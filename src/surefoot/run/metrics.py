@@ -155,6 +155,10 @@ METRICS: dict[str, Metric] = {
         why_high="training scores actions differently from the rollout",
     ),
     "reference_loss": Metric("mean KL to the reference as the loss sees it; only with reference_coefficient"),
+    "sft_loss": Metric(
+        "mean −log π per token of the demonstrations that are mixed into the updates, before its weight; only with "
+        "mixing.sft_coefficient. A rise says that the reward wins: raise the coefficient if that is not wanted"
+    ),
     "explained_variance": Metric(
         "1 − Var(R̂ − V)/Var(R̂): 1 is a perfect critic, 0 a constant one; null where returns are constant, "
         "and meaningless where they nearly are",

@@ -1,0 +1,192 @@
+"""Demonstrations mixed into the updates: the gradient is the sum of both, in an order that resumes; else nothing changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.language.mixing import NAME
+from surefoot.language.world import LanguageWorld
+from surefoot.recipes import find_recipe
+from surefoot.rollout import LearnerState
+from surefoot.run.tracking import read_metrics
+from surefoot.session import make_learner
+from surefoot.traces import Recorder, Trace
+
+ONCE = {"epochs": 1, "minibatches": 1}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Prompts, demonstrations of unequal length, and a reward that likes vowels."""
+    rows = [{"prompt": f"{i} says ", "completion": "b" * (i % 5 + 1) + "."} for i in range(7)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "def vowels(responses):\n    return [float(sum(c in 'aeiou' for c in t)) for t in responses]\n"
+    )
+    return tmp_path
+
+
+def fields(files: Path, model: Path, coefficient: float, **changes: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 64,
+        "data": {"train": str(files / "rows.jsonl"), "max_length": 32},
+        "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.7},
+        "reward": {"terms": [{"function": f"{files / 'rewards.py'}:vowels"}], "missing_eos": "none"},
+        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": "none"},
+        "mixing": {"sft_coefficient": coefficient, "demonstrations": str(files / "rows.jsonl"), "batch": 5},
+    }
+    return {**table, **changes}
+
+
+def world(files: Path, model: Path, coefficient: float, **changes: Any) -> LanguageWorld:
+    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, coefficient, **changes)}))  # type: ignore[arg-type]
+
+
+def updated(made: LanguageWorld, recorder: Recorder | None = None) -> tuple[dict[str, float | None], Trace | None]:
+    """One update's metrics and trace."""
+    learner, state = make_learner(made.recipe, made.policy), LearnerState.seeded(1, 64)
+    learner.beside, learner.recorder = made.beside, recorder
+    rollout = made.collector.collect(state)
+    metrics = learner.update(rollout, assign_credit(rollout, made.recipe.objective), state)
+    return metrics, None if recorder is None else recorder.take(state)
+
+
+def gradients(made: LanguageWorld) -> dict[str, torch.Tensor]:
+    """What the last step was taken with."""
+    return {name: p.grad.clone() for name, p in made.policy.model.named_parameters() if p.grad is not None}
+
+
+def test_the_gradient_is_that_of_the_reward_and_coefficient_times_that_of_plain_cross_entropy(
+    files: Path, folder: Path
+) -> None:
+    """By the model's own logits at temperature 1, row by row without padding, whatever the micro-batches."""
+    objective = {"reuse": ONCE}
+    alone = world(files, folder, 0.0, objective=objective)
+    made = world(files, folder, 0.3, objective=objective)
+    assert made.beside is not None
+    rows = [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()]
+    first = type(made.beside.walk)(len(rows), made.beside.walk.seed).next(5)
+    model, total, count = made.policy.model, torch.zeros(()), 0
+    for row in first:
+        prompt = made.tokens.encode_prompt(rows[row]["prompt"])
+        answer = made.tokens.encode_completion(rows[row]["completion"])
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        total = total + cross_entropy(logits, torch.tensor(answer), reduction="sum")
+        count += len(answer)
+    loss = total / count
+    named = dict(model.named_parameters())
+    wanted = dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
+    metrics, _ = updated(made)
+    updated(alone)
+    assert metrics[NAME] == pytest.approx(float(loss.detach()), rel=1e-5)
+    base = gradients(alone)
+    for name, found in gradients(made).items():
+        own = torch.zeros_like(found) if wanted[name] is None else wanted[name]
+        torch.testing.assert_close(found, base[name] + 0.3 * own, rtol=1e-4, atol=2e-6)
+        assert not torch.equal(found, base[name]) or wanted[name] is None
+    for optimizer in ({"micro_batch": 3}, {"micro_batch_tokens": 40}):
+        settings = {"learning_rate": 1e-3, "max_grad_norm": "none", **optimizer}
+        split = world(files, folder, 0.3, objective=objective, optimizer=settings)
+        updated(split)
+        for name, found in gradients(split).items():
+            torch.testing.assert_close(found, base[name] + (gradients(made)[name] - base[name]), rtol=1e-4, atol=2e-6)
+
+
+def test_with_coefficient_0_nothing_is_read_and_no_bit_changes(files: Path, folders: dict[str, Path]) -> None:
+    told: list[list[dict[str, Any]]] = [[], []]
+    weights = []
+    for at, mixing in enumerate(({}, {"sft_coefficient": 0.0, "demonstrations": "nowhere.jsonl"})):
+        found = told[at]
+        settings = fields(files, folders["llama"], 0.0, steps=32, mixing=mixing)
+        made = surefoot.train("language", **settings, callback=lambda metrics, found=found: bool(found.append(metrics)))
+        weights.append(made.model.state_dict())
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+    kept = [[{k: v for k, v in row.items() if "second" not in k} for row in rows] for rows in told]
+    assert kept[0] == kept[1]
+    assert NAME not in kept[0][0]
+
+
+def test_an_interrupted_run_goes_on_with_the_next_demonstrations_and_learns_them(
+    files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = fields(files, folders["qwen2"], 1.0)
+    whole = surefoot.train("language", run_dir=tmp_path / "whole", **settings)
+    surefoot.train("language", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 32, **settings)
+    resumed = surefoot.resume(tmp_path / "cut")
+    for name, weights in whole.model.state_dict().items():
+        assert torch.equal(weights, resumed.model.state_dict()[name]), name
+    rows = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "cut")]
+    losses = [[row[NAME] for row in run] for run in rows]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < 0.7 * losses[0][0]
+
+
+def test_demonstrations_that_changed_since_the_checkpoint_are_refused(
+    files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (files / "shown.jsonl").write_text((files / "rows.jsonl").read_text())
+    mixing = {"sft_coefficient": 0.1, "demonstrations": str(files / "shown.jsonl")}
+    settings = fields(files, folders["llama"], 0.1, steps=32, mixing=mixing, objective={"reuse": ONCE})
+    surefoot.train("language", run_dir=tmp_path / "run", callback=lambda metrics: True, **settings)
+    (files / "shown.jsonl").write_text((files / "rows.jsonl").read_text().replace("says", "cried"))
+    with pytest.raises(SurefootError, match=r"mixing\.demonstrations=.*is not what it was at the checkpoint"):
+        surefoot.resume(tmp_path / "run")
+
+
+def test_traces_are_of_the_responses_alone(files: Path, folders: dict[str, Path]) -> None:
+    """Before the first step they are the same to the last bit; after it θ is another one, and the arithmetic still holds."""
+    objective = {"reuse": {"epochs": 2, "minibatches": 1}}
+    found = []
+    for coefficient in (0.0, 0.5):
+        made = world(files, folders["llama"], coefficient, objective=objective)
+        _, trace = updated(made, Recorder(every=1, rows=2, describe=made.describe))
+        assert trace is not None
+        found.append(trace)
+    for without, mixed in zip(found[0].rows, found[1].rows, strict=True):
+        for name in ("actions", "rewards", "advantages", "returns", "old_log_probs"):
+            assert torch.equal(getattr(without, name), getattr(mixed, name)), name
+        assert torch.equal(without.visits.log_probs[0], mixed.visits.log_probs[0])
+        assert torch.equal(without.visits.updates, mixed.visits.updates)
+        assert not torch.equal(without.visits.log_probs[1], mixed.visits.log_probs[1])
+        assert mixed.old_log_probs is not None
+        ratio = (mixed.visits.log_probs - mixed.old_log_probs).exp()
+        torch.testing.assert_close(mixed.visits.ratio[:, mixed.mask], ratio[:, mixed.mask])
+
+
+def test_a_loss_of_demonstrations_that_is_not_finite_takes_no_step(files: Path, folders: dict[str, Path]) -> None:
+    made = world(files, folders["llama"], float(torch.finfo(torch.float32).max))
+    before = {name: weights.clone() for name, weights in made.policy.state_dict().items()}
+    with pytest.raises(surefoot.NotFiniteError, match="gradient norm"):
+        updated(made)
+    assert all(torch.equal(weights, before[name]) for name, weights in made.policy.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("mixing", "said"),
+    [
+        ({"sft_coefficient": 0.1}, r"mixing\.sft_coefficient=0\.1: .*mixing\.demonstrations"),
+        ({"sft_coefficient": -1.0}, r"mixing\.sft_coefficient=-1"),
+        ({"coefficient": 1.0}, r"mixing\.coefficient=1\.0: unknown key"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_before_a_model_is_loaded(mixing: dict[str, Any], said: str, files: Path) -> None:
+    with pytest.raises(SurefootError, match=said):
+        find_recipe("language", fields(files, Path("/nonexistent"), 0.0, mixing=mixing))
+
+
+def test_as_many_demonstrations_as_a_minibatch_has_responses_unless_a_number_is_given(
+    files: Path, folders: dict[str, Path]
+) -> None:
+    made = world(files, folders["llama"], 0.1, mixing={"sft_coefficient": 0.1, "demonstrations": str(files / "rows.jsonl")})
+    assert made.recipe.mixed_rows == 16 // 4
+    assert "mixed in: 4 of 7 demonstrations per update" in made.arithmetic()
+    assert world(files, folders["llama"], 0.1).recipe.mixed_rows == 5
