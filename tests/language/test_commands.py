@@ -56,8 +56,10 @@ def test_evaluate_of_an_online_run_compares_it_with_its_start(command: Command, 
     assert {"reward", "gold", "kl", "length", "eos_rate", "distinct_2"} <= set(told["trained"])
     assert 0 <= told["win_rate_gold"] <= 1
     assert len(told["samples"]) == 12
+    assert told["calibration"]["first"]["kind"] == "returns"
     code, table, _ = command("evaluate", str(runs / "ppo"), "--rows", "4")
     assert code == 0
+    assert "explained variance" in table
     assert "wins by gold" in table
     assert "on 4 held-out prompts" in table
 

@@ -10,6 +10,9 @@ from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.language.attempts import Attempts, attempted
 from surefoot.language.attempts import lines as attempt_lines
+from surefoot.language.calibration import calibration
+from surefoot.language.calibration import lines as calibration_lines
+from surefoot.language.collect import Answers
 from surefoot.language.metrics import win_rate
 from surefoot.language.sources import check_same
 from surefoot.language.world import LanguageWorld
@@ -38,7 +41,8 @@ def evaluate_run(
 
     Of SFT and reward models the held-out loss, and accuracy. Of an online run reward, gold, KL, length and diversity of both
     the trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins; and
-    the mean log π of a token of the demonstrations that ``evaluation.demonstrations`` names.
+    the mean log π of a token of the demonstrations that ``evaluation.demonstrations`` names. Where there is a critic, how well
+    it foretells what its answers earn (``calibration``).
     Raises SurefootError when the folder is no run of language, there are no rows to judge on, or its reward tells of no
     attempt whether it is right.
     """
@@ -61,9 +65,11 @@ def evaluate_run(
     check_same(trees.get("sources", {}), world.frozen)
     # The policy as it was loaded is the model that training started from. A reward that is no verifier is refused first.
     solved = {} if attempts is None else {"samples": attempts.samples, "start": attempted(world, attempts)}
-    before, start = _judged(world)
+    before, start = _judged(world, world.answers())
     load_weights(world.policy, trees["agent"], checkpoint)
-    after, trained = _judged(world)
+    answers = world.answers()
+    after, trained = _judged(world, answers)
+    foretold = calibration(world, answers)
     if attempts is not None:
         told["attempts"] = {**solved, "trained": attempted(world, attempts)}
     samples = [{**row, "start": old["response"]} for row, old in zip(trained, start, strict=True)]
@@ -74,11 +80,13 @@ def evaluate_run(
             scored = [pair for pair in both if None not in pair]
             ours, theirs = torch.tensor(scored).reshape(-1, 2).unbind(-1)
             told[f"win_rate_{name}"] = win_rate(ours, theirs) if scored else None
+    if foretold is not None:
+        told["calibration"] = foretold
     return told | {"samples": samples}
 
 
-def _judged(world: LanguageWorld) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    judged = world.evaluate()
+def _judged(world: LanguageWorld, answers: Answers) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    judged = world.evaluate(answers)
     assert judged is not None
     return {name.removeprefix("held_out_"): value for name, value in judged.metrics.items()}, judged.samples
 
@@ -113,4 +121,6 @@ def table(told: dict[str, Any]) -> str:
     for name in (name for name in told if name.startswith("win_rate_")):
         share = "–" if told[name] is None else f"{told[name]:.1%}"
         lines.append(f"{'wins by ' + name.removeprefix('win_rate_'):24}{'':>12}{share:>12}")
+    if "calibration" in told:
+        lines += calibration_lines(told["calibration"])
     return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""How well a critic foretells: against numbers computed by hand, and asked at the right places of real answers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surefoot.config import make_recipe
+from surefoot.language.calibration import calibration, lines, returns, success
+from surefoot.language.world import LanguageWorld
+
+
+class Counting(nn.Module):
+    """A critic that says a hundredth of the tokens read so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.arange(1, ids.shape[1] + 1).expand(ids.shape) / 100
+
+
+def world(tmp_path: Path, model: Path, function: str, **changes: Any) -> LanguageWorld:
+    (tmp_path / "rewards.py").write_text(
+        "def brief(responses):\n    return [float(len(t) < 6) for t in responses]\n"
+        "def length(responses):\n    return [None if i == 0 else float(len(t)) for i, t in enumerate(responses)]\n"
+    )
+    rows = [{"prompt": "ab" * (i % 5 + 1)} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {
+        "model": str(model),
+        "data": {"train": str(tmp_path / "rows.jsonl"), "held_out": str(tmp_path / "rows.jsonl")},
+        "sampling": {"prompts": 16, "max_tokens": 9},
+        "reward": {"terms": [{"function": f"{tmp_path / 'rewards.py'}:{function}"}], "missing_eos": "penalty"},
+        "critic": {"own_model": True},
+    }
+    made = LanguageWorld(make_recipe({"kind": "language", **table, **changes}))
+    if made.policy.critic is not None:
+        made.policy.critic = Counting()
+    return made
+
+
+def test_reliability_and_brier_score_are_those_computed_by_hand() -> None:
+    found = success(torch.tensor([0.05, 0.15, 0.15, 0.95, 1.2, -0.3]), torch.tensor([0, 0, 1, 1, 1, 0]).bool())
+    assert found["count"] == 6
+    assert found["brier"] == pytest.approx((0.0025 + 0.0225 + 0.7225 + 0.0025 + 0 + 0) / 6)
+    assert found["brier_baseline"] == pytest.approx(0.25)
+    assert found["predicted"] == pytest.approx((0.05 + 0.15 + 0.15 + 0.95 + 1) / 6), "clipped to [0, 1]"
+    assert found["observed"] == 0.5
+    rows = {row["from"]: row for row in found["bins"]}
+    assert len(rows) == 10
+    assert [row["count"] for row in found["bins"]] == [2, 2, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert (rows[0.0]["predicted"], rows[0.0]["observed"]) == (pytest.approx(0.025), 0)
+    assert (rows[0.1]["predicted"], rows[0.1]["observed"]) == (pytest.approx(0.15), 0.5)
+    assert (rows[0.9]["predicted"], rows[0.9]["observed"], rows[0.9]["to"]) == (pytest.approx(0.975), 1, 1)
+    assert rows[0.5]["predicted"] is None
+
+
+def test_values_of_returns_are_judged_by_numbers_computed_by_hand() -> None:
+    found = returns(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 5.0]))
+    assert found["rmse"] == pytest.approx(math.sqrt(4 / 3))
+    assert found["rmse_baseline"] == pytest.approx(math.sqrt(78 / 27))
+    assert found["explained_variance"] == pytest.approx(1 - 24 / 78)
+    constant = returns(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]))
+    assert (constant["rmse_baseline"], constant["explained_variance"]) == (0, None)
+    nothing = torch.zeros(0)
+    assert returns(nothing, nothing)["rmse"] is None
+    assert success(nothing, nothing.bool())["brier"] is None
+
+
+def test_a_verifiers_critic_is_asked_before_the_first_token_and_in_the_middle(tmp_path: Path, folders: dict[str, Path]) -> None:
+    made = world(tmp_path, folders["llama"], "brief")
+    answers = made.answers()
+    found = calibration(made, answers)
+    assert found is not None
+    prompts, tokens = answers.samples.prompt_mask.sum(-1), answers.samples.lengths
+    assert found["first"]["predicted"] == pytest.approx(float((prompts.double() / 100).mean()))
+    assert found["middle"]["predicted"] == pytest.approx(float(((prompts + tokens // 2).double() / 100).mean()))
+    right = [len(text) < 6 and ended for text, ended in zip(answers.responses, answers.samples.ended.tolist(), strict=True)]
+    assert 0 < sum(right) < len(right), "some of each"
+    assert any(len(text) < 6 for text, ended in zip(answers.responses, answers.samples.ended.tolist(), strict=True) if ended)
+    for moment in ("first", "middle"):
+        assert found[moment]["observed"] == pytest.approx(sum(right) / len(right))
+        assert sum(row["count"] for row in found[moment]["bins"]) == 24
+    told = lines(found)
+    assert told[0].startswith("critic as P(success)")
+    assert any(line.startswith("Brier score") for line in told)
+
+
+def test_other_rewards_have_the_return_that_the_critic_is_trained_for(tmp_path: Path, folders: dict[str, Path]) -> None:
+    made = world(tmp_path, folders["llama"], "length", reference={"beta": 0.3})
+    with torch.no_grad():  # otherwise the reference is the policy and the KL 0
+        made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
+    answers = made.answers()
+    judged, found = made.evaluate(answers), calibration(made, answers)
+    assert judged is not None
+    assert found is not None
+    assert found["first"]["kind"] == "returns"
+    assert found["first"]["count"] == 23, "the first has no score"
+    rows = judged.samples[1:]
+    wanted = sum(row["reward"] - 0.3 * row["kl"] for row in rows) / len(rows)
+    assert found["first"]["observed"] == pytest.approx(wanted, rel=1e-5)
+    assert found["middle"]["observed"] != pytest.approx(wanted, rel=1e-3), "the KL of the first half is spent"
+
+
+def test_without_a_critic_there_is_nothing_to_tell(tmp_path: Path, folders: dict[str, Path]) -> None:
+    made = world(tmp_path, folders["llama"], "brief", algorithm="REINFORCE", critic={})
+    assert calibration(made, made.answers()) is None
