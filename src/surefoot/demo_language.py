@@ -12,6 +12,7 @@ from typing import Any
 from surefoot.demo import command_here
 from surefoot.kinds import Recipe
 from surefoot.language.optional import transformers_needed
+from surefoot.language.pairs import two_answers
 from surefoot.language.rows import write_rows
 from surefoot.language.tasks import reviews
 from surefoot.language.trained import writer
@@ -86,10 +87,7 @@ def write_pairs(folder: Path, sft: Path, seed: int) -> None:
     """Two reviews by the supervised model to each prompt, labelled by gold with noise; the held-out ones apart."""
     model = writer(str(sft))
     prompts = reviews.prompts(PAIRS + HELD_OUT_PAIRS, seed + 2)
-    written: list[str] = []
-    for start in range(0, len(prompts), 400):
-        written += model.generate(prompts[start : start + 400], samples=2, max_tokens=56, seed=seed + start)
-    rows = reviews.label(zip(prompts, written[::2], written[1::2], strict=True), noise=0.25, seed=seed)
+    rows = reviews.label(two_answers(model, prompts, max_tokens=56, seed=seed), noise=0.25, seed=seed)
     write_rows(folder / "held_out_pairs.jsonl", rows[:HELD_OUT_PAIRS])
     write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
 

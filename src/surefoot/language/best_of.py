@@ -15,6 +15,7 @@ from surefoot.language import data
 from surefoot.language.collect import repeated
 from surefoot.language.metrics import best_of_n_kl
 from surefoot.language.models import context_of
+from surefoot.language.pairs import as_answer, pair_row
 from surefoot.language.rewards import FunctionReward, ModelReward, Prompt, Reward, WeightedSum, parts_of
 from surefoot.language.sampler import before, sample
 from surefoot.language.trained import LanguageModel
@@ -206,14 +207,9 @@ def chosen_row(
     if (least is not None and rewards[best] < least) or (worst and rewards[best] == rewards[last]):
         return None
 
-    def answer(place: int) -> str | list[dict[str, str]]:
-        text = responses[place]
-        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
     if not worst:
-        return {"prompt": prompt, "completion": answer(best), "reward": rewards[best]}
-    pair = {"prompt": prompt, "chosen": answer(best), "rejected": answer(last)}
-    return pair | {"reward": rewards[best], "reward_rejected": rewards[last]}
+        return {"prompt": prompt, "completion": as_answer(prompt, responses[best]), "reward": rewards[best]}
+    return pair_row(prompt, responses[best], responses[last]) | {"reward": rewards[best], "reward_rejected": rewards[last]}
 
 
 def _fitting(rows: Sequence[data.Row], model: LanguageModel, max_tokens: int) -> data.Prompts:

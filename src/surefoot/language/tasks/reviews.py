@@ -8,12 +8,12 @@ Demonstrations are of all products. Preferences and training prompts leave some 
 others is held against gold on these.
 """
 
-import math
 import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from surefoot.language.pairs import pair_row, prefers_first
 from surefoot.seeding import derived_seed
 
 TRAINED = {
@@ -84,9 +84,8 @@ def label(pairs: Iterable[tuple[str, str, str]], noise: float = 0.5, seed: int =
     draw = random.Random(derived_seed(seed, "labels"))
     rows = []
     for (prompt, a, b), ours, theirs in zip(told, first, second, strict=True):
-        keeps = draw.random() < _sigmoid((ours - theirs) / noise) if noise > 0 else ours >= theirs
-        chosen, rejected = (a, b) if keeps else (b, a)
-        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        chosen, rejected = (b, a) if prefers_first(ours, theirs, noise, draw) is False else (a, b)
+        rows.append(pair_row(prompt, chosen, rejected))
     return rows
 
 
@@ -179,7 +178,3 @@ def _fresh(draw: random.Random, words: Sequence[str], used: set[str]) -> str:
     word = draw.choice([word for word in words if word not in used])
     used.add(word)
     return word
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

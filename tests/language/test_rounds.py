@@ -1,0 +1,207 @@
+"""Iterated rounds: what is labelled and trained on, what each run starts from, and that a stop anywhere changes nothing."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import surefoot
+from surefoot.config import make_recipe, read_toml
+from surefoot.errors import SurefootError
+from surefoot.kinds import LanguageRecipe
+from surefoot.language.pairs import prefers_first
+from surefoot.language.rows import read_rows, write_rows
+from surefoot.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
+from surefoot.run.tracking import read_metrics
+
+Command = Callable[..., tuple[int, str, str]]
+
+SOURCE = """
+import os, signal
+from pathlib import Path
+
+def judge(responses):
+    return [sum(map(ord, text)) / 100 for text in responses]
+
+def calm(responses):
+    if Path("STOP").exists():
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [0.0] * len(responses)
+
+def bored(responses):
+    return [0.0] * len(responses)
+"""
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [row.columns for row in read_rows(path)]
+
+
+@pytest.fixture
+def start(tmp_path: Path, folders: dict[str, Path]) -> Path:
+    """A folder with a policy, a reward model of six pairs, and a recipe of PPO against it."""
+    (tmp_path / "judge.py").write_text(SOURCE)
+    pairs = [{"prompt": f"{i} ", "chosen": "aeiou", "rejected": "bcdfg"} for i in range(6)]
+    write_rows(tmp_path / "pairs.jsonl", pairs)
+    write_rows(tmp_path / "prompts.jsonl", ({"prompt": f"{i} says "} for i in range(40)))
+    data = {"train": str(tmp_path / "pairs.jsonl"), "max_length": 32, "batch": 3}
+    surefoot.train("reward", run_dir=tmp_path / "reward", model=str(folders["llama"]), steps=6, data=data)
+    (tmp_path / "ppo.toml").write_text(
+        f"""
+        kind = "language"
+        model = "{folders["llama"]}"
+        steps = 16
+        seed = 5
+        [data]
+        train = "{tmp_path}/prompts.jsonl"
+        held_out = "{tmp_path}/prompts.jsonl"
+        max_length = 16
+        [evaluation]
+        rows = 8
+        [sampling]
+        prompts = 8
+        max_tokens = 6
+        [reward]
+        terms = [{{ model = "{tmp_path}/reward" }}, {{ function = "{tmp_path}/judge.py:calm" }}]
+        gold = "{tmp_path}/judge.py:judge"
+        missing_eos = "none"
+        [critic]
+        own_model = true
+        start = "{tmp_path}/reward"
+        [optimizer]
+        learning_rate = 1e-3
+        """
+    )
+    return tmp_path
+
+
+def recipe_of(start: Path, **changes: Any) -> LanguageRecipe:
+    made = make_recipe({**read_toml(start / "ppo.toml"), **changes})
+    assert isinstance(made, LanguageRecipe)
+    return made
+
+
+def timeless(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "second" not in k} for row in read_metrics(run / "metrics.jsonl")]
+
+
+def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_been(start: Path, command: Command) -> None:
+    words = ("rounds", "ppo.toml", "--rounds", "2", "--pairs", "20", "--name", "r", "--quiet", "--json")
+    code, out, err = command(*words)
+    assert code == 0, err
+    told = json.loads(out)["rounds"]
+    folder = start / "runs" / "r"
+    first, second = folder / "round-1", folder / "round-2"
+    assert [one["round"] for one in told] == [1, 2]
+    assert told[0]["kl"]["start"] == pytest.approx(0, abs=1e-5)
+    assert told[1]["kl"]["start"] == pytest.approx(told[0]["kl"]["trained"], abs=1e-4), (
+        "on from the last policy, from one start"
+    )
+    assert told[1]["gold"]["start"] == told[0]["gold"]["trained"]
+    judged = [sum(map(ord, row[side])) for side in ("chosen", "rejected") for row in lines(second / "pairs.jsonl")]
+    half = len(judged) // 2
+    assert all(ours > theirs for ours, theirs in zip(judged[:half], judged[half:], strict=True)), "the judge's labels"
+    old, new = lines(first / "all_pairs.jsonl"), lines(second / "all_pairs.jsonl")
+    assert old == lines(start / "pairs.jsonl") + lines(first / "pairs.jsonl")
+    assert new == old + lines(first / "held_out_pairs.jsonl") + lines(second / "pairs.jsonl")
+    asked = [
+        {row["prompt"] for name in ("pairs", "held_out_pairs") for row in lines(at / f"{name}.jsonl")} for at in (first, second)
+    ]
+    assert not asked[0] & asked[1], "while there are others"
+    assert read_toml(second / "reward" / "config.toml")["steps"] == len(new), "as many passes as the first: one"
+
+    whole = {run: timeless(second / run) for run in ("reward", "ppo")}
+    weights = load_file(second / "ppo" / "model" / "model.safetensors")
+    shutil.rmtree(second)
+    Path("STOP").touch()
+    code, _, err = command(*words)
+    assert code == 130
+    assert "repeat the command to go on" in err
+    assert not (second / "round.json").exists()
+    Path("STOP").unlink()
+    code, again, _ = command(*words)
+    assert code == 0
+    assert json.loads(again)["rounds"] == told
+    assert {run: timeless(second / run) for run in ("reward", "ppo")} == whole
+    for name, found in load_file(second / "ppo" / "model" / "model.safetensors").items():
+        assert torch.equal(found, weights[name]), name
+
+    code, shown, _ = command(*words[:-1])
+    assert code == 0
+    assert table(told) in shown
+    code, _, err = command(*words, "--noise", "1")
+    assert code == 2
+    assert "holds other rounds (noise: 0.0 -> 1.0)" in err
+
+
+def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_anchored_to_the_start(start: Path) -> None:
+    plan, folder = Plan(recipe_of(start), "j:j"), start / "r"
+    for number, model, reward in (
+        (1, plan.recipe.model, start / "reward"),
+        (3, folder / "round-2/ppo", folder / "round-2/reward"),
+    ):
+        made = ppo_recipe(plan, folder, number)
+        new = str(folder / f"round-{number}" / "reward")
+        assert made.model == str(model) == str(policy_before(plan, folder, number))
+        assert reward_before(plan, folder, number) == reward
+        assert [term.model for term in made.reward.terms] == [new, None]
+        assert made.critic.start == new
+        assert made.reference.model == plan.recipe.model
+        assert made.seed == 5 + number - 1
+        rest = {"model", "reward", "critic", "reference", "seed"}
+        assert made.model_dump(exclude=rest) == plan.recipe.model_dump(exclude=rest)
+
+
+def test_without_noise_the_better_answer_is_chosen_and_with_it_as_bradley_and_terry_say() -> None:
+    draw = random.Random(1)
+    assert (prefers_first(2, 1, 0, draw), prefers_first(1, 2, 0, draw), prefers_first(1, 1, 0, draw)) == (True, False, None)
+    share = sum(bool(prefers_first(1.5, 1.0, 0.25, draw)) for _ in range(4000)) / 4000
+    assert share == pytest.approx(0.8808, abs=0.02), "σ(2)"
+
+
+def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
+    from surefoot.language.rewards import Scores
+
+    def length(prompts: Any, responses: Any, columns: Any) -> Scores:
+        total = torch.tensor([float(len(text)) for text in responses])
+        return Scores(total, {}, torch.ones(len(total), dtype=torch.bool))
+
+    rows = [{"prompt": "p", "chosen": a, "rejected": b} for a, b in (("xx", "x"), ("x", "xx"), ("x", "y"), ("xxx", "x"))]
+    assert accuracy(length, rows) == 2.5 / 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reward": {"terms": [{"function": "a:b"}]}}, "this recipe names 0"),
+        ({"reward": {"terms": [{"model": "nowhere"}]}}, "is no run of kind 'reward'"),
+        ({"model": "pocket"}, "model='pocket'"),
+    ],
+)
+def test_what_cannot_be_refreshed_is_refused(changes: dict[str, Any], said: str, start: Path) -> None:
+    with pytest.raises(SurefootError, match=said):
+        Plan(recipe_of(start, **changes), "j:j")
+
+
+def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Path, command: Command) -> None:
+    text = (start / "ppo.toml").read_text()
+    (start / "nobody.toml").write_text(text.replace("gold =", "# gold ="))
+    cases = (
+        (("nobody.toml",), "--judge: nobody labels the pairs"),
+        (("reward/config.toml",), "is of kind 'reward'"),
+        (("sft",), "name a .toml"),
+        (("ppo.toml", "--name", "b", "--pairs", "20", "--judge", "judge.py:bored"), "tells only 0 of 20 pairs apart"),
+        (("ppo.toml", "--name", "c", "--judge", "nowhere.py:judge"), "nowhere.py"),
+    )
+    for words, said in cases:
+        code, _, err = command("rounds", *words)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert said in err
+    code, _, err = command("rounds", "ppo.toml", "--run-dir", str(start / "reward"))
+    assert (code, "holds other files" in err) == (2, True)
