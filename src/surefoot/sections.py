@@ -1,5 +1,7 @@
 """The sections of a recipe: frozen tables, each field with its range and its meaning."""
 
+import math
+import re
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -199,20 +201,59 @@ class SamplingSettings(Section):
 
 
 class RewardTerm(Section):
-    """One part of the reward: a model's score or a function's."""
+    """One part of the reward: a model's score, a function's or a server's."""
 
     model: str | None = None
     """folder of a reward model"""
     function: str | None = None
     """module:function or file.py:function: prompts, responses and columns in, floats out"""
+    url: str | None = None
+    """address of a server that does what a function does: JSON in, JSON out"""
     weight: float = 1.0
     """what it is multiplied by in the sum"""
+    per: Literal["response", "token", "step"] | None = None
+    """what a score is for; none: what the function's attribute ``per`` says, else response"""
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    """text that steps end with, which get a score each; none: the function says itself where they end"""
     arguments: dict[str, Any] = {}
-    """a function's other arguments, by name, such as { tolerance = 0.01 }"""
+    """a function's other arguments, by name, such as { tolerance = 0.01 }; a server gets them with every request"""
+    batch: int = Field(64, ge=1)
+    """responses per request to a server"""
+    token_from: str | None = None
+    """environment variable with the token of the header Authorization; its value is never written"""
+    retries: int = Field(5, ge=0)
+    """further tries of a request, at growing intervals, where a server is down or busy"""
+
+
+def term_complaint(term: Any) -> str:
+    """What is wrong with a term, to be put behind the name of its place: ``.weight=nan: …`` or ``: …``; "" where nothing is."""
+    kinds = [name for name in ("model", "function", "url") if getattr(term, name) is not None]
+    if len(kinds) != 1:
+        has = " and ".join(kinds) if kinds else "neither model, function nor url"
+        return f": has {has}; give one of model, function and url, and a term for each"
+    if not math.isfinite(term.weight):
+        return f".weight={term.weight}: must be a finite number"
+    if term.model is not None and term.arguments:
+        return f".arguments={dict(term.arguments)}: arguments are for functions; a model takes none"
+    if term.url is None:
+        for name in ("batch", "token_from", "retries"):
+            if getattr(term, name) != RewardTerm.model_fields[name].default:
+                return f".{name}: is for a url; unset it"
+    if term.token_from is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", term.token_from):
+        return (
+            ".token_from: must be the name of an environment variable, in capitals, such as REWARD_TOKEN, and never the token"
+        )
+    if term.separator is not None and term.per not in ("step", None):
+        return f".separator={term.separator!r}: is for steps; set per = 'step'"
+    if term.model is not None and term.per == "token":
+        return ".per='token': a model has tokens of its own; set per = 'step' and a separator"
+    if term.model is not None and (term.per == "step") != (term.separator is not None):
+        return f".per={term.per!r}: a model's steps need both per = 'step' and a separator, such as '\\n'"
+    return ""
 
 
 class RewardSettings(Section):
-    """What a response earns at its last token."""
+    """What a response earns: at its last token, or at each of its steps or tokens."""
 
     terms: tuple[RewardTerm, ...] = Field(min_length=1)
     """the parts of the reward, which are added up"""
@@ -225,9 +266,9 @@ class RewardSettings(Section):
     """soft penalty on length, in a straight line from 0 to −1 over the last tokens, this share of sampling.max_tokens (DAPO has
     0.2); none: no penalty"""
     deadline: float = Field(60.0, gt=0)
-    """seconds that a reward function may take for a batch"""
+    """seconds that a reward function or a server may take for a batch"""
     tolerated: float = Field(0.1, ge=0, le=1)
-    """share of a batch that a reward function may leave without a finite number; such responses are masked"""
+    """share of a batch that a function or a server may leave without a finite number; such responses are masked"""
     gold: str | None = None
     """module:function or file.py:function that tells the truth, where there is one; it is measured and never trained on"""
 

@@ -1,9 +1,6 @@
 """Rewards: what functions may take and give, what is masked, what is refused in one line, and sums."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +8,15 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.language.rewards import FunctionReward, WeightedSum, load_reward
+from surefoot.sections import RewardTerm
 
 PROMPTS = ["one: ", "two: ", "three: "]
 RESPONSES = ["a", "bb", "ccc"]
 COLUMNS = {"answer": ["a", "b", "ccc"], "weight": [1, 2, 3]}
 
 
-@dataclass(frozen=True)
-class Term:
-    """As a recipe has it."""
-
-    model: str | None = None
-    function: str | None = None
-    weight: float = 1.0
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+Term = RewardTerm.model_construct
+"""as a recipe has it, before anything is looked at"""
 
 
 def lengths(responses):
@@ -280,10 +272,18 @@ def test_a_recipe_of_one_function_is_that_function_and_of_more_their_sum(tmp_pat
     ("terms", "what"),
     [
         ([], r"reward\.terms=\[\]"),
-        ([Term()], r"reward\.terms\[0\]: has neither model nor function"),
-        ([Term(function="math:tau", model="folder")], r"reward\.terms\[0\]: has both model and function"),
+        ([Term()], r"reward\.terms\[0\]: has neither model, function nor url"),
+        ([Term(function="math:tau", model="folder")], r"reward\.terms\[0\]: has model and function; give one"),
         ([Term(function="builtins:dict"), Term()], r"reward\.terms\[1\]: has neither"),
         ([Term(function="builtins:dict", weight=math.nan)], r"reward\.terms\[0\]\.weight=nan"),
+        ([Term(function="math:tau", url="http://localhost")], r"reward\.terms\[0\]: has function and url; give one"),
+        ([Term(function="math:tau", batch=2)], r"reward\.terms\[0\]\.batch: is for a url"),
+        ([Term(function="math:tau", retries=0)], r"reward\.terms\[0\]\.retries: is for a url"),
+        ([Term(function="math:tau", per="token", separator=";")], r"separator=';': is for steps; set per = 'step'"),
+        ([Term(model="folder", per="token")], r"per='token': a model has tokens of its own"),
+        ([Term(model="folder", per="step")], r"per='step': a model's steps need both"),
+        ([Term(model="folder", separator=";")], r"per=None: a model's steps need both"),
+        ([Term(url="http://localhost", token_from="hf_aBcD")], r"token_from: must be the name of an environment variable"),
         ([Term(function="math:nothing")], r"reward\.terms\[0\]\.function='math:nothing': can't be imported"),
     ],
 )

@@ -22,6 +22,7 @@ from surefoot.sections import (
     ReferenceSettings,
     RewardSettings,
     SamplingSettings,
+    term_complaint,
 )
 
 
@@ -229,11 +230,9 @@ class LanguageRecipe(ModelRecipe):
                 f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: is the weight of demonstrations, and there are "
                 "none; name their file with mixing.demonstrations, or set 0"
             )
-        for term in self.reward.terms:
-            if (term.model is None) == (term.function is None):
-                raise SurefootError(
-                    f"reward.terms={term.model or term.function!r}: each term is a model or a function; set one"
-                )
+        for place, term in enumerate(self.reward.terms):
+            if complaint := term_complaint(term):
+                raise SurefootError(f"reward.terms[{place}]{complaint}")
         samples = self.sampling.samples
         if self.objective.compares_in_groups and samples < 2:
             raise SurefootError(

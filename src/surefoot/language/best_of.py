@@ -16,10 +16,10 @@ from surefoot.language.collect import repeated
 from surefoot.language.metrics import best_of_n_kl
 from surefoot.language.models import context_of
 from surefoot.language.pairs import as_answer, pair_row
-from surefoot.language.rewards import FunctionReward, ModelReward, Prompt, Reward, WeightedSum, parts_of
+from surefoot.language.rewards import FunctionReward, Prompt, Reward, WeightedSum, parts_of, reward_of
 from surefoot.language.sampler import before, sample
 from surefoot.language.trained import LanguageModel
-from surefoot.sections import RewardTerm
+from surefoot.sections import RewardTerm, term_complaint
 from surefoot.seeding import derived_seed
 
 NEVER = 2**53
@@ -87,19 +87,12 @@ class Best:
 def reward_from(texts: Sequence[str], device: str = "cpu") -> Reward:
     """What ``--reward`` names: a term of a recipe's ``reward.terms``, or several, whose sum it is.
 
-    texts   each a folder or run of a reward model, ``module:function``, ``file.py:function``, or a term as a recipe has it:
-            ``{ function = "surefoot.verifiers:numeric", arguments = { after = "####" }, weight = 2.0 }``
+    texts   each a folder or run of a reward model, ``module:function``, ``file.py:function``, an address, or a term as a
+            recipe has it: ``{ function = "surefoot.verifiers:numeric", arguments = { after = "####" }, weight = 2.0 }``
 
     Raises SurefootError for what is no such term, or can't be loaded.
     """
-    rewards: list[Reward] = []
-    for text in texts:
-        term = term_from(text)
-        if term.model is not None:
-            rewards.append(ModelReward(term.model, term.weight, device=device, field="--reward"))
-        else:
-            assert term.function is not None
-            rewards.append(FunctionReward(term.function, term.weight, arguments=term.arguments, field="--reward"))
+    rewards = [reward_of(term_from(text), "--reward", device=device, named=False) for text in texts]
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
 
@@ -107,6 +100,8 @@ def term_from(text: str) -> RewardTerm:
     """One ``--reward`` as a term: a table as it stands, else a function where there is a colon and no such folder."""
     given = parse_value(text)
     if not isinstance(given, dict):
+        if text.startswith(("http://", "https://")):
+            return RewardTerm(url=text)
         return RewardTerm(function=text) if ":" in text and not Path(text).expanduser().exists() else RewardTerm(model=text)
     known = RewardTerm.model_fields
     for name in given:
@@ -118,10 +113,8 @@ def term_from(text: str) -> RewardTerm:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise SurefootError(f"--reward {text}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if (term.model is None) == (term.function is None):
-        raise SurefootError(f"--reward {text}: give one of model and function, and a --reward for each")
-    if term.model is not None and term.arguments:
-        raise SurefootError(f"--reward {text}: arguments are for functions; a model takes none")
+    if complaint := term_complaint(term):
+        raise SurefootError(f"--reward {text}{complaint}")
     return term
 
 

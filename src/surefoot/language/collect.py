@@ -22,13 +22,16 @@ from surefoot.functional import (
     proportional_kl_control,
     successor_values,
 )
+from surefoot.functional.masking import keep_only
 from surefoot.kinds import LanguageRecipe
 from surefoot.language.data import Prompts
 from surefoot.language.groups import joined_prompts, joined_samples, over_ranks, rows_of_batch, with_signal
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
-from surefoot.language.rewards import FunctionReward, Reward, Scores
+from surefoot.language.rewards import FunctionReward, Reward, Scores, is_dense, scored
 from surefoot.language.sampler import Samples, sample
+from surefoot.language.scores import joined_scores
+from surefoot.language.steps import pieces
 from surefoot.language.tokens import Tokens, text_of
 from surefoot.language.walk import Walk
 from surefoot.learner import START_TOLERANCE
@@ -60,14 +63,14 @@ class Answers:
     """Samples with their text and scores: what collecting and evaluating both need."""
 
     def __init__(self, samples: Samples, prompts: Prompts, tokens: Tokens) -> None:
-        self.samples, self.prompts = samples, prompts
+        self.samples, self.prompts, self.tokens = samples, prompts, tokens
         self.responses = [tokens.decode(ids) for ids in samples.responses()]
 
     def scores(self, reward: Reward) -> Scores:
         """What they earn, whether they ended or not, on the device of the samples."""
-        found: Scores = map_tensors(
-            lambda x: x.to(self.samples.mask.device), reward(self.prompts.prompts, self.responses, self.prompts.columns)
-        )
+        tokens = [pieces(self.tokens.decode, ids) for ids in self.samples.responses()] if is_dense(reward) else None
+        scores = scored(reward, self.prompts.prompts, self.responses, self.prompts.columns, tokens)
+        found: Scores = map_tensors(lambda x: x.to(self.samples.mask.device), scores)
         return found
 
 
@@ -80,6 +83,18 @@ def settled(scores: Scores, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
     if treatment == "subtract":
         total = torch.where(drawn.ended, total, total - abs(value))
     return total if recipe.reward.overlong is None else total + length_penalty(drawn, recipe)
+
+
+def placed(scores: Scores, total: Tensor, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
+    """What was settled, token by token: what a step or token earned stays there, all else is on the last.   [N] -> [N, T]
+
+    A penalty for a missing EOS stands in place of the whole score, so steps of such a response earn nothing.
+    """
+    if scores.dense is None:
+        return place_scores(total, drawn.mask)
+    replaced = ~drawn.ended & (recipe.reward.missing_eos == "penalty")
+    at_end = total - scores.total.masked_fill(replaced, 0.0)
+    return scores.dense.masked_fill(replaced.unsqueeze(-1), 0.0) + place_scores(at_end, drawn.mask)
 
 
 def length_penalty(drawn: Samples, recipe: LanguageRecipe) -> Tensor:
@@ -132,8 +147,9 @@ class LanguageCollector:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
         recipe = self.recipe
         found = self._sampled(state.steps)
-        everything = (found.answers.samples, found.scores.valid, found.total)
-        drawn, valid, total = everything if len(found.rows) == len(found.total) else chosen(everything, found.rows)
+        samples = found.answers.samples
+        everything = (samples, found.scores.valid, placed(found.scores, found.total, samples, recipe))
+        drawn, valid, earned = everything if len(found.rows) == len(found.total) else chosen(everything, found.rows)
         valid = valid & found.taught
 
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
@@ -142,7 +158,7 @@ class LanguageCollector:
         old = in_parts(self.policy, inputs, actions, mask, *self.budget)
         ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, *self.budget)
         beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
-        placed = place_scores(total, mask)
+        earned = keep_only(earned, mask)
         gap = float((drawn.log_probs - old.log_probs)[mask].abs().max()) if mask.any() else 0.0
         log_probs = old.log_probs
         if recipe.sampling.old_log_probs == "sampler":
@@ -152,7 +168,7 @@ class LanguageCollector:
                     f"sampling.old_log_probs='sampler': what was sampled has other log-probabilities in training, by up to "
                     f"{gap:.2g} (in float32 at most {START_TOLERANCE:g}); set 'trainer'"
                 )
-        rewards = kl_shaped_rewards(placed, log_probs, ref_log_probs, mask, beta)
+        rewards = kl_shaped_rewards(earned, log_probs, ref_log_probs, mask, beta)
 
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         cut = ~drawn.ended.unsqueeze(-1) if recipe.reward.missing_eos == "bootstrap" else torch.zeros_like(mask[:, :1])
@@ -197,7 +213,7 @@ class LanguageCollector:
             unit="row",
             ref_log_probs=ref_log_probs,
             group=torch.arange(len(mask) // recipe.sampling.samples).repeat_interleave(recipe.sampling.samples),
-            reward_parts={"score": placed, "kl": kl},
+            reward_parts={"score": earned, "kl": kl},
             steps=len(found.total),
             metrics=metrics,
         )
@@ -265,11 +281,7 @@ class LanguageCollector:
         scores = [scores for _, scores, _ in parts]
         return (
             Answers(drawn, prompts, self.tokens),
-            Scores(
-                torch.cat([score.total for score in scores]),
-                {name: torch.cat([score.parts[name] for score in scores]) for name in scores[0].parts},
-                torch.cat([score.valid for score in scores]),
-            ),
+            joined_scores(scores),
             torch.cat([total for _, _, total in parts]),
         )
 

@@ -1,17 +1,15 @@
-"""What a response earns: a Python function's number, a reward model's score, or a weighted sum of such.
+"""What a response earns: a Python function's number, a server's, a reward model's score, or a weighted sum of such.
 
 All of them get text: prompts, responses, and the other columns of the prompts' rows. So a reward model may have a tokenizer
-of its own. A response that was cut is treated by whoever sampled it (``reward.missing_eos``), not here.
+of its own. A score is of the whole response, or of each of its steps or tokens. A response that was cut is treated by whoever
+sampled it (``reward.missing_eos``), not here.
 """
 
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -19,71 +17,59 @@ from torch import Tensor
 from surefoot.dotted import imported
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.deadline import Overdue, within
-from surefoot.language.models import RewardModel
-from surefoot.language.optional import quiet
-from surefoot.language.tokens import Messages, Tokens, right_padded
-from surefoot.language.trained import model_folder, named
-
-BATCH_TOKENS = 16_384
-"""tokens, padding included, that go through a reward model at once"""
+from surefoot.language.endpoint import Endpoint
+from surefoot.language.model_reward import BATCH_TOKENS as BATCH_TOKENS
+from surefoot.language.model_reward import ModelReward
+from surefoot.language.scores import Columns as Columns
+from surefoot.language.scores import Pieces, listed, number
+from surefoot.language.scores import Prompt as Prompt
+from surefoot.language.scores import Reward as Reward
+from surefoot.language.scores import Scores as Scores
+from surefoot.language.steps import Mark, Per, dense_of, marks_from, steps_of
+from surefoot.sections import term_complaint
 
 MEND = "mend the function, then resume from the last checkpoint"
 
-Columns = Mapping[str, Sequence[Any]]
-Prompt = str | Messages
-"""text, or the messages of a conversation"""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What N responses earn.   All [N]."""
-
-    total: Tensor
-    """float32, weighted; 0 where not valid"""
-    parts: dict[str, Tensor]
-    """term -> what it gave, before its weight; 0 where it gave none"""
-    valid: Tensor
-    """False where a term gave no finite number: nothing is to be learned from that response"""
-
-    def mean_of(self, x: Tensor) -> float | None:
-        """The mean over the responses that have a score; None where none has.   [N]"""
-        return float(x[self.valid].mean()) if self.valid.any() else None
-
-    def column(self, x: Tensor) -> list[float | None]:
-        """Number by number, None where a response has no score.   [N]"""
-        return [value if valid else None for value, valid in zip(x.tolist(), self.valid.tolist(), strict=True)]
-
-
-class Reward(Protocol):
-    """Anything that scores text. Raises SurefootError when it can't."""
-
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
-        """The scores of N responses, each to the prompt of its index; every column has N entries too."""
-        ...
-
 
 class Term(Protocol):
-    """One of a recipe's ``reward.terms``: a model or a function, and its weight."""
+    """One of a recipe's ``reward.terms``: a model, a function or a url, and its weight."""
 
     @property
     def model(self) -> str | None: ...
     @property
     def function(self) -> str | None: ...
     @property
+    def url(self) -> str | None: ...
+    @property
     def weight(self) -> float: ...
     @property
+    def per(self) -> Per | None: ...
+    @property
+    def separator(self) -> str | None: ...
+    @property
     def arguments(self) -> Mapping[str, Any]: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def token_from(self) -> str | None: ...
+    @property
+    def retries(self) -> int: ...
 
 
 class FunctionReward:
     """A Python function: ``function(prompts=…, responses=…, **columns)`` gives a number for each response.
 
     function    ``module:function``, ``file.py:function``, or the function itself. It may take any of prompts, responses and
-                the rows' other columns by name, or all of them by ``**``; it returns a list, array or tensor of N numbers.
+                the rows' other columns by name, or all of them by ``**``; it returns a list, array or tensor of N numbers
     weight      of the numbers in the sum
+    per         "response", or what it scores instead: "token", a list of numbers for each response, one per token, for which
+                it may take ``tokens``, their texts; or "step". None: what the function's attribute ``per`` says
+    separator   what steps end with: the function may take ``steps``, their texts, and gives a number for each. None: as the
+                function's attribute ``separator`` says, else it finds steps itself and gives ``(end, score)`` for each, where
+                ``end`` counts characters of the response
     arguments   given by name at every call, besides
     deadline    seconds that a call may take
-    tolerated   share of a call's numbers that may be missing (NaN, infinite, None, text): those responses are not valid
+    tolerated   share of a call's responses for which numbers may be missing (NaN, infinite, None, text): those are not valid
     name        of the part; default: the function's own
     field       of the recipe that names it, for messages
 
@@ -98,6 +84,8 @@ class FunctionReward:
         function: str | Callable[..., Any],
         weight: float = 1.0,
         *,
+        per: Per | None = None,
+        separator: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         deadline: float = 60.0,
         tolerated: float = 0.1,
@@ -111,6 +99,11 @@ class FunctionReward:
         if not callable(self.function):
             raise SurefootError(f"{field}={self.path!r}: is a {type(self.function).__name__}, not a function")
         self.name = name or self.path.rpartition(":")[2].rpartition(".")[2]
+        self.mend = getattr(self.function, "mend", MEND)
+        self.per: Per = per or getattr(self.function, "per", "response")
+        if self.per not in get_args(Per):
+            raise self._refusal(f"its attribute per is {self.per!r}; it may be one of {', '.join(get_args(Per))}")
+        self.separator = separator or getattr(self.function, "separator", None) if self.per == "step" else None
         self.wanted, self.needed = self._arguments()
         self.arguments = dict(arguments or {})
         if callable(check := getattr(self.function, "ready", None)):
@@ -123,29 +116,57 @@ class FunctionReward:
             hint = did_you_mean(unknown[0], self.wanted or ()) or f"; it takes: {', '.join(self.wanted or ())}"
             raise self._refusal(f"takes no argument {unknown[0]!r}{hint}")
 
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
+    def __call__(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns, tokens: Pieces | None = None
+    ) -> Scores:
+        if self.per == "token" and tokens is None:
+            raise self._refusal("scores tokens, and here whole texts are scored; give a reward of responses or of steps")
         given = {name: list(column) for name, column in columns.items()}
         given |= {"prompts": list(prompts), "responses": list(responses), **self.arguments}
+        if self.per == "token" and tokens is not None:
+            given["tokens"] = [list(row) for row in tokens]
+        if self.separator is not None:
+            given["steps"] = [[step.text for step in steps_of(response, self.separator)] for response in responses]
         self.check_columns(columns)
         arguments = given if self.wanted is None else {name: given[name] for name in self.wanted if name in given}
-        numbers = [_number(value) for value in self._returned(arguments, len(responses))]
-        bad = Counter(number for number in numbers if isinstance(number, str))
+        found = self._found(self._returned(arguments, len(responses), tokens), responses, tokens)
+        bad = Counter(one for one in found if isinstance(one, str))
         if bad.total() > self.tolerated * len(responses) + 1e-9:
-            first = next(index for index, number in enumerate(numbers) if isinstance(number, str))
+            first = next(index for index, one in enumerate(found) if isinstance(one, str))
             raise self._refusal(
                 f"gave no number for {bad.total()} of {len(responses)} responses ({_counted(bad)}), more than "
-                f"reward.tolerated={self.tolerated:g} of them; the first: {_short(responses[first])}; {MEND}"
+                f"reward.tolerated={self.tolerated:g} of them; the first: {_short(responses[first])}; {self.mend}"
             )
-        raw = torch.tensor([0.0 if isinstance(number, str) else number for number in numbers], dtype=torch.float32)
-        valid = torch.tensor([not isinstance(number, str) for number in numbers], dtype=torch.bool)
-        return Scores(self.weight * raw, {self.name: raw}, valid)
+        marks = [[] if isinstance(one, str) else one for one in found]
+        raw = torch.tensor([math.fsum(score for _, score in one) for one in marks], dtype=torch.float32)
+        valid = torch.tensor([not isinstance(one, str) for one in found], dtype=torch.bool)
+        dense = None
+        if self.per != "response" and tokens is not None:
+            dense = self.weight * dense_of(marks, tokens, self.per)
+        return Scores(self.weight * raw, {self.name: raw}, valid, dense)
+
+    def _found(self, returned: list[Any], responses: Sequence[str], tokens: Pieces | None) -> list[list[Mark] | str]:
+        """What each response earns and where, or in a word what came in place of a number."""
+        if self.per == "response":
+            return [one if isinstance(one, str) else [(0, one)] for one in map(number, returned)]
+        found: list[list[Mark] | str] = []
+        for row, (entry, response) in enumerate(zip(returned, responses, strict=True)):
+            try:
+                of_row = None if tokens is None else tokens[row]
+                found.append(marks_from(entry, response, of_row, self.per, self.separator))
+            except ValueError as error:
+                raise self._refusal(f"returned {error} of response {row}, {_short(response)}; {self.mend}") from None
+        return found
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise SurefootError where the function needs what is neither a column nor given to every one."""
+        own = {"prompts", "responses", *(["tokens"] if self.per == "token" else ["steps"] if self.separator else [])}
+        if taken := [name for name in columns if name in own]:
+            raise self._refusal(f"the rows have a column {taken[0]!r}, which is what it is given anyway; rename the column")
         for name in self.arguments:
-            if name in {"prompts", "responses", *columns}:
+            if name in {*own, *columns}:
                 raise self._refusal(f"argument {name!r} is a column of the rows too; take it from one of them")
-        given = {"prompts", "responses", *columns, *self.arguments}
+        given = {*own, *columns, *self.arguments}
         missing = [name for name in self.needed if name not in given]
         if missing:
             raise self._refusal(f"asks for {missing[0]!r}; what there is: {', '.join(sorted(given))}")
@@ -164,10 +185,10 @@ class FunctionReward:
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         return None if takes_all else named, tuple(p.name for p in needed if p.kind in by_name)
 
-    def _returned(self, arguments: Mapping[str, Any], count: int) -> list[Any]:
+    def _returned(self, arguments: Mapping[str, Any], count: int, tokens: Pieces | None) -> list[Any]:
         """What the function gives, as a list of ``count`` things."""
         try:
-            returned = within(self.deadline, lambda: _listed(self.function(**arguments)))
+            returned = within(self.deadline, lambda: _rows(self.function(**arguments), tokens if self.per == "token" else None))
         except Overdue:
             raise self._refusal(
                 f"took longer than reward.deadline={self.deadline:g} s for {count} responses; make it faster, or raise that, "
@@ -176,73 +197,14 @@ class FunctionReward:
         except SurefootError as error:  # one of our own functions, whose line says it all
             raise self._refusal(str(error)) from None
         except (Exception, SystemExit) as error:
-            raise self._refusal(f"raised {cause_of(error)}; {MEND}") from error
+            raise self._refusal(f"raised {cause_of(error)}; {self.mend}") from error
+        what = "numbers" if self.per == "response" else "lists of numbers"
         if not isinstance(returned, list):
             kind = type(returned).__name__
-            raise self._refusal(f"returned a {kind}; it must return a list of {count} numbers, one per response; {MEND}")
+            raise self._refusal(f"returned a {kind}; it must return a list of {count} {what}, one per response; {self.mend}")
         if len(returned) != count:
-            raise self._refusal(f"returned {len(returned)} numbers for {count} responses, and not one for each; {MEND}")
+            raise self._refusal(f"returned {len(returned)} {what} for {count} responses, and not one for each; {self.mend}")
         return returned
-
-    def _refusal(self, what: str) -> SurefootError:
-        return SurefootError(f"{self.field}={self.path!r}: {what}")
-
-
-class ModelReward:
-    """A reward model's score of prompt and response, as whole texts that end, by the model's own tokenizer or chat template.
-
-    folder         what training with ``kind = "reward"`` wrote, or the run
-    weight         of the scores in the sum; they are standardised, mean 0 and std 1 on demonstrations
-    batch_tokens   tokens, padding included, that go through the model at once; bounds memory, changes no score
-    name           of the part
-    device         where the model lives
-    field          of the recipe that names it, for messages
-
-    Raises SurefootError when the folder holds no reward model, and from a call, when a text is longer than the model's
-    context or a score is not finite.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        weight: float = 1.0,
-        *,
-        batch_tokens: int = BATCH_TOKENS,
-        name: str = "reward_model",
-        device: str = "cpu",
-        field: str = "reward.model",
-    ) -> None:
-        self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
-        with named(field):
-            self.path = model_folder(str(folder))
-            self.model = RewardModel.load(self.path).requires_grad_(False).to(device)
-        assert self.model.tokenizer is not None, "a reward model's folder holds its tokenizer"
-        self.tokens = Tokens(self.model.tokenizer)
-        self.context: int | None = getattr(self.model.backbone.config, "max_position_embeddings", None)
-
-    @torch.no_grad()
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
-        with quiet():  # a tokenizer warns of text longer than the context, which is refused here
-            rows = [self._ids(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        longest = max(map(len, rows), default=0)
-        if self.context is not None and longest > self.context:
-            raise self._refusal(
-                f"prompt and response have {longest} tokens and its context is {self.context}; "
-                "lower data.max_length or sampling.max_tokens"
-            )
-        device = self.model.mean.device
-        raw = torch.zeros(len(rows))
-        for chosen in _packed([len(row) for row in rows], self.batch_tokens):
-            ids, mask = right_padded([rows[index] for index in chosen], self.tokens.pad_id)
-            raw[chosen] = self.model(ids.to(device), mask.to(device)).float().cpu()
-        if not torch.isfinite(raw).all():
-            raise self._refusal("gave a score that is not finite; train it again, with a lower learning rate")
-        return Scores(self.weight * raw, {self.name: raw}, torch.ones(len(rows), dtype=torch.bool))
-
-    def _ids(self, prompt: Prompt, response: str) -> list[int]:
-        if isinstance(prompt, str):
-            return [*self.tokens.encode_prompt(prompt), *self.tokens.encode_completion(response)]
-        return self.tokens.render([*prompt, {"role": "assistant", "content": response}])
 
     def _refusal(self, what: str) -> SurefootError:
         return SurefootError(f"{self.field}={self.path!r}: {what}")
@@ -257,44 +219,70 @@ class WeightedSum:
     def __init__(self, rewards: Iterable[Reward]) -> None:
         self.rewards = tuple(rewards)
         if not self.rewards:
-            raise SurefootError("reward.terms=[]: there is nothing to learn from; give a term with model or function")
+            raise SurefootError("reward.terms=[]: there is nothing to learn from; give a term with model, function or url")
 
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
-        scores = [reward(prompts, responses, columns) for reward in self.rewards]
+    def __call__(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns, tokens: Pieces | None = None
+    ) -> Scores:
+        scores = [scored(reward, prompts, responses, columns, tokens) for reward in self.rewards]
         parts: dict[str, Tensor] = {}
         for score in scores:
             for name, part in score.parts.items():
                 parts[_unused(name, parts)] = part
         valid = torch.stack([score.valid for score in scores]).all(0)
         total = torch.stack([score.total for score in scores]).sum(0)
-        return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid)
+        dense = None
+        if tokens is not None and any(score.dense is not None for score in scores):
+            dense = torch.stack([score.spread(tokens) for score in scores]).sum(0)
+            dense = torch.where(valid.unsqueeze(-1), dense, torch.zeros_like(dense))
+        return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid, dense)
 
 
 def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: float = 0.1, device: str = "cpu") -> Reward:
-    """The reward of a recipe's ``reward.terms``; ``deadline`` and ``tolerated`` hold for each function, models live on
+    """The reward of a recipe's ``reward.terms``; ``deadline`` and ``tolerated`` hold for each function and url, models live on
     ``device``.
 
-    Raises SurefootError for a term with both or neither of model and function, for none at all, and for what can't be loaded.
+    Raises SurefootError for a term that is not one of model, function and url, for none at all, and for what can't be loaded.
     """
-    rewards: list[Reward] = []
-    for number, term in enumerate(terms):
-        if (term.model is None) == (term.function is None):
-            what = "neither model nor function" if term.model is None else "both model and function"
-            raise SurefootError(f"reward.terms[{number}]: has {what}; give one of them, and a term for each")
-        if not math.isfinite(term.weight):
-            raise SurefootError(f"reward.terms[{number}].weight={term.weight}: must be a finite number")
-        if term.model is not None and term.arguments:
-            raise SurefootError(
-                f"reward.terms[{number}].arguments={dict(term.arguments)}: are for functions; a model takes none"
-            )
-        if term.model is not None:
-            field = f"reward.terms[{number}].model"
-            rewards.append(ModelReward(term.model, term.weight, device=device, field=field))
-        elif term.function is not None:
-            options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "arguments": term.arguments}
-            field = f"reward.terms[{number}].function"
-            rewards.append(FunctionReward(term.function, term.weight, field=field, **options))
+    rewards = []
+    for place, term in enumerate(terms):
+        field = f"reward.terms[{place}]"
+        if complaint := term_complaint(term):
+            raise SurefootError(f"{field}{complaint}")
+        rewards.append(reward_of(term, field, deadline=deadline, tolerated=tolerated, device=device))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
+
+
+def reward_of(
+    term: Term, field: str, *, deadline: float = 60.0, tolerated: float = 0.1, device: str = "cpu", named: bool = True
+) -> Reward:
+    """One term, about which there is no complaint. ``named``: messages name the key of the term, too."""
+
+    def key(name: str) -> str:
+        return f"{field}.{name}" if named else field
+
+    if term.model is not None:
+        options = {"per": term.per or "response", "separator": term.separator}
+        return ModelReward(term.model, term.weight, device=device, field=key("model"), **options)
+    shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
+    if term.url is not None:
+        asked = {"batch": term.batch, "token_from": term.token_from, "retries": term.retries, "arguments": term.arguments}
+        server = Endpoint(term.url, deadline=deadline, **asked)
+        return FunctionReward(server, term.weight, name=server.name, field=key("url"), **shared)
+    assert term.function is not None
+    return FunctionReward(term.function, term.weight, arguments=term.arguments, field=key("function"), **shared)
+
+
+def scored(
+    reward: Reward, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns, tokens: Pieces | None
+) -> Scores:
+    """What a reward gives; it hears of tokens where there is something to tell."""
+    return reward(prompts, responses, columns) if tokens is None else reward(prompts, responses, columns, tokens)
+
+
+def is_dense(reward: Reward) -> bool:
+    """Whether a term scores steps or tokens, so that it needs to know the tokens of responses."""
+    return any(getattr(part, "per", "response") != "response" for part in parts_of(reward))
 
 
 def parts_of(reward: Reward) -> tuple[Reward, ...]:
@@ -302,43 +290,14 @@ def parts_of(reward: Reward) -> tuple[Reward, ...]:
     return reward.rewards if isinstance(reward, WeightedSum) else (reward,)
 
 
-def _packed(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Indices in batches of rows of like length, so that rows × longest ≤ tokens; a longer row goes alone."""
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[index] > tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def _number(value: Any) -> float | str:
-    """A number that float32 can hold, or in a word what it is instead."""
-    if not isinstance(value, Real) and hasattr(value, "item"):  # a scalar of numpy or torch
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):
-            return "array"
-    if not isinstance(value, Real):
-        return "None" if value is None else type(value).__name__
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number):
-        return "NaN"
-    return number if abs(number) <= torch.finfo(torch.float32).max else "infinite"
-
-
-def _listed(returned: Any) -> Any:
-    """Arrays, tensors and sequences as lists; text and anything else as it is. A user's own type may raise here."""
-    if hasattr(returned, "tolist"):
-        return returned.tolist()
-    if isinstance(returned, Sequence) and not isinstance(returned, (str, bytes)):
-        return list(returned)
-    return returned
+def _rows(returned: Any, tokens: Pieces | None) -> Any:
+    """What came, as a list; an array [N, T] of tokens, T the longest response, without what stands behind each one's end."""
+    found = listed(returned)
+    if tokens is None or getattr(returned, "ndim", 0) != 2 or len(found) != len(tokens):
+        return found
+    if any(len(row) != max(map(len, tokens)) for row in found):
+        return found
+    return [row[: len(of_row)] for row, of_row in zip(found, tokens, strict=True)]
 
 
 def _counted(kinds: Counter[str]) -> str:

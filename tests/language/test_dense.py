@@ -1,0 +1,389 @@
+"""Rewards of steps and tokens: on which token they land, that they add up, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.language.models import RewardModel, load_model, scalar_model
+from surefoot.language.rewards import FunctionReward, ModelReward, WeightedSum
+from surefoot.language.scores import Scores
+from surefoot.language.steps import pieces, steps_of
+from surefoot.language.tokens import Tokens
+from surefoot.language.world import LanguageWorld
+from surefoot.rollout import LearnerState, Rollout
+from surefoot.run.traces import read_trace, traces_in
+
+TEXTS = ["a;bb;c", "été;日本;🙂!", "", ";; ;", "no separator", "  two  spaces ", "end;"]
+TOKENS = [["a", ";b", "b;c", ""], ["x", ";", ""]]
+"""of "a;bb;c" and "x;", with their ends"""
+
+
+def byte_tokenizer() -> Any:
+    """Bytes and some words of them: a character may be several tokens, and a token several characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, initial_alphabet=alphabet, special_tokens=["<eos>", "<pad>"], show_progress=False
+    )
+    core.train_from_iterator(["the step;bb;the step;bb", " spaces", "été"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+
+
+def spaced_tokenizer() -> Any:
+    """Words that begin with a mark for a space, of which the first is not written; what it does not know is bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<eos>", "<unk>", "▁", "▁two", "▁spaces", "▁no", "▁separator", "a", "b", ";", "c"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    core = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module", params=["bytes", "spaced", "pocket"])
+def tokens(request: pytest.FixtureRequest) -> Tokens:
+    """Three ways to make tokens of text."""
+    if request.param == "pocket":
+        return Tokens(load_model("pocket")[1])
+    return Tokens(byte_tokenizer() if request.param == "bytes" else spaced_tokenizer())
+
+
+def marking(*of_each: Any) -> Any:
+    return lambda responses: list(of_each)
+
+
+def score(function: Any, responses: list[str] = ["a;bb;c", "x;"], tokens: Any = TOKENS, **options: Any) -> Scores:  # noqa: B006
+    return FunctionReward(function, **options)([""] * len(responses), responses, {}, tokens)
+
+
+def refusal(function: Any, **options: Any) -> str:
+    with pytest.raises(SurefootError) as raised:
+        score(function, tolerated=1.0, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+# ---- steps and tokens -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_ends_with_its_separator_and_white_space_is_none() -> None:
+    found = [[(step.text, step.end) for step in steps_of(text, ";")] for text in TEXTS]
+    assert found[0] == [("a", 2), ("bb", 5), ("c", 6)]
+    assert found[1] == [("été", 4), ("日本", 7), ("🙂!", 9)]
+    assert found[2:4] == [[], []]
+    assert found[4] == [("no separator", 12)]
+    assert found[6] == [("end", 4)]
+    assert [(step.text, step.end) for step in steps_of("a\n\nb\n\n\nc", "\n\n")] == [("a", 3), ("b", 6), ("\nc", 8)]
+
+
+@given(st.text(alphabet="ab; \n", max_size=20), st.sampled_from([";", "\n\n", " "]))
+def test_what_is_not_white_space_is_in_one_step(text: str, separator: str) -> None:
+    steps = steps_of(text, separator)
+    assert "".join("".join(step.text for step in steps).split()) == "".join(text.replace(separator, "").split())
+    for step in steps:
+        assert text[: step.end].endswith((step.text, step.text + separator))
+    ends = [step.end for step in steps]
+    assert ends == sorted(set(ends))
+
+
+@given(data=st.data())
+def test_pieces_joined_are_the_text_whatever_was_sampled(tokens: Tokens, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(tokens.tokenizer) - 1), max_size=12))
+    found = pieces(tokens.decode, ids)
+    assert len(found) == len(ids)
+    assert "".join(found) == tokens.decode(ids)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_reward_of_a_step_is_on_the_token_that_writes_its_last_character(text: str, tokens: Tokens) -> None:
+    """By the law itself: that token is the first with which the text so far, decoded, holds the step."""
+    ids = tokens.encode_completion(text)
+    written = tokens.decode(ids)  # pocket knows no é and says nothing in its place
+    steps = steps_of(written, ";")
+    values = [float(2**number) for number in range(len(steps))]
+    found = score(marking(values), [written], [pieces(tokens.decode, ids)], per="step", separator=";")
+    expected = torch.zeros(len(ids))
+    for step, value in zip(steps, values, strict=True):
+        so_far = [tokens.decode(ids[: place + 1]).startswith(written[: step.end]) for place in range(len(ids))]
+        expected[so_far.index(True)] += value
+    assert found.dense is not None
+    assert found.dense[0].tolist() == expected.tolist()
+    assert found.total.tolist() == [sum(values)]
+
+
+def test_characters_of_several_tokens_and_tokens_of_several_characters_are_met_in_these_tests() -> None:
+    tokens = Tokens(byte_tokenizer())
+    ids = tokens.encode_completion("日;the step")
+    assert len(ids) < len("日;the step"), "some token writes several"
+    assert pieces(tokens.decode, ids)[:3] == ["", "", "日"]
+    assert pieces(tokens.decode, ids)[-1] == "", "the end writes nothing"
+
+
+def test_a_score_per_token_is_there_and_the_function_may_see_the_tokens() -> None:
+    def letters(tokens: list[list[str]]) -> list[list[float]]:
+        return [[float(len(piece)) for piece in row] for row in tokens]
+
+    found = score(letters, per="token", weight=0.5)
+    assert found.dense is not None
+    assert found.dense.tolist() == [[0.5, 1, 1.5, 0], [0.5, 0.5, 0, 0]]
+    assert found.total.tolist() == [3, 1]
+    assert found.parts["<locals>.letters".rpartition(".")[2]].tolist() == [6, 2]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 2, 3, 4], [5, 6, 7]],
+        ((1.0, 2.0, 3.0, 4.0), [5, True + 5, 7]),
+        [np.array([1.0, 2, 3, 4]), torch.tensor([5.0, 6, 7])],
+        np.array([[1.0, 2, 3, 4], [5, 6, 7, np.nan]]),
+        torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]], requires_grad=True),
+    ],
+    ids=["lists", "tuples", "arrays", "an array over the longest", "a tensor over the longest"],
+)
+def test_numbers_per_token_of_every_kind_are_numbers(rows: Any) -> None:
+    found = score(lambda responses: rows, per="token")
+    assert found.dense is not None
+    assert found.dense.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert found.valid.all()
+
+
+def test_a_function_may_say_itself_where_steps_end() -> None:
+    def odd(responses: list[str]) -> list[Any]:
+        return [[(1, 0.5), (4, 1.0), (6, -2)], np.array([[0, 3.0], [2, 4.0]])]
+
+    odd.per = "step"  # type: ignore[attr-defined]
+    found = score(odd)
+    assert found.dense is not None
+    assert found.dense.tolist() == [[0.5, 0, -1, 0], [3, 4, 0, 0]], "of one token several add up; none is the first"
+    assert found.total.tolist() == [-0.5, 7]
+
+
+def test_a_function_gets_the_steps_it_is_to_score() -> None:
+    found = score(lambda steps: [[len(step) for step in row] for row in steps], per="step", separator=";")
+    assert found.parts["<lambda>"].tolist() == [4, 1]
+
+
+def test_one_bad_number_masks_its_response() -> None:
+    for bad, kind in ((None, "None"), ([1.0, None, 2.0], "None"), ([1.0, float("nan"), 2.0], "NaN"), ([1, "2", 3], "str")):
+        found = score(marking(bad, [1.0]), per="step", separator=";", tolerated=0.5)
+        assert found.valid.tolist() == [False, True]
+        assert found.dense is not None
+        assert found.dense.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+        with pytest.raises(SurefootError, match=rf"no number for 1 of 2 responses \({kind} 1\)"):
+            score(marking(bad, [1.0]), per="step", separator=";")
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "what"),
+    [
+        (
+            marking([1.0], [1.0]),
+            {"per": "token"},
+            "returned 1 scores for the 4 tokens (its end is one too) of response 0, 'a;bb;c'",
+        ),
+        (lambda responses: np.zeros((2, 5)), {"per": "token"}, "returned 5 scores for the 4 tokens"),
+        (
+            marking([1.0] * 3, [1.0] * 2),
+            {"per": "step", "separator": ";"},
+            "2 scores for the 1 steps (separator ';') of response 1",
+        ),
+        (marking([1.0] * 3), {"per": "step", "separator": ";"}, "returned 1 lists of numbers for 2 responses"),
+        (
+            marking(1.0, 2.0),
+            {"per": "step", "separator": ";"},
+            "returned a float where a list was due, with a score for every step",
+        ),
+        (marking("abc", []), {"per": "token"}, "returned a str where a list was due"),
+        (marking([1.0], []), {"per": "step"}, "returned 1.0 where (end, score) was due; or set separator"),
+        (marking([(7, 1.0)], []), {"per": "step"}, "returned the end 7 for a step; it must be a whole number from 0 to its 6"),
+        (marking([(-1, 1.0)], []), {"per": "step"}, "returned the end -1 for a step"),
+        (marking([(1.5, 1.0)], []), {"per": "step"}, "returned the end 1.5 for a step"),
+        (lambda responses: 3, {"per": "token"}, "it must return a list of 2 lists of numbers, one per response"),
+        (lambda tokens: tokens, {}, "asks for 'tokens'; what there is: prompts, responses"),
+    ],
+)
+def test_another_count_or_form_is_refused_in_one_line(function: Any, options: dict[str, Any], what: str) -> None:
+    assert what in refusal(function, **options)
+
+
+def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_refused() -> None:
+    found = score(lambda steps: [[1.0] * len(row) for row in steps], tokens=None, per="step", separator=";")
+    assert found.total.tolist() == [3, 1]
+    assert found.dense is None
+    assert "scores tokens, and here whole texts are scored" in refusal(lambda tokens: [[1.0] * 4], tokens=None, per="token")
+
+
+def test_a_sum_puts_scores_of_whole_responses_on_their_last_tokens() -> None:
+    steps = FunctionReward(marking([1, 2, 3], [None]), 2.0, per="step", separator=";", tolerated=0.5, name="steps")
+    whole = FunctionReward(marking(10.0, 20.0), name="whole")
+    found = WeightedSum([whole, steps])(["", ""], ["a;bb;c", "x;"], {}, TOKENS)
+    assert found.dense is not None
+    assert found.dense.tolist() == [[0, 2, 10, 10], [0, 0, 0, 0]]
+    assert found.total.tolist() == [22, 0]
+    assert found.valid.tolist() == [True, False]
+
+
+# ---- a process reward model -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_scores_a_step_where_it_ends_and_in_one_pass(folders: dict[str, Path], tmp_path: Path) -> None:
+    model, tokenizer = load_model(folders["llama"])
+    scorer = scalar_model(model, seed=3, tokenizer=tokenizer)
+    scorer.standardise(torch.tensor([-1.0, 0.5, 3.5]))
+    scorer.save(tmp_path / "process")
+    loaded = RewardModel.load(tmp_path / "process")
+    prompts, responses = ["one: ", "a longer one: ", "x"], ["a;bb;c", "x;", ""]
+    tokens = [["a;b", "b;", "c", ""], ["x", ";"], [""]]
+    reward = ModelReward(tmp_path / "process", 0.5, per="step", separator=";", batch_tokens=30)
+    found = reward(prompts, responses, {}, tokens)
+
+    def by_hand(text: str) -> float:
+        ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            hidden = loaded.backbone(input_ids=ids).last_hidden_state[0, -1]
+            return float((loaded.head(hidden) - loaded.mean) / loaded.std)
+
+    first = [by_hand(f"one: {text}") for text in ("a;", "a;bb;", "a;bb;c")]
+    expected = torch.tensor([[first[0], first[1], first[2], 0], [0, by_hand("a longer one: x;"), 0, 0], [0, 0, 0, 0]]) * 0.5
+    assert found.dense is not None
+    torch.testing.assert_close(found.dense, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.total, expected.sum(-1), rtol=1e-4, atol=1e-4)
+    assert expected.abs().sum() > 0.1
+
+
+# ---- in a run ---------------------------------------------------------------------------------------------------------------
+
+REWARDS = """
+def places(tokens):
+    return [[float(place + 1) for place in range(len(row))] for row in tokens]
+
+places.per = "token"
+
+def letters(responses):
+    return [[(place + 1, float(letter in "aeiou ")) for place, letter in enumerate(text)] for text in responses]
+
+letters.per = "step"
+
+def length(responses):
+    return [float(len(text)) for text in responses]
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"{i % 7} says "} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"prompts": str(tmp_path / "prompts.jsonl"), "rewards": str(tmp_path / "rewards.py")}
+
+
+def fields(files: dict[str, str], model: Path, functions: tuple[str, ...], **changes: Any) -> dict[str, Any]:
+    reward = changes.pop("reward", {})
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 64,
+        "data": {"train": files["prompts"], "max_length": 32},
+        "sampling": {"prompts": 8, "samples": 2, "max_tokens": 6},
+        "reward": {
+            "terms": [{"function": f"{files['rewards']}:{name}"} for name in functions],
+            "missing_eos": "none",
+            **reward,
+        },
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return {**table, **changes}
+
+
+def collected(files: dict[str, str], model: Path, *functions: str, **changes: Any) -> tuple[LanguageWorld, Rollout]:
+    made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, functions, **changes)}))  # type: ignore[arg-type]
+    return made, made.collector.collect(LearnerState.seeded(1, 64))
+
+
+def test_rewards_lie_on_tokens_before_the_kl_and_their_sum_is_the_metric(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    _, r = collected(files, folders["llama"], "places", "length", reference={"beta": 0.3})
+    lengths = r.mask.sum(-1)
+    ended = r.actions.gather(-1, lengths.unsqueeze(-1) - 1).squeeze(-1) == 1
+    expected = torch.where(r.mask, torch.arange(1.0, r.mask.shape[1] + 1), 0.0)
+    expected[torch.arange(len(lengths)), lengths - 1] += (lengths - ended.long()).float()  # pocket's EOS writes nothing
+    torch.testing.assert_close(r.reward_parts["score"], expected)
+    torch.testing.assert_close(r.rewards, expected - 0.3 * r.reward_parts["kl"])
+    assert r.metrics["reward"] == pytest.approx(float(expected.sum(-1).mean()))
+    assert r.metrics["reward_places"] == pytest.approx(float((lengths * (lengths + 1) / 2).float().mean()))
+
+
+@pytest.mark.parametrize("treatment", ["none", "penalty", "subtract", "bootstrap"])
+def test_a_cut_response_is_treated_as_the_switch_says(treatment: str, files: dict[str, str], folders: dict[str, Path]) -> None:
+    reward = {"missing_eos": treatment, "missing_eos_value": -4.0}
+    made, r = collected(files, folders["llama"], "places", reward=reward)
+    cut = r.mask.all(-1) & (r.actions[:, -1] != made.tokens.eos_id)
+    assert cut.any()
+    expected = torch.arange(1.0, r.mask.shape[1] + 1)
+    if treatment == "penalty":
+        expected = torch.zeros(r.mask.shape[1])
+    if treatment in ("penalty", "subtract"):
+        expected[-1] -= 4.0
+    assert r.reward_parts["score"][cut].tolist() == [expected.tolist()] * int(cut.sum())
+    assert r.truncated[cut].any(-1).all() == (treatment == "bootstrap")
+    assert r.metrics["reward"] == pytest.approx(float(r.reward_parts["score"].sum(-1).mean()))
+
+
+def test_groups_compare_the_sums_and_a_critic_sees_every_step(files: dict[str, str], folders: dict[str, Path]) -> None:
+    grpo = {
+        "algorithm": "GRPO",
+        "objective": {"scale_by_group": False},
+        "sampling": {"prompts": 8, "samples": 4, "max_tokens": 6},
+    }
+    made, r = collected(files, folders["llama"], "letters", **grpo)
+    sums = r.reward_parts["score"].sum(-1).view(-1, 4)
+    advantages = assign_credit(r, made.recipe.objective).advantages
+    expected = (sums - sums.mean(-1, keepdim=True)).flatten().unsqueeze(-1).expand_as(r.mask)
+    torch.testing.assert_close(advantages, torch.where(r.mask, expected, 0.0))
+    assert sums.std() > 0
+    made, r = collected(files, folders["llama"], "letters", objective={"gae_lambda": 1.0}, reference={"beta": 0.0})
+    to_go = r.reward_parts["score"].flip(-1).cumsum(-1).flip(-1)
+    torch.testing.assert_close(assign_credit(r, made.recipe.objective).returns, torch.where(r.mask, to_go, 0.0))
+
+
+def test_further_rounds_keep_what_lies_where(files: dict[str, str], folders: dict[str, Path]) -> None:
+    sampling = {"prompts": 8, "samples": 2, "max_tokens": 6, "rounds": 3}
+    made, r = collected(files, folders["llama"], "letters", algorithm="GRPO", sampling=sampling)
+    assert r.metrics["sampling_rounds"] is not None
+    for row in range(len(r.mask)):
+        if r.mask[row].any():
+            texts = [made.tokens.decode([i]) for i in r.actions[row][r.mask[row]].tolist()]
+            assert r.reward_parts["score"][row][r.mask[row]].tolist() == [float(t in set("aeiou ")) for t in texts]
+
+
+def test_a_run_with_steps_trains_and_evaluates_and_its_traces_show_them(files: dict[str, str], tmp_path: Path) -> None:
+    table = fields(files, Path("pocket"), ("letters",), reward={"gold": f"{files['rewards']}:letters"})
+    table["data"]["held_out"] = files["prompts"]
+    surefoot.train("language", run_dir=tmp_path / "run", **{**table, "evaluation": {"rows": 8}, "steps": 32})
+    judged = [json.loads(line) for path in (tmp_path / "run" / "samples").iterdir() for line in path.read_text().splitlines()]
+    assert (
+        {row["reward"] for row in judged}
+        == {sum(c in "aeiou " for c in row["response"]) for row in judged}
+        == {row["gold"] for row in judged}
+    )
+    (row, *_), *_ = (read_trace(path).rows for path in traces_in(tmp_path / "run" / "traces"))
+    assert row.reward_parts["score"].tolist() == [float(token in set("aeiou ")) for token in row.about["tokens"]]

@@ -1,0 +1,312 @@
+"""Rewards over HTTP, asked of a real server on this machine: what it gets, and what happens when it is down, slow or wrong."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from surefoot.errors import SurefootError
+from surefoot.language import endpoint
+from surefoot.language.rewards import FunctionReward, load_reward
+from surefoot.sections import RewardTerm
+
+PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb", "ccc"]
+COLUMNS = {"answer": ["a", "b", "ccc"], "weight": [1, 2, 3]}
+Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+
+
+class Server:
+    """Answers what it is told to; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, {"scores": [len(r) for r in body["responses"]]})
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.bodies.append(body)
+                outer.headers.append(dict(self.headers))
+                status, content, *more = outer.answer(body)
+                if status == 0:  # hang up
+                    self.close_connection = True
+                    return
+                text = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                for name, value in (more[0] if more else {}).items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *words: Any) -> None:
+                """Nothing."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1/score"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def in_turn(self, *answers: Answer) -> None:
+        """The first request gets the first answer, …, all further ones the last."""
+        self.answer = lambda body: answers[min(len(self.bodies), len(answers)) - 1]
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def patient_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
+
+
+def reward(url: str, *, deadline: float = 20.0, tolerated: float = 0.1, **fields: Any) -> FunctionReward:
+    made = load_reward([RewardTerm(url=url, **fields)], deadline=deadline, tolerated=tolerated)
+    assert isinstance(made, FunctionReward)
+    return made
+
+
+def score(url: str, **fields: Any) -> Any:
+    return reward(url, **fields)(PROMPTS, RESPONSES, COLUMNS)
+
+
+def refusal(url: str, **fields: Any) -> str:
+    with pytest.raises(SurefootError) as raised:
+        score(url, **fields)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert text.startswith(f"reward.terms[0].url={url.partition('?')[0]!r}: ")
+    return text.partition(": ")[2]
+
+
+# ---- what it is asked ---------------------------------------------------------------------------------------------------
+
+
+def test_a_server_gets_what_a_function_gets_and_its_numbers_are_the_scores(server: Server) -> None:
+    scores = score(server.url, weight=2.0, arguments={"strict": True})
+    assert scores.total.tolist() == [2, 4, 6]
+    assert scores.parts["score"].tolist() == [1, 2, 3], "named by the last word of the address"
+    assert server.bodies == [{"prompts": PROMPTS, "responses": RESPONSES, **COLUMNS, "strict": True}]
+    assert "Authorization" not in server.headers[0]
+
+
+def test_a_list_alone_is_an_answer_too(server: Server) -> None:
+    server.answer = lambda body: (200, [0.5, 1, True])
+    assert score(server.url).total.tolist() == [0.5, 1, 1]
+
+
+def test_responses_go_in_batches_of_the_size_that_is_set(server: Server) -> None:
+    assert score(server.url, batch=2).total.tolist() == [1, 2, 3]
+    assert [body["responses"] for body in server.bodies] == [["a", "bb"], ["ccc"]]
+    assert [body["weight"] for body in server.bodies] == [[1, 2], [3]]
+    assert reward(server.url)([], [], {}).total.shape == (0,)
+    assert len(server.bodies) == 2, "for nothing nothing is asked"
+
+
+def test_steps_and_tokens_go_along_where_they_are_scored(server: Server) -> None:
+    server.answer = lambda body: (200, [[len(step) for step in row] for row in body.get("steps") or body["tokens"]])
+    texts, tokens = ["a;bb", ""], [["a", ";", "bb", ""], [""]]
+    steps = reward(server.url, per="step", separator=";")(["", ""], texts, {}, tokens)
+    assert steps.dense is not None
+    assert steps.dense.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
+    assert reward(server.url, per="token")(["", ""], texts, {}, tokens).total.tolist() == [4, 0]
+    assert [sorted(body) for body in server.bodies] == [["prompts", "responses", "steps"], ["prompts", "responses", "tokens"]]
+
+
+def test_a_column_that_json_has_no_word_for_is_named(server: Server) -> None:
+    with pytest.raises(SurefootError, match="'when' can't be sent as JSON"):
+        reward(server.url)([""], [""], {"when": [datetime.now(UTC)]})
+    with pytest.raises(SurefootError, match="argument 'answer' is a column of the rows too"):
+        score(server.url, arguments={"answer": 1})
+    assert server.bodies == []
+
+
+# ---- the token ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "sent"), [("s3cret", "Bearer s3cret"), ("Basic czNjcmV0", "Basic czNjcmV0")])
+def test_the_token_comes_from_the_environment_and_is_sent_alone(
+    value: str, sent: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", value)
+    term = RewardTerm(url=server.url, token_from="REWARD_TOKEN")
+    made = load_reward([term])
+    made(PROMPTS, RESPONSES, COLUMNS)
+    assert server.headers[0]["Authorization"] == sent
+    assert "REWARD_TOKEN" in str(term.model_dump())
+    assert value not in str(term.model_dump())
+
+
+def test_a_server_that_repeats_the_token_has_it_hidden(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "Basic czNjcmV0")
+    server.answer = lambda body: (401, b"no such user: Basic czNjcmV0, or czNjcmV0")
+    text = refusal(server.url, token_from="REWARD_TOKEN")
+    assert "czNjcmV0" not in text
+    assert text.startswith("answered 401 Unauthorized ('no such user: ***, or ***'); renew its token")
+
+
+def test_a_token_that_is_missing_or_can_t_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    assert "token_from='REWARD_TOKEN': this environment variable is not set" in refusal("http://x", token_from="REWARD_TOKEN")
+    monkeypatch.setenv("REWARD_TOKEN", "two\nlines")
+    text = refusal("http://x", token_from="REWARD_TOKEN")
+    assert "must be printable ASCII" in text
+    assert "lines" not in text
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "localhost:80", "http://host:x/", "http://[::1/"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    assert "address" in refusal(url)
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+    with pytest.raises(SurefootError) as raised:
+        reward("http://me:s3cret@host/score")
+    assert "holds a user or a password" in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+# ---- down, flaky, slow ----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_down_is_tried_again_and_named(server: Server) -> None:
+    server.close()
+    text = refusal(server.url, retries=2)
+    assert "can't be reached (ConnectError: " in text
+    assert ", 3 times; see whether the server runs, then resume from the last checkpoint" in text
+
+
+@pytest.mark.parametrize("trouble", [(503, b"busy"), (500, b""), (429, b""), (0, b"")], ids=str)
+def test_a_server_that_is_flaky_is_asked_until_it_answers(trouble: Answer, server: Server) -> None:
+    server.in_turn(trouble, trouble, (200, [1, 2, 3]))
+    assert score(server.url).total.tolist() == [1, 2, 3]
+    assert len(server.bodies) == 3
+    assert server.bodies[0] == server.bodies[2]
+
+
+def test_tries_are_numbered(server: Server) -> None:
+    server.in_turn((503, b""))
+    assert refusal(server.url, retries=3).startswith("answered 503 Service Unavailable, 4 times; see whether the server runs")
+    assert len(server.bodies) == 4
+
+
+def test_waiting_doubles_at_random_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.5)
+    drawn = {tried: [endpoint.waiting(tried) for _ in range(50)] for tried in (1, 2, 4, 2000)}
+    for tried, longest in ((1, 0.5), (2, 1.0), (4, 4.0), (2000, endpoint.LONGEST_WAIT)):
+        assert longest / 2 <= min(drawn[tried]) < max(drawn[tried]) <= longest
+
+
+def test_retry_after_is_waited_for(server: Server) -> None:
+    server.in_turn((429, b"", {"Retry-After": "1"}), (200, [1, 2, 3]))
+    begun = time.monotonic()
+    assert score(server.url).total.tolist() == [1, 2, 3]
+    assert time.monotonic() - begun >= 1
+    assert endpoint.seconds_asked(format_datetime(datetime.now(UTC) + timedelta(seconds=100))) == pytest.approx(100, abs=3)
+    assert [endpoint.seconds_asked(text) for text in (None, "", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 5
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun(server: Server) -> None:
+    server.in_turn((503, b"", {"Retry-After": "3600"}))
+    begun = time.monotonic()
+    text = refusal(server.url)
+    assert text.startswith("answered 503 Service Unavailable, and waiting 3.6e+03 s to try again would pass reward.deadline")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
+    def slowly(body: dict[str, Any]) -> Answer:
+        time.sleep(1.5)
+        return 200, [1, 2, 3]
+
+    server.answer = slowly
+    begun = time.monotonic()
+    assert refusal(server.url, deadline=0.3).startswith("took longer than reward.deadline=0.3 s for 3 responses")
+    assert time.monotonic() - begun < 1.4
+
+
+# ---- wrong ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        ((200, [1, 2]), "answered 2 scores for 3 responses, and not one for each; mend what answers there"),
+        ((200, b"<html>\n hello"), "answered what is no JSON ('<html> hello'); it must answer a list of 3 scores"),
+        ((200, b""), "answered what is no JSON; it must answer"),
+        ((200, b"[" * 100_000), "answered what is no JSON"),
+        ((200, {"rewards": [1, 2, 3]}), "answered no scores ("),
+        ((200, "123"), "answered no scores ("),
+        (
+            (404, b"nothing here"),
+            "answered 404 Not Found ('nothing here'); mend the address, or what answers there, then",
+        ),
+        ((401, b""), "answered 401 Unauthorized; name the environment variable with its token by token_from"),
+        ((302, b"", {"Location": "/elsewhere"}), "answered 302 Found; give the address that it redirects to"),
+        ((200, ["1", "2", "3"]), "gave no number for 3 of 3 responses (str 3)"),
+        ((200, b"[NaN, NaN, Infinity]"), "gave no number for 3 of 3 responses (NaN 2, infinite 1)"),
+        ((200, b"x", {"Content-Encoding": "gzip"}), "gave no answer that can be read (DecodingError"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_answer_is_one_line_and_is_not_asked_for_again(answer: Answer, what: str, server: Server) -> None:
+    server.in_turn(answer)
+    assert refusal(server.url).startswith(what)
+    assert len(server.bodies) == 1
+
+
+def test_single_bad_scores_are_masked_like_those_of_functions(server: Server) -> None:
+    server.in_turn((200, [1, None, 3]))
+    scores = score(server.url, tolerated=0.34)
+    assert scores.valid.tolist() == [True, False, True]
+    assert scores.total.tolist() == [1, 0, 3]
+
+
+# ---- proxies --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_server_on_this_machine_is_never_asked_through_a_proxy(
+    name: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert score(server.url).total.tolist() == [1, 2, 3]
+    assert score(server.url.replace("127.0.0.1", "localhost")).total.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://localhost:8000/x", True),
+        ("http://LOCALHOST./x", True),
+        ("http://judge.localhost/x", True),
+        ("http://127.8.9.1", True),
+        ("https://[::1]:1/x", True),
+        ("http://0.0.0.0:1", True),
+        ("http://localhost.example.org", False),
+        ("http://10.0.0.1", False),
+        ("http://example.org/127.0.0.1", False),
+    ],
+)
+def test_which_addresses_mean_this_machine(url: str, local: bool) -> None:
+    assert endpoint.is_local(url) == local
