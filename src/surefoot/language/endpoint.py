@@ -61,12 +61,13 @@ class Endpoint:
         self.arguments = dict(arguments or {})
         self.headers: dict[str, str] = {}
         self.secrets: tuple[str, ...] = ()
-        self.__qualname__ = url.partition("?")[0]
+        self.__qualname__ = re.sub(r"//[^/@]*@", "//", url.partition("?")[0])  # for messages
 
     @property
     def name(self) -> str:
         """For a part of the reward: the last word of the address."""
-        return (re.findall(r"[A-Za-z]\w*", urlsplit(self.url).path) or ["url"])[-1]
+        words: list[str] = re.findall(r"[A-Za-z]\w*", self.__qualname__.partition("//")[2].partition("/")[2])
+        return words[-1] if words else "url"
 
     def ready(self) -> None:
         """Raise SurefootError where nothing can be asked: the package, the address or the token is missing."""

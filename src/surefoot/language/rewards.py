@@ -19,7 +19,7 @@ from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.deadline import Overdue, within
 from surefoot.language.endpoint import Endpoint
 from surefoot.language.model_reward import BATCH_TOKENS as BATCH_TOKENS
-from surefoot.language.model_reward import ModelReward
+from surefoot.language.model_reward import ModelReward as ModelReward
 from surefoot.language.scores import Columns as Columns
 from surefoot.language.scores import Pieces, listed, number
 from surefoot.language.scores import Prompt as Prompt
@@ -100,7 +100,7 @@ class FunctionReward:
             raise SurefootError(f"{field}={self.path!r}: is a {type(self.function).__name__}, not a function")
         self.name = name or self.path.rpartition(":")[2].rpartition(".")[2]
         self.mend = getattr(self.function, "mend", MEND)
-        self.per: Per = per or getattr(self.function, "per", "response")
+        self.per: Per = getattr(self.function, "per", "response") if per is None else per
         if self.per not in get_args(Per):
             raise self._refusal(f"its attribute per is {self.per!r}; it may be one of {', '.join(get_args(Per))}")
         self.separator = separator or getattr(self.function, "separator", None) if self.per == "step" else None
@@ -262,11 +262,16 @@ def reward_of(
         return f"{field}.{name}" if named else field
 
     if term.model is not None:
-        options = {"per": term.per or "response", "separator": term.separator}
-        return ModelReward(term.model, term.weight, device=device, field=key("model"), **options)
+        per: Per = term.per or "response"
+        return ModelReward(term.model, term.weight, per=per, separator=term.separator, device=device, field=key("model"))
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
     if term.url is not None:
-        asked = {"batch": term.batch, "token_from": term.token_from, "retries": term.retries, "arguments": term.arguments}
+        asked: dict[str, Any] = {
+            "batch": term.batch,
+            "token_from": term.token_from,
+            "retries": term.retries,
+            "arguments": term.arguments,
+        }
         server = Endpoint(term.url, deadline=deadline, **asked)
         return FunctionReward(server, term.weight, name=server.name, field=key("url"), **shared)
     assert term.function is not None

@@ -4,6 +4,7 @@ Rewards get text, and the tokens of a policy are not those of a reward model. So
 and its score lies on the policy's token that writes its last character.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def marks_from(entry: Any, response: str, tokens: Sequence[str] | None, per: Per
         if isinstance(score, str):
             return score
         marks.append((end, score))
-    return marks
+    return marks if isinstance(number(math.fsum(score for _, score in marks)), float) else "infinite"
 
 
 def _end_of(pair: Any, response: str) -> int:
