@@ -5,8 +5,9 @@
     python benchmarks/dense.py table                the page alone
 
 Each cell (method, seed) is one JSON file in benchmarks/results/dense; one that exists is skipped. The task is
-``surefoot.language.tasks.running``: running sums of eight digits, written by a model whose every digit is right about half of
-the time. Both methods start from the same model of their seed, get the same reward function and sample as many responses.
+``surefoot.language.tasks.successors``: eight digits, each followed by the next, by a model whose every digit is right about
+half of the time. Both methods start from the same model of their seed, get the same reward function and sample as many
+responses.
 """
 
 import argparse
@@ -25,7 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO_CLIP": {"sampling": {"prompts": BATCH, "samples": 1}, "objective": {"gae_lambda": 0.95, "value_coefficient": 0.1}},
     "GRPO": {"sampling": {"prompts": BATCH // 8, "samples": 8}},
 }
-STEPS, WHOLE = "surefoot.language.tasks.running:steps", "surefoot.language.tasks:verify"
+STEPS, WHOLE = "surefoot.language.tasks.successors:steps", "surefoot.language.tasks:verify"
 
 
 def start(folder: Path, seed: int) -> Path:
@@ -34,14 +35,14 @@ def start(folder: Path, seed: int) -> Path:
     from surefoot.language import tasks
     from surefoot.language.rows import write_rows
 
-    write_rows(folder / "demonstrations.jsonl", tasks.demonstrations("running", 12_000, seed, DIGITS, sloppy=1.0))
-    write_rows(folder / "train.jsonl", tasks.rows("running", 4_000, seed, DIGITS))
-    write_rows(folder / "test.jsonl", tasks.rows("running", 256, seed, DIGITS, test=True))
+    write_rows(folder / "demonstrations.jsonl", tasks.demonstrations("successors", 16_000, seed, DIGITS, sloppy=1.0))
+    write_rows(folder / "train.jsonl", tasks.rows("successors", 4_000, seed, DIGITS))
+    write_rows(folder / "test.jsonl", tasks.rows("successors", 256, seed, DIGITS, test=True))
     surefoot.train(
         "sft",
         model="pocket",
         seed=seed,
-        steps=12_000,
+        steps=16_000,
         run_dir=folder / "sft",
         data={"train": str(folder / "demonstrations.jsonl"), "max_length": 32, "batch": 64},
         optimizer={"learning_rate": 2e-3, "schedule": "cosine"},

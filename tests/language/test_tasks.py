@@ -16,7 +16,7 @@ from surefoot.language import tasks
 from surefoot.language.accuracy import accuracy
 from surefoot.language.rewards import FunctionReward
 from surefoot.language.rows import write_rows
-from surefoot.language.tasks import TASKS, countdown, demonstrations, rows, running, verify
+from surefoot.language.tasks import TASKS, countdown, demonstrations, rows, successors, verify
 from surefoot.language.tasks.task import Row
 from surefoot.language.tokens import Tokens
 
@@ -116,9 +116,10 @@ def test_answers_are_true_by_another_way_to_tell() -> None:
         assert int(row["answer"]) == len(word) - len(word.replace(letter, ""))
     for row in rows("reversing", 50, 1):
         assert all(row["answer"][-1 - place] == letter for place, letter in enumerate(row["prompt"][:-1]))
-    for row in rows("running", 50, 1):
-        digits = row["prompt"][:-1]
-        assert [int(said) for said in row["answer"]] == [sum(map(int, digits[:end])) % 10 for end in range(1, len(digits) + 1)]
+    for row in rows("successors", 50, 1):
+        assert all(
+            "01234567890"["0123456789".index(a) + 1] == b for a, b in zip(row["prompt"][:-1], row["answer"], strict=True)
+        )
     for row in rows("brackets", 50, 1):
         text = row["prompt"][:-1] + row["answer"]
         while text:
@@ -128,18 +129,12 @@ def test_answers_are_true_by_another_way_to_tell() -> None:
         assert set(row["answer"]) <= set(")]}>")
 
 
-def test_a_step_of_running_sums_is_right_where_it_follows_from_what_was_written() -> None:
-    def right(response: str) -> list[float]:
-        (found,) = running.steps(["3917="], [response])
-        assert [end for end, _ in found] == list(range(1, len(found) + 1))
-        return [score for _, score in found]
-
-    assert right("3230") == [1, 1, 1, 1]
-    assert right("3340") == [1, 0, 1, 0], "12 ends with 2; 3 + 1 is 4; 4 + 7 ends with 1"
-    assert right("32301") == [1, 1, 1, 1]
-    assert right("3x30") == [1, 0, 0, 1]
-    assert right("3²30") == [1, 0, 0, 1], "a digit of another kind is none"
-    assert right("") == []
+def test_a_step_of_successors_is_right_at_its_place() -> None:
+    found = successors.steps(["3917="] * 4, ["4028", "4x2", "402811", ""])
+    assert found[0] == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    assert found[1] == [(1, 1), (2, 0), (3, 1)]
+    assert found[2] == found[0], "nothing is earned beyond the last place"
+    assert found[3] == []
 
 
 # ---- countdown -------------------------------------------------------------------------------------------------------

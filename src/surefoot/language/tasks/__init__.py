@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from surefoot.errors import SurefootError, did_you_mean
-from surefoot.language.tasks import addition, brackets, countdown, counting, reasoning_gym, reversing, running, sorting
+from surefoot.language.tasks import addition, brackets, countdown, counting, reasoning_gym, reversing, sorting, successors
 from surefoot.language.tasks.task import Row, Task, is_answer
 from surefoot.seeding import derived_seed
 
@@ -20,7 +20,7 @@ TASKS: dict[str, Task] = {
     "reversing": reversing.TASK,
     "brackets": brackets.TASK,
     "countdown": countdown.TASK,
-    "running": running.TASK,
+    "successors": successors.TASK,
 }
 _TRIES = 2_000
 """draws in a row that give nothing new, after which there is nothing new"""
