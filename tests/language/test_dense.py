@@ -14,6 +14,7 @@ import surefoot
 from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
+from surefoot.language.calibration import calibration
 from surefoot.language.models import RewardModel, load_model, scalar_model
 from surefoot.language.rewards import FunctionReward, ModelReward, WeightedSum
 from surefoot.language.scores import Scores
@@ -387,3 +388,14 @@ def test_a_run_with_steps_trains_and_evaluates_and_its_traces_show_them(files: d
     )
     (row, *_), *_ = (read_trace(path).rows for path in traces_in(tmp_path / "run" / "traces"))
     assert row.reward_parts["score"].tolist() == [float(token in set("aeiou ")) for token in row.about["tokens"]]
+
+
+def test_a_critic_is_held_against_what_is_still_to_be_earned(files: dict[str, str], folders: dict[str, Path]) -> None:
+    made, _ = collected(files, folders["llama"], "places", reference={"beta": 0.0})
+    answers = made.collector.answer(made.collector.prompts, range(40))
+    found = calibration(made, answers)
+    assert found is not None
+    lengths = answers.samples.lengths.tolist()
+    to_come = {"first": [sum(range(1, n + 1)) for n in lengths], "middle": [sum(range(n // 2 + 1, n + 1)) for n in lengths]}
+    for name, sums in to_come.items():
+        assert found[name]["observed"] == pytest.approx(sum(sums) / len(sums))

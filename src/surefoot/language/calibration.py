@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
-from surefoot.language.collect import Answers, settled
+from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards
+from surefoot.language.collect import Answers, placed, settled
 from surefoot.language.policy import in_parts
 from surefoot.language.world import LanguageWorld
 
@@ -20,7 +20,7 @@ MOMENTS = ("first", "middle")
 def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None:
     """The values of answers beside what became of them, at the ``MOMENTS``; None for a policy without a critic.
 
-    A reward that gives 0 or 1 alone has V read as the probability of 1, clipped to [0, 1] (``success``). A response that the
+    A reward that gives 0 or 1 alone, for whole responses, has V read as the probability of 1, clipped to [0, 1] (``success``). A response that the
     length limit cut is no success where ``reward.missing_eos`` is "penalty". For other rewards V is held against the return
     that it is trained for, what the KL costs included (``returns``). Responses without a score are left out, and of the latter
     those that are bootstrapped.
@@ -34,13 +34,13 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     places = {"first": torch.zeros_like(drawn.lengths), "middle": drawn.lengths // 2}
     values = {name: found.values.gather(-1, at.unsqueeze(-1)).squeeze(-1) for name, at in places.items()}
     score = scores.total[scores.valid]
-    if bool(((score == 0) | (score == 1)).all()):
+    if scores.dense is None and bool(((score == 0) | (score == 1)).all()):
         counted = drawn.ended if recipe.reward.missing_eos == "penalty" else torch.ones_like(drawn.ended)
         right = (scores.total == 1) & counted
         return {name: success(values[name][scores.valid], right[scores.valid]) for name in MOMENTS}
     ref_log_probs = in_parts(world.reference.log_probs, inputs, drawn.actions, mask, *world.collector.budget)
-    placed = place_scores(settled(scores, drawn, recipe), mask)
-    rewards = kl_shaped_rewards(placed, found.log_probs, ref_log_probs, mask, recipe.reference.beta)
+    paid = placed(scores, settled(scores, drawn, recipe), drawn, recipe)
+    rewards = kl_shaped_rewards(paid, found.log_probs, ref_log_probs, mask, recipe.reference.beta)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
     earned = discounted_returns(rewards, torch.zeros_like(rewards), terminated=last, truncated=none, gamma=gamma, mask=mask)
