@@ -20,10 +20,10 @@ MOMENTS = ("first", "middle")
 def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None:
     """The values of answers beside what became of them, at the ``MOMENTS``; None for a policy without a critic.
 
-    A reward that gives 0 or 1 alone, for whole responses, has V read as the probability of 1, clipped to [0, 1] (``success``). A response that the
-    length limit cut is no success where ``reward.missing_eos`` is "penalty". For other rewards V is held against the return
-    that it is trained for, what the KL costs included (``returns``). Responses without a score are left out, and of the latter
-    those that are bootstrapped.
+    A reward that gives 0 or 1 alone, for whole responses, has V read as the probability of 1, clipped to [0, 1] (``success``).
+    A response that the length limit cut is no success where ``reward.missing_eos`` is "penalty". For other rewards V is held
+    against the return that it is trained for, what the KL costs included (``returns``). Responses without a score are left out,
+    and of the latter those that are bootstrapped.
     """
     recipe, drawn = world.recipe, answers.samples
     inputs, mask = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}, drawn.mask
