@@ -197,6 +197,7 @@ class ModelReward:
     name           of the part
     device         where the model lives
     field          of the recipe that names it, for messages
+    read           gives the model where it need not be loaded as one of its own, and None elsewhere
 
     Raises SurefootError when the folder holds no reward model, and from a call, when a text is longer than the model's
     context or a score is not finite.
@@ -211,11 +212,15 @@ class ModelReward:
         name: str = "reward_model",
         device: str = "cpu",
         field: str = "reward.model",
+        read: Callable[[str], RewardModel | None] | None = None,
     ) -> None:
         self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
         with named(field):
-            self.path = model_folder(str(folder))
-            self.model = RewardModel.load(self.path).requires_grad_(False).to(device)
+            self.path, found = str(folder), None if read is None else read(str(folder))
+            if found is None:
+                self.path = model_folder(self.path)
+                found = RewardModel.load(self.path)
+            self.model = found.requires_grad_(False).to(device)
         assert self.model.tokenizer is not None, "a reward model's folder holds its tokenizer"
         self.tokens = Tokens(self.model.tokenizer)
         self.context: int | None = getattr(self.model.backbone.config, "max_position_embeddings", None)
@@ -270,9 +275,16 @@ class WeightedSum:
         return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid)
 
 
-def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: float = 0.1, device: str = "cpu") -> Reward:
+def load_reward(
+    terms: Iterable[Term],
+    *,
+    deadline: float = 60.0,
+    tolerated: float = 0.1,
+    device: str = "cpu",
+    read: Callable[[str], RewardModel | None] | None = None,
+) -> Reward:
     """The reward of a recipe's ``reward.terms``; ``deadline`` and ``tolerated`` hold for each function, models live on
-    ``device``.
+    ``device`` and are asked of ``read`` first.
 
     Raises SurefootError for a term with both or neither of model and function, for none at all, and for what can't be loaded.
     """
@@ -289,7 +301,7 @@ def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: flo
             )
         if term.model is not None:
             field = f"reward.terms[{number}].model"
-            rewards.append(ModelReward(term.model, term.weight, device=device, field=field))
+            rewards.append(ModelReward(term.model, term.weight, device=device, field=field, read=read))
         elif term.function is not None:
             options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "arguments": term.arguments}
             field = f"reward.terms[{number}].function"
