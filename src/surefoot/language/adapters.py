@@ -281,7 +281,7 @@ def merged_state(model: nn.Module, role: str = POLICY) -> dict[str, Tensor] | No
     found = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     for name, layer in model.named_modules():
         if role in getattr(layer, "lora_A", ()):
-            found[f"{name}.weight"] = found[f"{name}.weight"] + layer.get_delta_weight(role)  # type: ignore[operator]
+            found[f"{name}.weight"] = found[f"{name}.weight"] + layer.get_delta_weight(role)
     return found
 
 
@@ -290,9 +290,9 @@ def merge(trunk: nn.Module, role: str = POLICY) -> None:
     """Add a role's adapter to the weights for good, and leave plain layers."""
     for name, layer in list(trunk.named_modules()):
         if hasattr(layer, "lora_A"):
-            plain: Any = layer.get_base_layer()  # type: ignore[operator]
-            if role in layer.lora_A:  # type: ignore[operator]
-                plain.weight += layer.get_delta_weight(role)  # type: ignore[operator]
+            plain: Any = layer.get_base_layer()
+            if role in layer.lora_A:
+                plain.weight += layer.get_delta_weight(role)
             parent, _, own = name.rpartition(".")
             setattr(trunk.get_submodule(parent), own, plain)
     trunk.requires_grad_(True)
