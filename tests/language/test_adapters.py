@@ -15,7 +15,7 @@ import surefoot
 from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
-from surefoot.language.adapters import POLICY, VALUE, RoleTrunk, SharedBase, merge
+from surefoot.language.adapters import CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
 from surefoot.language.evaluate import evaluate_run
 from surefoot.language.models import RewardModel, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
@@ -143,8 +143,6 @@ def roles(folder: Path, checkpointing: bool) -> tuple[LanguagePolicy, SharedBase
         moved(base, role, seed)
     critic = Critic(RoleTrunk(base, VALUE), head_of(model))
     policy = LanguagePolicy(model, critic, tokenizer.pad_token_id, checkpointing=checkpointing)
-    if checkpointing:
-        checkpoint_layers(policy.model, base.contexts)
     return policy, base
 
 
@@ -204,6 +202,7 @@ def test_a_checkpoint_without_the_roles_context_would_be_seen(folder: Path) -> N
     for contexts in (True, False):
         policy, base = roles(folder, True)
         if not contexts:
+            delattr(base.trunk, CONTEXTS)
             checkpoint_layers(policy.model)
         b = batch()
         evaluation = policy(b.inputs, b.actions, b.mask)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 POLICY, VALUE = "policy", "value"
 """the roles that are trained; one that scores texts is named by its place among the rewards"""
+CONTEXTS = "role_contexts"
+"""the trunk's attribute by which whoever checkpoints its layers finds ``contexts``"""
 
 
 class SharedBase:
@@ -58,6 +60,7 @@ class SharedBase:
         self.active: str | None = POLICY
         self.noise: Noise | None = None
         model.requires_grad_(False)
+        setattr(self.trunk, CONTEXTS, self.contexts)
 
     def add(self, role: str, settings: "AdapterSettings", *, trained: bool = True) -> None:
         """Give a role an adapter that adds nothing yet: B is 0, and A is drawn from the role's own stream.
@@ -295,4 +298,6 @@ def merge(trunk: nn.Module, role: str = POLICY) -> None:
                 plain.weight += layer.get_delta_weight(role)
             parent, _, own = name.rpartition(".")
             setattr(trunk.get_submodule(parent), own, plain)
+    if hasattr(trunk, CONTEXTS):
+        delattr(trunk, CONTEXTS)
     trunk.requires_grad_(True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from surefoot.batches import by_tokens, chosen
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood
-from surefoot.language.adapters import SharedBase
+from surefoot.language.adapters import CONTEXTS, SharedBase
 from surefoot.language.optional import quiet
 from surefoot.language.packing import Packed, lengths, packed
 from surefoot.language.readout import Readout
@@ -241,14 +241,14 @@ def in_parts(
     return map_tensors(lambda _: next(joined)[back.to(actions.device)], parts[0])
 
 
-def checkpoint_layers(part: nn.Module | None, contexts: Callable[[], Any] | None = None) -> None:
-    """Have the outermost ``transformers`` model in a module checkpoint its layers, by its own switch.
-
-    contexts  gives those in which a layer is computed, and computed again; a shared base has its own
+def checkpoint_layers(part: nn.Module | None) -> None:
+    """Have the outermost ``transformers`` model in a module checkpoint its layers, by its own switch; those of a shared base in
+    the role that they were computed in.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if contexts is not None:
-        options["context_fn"] = contexts
+    for module in () if part is None else part.modules():
+        if contexts := getattr(module, CONTEXTS, None):
+            options["context_fn"] = contexts
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5.20
     for module in () if part is None else part.modules():
         if switch := next((getattr(module, name) for name in names if hasattr(module, name)), None):

@@ -22,7 +22,7 @@ from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
 from surefoot.language.mixing import Mixing
 from surefoot.language.models import RewardModel, context_of, load_model
-from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, checkpoint_layers, in_parts
+from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_parts
 from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
 from surefoot.language.sources import check_count, check_same, rows_print, weights_print
 from surefoot.language.tokens import shown
@@ -110,8 +110,6 @@ class LanguageWorld:
             checkpointing=recipe.gradient_checkpointing,
             bf16=bf16,
         )
-        if self.base is not None and recipe.gradient_checkpointing:
-            checkpoint_layers(self.policy.model, self.base.contexts)
         self.policy.to(recipe.device)
         self.reference = self._reference(bf16).to(recipe.device)
         self.collector = LanguageCollector(recipe, self.policy, self.reference, self.reward, self.gold, train, self.tokens)

@@ -218,7 +218,7 @@ def _policy_pass(
             held.append(value_head)
         if s.checkpointing:
             for part in (model, critic):
-                checkpoint_layers(part, None if base is None else base.contexts)
+                checkpoint_layers(part)
         count = parts.rows * parts.decisions
         with torch.set_grad_enabled(objective is not None), _over(held, objective is not None) as tracker:
             batch = _batch(parts)
