@@ -40,7 +40,7 @@ class SharedBase:
 
     model    an AutoModelForCausalLM, or a trunk alone; the trunk is changed in place
     seed     adapters start from a stream of their own
-    printed  of the weights, where it is known; None: it is made here, by reading them all
+    printed  of the weights, where it is known; None: it is made here, by reading them all; "" for tensors without contents
 
     Raises SurefootError where ``peft`` is not installed.
     """
@@ -137,7 +137,9 @@ class SharedBase:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         wanted = {p for p in self.trunk.parameters() if p.requires_grad}
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # its own start is drawn, and then overwritten
+        # its own start is drawn, and then overwritten; without contents nothing is drawn, nor can a generator's state be read
+        drawing = torch.random.fork_rng(devices=[]) if self.print else nullcontext()
+        with warnings.catch_warnings(), drawing:
             warnings.simplefilter("ignore")
             try:
                 inject_adapter_in_model(config, self.trunk, role)
