@@ -16,12 +16,14 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import surefoot
 from surefoot.compare.statistics import markdown_table
 from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
@@ -40,6 +42,8 @@ PROMPT, ANSWER = 64, 32
 """tokens, at most"""
 PHASES = ("sampling", "scoring", "learning")
 LETTERS = "abcdefghij "
+RANK = 8
+"""of adapters"""
 
 
 def built(folder: Path, family: str, width: int, layers: int, vocabulary: int, context: int = 256, tied: bool = False) -> Path:
@@ -184,8 +188,38 @@ def by_phase(seen: Any) -> dict[str, int]:
     return peaks
 
 
-def configurations(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is measured."""
+def scored(base: Path, folder: Path, pairs: str, adapter: bool) -> str:
+    """A reward model of a base after two pairs: with weights of its own, or as an adapter."""
+    table: dict[str, Any] = {
+        "model": str(base),
+        "steps": 2,
+        "data": {"train": pairs, "max_length": 128, "batch": 2},
+        "optimizer": {"learning_rate": 1e-5},
+    }
+    if adapter:
+        table |= {"adapter": {"rank": RANK, "merge": False}}
+    surefoot.train("reward", run_dir=folder, check_memory=False, **table)
+    gc.collect()
+    return str(folder)
+
+
+def large(folder: Path, files: dict[str, str], name: str) -> dict[str, Any]:
+    """Four roles of 112 million parameters each: apart, with a shared trunk, and as adapters of one base."""
+    base = folder / "large"
+    if not base.exists():
+        built(base, "llama", width=768, layers=12, vocabulary=16384)
+    adapter = name == "large_adapters"
+    scores = scored(base, folder / name, files["pairs"], adapter)
+    fields: dict[str, Any] = {"reward": {"terms": [{"model": scores}], "missing_eos": "none"}}
+    if name != "large_shared":
+        fields["critic"] = {"own_model": True}
+    if adapter:
+        fields["adapter"] = {"rank": RANK}
+    return online(base, files, **fields)
+
+
+def configurations(folder: Path) -> dict[str, Any]:
+    """What is measured, or how it is made."""
     files = rows_in(folder, prompt=PROMPT, answer=ANSWER)
     llama = built(folder / "llama", "llama", width=512, layers=6, vocabulary=8192)
     qwen = built(folder / "qwen2", "qwen2", width=384, layers=8, vocabulary=16384, tied=True)
@@ -203,6 +237,8 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
         "gpt2": online(gpt2, files),
         "sft": {"kind": "sft", "model": str(llama), "steps": 64, "data": {"train": files["demonstrations"], **rows}},
         "reward": {"kind": "reward", "model": str(llama), "steps": 64, "data": {"train": files["pairs"], **rows}},
+        "adapters": online(llama, files, critic={"own_model": True}, adapter={"rank": RANK}),
+        **{name: partial(large, folder, files, name) for name in ("large_own", "large_shared", "large_adapters")},
     }
 
 
@@ -218,6 +254,10 @@ TITLES = {
     "gpt2": "GPT-2, PPO, shared trunk",
     "sft": "Llama, SFT",
     "reward": "Llama, reward model",
+    "adapters": "Llama, PPO, policy and value model as adapters of one base",
+    "large_own": "112 M parameters, four separate models",
+    "large_shared": "112 M, value head on a shared trunk; reference and reward model apart",
+    "large_adapters": "112 M, one base: policy, value and reward are adapters, reference is the base",
 }
 
 
@@ -258,7 +298,7 @@ def main() -> None:
         for name, recipe in configurations(Path(temporary)).items():
             path = RESULTS / f"{name}.json"
             if name in options.only and not path.exists():
-                path.write_text(json.dumps(measured(name, recipe)) + "\n")
+                path.write_text(json.dumps(measured(name, recipe() if callable(recipe) else recipe)) + "\n")
                 print(path.read_text(), end="", flush=True)
     cells = [json.loads((RESULTS / f"{name}.json").read_text()) for name in TITLES if (RESULTS / f"{name}.json").exists()]
     header = ["run", "phase", "stays", "estimate", "tensors", "allocator", "error"]

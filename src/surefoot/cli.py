@@ -15,6 +15,7 @@ from surefoot.cli_attempts import attempt_flags, attempts_from, best_of_n, refus
 from surefoot.cli_chat import chat
 from surefoot.cli_language import data, generate
 from surefoot.cli_memory import memory
+from surefoot.cli_merge import merge
 from surefoot.cli_rounds import rounds
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
 from surefoot.config import parse_value, read_toml, recipe_fields, to_toml
@@ -305,6 +306,7 @@ cli.add_command(best_of_n)
 cli.add_command(rounds)
 cli.add_command(data)
 cli.add_command(memory)
+cli.add_command(merge)
 
 
 @cli.command(name="list")

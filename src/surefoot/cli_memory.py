@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 )
 @click.option("--reference/--no-reference", default=True, show_default=True, help="A frozen copy for the KL.")
 @click.option("--rewards", type=click.IntRange(min=0), default=1, show_default=True, help="Reward models of the same size.")
+@click.option("--adapter", type=click.IntRange(min=1), metavar="RANK", help="All roles as adapters of one frozen base.")
 @click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--gradient-checkpointing", is_flag=True, help="As in a recipe.")
 @click.option("--micro-batch", type=click.IntRange(min=1), metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
@@ -43,6 +44,7 @@ def memory(
     critic: Literal["shared", "own", "none"],
     reference: bool,
     rewards: int,
+    adapter: int | None,
     precision: str,
     gradient_checkpointing: bool,
     micro_batch: int | None,
@@ -60,8 +62,9 @@ def memory(
     No weights are read. Tells what policy, value, reference and reward take, now and with other switches, and what fits where.
     """
     from surefoot.algorithms import PPO_CLIP, REINFORCE
-    from surefoot.language.memory.estimate import Setup
+    from surefoot.language.memory.estimate import Setup, with_adapters
     from surefoot.language.memory.planner import model_config, plan, shown, to_json, with_value
+    from surefoot.sections import AdapterSettings
 
     config, nominal = model_config(model)
     responses = prompts * samples if kind == "language" else batch
@@ -89,6 +92,8 @@ def memory(
             rows=responses // minibatches,
             samples=samples,
         )
+    if adapter is not None:
+        setup = with_adapters(setup, AdapterSettings(rank=adapter))
     from rich.console import Console
 
     with Console(stderr=True).status("counting the passes") if sys.stderr.isatty() else nullcontext():

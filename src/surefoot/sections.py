@@ -156,6 +156,21 @@ class LanguageOptimizer(OptimizerSettings):
     """scale larger gradients down to this norm"""
 
 
+class AdapterSettings(Section):
+    """Train adapters (LoRA) beside frozen weights, and not the weights themselves; needs the extra ``adapters``."""
+
+    rank: int = Field(16, ge=1)
+    """r of the two matrices beside each adapted layer"""
+    alpha: float = Field(32.0, gt=0)
+    """what they add is multiplied by alpha / rank"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """share of their inputs that is dropped while learning; 0 for online runs, where it would change the policy"""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """layers that get one, by the ends of their names such as ["q_proj", "v_proj"]; all-linear: all linear ones of the trunk"""
+    merge: bool = True
+    """leave the merged model in model/ as well; false: adapter/ alone"""
+
+
 class DataSettings(Section):
     """Rows to learn from: JSONL, Parquet, or a saved ``datasets`` folder."""
 

@@ -143,6 +143,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied embeddings, grouped queries, samples of a group": {"family": "qwen2", "sampling": {"prompts": 4, "samples": 4}},
     "another family, no critic": {"family": "gpt2", "algorithm": "REINFORCE_BASELINE", "objective": {"reuse": None}},
     "a reward model": {"reward": "scores"},
+    "adapters of one base": {"critic": {"own_model": True}, "adapter": {"rank": 8}},
 }
 
 
@@ -170,9 +171,10 @@ def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case:
     assert max(peaks.values()) > 1.15 * stays, "else the passes would not have been tried"
 
 
+@pytest.mark.parametrize("adapter", [None, {"rank": 8}])
 @pytest.mark.parametrize(("kind", "rows"), [("sft", "demonstrations"), ("reward", "pairs")])
-def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, here: Path) -> None:
-    table = given(here, kind, rows)
+def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, adapter: Any, here: Path) -> None:
+    table = given(here, kind, rows) | {"adapter": adapter}
     response = 0 if kind == "reward" else TOKENS
     found = estimated(planned(make_recipe(table), prompt=PROMPT + TOKENS - response, response=response))
     assert found.uncounted == ()

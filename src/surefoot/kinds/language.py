@@ -9,6 +9,7 @@ from surefoot.algorithms import Objective
 from surefoot.errors import SurefootError
 from surefoot.kinds.recipe import Recipe, nearest_divisor
 from surefoot.sections import (
+    AdapterSettings,
     AnchorSettings,
     CriticSettings,
     DataSettings,
@@ -41,6 +42,8 @@ class ModelRecipe(Recipe):
     """recompute activations in the backward pass: less memory, more time"""
     check_memory: bool = True
     """refuse to start a run that needs more memory than there is; false tries it all the same"""
+    adapter: AdapterSettings | None = None
+    """train adapters (LoRA) and leave the model's own weights frozen; none: train all weights"""
     optimizer: LanguageOptimizer = LanguageOptimizer()
     evaluation: LanguageEvaluation = LanguageEvaluation()
 
@@ -54,6 +57,22 @@ class ModelRecipe(Recipe):
             )
         if self.objective.constraint is not None:
             raise SurefootError(f"algorithm={self.algorithm!r}: natural steps are for control; use PPO_CLIP or PPO_PENALTY")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _adapts(self) -> "ModelRecipe":
+        if self.adapter is None:
+            return self
+        if self.model == "pocket":
+            raise SurefootError(
+                "adapter: model='pocket' has random weights, which adapters leave as they are; train it with kind = 'sft' and "
+                "no adapter first, and name that run"
+            )
+        if self.adapter.dropout and self.gradient_checkpointing:
+            raise SurefootError(
+                f"adapter.dropout={self.adapter.dropout}: would be drawn anew where gradient_checkpointing recomputes layers; "
+                "set one of them to 0 or false"
+            )
         return self
 
 
@@ -214,6 +233,10 @@ class LanguageRecipe(ModelRecipe):
     @pydantic.model_validator(mode="after")
     def _fits(self) -> "LanguageRecipe":
         reuse, critic = self.objective.reuse, self.objective.baseline == "critic"
+        if self.adapter is not None and self.adapter.dropout:
+            raise SurefootError(
+                f"adapter.dropout={self.adapter.dropout}: would make the policy another than what sampled; set 0 in online runs"
+            )
         if reuse and self.responses % reuse.minibatches:
             raise SurefootError(
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the {self.responses} responses of an "

@@ -11,6 +11,7 @@ with variance 1/2, in which label "first" says 1/(2β) and label "second" −1/(
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from surefoot.kinds import DpoRecipe
 from surefoot.language import data
+from surefoot.language.adapters import SharedBase
 from surefoot.language.demonstrations import Batch, Rows, demonstration_tensors
 from surefoot.language.models import load_model
 from surefoot.language.policy import LanguagePolicy, in_parts
@@ -156,11 +158,16 @@ class Anchor:
 class Reference:
     """The frozen model of a recipe, read anew each time it is asked: between, it takes no memory.
 
+    shared  a model with adapters and its base: where no other is named, the reference is that model with them off
+
     Raises SurefootError where ``reference.model`` can't be read, or does not read the policy's tokens.
     """
 
-    def __init__(self, recipe: DpoRecipe, tokens: Tokens, longest: int) -> None:
+    def __init__(
+        self, recipe: DpoRecipe, tokens: Tokens, longest: int, shared: "tuple[PreTrainedModel, SharedBase] | None" = None
+    ) -> None:
         self.recipe, self.tokens, self.longest = recipe, tokens, longest
+        self.shared = shared if recipe.reference.model is None else None
         if recipe.reference.model is not None:
             self._model()
 
@@ -172,14 +179,17 @@ class Reference:
         parts = batches(tensors, count, self.recipe.data.batch, self.recipe.device)
         limit, size = self.recipe.optimizer.micro_batch_tokens, self.recipe.optimizer.micro_batch
         found = []
-        for inputs, _, _ in parts:
-            sides = ((_prompt(inputs, side), inputs[side], inputs[f"{side}_mask"]) for side in (CHOSEN, REJECTED))
-            sums = [in_parts(_summed(writer), *side, limit, size) for side in sides]
-            found.append(torch.stack(sums, -1).cpu())
+        with nullcontext() if self.shared is None else self.shared[1].playing(None):
+            for inputs, _, _ in parts:
+                sides = ((_prompt(inputs, side), inputs[side], inputs[f"{side}_mask"]) for side in (CHOSEN, REJECTED))
+                sums = [in_parts(_summed(writer), *side, limit, size) for side in sides]
+                found.append(torch.stack(sums, -1).cpu())
         return torch.cat(found)
 
     def _model(self) -> "PreTrainedModel":
         name = self.recipe.reference.model
+        if self.shared is not None:
+            return self.shared[0]
         if name is None:
             return base_model(self.recipe)[0]
         with named("reference.model"):

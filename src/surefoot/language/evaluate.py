@@ -8,6 +8,7 @@ import torch
 from surefoot.config import make_recipe, read_toml, to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
+from surefoot.language.adapter_files import load_trained
 from surefoot.language.attempts import Attempts, attempted
 from surefoot.language.attempts import lines as attempt_lines
 from surefoot.language.calibration import calibration
@@ -15,8 +16,9 @@ from surefoot.language.calibration import lines as calibration_lines
 from surefoot.language.collect import Answers
 from surefoot.language.metrics import win_rate
 from surefoot.language.sources import check_same
+from surefoot.language.supervised import SupervisedWorld
 from surefoot.language.world import LanguageWorld
-from surefoot.run.checkpoint import load_checkpoint, load_weights
+from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.folder import check_is_run, checkpoint_to_load
 from surefoot.worlds import make_world
 
@@ -58,7 +60,9 @@ def evaluate_run(
     trees = load_checkpoint(checkpoint)
     told: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
     if not isinstance(world, LanguageWorld):
-        load_weights(world.policy, trees["agent"], checkpoint)
+        if isinstance(world, SupervisedWorld):
+            check_same(trees.get("sources", {}), world.frozen)
+        load_trained(world.policy, trees["agent"], checkpoint)
         judged = world.evaluate()
         assert judged is not None
         return told | dict(judged.metrics)
@@ -66,7 +70,7 @@ def evaluate_run(
     # The policy as it was loaded is the model that training started from. A reward that is no verifier is refused first.
     solved = {} if attempts is None else {"samples": attempts.samples, "start": attempted(world, attempts)}
     before, start = _judged(world, world.answers())
-    load_weights(world.policy, trees["agent"], checkpoint)
+    load_trained(world.policy, trees["agent"], checkpoint)
     answers = world.answers()
     after, trained = _judged(world, answers)
     foretold = calibration(world, answers)

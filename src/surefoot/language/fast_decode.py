@@ -2,8 +2,8 @@
 
 Attention of one token is two batched matrix products over the cache where it lies; the fused kernel, made for long queries,
 takes three times as long on a CPU. The prompt is still read by the model's own forward pass, and before packed weights are used
-they are compared with that pass: two of the prompts, two tokens further. A family that changed, an adapter or a hook makes the
-sampler use the model's own.
+they are compared with that pass: two of the prompts, two tokens further. Adapters are merged into the packed weights; a family
+that changed or a hook makes the sampler use the model's own.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """What a response earns from a reward model: its score of the whole text, or of every step of it."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class ModelReward:
     name           of the part
     device         where the model lives
     field          of the recipe that names it, for messages
+    read           gives the model where it need not be loaded as one of its own, and None elsewhere
 
     Raises SurefootError when the folder holds no reward model, and from a call, when a text is longer than the model's
     context or a score is not finite.
@@ -49,14 +50,18 @@ class ModelReward:
         name: str = "reward_model",
         device: str = "cpu",
         field: str = "reward.model",
+        read: Callable[[str], RewardModel | None] | None = None,
     ) -> None:
         assert per == "response" or (per == "step" and separator), "a term of a recipe has been looked at"
         self.per: Per = per
         self.separator = separator
         self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
         with named(field):
-            self.path = model_folder(str(folder))
-            self.model = RewardModel.load(self.path).requires_grad_(False).to(device)
+            self.path, found = str(folder), None if read is None else read(str(folder))
+            if found is None:
+                self.path = model_folder(self.path)
+                found = RewardModel.load(self.path)
+            self.model = found.requires_grad_(False).to(device)
         assert self.model.tokenizer is not None, "a reward model's folder holds its tokenizer"
         self.tokens = Tokens(self.model.tokenizer)
         self.context: int | None = getattr(self.model.backbone.config, "max_position_embeddings", None)

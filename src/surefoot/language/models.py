@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.adapters import merged_state
 from surefoot.language.optional import transformers_needed
 from surefoot.language.pocket import pocket as pocket
 from surefoot.language.pocket import pocket_config
@@ -79,7 +80,7 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
     Raises SurefootError when the folder holds something else, or the disk refuses.
     """
     with written_whole(Path(folder)) as temporary:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=merged_state(model))
         tokenizer.save_pretrained(temporary)
 
 
@@ -108,7 +109,7 @@ class RewardModel(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone, self.head, self.tokenizer = backbone, head, tokenizer
-        self._places = "position_ids" in inspect.signature(backbone.forward).parameters
+        self._places = "position_ids" in inspect.signature(getattr(backbone, "reader", backbone).forward).parameters
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
 
@@ -150,10 +151,9 @@ class RewardModel(nn.Module):
         """
         assert self.tokenizer is not None, "a reward model's folder holds its tokenizer"
         with written_whole(Path(folder)) as temporary:
-            self.backbone.save_pretrained(temporary)
+            self.backbone.save_pretrained(temporary, state_dict=merged_state(self.backbone))
             self.tokenizer.save_pretrained(temporary)
-            tensors = {**self.head.state_dict(), "mean": self.mean, "std": self.std}
-            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary / HEAD)
+            write_head(self, temporary)
 
     @classmethod
     def load(cls, folder: str | Path, *, trust_remote_code: bool = False) -> "RewardModel":
@@ -174,14 +174,8 @@ class RewardModel(nn.Module):
         backbone = read_weights(AutoModel, name, config, trust_remote_code)
         tokenizer = read_tokenizer(name, trust_remote_code)
         check_vocabulary(name, backbone, tokenizer)
-        model = cls(backbone, _new_head(backbone), tokenizer)
-        try:
-            tensors = load_file(path / HEAD)
-            model.head.load_state_dict({key: tensors.pop(key) for key in ("weight", "bias")})
-            model.mean.copy_(tensors.pop("mean"))
-            model.std.copy_(tensors.pop("std"))
-        except (SafetensorError, OSError, KeyError, RuntimeError) as error:
-            raise SurefootError(f"model={name!r}: {HEAD} can't be read ({cause_of(error)}); copy the whole folder") from None
+        model = cls(backbone, new_head(backbone), tokenizer)
+        read_head(model, path)
         return model.eval()
 
     def _hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -191,21 +185,40 @@ class RewardModel(nn.Module):
         return hidden
 
 
-def scalar_model(model: "PreTrainedModel", seed: int, tokenizer: "PreTrainedTokenizerBase | None" = None) -> RewardModel:
-    """A model of the same family that gives a number: a copy of the trunk, and a new head.
+def write_head(model: RewardModel, folder: Path) -> None:
+    """Head, mean and standard deviation of a reward model, as a file in a folder."""
+    tensors = {**model.head.state_dict(), "mean": model.mean, "std": model.std}
+    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, folder / HEAD)
+
+
+def read_head(model: RewardModel, folder: Path) -> None:
+    """Take them from there. Raises SurefootError where the file is damaged, or of another width."""
+    try:
+        tensors = load_file(folder / HEAD)
+        model.head.load_state_dict({key: tensors.pop(key) for key in ("weight", "bias")})
+        model.mean.copy_(tensors.pop("mean"))
+        model.std.copy_(tensors.pop("std"))
+    except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+        raise SurefootError(f"model={str(folder)!r}: {HEAD} can't be read ({cause_of(error)}); copy the whole folder") from None
+
+
+def scalar_model(
+    model: "PreTrainedModel", seed: int, tokenizer: "PreTrainedTokenizerBase | None" = None, *, copied: bool = True
+) -> RewardModel:
+    """A model of the same family that gives a number: a copy of the trunk (or the trunk itself), and a new head.
 
     The head's weights are N(0, 1/(d + 1)) for width d, its bias 0 (Stiennon et al. 2020, arXiv 2009.01325).
     """
-    backbone: PreTrainedModel = copy.deepcopy(model.base_model)  # type: ignore[assignment]
+    backbone: PreTrainedModel = copy.deepcopy(model.base_model) if copied else model.base_model  # type: ignore[assignment]
     assert hasattr(backbone, "save_pretrained"), type(model.base_model)
-    head = _new_head(backbone)
+    head = new_head(backbone)
     with torch.no_grad():
         head.weight.normal_(0, (_width(backbone) + 1) ** -0.5, generator=stream(seed, "scalar head"))
         head.bias.zero_()
     return RewardModel(backbone, head, tokenizer).eval()
 
 
-def _new_head(backbone: "PreTrainedModel") -> nn.Linear:
+def new_head(backbone: "PreTrainedModel") -> nn.Linear:
     """With memory that holds anything: a start of its own would be drawn from the global generator."""
     return nn.Linear(_width(backbone), 1, device="meta").to_empty(device="cpu")
 

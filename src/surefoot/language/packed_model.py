@@ -7,6 +7,7 @@ Matrices are stored [in, out], which the matrix product of a few dozen rows read
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,12 +75,26 @@ def packed(model: Any) -> PackedModel | None:
 
 
 def plain(modules: list[Any], kind: type[nn.Module]) -> bool:
-    """Whether all are exactly of a class: an adapter or a quantised layer is another one, with other arithmetic."""
-    return all(type(module) is kind for module in modules)
+    """Whether all are exactly of a class, adapters beside them aside: a quantised layer is another, with other arithmetic."""
+    return all(type(module.base_layer if hasattr(module, "lora_A") else module) is kind for module in modules)
+
+
+def whole(module: Any) -> Any:
+    """A layer's weight and bias; where it has adapters, with what those that are switched on add. The probe of ``fast_decode``
+    sees an adapter that does something else.
+    """
+    if not hasattr(module, "lora_A"):
+        return module
+    weight = module.base_layer.weight
+    for role in module.active_adapters:
+        if role in module.lora_A:
+            weight = weight + module.get_delta_weight(role)
+    return SimpleNamespace(weight=weight, bias=module.base_layer.bias)
 
 
 def joined(parts: list[Any], scale: Tensor) -> tuple[Tensor, Tensor | None]:
     """Linear layers of one input as one matrix [in, out] and bias [out]; the input's scale [in] is multiplied in."""
+    parts = [whole(part) for part in parts]
     weight = torch.cat([part.weight for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return (weight * scale).t().contiguous(), bias
@@ -115,12 +130,12 @@ def pack_llama(model: Any) -> PackedModel | None:
             PackedLayer(
                 qkv=qkv[:, order.flatten()] * scale,
                 qkv_bias=None if bias is None else bias[order.flatten()] * scale,
-                out=attention.o_proj.weight.t().contiguous(),
-                out_bias=attention.o_proj.bias,
+                out=whole(attention.o_proj).weight.t().contiguous(),
+                out_bias=whole(attention.o_proj).bias,
                 up=up,
                 up_bias=up_bias,
-                down=mlp.down_proj.weight.t().contiguous(),
-                down_bias=mlp.down_proj.bias,
+                down=whole(mlp.down_proj).weight.t().contiguous(),
+                down_bias=whole(mlp.down_proj).bias,
             )
         )
 
@@ -158,19 +173,20 @@ def pack_gpt2(model: Any) -> PackedModel | None:
     layers = []
     for block in core.h:
         attention, mlp = block.attn, block.mlp
-        scale = torch.ones_like(attention.c_attn.bias)
+        qkv, up = whole(attention.c_attn), whole(mlp.c_fc)
+        out, down = whole(attention.c_proj), whole(mlp.c_proj)
+        scale = torch.ones_like(qkv.bias)
         scale[: config.hidden_size] = attention.scaling
-        qkv, up = attention.c_attn, mlp.c_fc
         layers.append(
             PackedLayer(
                 qkv=block.ln_1.weight.unsqueeze(-1) * qkv.weight * scale,
                 qkv_bias=(block.ln_1.bias @ qkv.weight + qkv.bias) * scale,
-                out=attention.c_proj.weight,
-                out_bias=attention.c_proj.bias,
+                out=out.weight,
+                out_bias=out.bias,
                 up=block.ln_2.weight.unsqueeze(-1) * up.weight,
                 up_bias=block.ln_2.bias @ up.weight + up.bias,
-                down=mlp.c_proj.weight,
-                down_bias=mlp.c_proj.bias,
+                down=down.weight,
+                down_bias=down.bias,
             )
         )
     return PackedModel(

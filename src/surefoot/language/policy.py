@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from surefoot.batches import by_tokens, chosen
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood
+from surefoot.language.adapters import CONTEXTS, SharedBase
 from surefoot.language.optional import quiet
 from surefoot.language.packing import Packed, lengths, packed
 from surefoot.language.readout import Readout
@@ -68,7 +69,11 @@ class Critic(nn.Module):
     @classmethod
     def of_reward_model(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
         """Copies of a reward model's parts: V of a prefix starts as (score of the prefix − mean) / std."""
-        trunk = copy.deepcopy(trunk).requires_grad_(True).eval()
+        return cls.of_reward_role(copy.deepcopy(trunk).requires_grad_(True).eval(), head, mean, std)
+
+    @classmethod
+    def of_reward_role(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
+        """The same with a trunk that is no copy, and a head of its own."""
         own = ValueHead(head.in_features, head.weight)
         with torch.no_grad():
             own.weight.copy_(head.weight / std)
@@ -170,18 +175,24 @@ class LanguagePolicy(Policy):
 
 
 class ReferencePolicy(nn.Module):
-    """A frozen copy of a policy as it is now: the anchor of the KL. It has no critic and gets no gradient."""
+    """A frozen copy of a policy as it is now: the anchor of the KL. It has no critic and gets no gradient.
 
-    def __init__(self, policy: LanguagePolicy) -> None:
+    base  what the policy is an adapter of: then there is no copy, and the reference is the base with adapters off
+    """
+
+    def __init__(self, policy: LanguagePolicy, base: SharedBase | None = None) -> None:
         super().__init__()
-        model = copy.deepcopy(policy.model).requires_grad_(False)
-        model.zero_grad(set_to_none=True)  # copied with the weights where an optimizer keeps them
+        self.base, model = base, policy.model
+        if base is None:
+            model = copy.deepcopy(model).requires_grad_(False)
+            model.zero_grad(set_to_none=True)  # copied with the weights where an optimizer keeps them
         self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, bf16=policy.bf16)
 
     @torch.no_grad()
     def log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
         """log π_ref of the tokens, zeros outside the mask.   [B, T]"""
-        log_probs: Tensor = self.policy(inputs, actions, mask).log_probs
+        with nullcontext() if self.base is None else self.base.playing(None):
+            log_probs: Tensor = self.policy(inputs, actions, mask).log_probs
         return log_probs
 
 
@@ -231,12 +242,18 @@ def in_parts(
 
 
 def checkpoint_layers(part: nn.Module | None) -> None:
-    """Have the outermost ``transformers`` model in a module checkpoint its layers, by its own switch."""
+    """Have the outermost ``transformers`` model in a module checkpoint its layers, by its own switch; those of a shared base in
+    the role that they were computed in.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    for module in () if part is None else part.modules():
+        if contexts := getattr(module, CONTEXTS, None):
+            options["context_fn"] = contexts
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5.20
     for module in () if part is None else part.modules():
         if switch := next((getattr(module, name) for name in names if hasattr(module, name)), None):
             try:
-                switch({"use_reentrant": False, "preserve_rng_state": False})
+                switch(options)
             except ValueError as error:
                 raise SurefootError(f"checkpointing=true: {type(module).__name__} has no layers for it; set false") from error
             return

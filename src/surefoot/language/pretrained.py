@@ -191,13 +191,14 @@ def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A temporary folder to write a model to, which takes its place in the end; on an error nothing has changed.
+def written_whole(folder: Path, known_by: str = "config.json") -> Iterator[Path]:
+    """A temporary folder to write a model to, which takes its place in the end; on an error nothing has changed. An older one
+    is replaced, which is known by a file.
 
     Raises SurefootError when the place holds something that is not a model, or the disk refuses.
     """
     folder = folder.expanduser().absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.json").is_file())):
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / known_by).is_file())):
         raise SurefootError(f"{folder}: holds something that is not a model; choose an empty folder")
     temporary = folder.with_name(f".{folder.name}.{getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

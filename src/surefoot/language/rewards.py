@@ -20,6 +20,7 @@ from surefoot.language.deadline import Overdue, within
 from surefoot.language.endpoint import Endpoint
 from surefoot.language.model_reward import BATCH_TOKENS as BATCH_TOKENS
 from surefoot.language.model_reward import ModelReward as ModelReward
+from surefoot.language.models import RewardModel
 from surefoot.language.scores import Columns as Columns
 from surefoot.language.scores import Pieces, listed, number
 from surefoot.language.scores import Prompt as Prompt
@@ -238,9 +239,16 @@ class WeightedSum:
         return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid, dense)
 
 
-def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: float = 0.1, device: str = "cpu") -> Reward:
+def load_reward(
+    terms: Iterable[Term],
+    *,
+    deadline: float = 60.0,
+    tolerated: float = 0.1,
+    device: str = "cpu",
+    read: Callable[[str], RewardModel | None] | None = None,
+) -> Reward:
     """The reward of a recipe's ``reward.terms``; ``deadline`` and ``tolerated`` hold for each function and url, models live on
-    ``device``.
+    ``device`` and are asked of ``read`` first.
 
     Raises SurefootError for a term that is not one of model, function and url, for none at all, and for what can't be loaded.
     """
@@ -249,12 +257,19 @@ def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: flo
         field = f"reward.terms[{place}]"
         if complaint := term_complaint(term):
             raise SurefootError(f"{field}{complaint}")
-        rewards.append(reward_of(term, field, deadline=deadline, tolerated=tolerated, device=device))
+        rewards.append(reward_of(term, field, deadline=deadline, tolerated=tolerated, device=device, read=read))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
 
 def reward_of(
-    term: Term, field: str, *, deadline: float = 60.0, tolerated: float = 0.1, device: str = "cpu", named: bool = True
+    term: Term,
+    field: str,
+    *,
+    deadline: float = 60.0,
+    tolerated: float = 0.1,
+    device: str = "cpu",
+    read: Callable[[str], RewardModel | None] | None = None,
+    named: bool = True,
 ) -> Reward:
     """One term, about which there is no complaint. ``named``: messages name the key of the term, too."""
 
@@ -262,8 +277,8 @@ def reward_of(
         return f"{field}.{name}" if named else field
 
     if term.model is not None:
-        per: Per = term.per or "response"
-        return ModelReward(term.model, term.weight, per=per, separator=term.separator, device=device, field=key("model"))
+        steps: dict[str, Any] = {"per": term.per or "response", "separator": term.separator}
+        return ModelReward(term.model, term.weight, device=device, field=key("model"), read=read, **steps)
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
     if term.url is not None:
         asked: dict[str, Any] = {

@@ -17,6 +17,7 @@ from surefoot.config import to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import DemonstrationRecipe, DpoRecipe, RewardRecipe, SftRecipe
 from surefoot.language import data
+from surefoot.language.adapter_files import adapted, base_record, load_trained, trained_weights
 from surefoot.language.anchored import Anchor, AnchoredPairPolicy, Reference, answer_rows, judged, trained_tokens
 from surefoot.language.demonstrations import Batch, Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
@@ -26,10 +27,9 @@ from surefoot.language.policy import LanguagePolicy
 from surefoot.language.preferences import CHOSEN, REJECTED, PairPolicy
 from surefoot.language.sources import check_count, check_same
 from surefoot.language.tokens import Tokens, right_padded, shown
-from surefoot.language.trained import LanguageModel, base_model, description, leave, restore_best
+from surefoot.language.trained import LanguageModel, base_model, description, leave, model_folder, restore_best
 from surefoot.language.walk import Walk
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
-from surefoot.run.checkpoint import load_weights
 from surefoot.worlds import Judgement, check_device
 
 
@@ -101,6 +101,8 @@ class SupervisedWorld:
         self.memory = Room(recipe)
         self.preference = isinstance(recipe, RewardRecipe)
         model, self.tokens = base_model(recipe)
+        self.base = adapted(recipe, model, model_folder(recipe.model))
+        """where an adapter is trained: what it belongs to"""
         self.room = data.room(recipe.data.max_length, context_of(model))
         """tokens of a row at most: what the recipe allows and the model was made for"""
         self.notes: list[str] = []
@@ -122,7 +124,7 @@ class SupervisedWorld:
         worth = None
         self.result: LanguageModel | RewardModel
         if self.preference:
-            self.result = scalar_model(model, recipe.seed, self.tokens.tokenizer)
+            self.result = scalar_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
             self.policy = PairPolicy(self.result, bf16, recipe.gradient_checkpointing)
         else:
             self.result = LanguageModel(model, self.tokens)
@@ -131,7 +133,8 @@ class SupervisedWorld:
             )
         if isinstance(recipe, DpoRecipe):
             held_out = () if self.held_out is None else self.held_out.lengths
-            reference = Reference(recipe, self.tokens, max([*train.lengths, *held_out]))
+            shared = None if self.base is None else (model, self.base)
+            reference = Reference(recipe, self.tokens, max([*train.lengths, *held_out]), shared)
             self.policy = AnchoredPairPolicy(self.policy, recipe.reference.beta, recipe.preference.loss == "ipo")
             self.anchor, wrong = Anchor(train, reference.ask), recipe.preference.label_smoothing
             worth = (1 - wrong, wrong)
@@ -175,18 +178,24 @@ class SupervisedWorld:
         ]
 
     @property
+    def frozen(self) -> dict[str, str]:
+        """The print of the model that a checkpoint does not hold: the base of an adapter."""
+        return {} if self.base is None else {f"base model={self.recipe.model!r}": self.base.print}
+
+    @property
     def sources(self) -> dict[str, str]:
         """Prints of what a checkpoint does not hold."""
-        return {f"data.train={self.recipe.data.train!r}": self.collector.rows.print}
+        return self.frozen | {f"data.train={self.recipe.data.train!r}": self.collector.rows.print}
 
     def trees(self) -> dict[str, Any]:
         """Weights, and what is needed to make a model of them."""
         return {
             "sources": self.sources,
-            "agent": self.policy.state_dict(),
+            "agent": trained_weights(self.policy),
             "recipe": to_table(self.recipe),
             "model": description(self._model, self.tokens.tokenizer),
             **({} if self.anchor is None else {"reference": {"log_probs": self.anchor.known}}),
+            **base_record(self.base),
         }
 
     @property
@@ -197,7 +206,9 @@ class SupervisedWorld:
         """Take weights and the place in the data from a checkpoint."""
         check_count(self.recipe.data.train, trees["collector"]["count"], self.collector.rows.count)
         check_same(trees.get("sources", {}), self.sources)
-        load_weights(self.policy, trees["agent"], where)
+        load_trained(self.policy, trees["agent"], where)
+        if self.base is not None and self.base.noise is not None:
+            self.base.noise.state = trees["base"].get("noise")
         if self.anchor is not None:
             self.anchor.known = trees["reference"]["log_probs"]
         self.collector.load_state_dict(trees["collector"])
@@ -233,7 +244,7 @@ class SupervisedWorld:
         restore_best(self.policy, folder)
         if isinstance(self.result, RewardModel):
             self.result.standardise(self._raw_scores())
-        return leave(self.result, folder)
+        return leave(self.result, folder, self.recipe, self.base)
 
     @torch.no_grad()
     def _raw_scores(self) -> Tensor:

@@ -13,6 +13,8 @@ from torch import nn
 
 from surefoot.errors import SurefootError
 from surefoot.kinds import LanguageRecipe, ModelRecipe
+from surefoot.language.adapter_files import load_trained, merged_from, save_adapter
+from surefoot.language.adapters import SharedBase
 from surefoot.language.models import RewardModel, context_of, load_model, save_model
 from surefoot.language.pretrained import HEAD
 from surefoot.language.sampler import generate
@@ -78,6 +80,8 @@ def model_folder(name: str) -> str:
     path = Path(name).expanduser()
     if not (path / "config.toml").is_file():
         return name
+    if not (path / "model").is_dir() and (path / "adapter").is_dir():
+        raise SurefootError(f"model={name!r}: this run left an adapter alone; merge it: surefoot merge {name} --out FOLDER")
     if not (path / "model").is_dir():
         raise SurefootError(f"model={name!r}: this run has not finished, so it left no model; surefoot resume {name}")
     return str(path / "model")
@@ -168,6 +172,8 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
                 raise SurefootError(f"{where}: names {name!r} as a file of its tokenizer, which is never written; don't use it")
             (Path(folder) / name).write_text(text, "utf-8")
         tokenizer = AutoTokenizer.from_pretrained(folder)
+    if "base" in trees:
+        return _whole(trees, where, tokenizer)
     told = dict(trees["model"]["config"])
     config: Any = AutoConfig.for_model(told.pop("model_type"), **told)
     auto: Any = AutoModel if reward else AutoModelForCausalLM
@@ -187,6 +193,17 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
     return scores.eval()
 
 
+def _whole(trees: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase") -> LanguageModel | RewardModel:
+    """The same of a checkpoint that holds an adapter alone: its base with the adapter merged into it."""
+    model, head = merged_from(trees, where)
+    if head is None:
+        return LanguageModel(model, Tokens(tokenizer, model))
+    trunk: Any = model.base_model
+    scores = RewardModel(trunk, head, tokenizer)
+    _standardise_as_left(scores, where.absolute().parent.parent / "adapter" / HEAD)
+    return scores.eval()
+
+
 def _standardise_as_left(scores: RewardModel, left: Path) -> None:
     """Mean and std are found when a run ends, and are in the model it leaves: take them where that has these weights."""
     if left.is_file():
@@ -196,16 +213,22 @@ def _standardise_as_left(scores: RewardModel, left: Path) -> None:
             scores.std.copy_(tensors["std"])
 
 
-def leave(result: LanguageModel | RewardModel, folder: Path) -> list[str]:
-    """Write what a run made to ``model/``, by the first rank alone, and say so."""
+def leave(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None) -> list[str]:
+    """Write what a run made to ``model/``, and an adapter to ``adapter/``, by the first rank alone, and say so."""
     if rank():
         return []
-    result.save(folder / "model")
-    return [f"the model is in {folder / 'model'}"]
+    said = []
+    if recipe.adapter is not None and base is not None:
+        save_adapter(base, result, folder / "adapter")
+        said = [f"the adapter is in {folder / 'adapter'}"]
+    if recipe.adapter is None or recipe.adapter.merge:
+        result.save(folder / "model")
+        said.append(f"the model is in {folder / 'model'}")
+    return said
 
 
 def restore_best(policy: nn.Module, folder: Path) -> None:
     """Go back to the weights of the best checkpoint, where there is one."""
     best = latest_checkpoint(folder / "best")
     if best is not None:
-        load_weights(policy, load_checkpoint(best)["agent"], best)
+        load_trained(policy, load_checkpoint(best)["agent"], best)

@@ -3,7 +3,7 @@
 import math
 import sys
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +14,15 @@ from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
 from surefoot.kinds import LanguageRecipe
 from surefoot.language import data
+from surefoot.language.adapter_files import adapted, base_record, load_trained, reward_role, trained_weights
+from surefoot.language.adapters import VALUE, RoleTrunk, SharedBase
 from surefoot.language.collect import Answers, LanguageCollector, repeated, settled, texts
 from surefoot.language.demonstrations import Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
 from surefoot.language.mixing import Mixing
 from surefoot.language.models import RewardModel, context_of, load_model
-from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts
+from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_parts
 from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
 from surefoot.language.sources import check_count, check_same, rows_print, weights_print
 from surefoot.language.tokens import shown
@@ -35,7 +37,6 @@ from surefoot.language.trained import (
     restore_best,
 )
 from surefoot.rollout import Metrics, Rollout
-from surefoot.run.checkpoint import load_weights
 from surefoot.seeding import derived_seed
 from surefoot.worlds import Judgement, check_device
 
@@ -51,10 +52,16 @@ class LanguageWorld:
         self.memory = Room(recipe)
         model, self.tokens = base_model(recipe)
         self.result = LanguageModel(model, self.tokens)
+        self.base = adapted(recipe, model, model_folder(recipe.model))
+        """where adapters are trained: what they share"""
         context, longest = context_of(model), recipe.data.max_length + recipe.sampling.max_tokens
         settings = recipe.reward
         self.reward = load_reward(
-            settings.terms, deadline=settings.deadline, tolerated=settings.tolerated, device=recipe.device
+            settings.terms,
+            deadline=settings.deadline,
+            tolerated=settings.tolerated,
+            device=recipe.device,
+            read=None if self.base is None else partial(reward_role, self.base),
         )
         self.gold = None
         if settings.gold is not None:
@@ -139,6 +146,8 @@ class LanguageWorld:
 
     def _critic(self, model: Any) -> Critic:
         start = self.recipe.critic.start
+        if self.base is not None:
+            return self._critic_role(self.base)
         if start is None:
             return Critic.of_policy(model)
         with named("critic.start"):
@@ -146,9 +155,27 @@ class LanguageWorld:
         check_reads("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
         return Critic.of_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
 
+    def _critic_role(self, base: SharedBase) -> Critic:
+        """A value model that is an adapter of the policy's base."""
+        start, settings = self.recipe.critic.start, self.recipe.adapter
+        assert settings is not None
+        width, like = int(base.trunk.config.get_text_config().hidden_size), next(base.trunk.parameters())
+        if start is None:
+            base.add(VALUE, settings)
+            return Critic(RoleTrunk(base, VALUE), ValueHead(width, like))
+        with named("critic.start"):
+            scores = reward_role(base, start, VALUE)
+        if scores is None:
+            raise SurefootError(
+                f"critic.start={start!r}: is no adapter of model={self.recipe.model!r}, as the critic is to be; train "
+                "it with [adapter] on that model, or unset it"
+            )
+        scores.backbone.requires_grad_(True)
+        return Critic.of_reward_role(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+
     def _reference(self, bf16: bool) -> ReferencePolicy:
         if self.recipe.reference.model is None:
-            return ReferencePolicy(self.policy)
+            return ReferencePolicy(self.policy, self.base)
         with named("reference.model"):
             model, tokenizer = load_model(
                 model_folder(self.recipe.reference.model), trust_remote_code=self.recipe.trust_remote_code
@@ -159,8 +186,11 @@ class LanguageWorld:
     def arithmetic(self) -> list[str]:
         """Parameter counts and the batch arithmetic."""
         recipe, reuse = self.recipe, self.recipe.objective.reuse
-        count = sum(p.numel() for p in self.policy.parameters())
+        count = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         critic = sum(p.numel() for p in self.policy.critic_parameters())
+        frozen = f"{count - critic:,} frozen in the reference"
+        if self.base is not None:
+            frozen = f"{sum(p.numel() for p in self.policy.parameters()) - count:,} frozen, which all roles share"
         epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
         iterations = -(-recipe.steps // recipe.responses)
         at_most = (
@@ -171,7 +201,7 @@ class LanguageWorld:
             mixed = [f"mixed in: {recipe.mixed_rows} of {self.beside.rows.count:,} demonstrations per update"]
         return [
             *self.notes,
-            f"parameters: {count:,} trained, {critic:,} of them the critic's; {count - critic:,} frozen in the reference",
+            f"parameters: {count:,} trained, {critic:,} of them the critic's; {frozen}",
             f"batch: {recipe.sampling.prompts} prompts x {recipe.sampling.samples} samples = {recipe.responses:,} responses",
             f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
             f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}{at_most}",
@@ -183,12 +213,15 @@ class LanguageWorld:
     @cached_property
     def frozen(self) -> dict[str, str]:
         """Prints of the models that a checkpoint does not hold: the reference, and those of the reward."""
-        found = {f"reference of model={self.recipe.model!r}": self.reference}
+        found: dict[str, Any] = {}
         if self.recipe.reference.model is not None:
             found = {f"reference.model={self.recipe.reference.model!r}": self.reference}
+        elif self.base is None:
+            found = {f"reference of model={self.recipe.model!r}": self.reference}
         parts = parts_of(self.reward)
         scored = {f"reward.terms model={part.path!r}": part.model for part in parts if isinstance(part, ModelReward)}
-        return {name: weights_print(model) for name, model in {**found, **scored}.items()}
+        base = {} if self.base is None else {f"base model={self.recipe.model!r}": self.base.print}
+        return base | {name: weights_print(model) for name, model in {**found, **scored}.items()}
 
     @cached_property
     def sources(self) -> dict[str, str]:
@@ -205,17 +238,18 @@ class LanguageWorld:
         """Weights of policy and critic, and what is needed to make a model of them. The reference is where it came from."""
         return {
             "sources": self.sources,
-            "agent": self.policy.state_dict(),
+            "agent": trained_weights(self.policy),
             "recipe": to_table(self.recipe),
             "model": description(self.policy.model, self.tokens.tokenizer),
             **({} if self.beside is None else {"mixing": self.beside.state_dict()}),
+            **base_record(self.base),
         }
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
         check_count(self.recipe.data.train, trees["collector"]["count"], len(self.collector.prompts.ids))
         check_same(trees.get("sources", {}), self.sources)
-        load_weights(self.policy, trees["agent"], where)
+        load_trained(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
         if self.beside is not None and "mixing" in trees:  # not there where mixing was switched on since, on purpose
             self.beside.load_state_dict(trees["mixing"])
@@ -282,7 +316,7 @@ class LanguageWorld:
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""
         restore_best(self.policy, folder)
-        return leave(self.result, folder)
+        return leave(self.result, folder, self.recipe, self.base)
 
     def close(self) -> None:
         """Nothing is open."""

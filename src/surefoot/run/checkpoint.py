@@ -225,10 +225,14 @@ def _is_pickle(path: Path) -> bool:
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
     """Load a state dict into a module of the same architecture; one line naming the first tensor that doesn't fit."""
-    own = module.state_dict()
+    check_fits(module.state_dict(), weights, where)
+    module.load_state_dict(weights)
+
+
+def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
+    """Raise SurefootError, naming the first tensor that doesn't fit, unless names and shapes are the same."""
     for name in sorted(set(own) | set(weights)):
         mine = tuple(own[name].shape) if name in own else "no such tensor"
         theirs = tuple(weights[name].shape) if name in weights else "no such tensor"
         if mine != theirs:
             raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
-    module.load_state_dict(weights)

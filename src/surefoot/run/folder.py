@@ -8,6 +8,7 @@ samples/<steps>.*  what a model of language said at an evaluation; cut back as w
 traces/<steps>.*   every number behind some of the updates, cut back as well
 checkpoints/<step> the last few; best/<step> the best evaluated
 model/             of a run of language: what was trained, for transformers and other runs
+adapter/           of one with an [adapter]: the same for peft, beside its base
 finished.json      after how many steps that was written
 """
 

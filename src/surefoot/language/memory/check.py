@@ -6,13 +6,16 @@ long responses become) is taken as short as it can be, and what is counted may b
 would fit.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from surefoot.errors import SurefootError
 from surefoot.kinds import DemonstrationRecipe, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
+from surefoot.language.adapter_files import BASE, adapter_folder
 from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, fewer, staying, staying_bytes
 from surefoot.language.memory.room import available
 from surefoot.language.memory.shapes import counted, depth
@@ -20,6 +23,7 @@ from surefoot.language.models import config_of
 from surefoot.language.policy import CHUNK
 from surefoot.language.rewards import BATCH_TOKENS
 from surefoot.language.trained import model_folder
+from surefoot.sections import AdapterSettings
 
 Measure = Callable[[Setup], int]
 
@@ -161,6 +165,7 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         "checkpointing": recipe.gradient_checkpointing,
         "micro_batch": settings.micro_batch,
         "micro_batch_tokens": settings.micro_batch_tokens,
+        "adapter": recipe.adapter,
     }
     if not isinstance(recipe, LanguageRecipe):
         assert isinstance(recipe, DemonstrationRecipe)
@@ -170,14 +175,19 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
             return Setup(kind="dpo", **common, reference=None if name is None else config(name))
         kind: Any = "reward" if isinstance(recipe, RewardRecipe) else "sft"
         return Setup(kind=kind, **common)
+    named = recipe.reference.model
+    reference = policy if named is None and recipe.adapter is None else None if named is None else config(named)
+    names = [term.model for term in recipe.reward.terms if term.model is not None]
+    beside = {name: found for name in names if (found := _beside(recipe, name)) is not None}
     reuse, critic, start = recipe.objective.reuse, recipe.objective.baseline == "critic", recipe.critic.start
     return Setup(
         kind="language",
         **common,
         value="none" if not critic else "own" if recipe.critic.own_model else "head",
-        critic=None if start is None else config(start),
-        reference=policy if recipe.reference.model is None else config(recipe.reference.model),
-        rewards=tuple(config(term.model) for term in recipe.reward.terms if term.model is not None),
+        critic=None if start is None or recipe.adapter is not None else config(start),
+        reference=reference,
+        rewards=tuple(config(name) for name in names if name not in beside),
+        reward_adapters=tuple(beside[name] for name in names if name in beside),
         temperature=recipe.sampling.temperature,
         rows=recipe.responses // (reuse.minibatches if reuse else 1),
         responses=recipe.responses,
@@ -186,6 +196,18 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         response=1,
         max_tokens=recipe.sampling.max_tokens,
     )
+
+
+def _beside(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
+    """The adapter of a reward model that was trained on the recipe's own base, by its path; None for any other."""
+    folder = adapter_folder(name) if recipe.adapter is not None else None
+    if folder is None:
+        return None
+    base = json.loads((folder / BASE).read_text("utf-8"))["model"]
+    if Path(base) != Path(model_folder(recipe.model)).expanduser().absolute():
+        return None
+    told = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    return AdapterSettings(rank=told["r"], alpha=told["lora_alpha"], targets=tuple(told["target_modules"]))
 
 
 def surely_read(lengths: Sequence[int], read: int) -> int:

@@ -1,7 +1,8 @@
 """How much memory a run takes, part by part, and when it takes most.
 
 **What always stays** is arithmetic. Weights are float32, 4 bytes per parameter (bfloat16 is a matter of the passes). What is
-trained has a gradient (4) and Adam's two moments (8) beside them: 16 bytes per parameter, 4 per frozen one.
+trained has a gradient (4) and Adam's two moments (8) beside them: 16 bytes per parameter, 4 per frozen one. With adapters the
+weights are there once, frozen, for all roles, and adapters and heads alone are trained.
 
 **What passes through** is counted by ``passes``. The three phases of an iteration come after each other, so the peak is what
 stays and the largest of them:
@@ -18,18 +19,20 @@ Left out are Python and its libraries, what a kernel takes for a moment, what an
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from surefoot.algorithms import Objective
 from surefoot.language.memory import passes
 from surefoot.language.memory.passes import Parts, Passing, Switches
-from surefoot.language.memory.shapes import Counted, counted
+from surefoot.language.memory.shapes import Counted, adapter_size, counted
 from surefoot.language.policy import CHUNK
 from surefoot.language.rewards import BATCH_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from surefoot.sections import AdapterSettings
 
 Kind = Literal["sft", "reward", "dpo", "language"]
 Value = Literal["none", "head", "own"]
@@ -80,6 +83,10 @@ class Setup:
     """held-out rows"""
     micro_batch: int | None = None
     micro_batch_tokens: int | None = None
+    adapter: "AdapterSettings | None" = None
+    """what is trained beside frozen weights, which all roles then share: ``reference`` is one that does not"""
+    reward_adapters: "tuple[AdapterSettings, ...]" = ()
+    """of reward models that are further adapters of the same base"""
 
     @property
     def width(self) -> int:
@@ -102,9 +109,20 @@ class Setup:
     def switches(self, value: bool = True) -> Switches:
         """Of the policy's passes; without ``value`` those of the reference."""
         vocabulary = max(1, counted(self.policy).vocabulary)
-        own = (self.critic or self.policy) if self.value == "own" and value else None
+        apart = self.value == "own" and value and self.adapter is None
+        own = (self.critic or self.policy) if apart else None
+        role = self.value == "own" and value and self.adapter is not None
         chunk = max(1, CHUNK // vocabulary) if self.chunked else None
-        return Switches(own, self.value == "head" and value, self.bf16, self.checkpointing and value, chunk, self.temperature)
+        return Switches(
+            own,
+            self.value == "head" and value,
+            self.bf16,
+            self.checkpointing and value,
+            chunk,
+            self.temperature,
+            self.adapter if value else None,
+            role,
+        )
 
 
 @dataclass(frozen=True)
@@ -161,6 +179,8 @@ def frozen(parameters: int) -> dict[str, int]:
 def staying(setup: Setup) -> dict[str, dict[str, int]]:
     """What always stays, by role and part: from parameter counts alone, so that it takes no time to know."""
     own = counted(setup.policy)
+    if setup.adapter is not None:
+        return _shared(setup, setup.adapter)
     if setup.kind == "reward":
         return {"reward": trained(own.trunk + own.width + 1)}
     found = {"policy": trained(own.total)}
@@ -174,6 +194,22 @@ def staying(setup: Setup) -> dict[str, dict[str, int]]:
     if setup.rewards:
         found["reward"] = frozen(sum(_scalar(counted(config)) for config in setup.rewards))
     return found
+
+
+def _shared(setup: Setup, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
+    """The same where the weights are frozen and all roles are adapters beside them."""
+    own, size = counted(setup.policy), adapter_size(setup.policy, adapter)
+    head = own.width + 1
+    if setup.kind == "reward":
+        return {"base": frozen(own.trunk), "reward": trained(size + head)}
+    found = {"base": frozen(own.total), "policy": trained(size)}
+    if setup.value != "none":
+        found["value"] = trained(head + (size if setup.value == "own" else 0))
+    if setup.reference is not None and setup.kind != "dpo":
+        found["reference"] = frozen(counted(setup.reference).total)
+    rewards = sum(_scalar(counted(config)) for config in setup.rewards)
+    rewards += sum(adapter_size(setup.policy, other) + head for other in setup.reward_adapters)
+    return found | ({"reward": frozen(rewards)} if rewards else {})
 
 
 def staying_bytes(setup: Setup) -> int:
@@ -233,7 +269,8 @@ class _Estimating:
         s = self.setup
         other, read = s.reference or s.policy, s.micro(s.rows)
         found = self.tried("asking the reference", lambda: passes.scoring(other, s.switches(value=False), read))
-        return Phase({"reference": WEIGHT * counted(other).total, "passes": found.peak})
+        copied = s.adapter is None or s.reference is not None
+        return Phase({"reference": WEIGHT * counted(other).total if copied else 0, "passes": found.peak})
 
     def sampling(self) -> Phase:
         s = self.setup
@@ -244,9 +281,9 @@ class _Estimating:
 
     def _drawing(self, prompts: int, samples: int) -> Phase:
         s = self.setup
-        read = self.tried("sampling", lambda: passes.reading(s.policy, prompts, s.prompt))
+        read = self.tried("sampling", lambda: passes.reading(s.policy, prompts, s.prompt, s.adapter))
         last = self.tried(
-            "sampling", lambda: passes.decoding(s.policy, prompts, samples, s.prompt, s.max_tokens, s.temperature)
+            "sampling", lambda: passes.decoding(s.policy, prompts, samples, s.prompt, s.max_tokens, s.temperature, s.adapter)
         )
         rows = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
         if read.peak > last.peak:
@@ -263,13 +300,16 @@ class _Estimating:
         texts = Parts(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
         for config in s.rewards:
             found.append(self.tried("scoring", lambda config=config: passes.judging(config, texts)).peak)
+        for adapter in s.reward_adapters:
+            count = partial(passes.judging, s.policy, texts, adapter)
+            found.append(self.tried("scoring", count).peak)
         return Phase({"passes": max(found), "batch": self.rollout})
 
     def evaluating(self) -> Phase:
         s = self.setup
         read = s.micro(min(s.rows, s.evaluated))
         if s.kind == "reward":
-            found = self.tried("evaluating", lambda: passes.judging(s.policy, read))
+            found = self.tried("evaluating", lambda: passes.judging(s.policy, read, s.adapter))
         else:
             found = self.tried("evaluating", lambda: passes.scoring(s.policy, s.switches(), read))
         return Phase({"passes": found.peak})
@@ -298,6 +338,13 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if setup.value == "own":
         started = "" if setup.critic is None else ' and critic.start = "none"'
         yield f"critic.own_model = false{started}", replace(setup, value="head", critic=None)
+
+
+def with_adapters(setup: Setup, adapter: "AdapterSettings") -> Setup:
+    """The same with every role as an adapter of the policy's model, which is the reference with them off."""
+    alone = None if setup.kind == "language" else setup.reference
+    rewards = (adapter,) * len(setup.rewards)
+    return replace(setup, adapter=adapter, critic=None, reference=alone, rewards=(), reward_adapters=rewards)
 
 
 def fewer(setup: Setup, prompts: int) -> Setup:

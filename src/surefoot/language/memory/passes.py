@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from surefoot.algorithms import Objective
 from surefoot.functional import chunked_likelihood
+from surefoot.language.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.fast_decode import FastDecoder
 from surefoot.language.kv_cache import CachedDecoder, Decoder, RecomputingDecoder, read_prompts
 from surefoot.language.memory.shapes import causal, counted, depth, depths, shortened, trunk, without_contents
@@ -32,6 +33,7 @@ from surefoot.rollout import Evaluation
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from surefoot.sections import AdapterSettings
 
 P = ParamSpec("P")
 
@@ -63,6 +65,10 @@ class Switches:
     chunk: int | None = None
     """decisions whose logits are held at once; none: all"""
     temperature: float = 1.0
+    adapter: "AdapterSettings | None" = None
+    """what is trained beside frozen weights, if not they"""
+    value_role: bool = False
+    """whether the critic is an adapter of the same base"""
 
 
 @dataclass(frozen=True)
@@ -117,12 +123,13 @@ def choosing(config: "PreTrainedConfig", objective: Objective, switches: Switche
 
 
 @remembered
-def judging(config: "PreTrainedConfig", parts: Parts) -> Passing:
+def judging(config: "PreTrainedConfig", parts: Parts, adapter: "AdapterSettings | None" = None) -> Passing:
     """A reward model's scores of texts, without gradient."""
 
     def once(few: "PreTrainedConfig", _: Any) -> Passing:
         with without_contents():
             model = trunk(few)
+            _fitted(model, adapter)
             with torch.no_grad(), _over(model) as tracker:
                 _read_masked(model, parts)
             return Passing(tracker.peak)
@@ -131,12 +138,13 @@ def judging(config: "PreTrainedConfig", parts: Parts) -> Passing:
 
 
 @remembered
-def reading(config: "PreTrainedConfig", prompts: int, length: int) -> Passing:
+def reading(config: "PreTrainedConfig", prompts: int, length: int, adapter: "AdapterSettings | None" = None) -> Passing:
     """The prompts of a batch are read, all at once, and their keys and values kept."""
 
     def once(few: "PreTrainedConfig", _: Any) -> Passing:
         with without_contents():
             model = causal(few)
+            _fitted(model, adapter)
             with torch.no_grad(), _over(model) as tracker:
                 _read(model, prompts, length)
             return Passing(tracker.peak)
@@ -145,7 +153,15 @@ def reading(config: "PreTrainedConfig", prompts: int, length: int) -> Passing:
 
 
 @remembered
-def decoding(config: "PreTrainedConfig", prompts: int, samples: int, length: int, more: int, temperature: float) -> Passing:
+def decoding(
+    config: "PreTrainedConfig",
+    prompts: int,
+    samples: int,
+    length: int,
+    more: int,
+    temperature: float,
+    adapter: "AdapterSettings | None" = None,
+) -> Passing:
     """The last token of all responses, when none has ended: caches, packed weights, and what drawing from logits takes.
 
     prompts, samples  how many, and responses to each
@@ -156,6 +172,7 @@ def decoding(config: "PreTrainedConfig", prompts: int, samples: int, length: int
     def once(few: "PreTrainedConfig", _: Any) -> Passing:
         with without_contents():
             model = causal(few)
+            _fitted(model, adapter)
             with torch.no_grad(), _over(model) as tracker:
                 weights = packed(model) if fast else None
                 kept = {"packed weights": tracker.live}
@@ -185,12 +202,16 @@ def _policy_pass(
     """What ``LanguagePolicy.forward`` does after packing, which reads contents, and what ``Learner`` does with it."""
     with without_contents():
         model = causal(config)
+        base = _fitted(model, s.adapter, POLICY, *([VALUE] if s.value_role else []))
         readout = Readout(model, tried=False)
         like = next(model.parameters())
         held = nn.ModuleList([model])
         critic = value_head = None
         if critic_config is not None:
             critic = Critic(trunk(critic_config), ValueHead(int(critic_config.get_text_config().hidden_size), like))
+            held.append(critic)
+        elif base is not None and s.value_role:
+            critic = Critic(RoleTrunk(base, VALUE), ValueHead(int(config.get_text_config().hidden_size), like))
             held.append(critic)
         elif s.head:
             value_head = ValueHead(int(config.get_text_config().hidden_size), like)
@@ -233,6 +254,7 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: Switches, pa
     """What ``PairPolicy.forward`` does, and the learner with it."""
     with without_contents():
         model = trunk(config)
+        _fitted(model, s.adapter)
         head = nn.Linear(int(config.get_text_config().hidden_size), 1)
         held = nn.ModuleList([model, head])
         if s.checkpointing:
@@ -248,6 +270,18 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: Switches, pa
             total, _, _ = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0)
             total.backward()  # type: ignore[no-untyped-call]
         return Passing(tracker.peak, kept)
+
+
+def _fitted(model: Any, adapter: "AdapterSettings | None", *roles: str) -> SharedBase | None:
+    """A model with adapters of these roles, that of the policy if none is named; None without adapters."""
+    if adapter is None:
+        return None
+    base = SharedBase(model, printed="")
+    for role in roles or (POLICY,):
+        base.inject(role, adapter)
+        for _, parameter in base.parameters(role):
+            parameter.requires_grad_(True)
+    return base
 
 
 def _batch(parts: Parts) -> Batch:
@@ -308,7 +342,7 @@ def _over(module: nn.Module, gradients: bool = False) -> Tracker:
     tracker = Tracker()
     tracker.know([*module.parameters(), *module.buffers()])
     if gradients:
-        for parameter in module.parameters():
+        for parameter in (p for p in module.parameters() if p.requires_grad):
             parameter.grad = torch.empty_like(parameter)
             tracker.know([parameter.grad])
     return tracker

@@ -13,12 +13,13 @@ from rich.text import Text
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.memory.check import running, size
-from surefoot.language.memory.estimate import Estimate, Setup, Value, estimated
+from surefoot.language.memory.estimate import Estimate, Setup, Value, estimated, with_adapters
 from surefoot.language.memory.shapes import Counted, counted, depth
 from surefoot.language.models import config_of
 from surefoot.language.optional import quiet, transformers_needed
 from surefoot.language.pretrained import check_causal, read_only_config
 from surefoot.language.trained import model_folder
+from surefoot.sections import AdapterSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -65,6 +66,8 @@ def variants(setup: Setup) -> Iterator[tuple[str, Setup]]:
             yield "no critic (GRPO, REINFORCE)", with_value(setup, "none")
         if setup.value == "own":
             thrifty = with_value(thrifty, "head")
+    if setup.adapter is None:
+        yield "adapters of one base, rank 16", with_adapters(setup, AdapterSettings())
     if not setup.bf16:
         yield "bfloat16 passes", replace(setup, bf16=True)
     if not setup.checkpointing:
@@ -169,6 +172,7 @@ def to_json(made: Plan) -> dict[str, Any]:
             "critic": s.value,
             "precision": "bfloat16" if s.bf16 else "float32",
             "gradient_checkpointing": s.checkpointing,
+            "adapter_rank": None if s.adapter is None else s.adapter.rank,
             "responses": s.responses,
             "minibatch_rows": s.rows,
             "micro_batch_rows": s.micro(s.rows).rows,

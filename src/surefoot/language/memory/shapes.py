@@ -15,6 +15,8 @@ from surefoot.language.optional import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from surefoot.sections import AdapterSettings
+
 FEW = (20, 40)
 """layers with which a deeper model is counted: all layers of a stack take the same, so two depths give the line. Fewer would
 not do: where few layers are read, the peak can lie elsewhere than where many are, such as at the gradient of the embeddings"""
@@ -94,6 +96,25 @@ def counted(config: "PreTrainedConfig") -> Counted:
 
 
 _COUNTED: dict[str, Counted] = {}
+
+
+def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int:
+    """Parameters of one adapter beside a model's trunk.
+
+    Raises SurefootError where the trunk has not the layers that are to get one.
+    """
+    from surefoot.language.adapters import POLICY, SharedBase
+
+    key = f"{type(config).__name__} {config.to_json_string()} {settings!r}"
+    if key not in _ADAPTERS:
+        with quiet(), torch.device("meta"):
+            base = SharedBase(trunk(config), printed="")
+            base.inject(POLICY, settings)
+        _ADAPTERS[key] = sum(parameter.numel() for _, parameter in base.parameters(POLICY))
+    return _ADAPTERS[key]
+
+
+_ADAPTERS: dict[str, int] = {}
 
 
 def _size(module: nn.Module) -> int:

@@ -1,0 +1,28 @@
+"""``surefoot merge``: an adapter and its base as one model."""
+
+from pathlib import Path
+
+import click
+
+from surefoot.cli_runs import tell
+from surefoot.errors import SurefootError
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; an older model is replaced.")
+def merge(run: Path, out: Path) -> None:
+    """Write the model of RUN, or of one of its checkpoints, as one folder for transformers: an adapter merged into its base.
+
+    A run with an [adapter] leaves such a folder when it ends, unless adapter.merge = false. Of a run, the best checkpoint
+    is taken, else the last.
+    """
+    from surefoot.api import load
+    from surefoot.language.models import RewardModel
+    from surefoot.language.trained import LanguageModel
+
+    found = load(run)
+    if not isinstance(found, LanguageModel | RewardModel):
+        raise SurefootError(f"{run}: holds an agent of control, which has no adapter; see surefoot export")
+    found.save(out)
+    tell(f"the model is in {out}")

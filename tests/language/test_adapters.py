@@ -1,0 +1,438 @@
+"""Adapters: only they are trained and kept, the base is the reference bit for bit, and every role reads through its own."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.language.adapters import CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
+from surefoot.language.evaluate import evaluate_run
+from surefoot.language.models import RewardModel, load_model
+from surefoot.language.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
+from surefoot.language.sampler import sample
+from surefoot.language.supervised import SupervisedWorld
+from surefoot.language.world import LanguageWorld
+from surefoot.objective import Batch, loss
+from surefoot.rollout import LearnerState
+from surefoot.run.checkpoint import load_checkpoint
+from surefoot.sections import AdapterSettings
+from surefoot.session import make_learner
+
+from .tiny import write_folder
+
+pytest.importorskip("peft")
+
+SMALL = {"rank": 4, "alpha": 8}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Demonstrations, pairs, prompts and a reward."""
+    rows: dict[str, list[dict[str, str]]] = {"demonstrations": [], "pairs": [], "prompts": []}
+    for i in range(16):
+        prompt = "abcd"[i % 4] * (1 + i % 3)
+        rows["demonstrations"].append({"prompt": prompt, "completion": "yes" * (1 + i % 2)})
+        rows["pairs"].append({"prompt": prompt, "chosen": "yes" * (1 + i % 2), "rejected": "no"})
+        rows["prompts"].append({"prompt": prompt})
+    for name, found in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    (tmp_path / "rewards.py").write_text("def vowels(responses):\n    return [float(t.count('a')) for t in responses]\n")
+    return {name: str(tmp_path / f"{name}.jsonl") for name in rows} | {"reward": f"{tmp_path / 'rewards.py'}:vowels"}
+
+
+def table(kind: str, files: dict[str, str], model: Path, /, **changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": kind, "model": str(model), "adapter": SMALL, "optimizer": {"learning_rate": 1e-2}}
+    if kind == "language":
+        found |= {
+            "steps": 32,
+            "data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32},
+            "sampling": {"prompts": 8, "max_tokens": 6},
+            "reward": {"terms": [{"function": files["reward"]}], "missing_eos": "none"},
+            "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
+        }
+    else:
+        rows = files["demonstrations" if kind == "sft" else "pairs"]
+        found |= {"steps": 32, "data": {"train": rows, "held_out": rows, "max_length": 32, "batch": 8}}
+    return {**found, **changes}
+
+
+def started(kind: str, files: dict[str, str], model: Path, run: Path, **changes: Any) -> Any:
+    given = table(kind, files, model, **changes)
+    return surefoot.train(given.pop("kind"), run_dir=run, **given)
+
+
+def moved(base: SharedBase, role: str, seed: int = 5) -> None:
+    """Have an adapter add something."""
+    drawn = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in base.parameters(role):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
+    return found
+
+
+# ---- the base -----------------------------------------------------------------------------------------------------------
+
+
+def test_with_adapters_off_the_model_is_its_base_bit_for_bit(loaded: tuple[Any, Any]) -> None:
+    model = loaded[0]
+    before = logits(model)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(**SMALL))
+    assert torch.equal(logits(model), before), "an adapter begins by adding nothing"
+    base.add(VALUE, AdapterSettings(rank=2))
+    moved(base, POLICY)
+    moved(base, VALUE)
+    assert (logits(model) - before).abs().max() > 1e-2
+    with base.playing(None):
+        assert torch.equal(logits(model), before)
+    with base.playing(VALUE):
+        as_value = logits(model)
+    assert (as_value - logits(model)).abs().max() > 1e-2
+
+
+def test_only_adapters_can_be_trained_and_each_starts_from_a_stream_of_its_own(loaded: tuple[Any, Any]) -> None:
+    state = torch.get_rng_state()
+    model = loaded[0]
+    base = SharedBase(model, seed=3)
+    base.add(POLICY, AdapterSettings(**SMALL))
+    base.add(VALUE, AdapterSettings(**SMALL))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(".lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    layers = len(base.linear)
+    assert len(list(base.parameters(POLICY))) == len(list(base.parameters(VALUE))) == 2 * layers > 0
+    a, b = (base.tensors(role) for role in (POLICY, VALUE))
+    assert a.keys() == b.keys()
+    assert not any(torch.equal(a[name], b[name]) for name in a if ".lora_A." in name)
+
+
+def test_merged_weights_say_what_the_adapter_model_says(loaded: tuple[Any, Any]) -> None:
+    model = loaded[0]
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(**SMALL))
+    moved(base, POLICY)
+    wanted, names = logits(model), {name for name, _ in model.named_parameters() if ".lora_" not in name}
+    merge(base.trunk)
+    torch.testing.assert_close(logits(model), wanted, atol=2e-3, rtol=1e-4)
+    assert {name for name, _ in model.named_parameters()} == {name.replace(".base_layer.", ".") for name in names}
+
+
+# ---- roles --------------------------------------------------------------------------------------------------------------
+
+
+def roles(folder: Path, checkpointing: bool) -> tuple[LanguagePolicy, SharedBase]:
+    """A policy and a critic as adapters of one base."""
+    model, tokenizer = load_model(folder)
+    base = SharedBase(model)
+    for seed, role in enumerate((POLICY, VALUE)):
+        base.add(role, AdapterSettings(**SMALL))
+        moved(base, role, seed)
+    critic = Critic(RoleTrunk(base, VALUE), head_of(model))
+    policy = LanguagePolicy(model, critic, tokenizer.pad_token_id, checkpointing=checkpointing)
+    return policy, base
+
+
+def apart(folder: Path) -> tuple[LanguagePolicy, dict[str, SharedBase]]:
+    """The same two on a base each."""
+    models = [load_model(folder)[0] for _ in range(2)]
+    bases = {POLICY: SharedBase(models[0]), VALUE: SharedBase(models[1])}
+    for seed, (role, base) in enumerate(bases.items()):
+        base.add(role, AdapterSettings(**SMALL))
+        base.switch(role)
+        moved(base, role, seed)
+    critic = Critic(models[1].base_model, head_of(models[1]))
+    return LanguagePolicy(models[0], critic, 0), bases
+
+
+def head_of(model: Any) -> ValueHead:
+    head = ValueHead(32, next(model.parameters()))
+    with torch.no_grad():
+        head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    return head
+
+
+def batch() -> Batch:
+    drawn = torch.Generator().manual_seed(2)
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    ids = torch.randint(3, 100, (3, 9), generator=drawn)
+    numbers = [torch.randn(3, 5, generator=drawn) for _ in range(4)]
+    inputs = {"prompt": ids[:, :4], "prompt_mask": torch.ones(3, 4, dtype=torch.bool)}
+    return Batch(inputs, ids[:, 4:], mask, numbers[0] - 4.0, *numbers[1:])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_roles_on_one_base_have_the_loss_and_the_gradients_of_separate_copies(checkpointing: bool, folder: Path) -> None:
+    together, base = roles(folder, checkpointing)
+    separate, bases = apart(folder)
+    found = []
+    for policy in (together, separate):
+        b = batch()
+        objective = make_recipe({"kind": "control", "task": "CartPole-v1"}).objective
+        total, _, _ = loss(policy(b.inputs, b.actions, b.mask), b, objective, denominator=b.mask.sum(), beta=0.0)
+        total.backward()  # type: ignore[no-untyped-call]
+        found.append(float(total.detach()))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    for role in (POLICY, VALUE):
+        own = {name: p.grad for name, p in base.parameters(role)}
+        other = {name: p.grad for name, p in bases[role].parameters(role)}
+        assert own.keys() == other.keys()
+        assert sum(float(g.abs().sum()) for g in own.values() if g is not None) > 0
+        for name, gradient in own.items():
+            torch.testing.assert_close(gradient, other[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_a_checkpoint_without_the_roles_context_would_be_seen(folder: Path) -> None:
+    """Recomputed in another role than computed, a layer has another gradient: the law above can fail."""
+    gradients = []
+    for contexts in (True, False):
+        policy, base = roles(folder, True)
+        if not contexts:
+            delattr(base.trunk, CONTEXTS)
+            checkpoint_layers(policy.model)
+        b = batch()
+        evaluation = policy(b.inputs, b.actions, b.mask)
+        assert evaluation.values is not None
+        try:
+            (evaluation.log_probs.sum() + evaluation.values.sum()).backward()  # type: ignore[no-untyped-call]
+        except (RuntimeError, KeyError):  # torch may notice it by the shapes
+            return
+        gradients.append([None if p.grad is None else p.grad.clone() for _, p in base.parameters(VALUE)])
+    assert any(b is None or not torch.allclose(a, b, rtol=1e-3) for a, b in zip(*gradients, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_four_roles_live_on_one_base(
+    checkpointing: bool, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    started("reward", files, folders["llama"], tmp_path / "scores")
+    changes = {
+        "reward": {"terms": [{"model": str(tmp_path / "scores")}], "missing_eos": "none"},
+        "critic": {"own_model": True, "start": str(tmp_path / "scores")},
+        "gradient_checkpointing": checkpointing,
+    }
+    made = LanguageWorld(make_recipe(table("language", files, folders["llama"], **changes)))  # type: ignore[arg-type]
+    assert made.base is not None
+    assert set(made.base.configs) == {POLICY, VALUE, "reward0"}
+    every = {p.data_ptr(): p.numel() for part in (made.policy, made.reference, made.reward.model) for p in part.parameters()}  # type: ignore[attr-defined]
+    alone = sum(p.numel() for p in load_model(folders["llama"])[0].parameters())
+    adapters = sum(p.numel() for role in made.base.configs for _, p in made.base.parameters(role))
+    heads = 2 * 33
+    assert sum(every.values()) == alone + adapters + heads, "no second copy of the base"
+    untouched = {name: p.clone() for name, p in made.policy.named_parameters() if not p.requires_grad}
+    whole = RewardModel.load(tmp_path / "scores" / "model")
+    ids = torch.arange(20).view(2, 10) + 5
+    with torch.no_grad():
+        torch.testing.assert_close(made.reward.model(ids, ids > 0), whole(ids, ids > 0), atol=1e-4, rtol=1e-3)  # type: ignore[attr-defined]
+        torch.testing.assert_close(made.policy.critic(ids)[:, -1], whole(ids, ids > 0), atol=1e-4, rtol=1e-3)  # type: ignore[misc]
+    learner, state = make_learner(made.recipe, made.policy), LearnerState.seeded(1, 32)
+    for _ in range(2):
+        rollout = made.collector.collect(state)
+        metrics = learner.update(rollout, assign_credit(rollout, made.recipe.objective), state)
+        assert float(metrics["ratio_at_start"] or 0) == pytest.approx(1, abs=1e-4)
+        state.steps += rollout.steps
+    for name, p in made.policy.named_parameters():
+        assert name not in untouched or torch.equal(p, untouched[name]), name
+    with torch.no_grad():
+        plain = load_model(folders["llama"])[0]
+        drawn = rollout.inputs, rollout.actions, rollout.mask
+        wanted = LanguagePolicy(plain, None, made.tokens.pad_id)(*drawn).log_probs
+        assert torch.equal(made.reference.log_probs(*drawn), wanted), "the reference is the base, bit for bit"
+        assert not torch.allclose(made.policy(*drawn).log_probs, wanted, atol=1e-3)
+
+
+def test_a_reward_model_of_another_base_is_loaded_as_its_own(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    other = write_folder(tmp_path / "other", "llama", seed=9)
+    started("reward", files, other, tmp_path / "scores")
+    changes = {"reward": {"terms": [{"model": str(tmp_path / "scores")}], "missing_eos": "none"}}
+    made = LanguageWorld(make_recipe(table("language", files, folders["llama"], **changes)))  # type: ignore[arg-type]
+    assert made.base is not None
+    assert set(made.base.configs) == {POLICY}
+    critic = {"critic": {"own_model": True, "start": str(tmp_path / "scores")}}
+    with pytest.raises(SurefootError, match=r"^critic.start=.*is no adapter of model="):
+        LanguageWorld(make_recipe(table("language", files, folders["llama"], **critic)))  # type: ignore[arg-type]
+
+
+# ---- the sampler --------------------------------------------------------------------------------------------------------
+
+
+def test_the_fast_sampler_draws_with_the_adapters_log_probabilities(loaded: tuple[Any, Any]) -> None:
+    model = loaded[0]
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(**SMALL))
+    moved(base, POLICY)
+    prompts = [[5, 6, 7], [8, 9]]
+    options: dict[str, Any] = {"max_tokens": 8, "eos_ids": [1], "pad_id": 0, "seeds": [1, 2]}
+    drawn = sample(model, prompts, **options)
+    assert drawn.path == "fast"
+    with torch.no_grad():
+        inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
+        scored = LanguagePolicy(model, None, 0)(inputs, drawn.actions, drawn.mask).log_probs
+    assert (scored - drawn.log_probs)[drawn.mask].abs().max() < 1e-4
+    with base.playing(None):
+        plain = sample(model, prompts, **options)
+    assert not torch.allclose(plain.log_probs[:, 0], drawn.log_probs[:, 0], atol=1e-3)
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "language"])
+def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
+    kind: str, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    model = folders["llama"]
+    extra: dict[str, Any] = {"critic": {"own_model": True}} if kind == "language" else {}
+    if kind != "language":
+        extra = {"adapter": {**SMALL, "dropout": 0.2}}
+    started(kind, files, model, tmp_path / "whole", **extra)
+    given = table(kind, files, model, **extra)
+    given.pop("kind")
+
+    def halfway(metrics: Any) -> bool:
+        return bool(metrics["steps"] >= 16)
+
+    surefoot.train(kind, run_dir=tmp_path / "cut", callback=halfway, **given)
+    surefoot.resume(tmp_path / "cut")
+    ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32") for run in ("whole", "cut")]
+    assert ends[0]["agent"].keys() == ends[1]["agent"].keys()
+    for name, tensor in ends[0]["agent"].items():
+        assert torch.equal(tensor, ends[1]["agent"][name]), name
+        assert ".lora_" in name or "head" in name, "the base is not in a checkpoint"
+    assert any(float(t.abs().max()) > 0 for name, t in ends[0]["agent"].items() if ".lora_B." in name), "it moved"
+    folder = tmp_path / "whole"
+    if kind == "reward":
+        adapter = PeftModel.from_pretrained(AutoModel.from_pretrained(model), str(folder / "adapter")).eval()
+        merged = AutoModel.from_pretrained(folder / "model").eval()
+        ids = torch.arange(20).view(2, 10) + 5
+        with torch.no_grad():
+            one, two = (m(input_ids=ids).last_hidden_state for m in (adapter, merged))
+        loaded = surefoot.load(folder)
+        left = RewardModel.load(folder / "model")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids, ids > 0), left(ids, ids > 0), atol=1e-5, rtol=1e-4)
+    else:
+        adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(folder / "adapter")).eval()
+        merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+        one, two = logits(adapter), logits(merged)
+        assert (one - logits(load_model(model)[0])).abs().max() > 1e-3
+        torch.testing.assert_close(logits(surefoot.load(folder).model), two, atol=1e-6, rtol=0)
+    torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+    told = evaluate_run(folder)
+    assert told["steps"] > 0
+
+
+def test_a_base_that_has_changed_or_gone_is_refused(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "base"
+    shutil.copytree(folders["llama"], model)
+    given = table("sft", files, model)
+    given.pop("kind")
+    surefoot.train("sft", run_dir=tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 16, **given)
+    write_folder(model, "llama", seed=7)
+    with pytest.raises(SurefootError, match=r"base model=.*is not what it was"):
+        surefoot.resume(tmp_path / "run")
+    with pytest.raises(SurefootError, match=r"base model=.*is not what it was"):
+        surefoot.load(tmp_path / "run")
+    with pytest.raises(SurefootError, match=r"base model=.*is not what it was"):
+        evaluate_run(tmp_path / "run")
+    shutil.rmtree(model)
+    with pytest.raises(SurefootError, match="no such folder"):
+        surefoot.resume(tmp_path / "run")
+    with pytest.raises(SurefootError, match=r"holds an adapter, whose base can't be loaded: .*no such folder"):
+        surefoot.load(tmp_path / "run")
+
+
+def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    started("sft", files, folders["llama"], tmp_path / "run", adapter={**SMALL, "merge": False})
+    assert (tmp_path / "run" / "adapter").is_dir()
+    assert not (tmp_path / "run" / "model").exists()
+    with pytest.raises(SurefootError, match="left an adapter alone; merge it: surefoot merge"):
+        SupervisedWorld(make_recipe(table("sft", files, tmp_path / "run")))  # type: ignore[arg-type]
+    assert command("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))[0] == 0
+    torch.testing.assert_close(
+        logits(load_model(tmp_path / "merged")[0]), logits(surefoot.load(tmp_path / "run").model), atol=1e-6, rtol=0
+    )
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"adapter": {"rank": 0}}, r"^adapter.rank=0: "),
+        ({"adapter": {"targets": []}}, r"^adapter.targets"),
+        ({"adapter": {"rang": 4}}, r"^adapter.rang=4: unknown key; did you mean 'rank'"),
+        ({"adapter": {"dropout": 1.0}}, r"^adapter.dropout=1.0: "),
+        ({"adapter": {"dropout": 0.1}, "gradient_checkpointing": True}, r"^adapter.dropout=0.1: would be drawn anew"),
+        ({"model": "pocket"}, r"^adapter: model='pocket' has random weights"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused_in_one_line(
+    changes: dict[str, Any], said: str, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    with pytest.raises(SurefootError, match=said) as error:
+        make_recipe(table("sft", files, folders["llama"], **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_dropout_is_refused_where_it_would_change_the_policy(files: dict[str, str], folders: dict[str, Path]) -> None:
+    with pytest.raises(SurefootError, match=r"^adapter.dropout=0.1: would make the policy another"):
+        make_recipe(table("language", files, folders["llama"], adapter={"dropout": 0.1}))
+
+
+def test_layers_that_the_model_has_not_are_refused_with_those_it_has(files: dict[str, str], folders: dict[str, Path]) -> None:
+    wrong = {"adapter": {**SMALL, "targets": ["q_prj"]}}
+    with pytest.raises(SurefootError, match=r"^adapter.targets='q_prj': .*did you mean 'q_proj'"):
+        SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **wrong)))  # type: ignore[arg-type]
+    wrong = {"adapter": {**SMALL, "targets": ["lm_head"]}}
+    with pytest.raises(SurefootError, match=r"^adapter.targets='lm_head': the model's trunk has no linear layer"):
+        SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **wrong)))  # type: ignore[arg-type]
+    some = {"adapter": {**SMALL, "targets": ["q_proj", "v_proj"]}}
+    world = SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **some)))  # type: ignore[arg-type]
+    assert world.base is not None
+    assert {name.split(".")[-2] for name in world.base.tensors(POLICY)} == {"lora_A", "lora_B"}
+    assert len(list(world.base.parameters(POLICY))) == 2 * 2 * 2
+
+
+def test_without_peft_the_extra_is_named(
+    files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from surefoot.language import optional
+
+    real = optional.importlib.util.find_spec
+    monkeypatch.setattr(optional.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
+    with pytest.raises(
+        SurefootError, match=r"adapter needs peft, which is not installed; run: pip install 'surefoot\[adapters\]'"
+    ):
+        SupervisedWorld(make_recipe(table("sft", files, folders["llama"])))  # type: ignore[arg-type]
+
+
+def test_the_adapter_folder_says_whose_it_is(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+    started("sft", files, folders["gpt2"], tmp_path / "run")
+    note = json.loads((tmp_path / "run" / "adapter" / "base.json").read_text())
+    assert note["model"] == str(folders["gpt2"])
+    tensors = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.transformer.h.") for name in tensors)
