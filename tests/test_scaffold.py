@@ -1,0 +1,60 @@
+"""``surefoot new``: what it writes passes as it is, its recipe trains, and nothing is overwritten."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.checkup import check_recipe, failed
+from surefoot.recipes import find_recipe
+
+
+@pytest.mark.parametrize("kind", ["control", "language"])
+def test_a_new_tasks_own_tests_pass_and_its_recipe_passes_the_check(
+    kind: str, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "language":
+        pytest.importorskip("transformers")
+    code, out, _ = command("new", "my-task", *(["--language"] if kind == "language" else []))
+    assert code == 0
+    assert "cd my-task" in out
+    folder = tmp_path / "my-task"
+    names = {"recipe.toml", "environment.py", "test_environment.py"}
+    if kind == "language":
+        names = {"recipe.toml", "reward.py", "test_reward.py", "prompts.jsonl", "held_out.jsonl"}
+    assert {path.name for path in folder.iterdir()} == names
+    places = os.pathsep.join([str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+    monkeypatch.chdir(folder)
+    checks = check_recipe(find_recipe("recipe.toml"))
+    assert not failed(checks)
+    assert {check.state for check in checks} == {"ok"}, [check for check in checks if check.state != "ok"]
+
+
+def test_no_held_out_prompt_is_trained_on(command: Any, tmp_path: Path) -> None:
+    command("new", "task", "--language")
+    train, held_out = (
+        {json.loads(line)["prompt"] for line in (tmp_path / "task" / name).read_text().splitlines()}
+        for name in ("prompts.jsonl", "held_out.jsonl")
+    )
+    assert len(train | held_out) == 26
+    assert not train & held_out
+
+
+def test_nothing_is_overwritten(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine.txt").write_text("mine")
+    for name in ("there", "-x y"):
+        code, _, err = command("new", "--", name)
+        assert code == 2
+        assert err.count("\n") == 1
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
