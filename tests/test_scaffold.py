@@ -1,17 +1,23 @@
 """``surefoot new``: what it writes passes as it is, its recipe trains, and nothing is overwritten."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import surefoot
 from surefoot.checkup import check_recipe, failed
 from surefoot.recipes import find_recipe
+
+
+class Passed:
+    """Counts the tests that pass."""
+
+    count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count += report.when == "call" and report.passed
 
 
 @pytest.mark.parametrize("kind", ["control", "language"])
@@ -28,12 +34,16 @@ def test_a_new_tasks_own_tests_pass_and_its_recipe_passes_the_check(
     if kind == "language":
         names = {"recipe.toml", "reward.py", "test_reward.py", "prompts.jsonl", "held_out.jsonl"}
     assert {path.name for path in folder.iterdir()} == names
-    places = os.pathsep.join([str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
-    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
+    before = set(sys.modules)
+    try:  # in this process, which has loaded torch already
+        words = ["-q", "--strict-markers", "-W", "error", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
+        passed = Passed()
+        assert pytest.main([*words, "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout"], [passed]) == 0
+        assert passed.count == 3
+    finally:
+        for module in set(sys.modules) - before:
+            if str(folder) in str(getattr(sys.modules[module], "__file__", "")):
+                del sys.modules[module]
     monkeypatch.chdir(folder)
     checks = check_recipe(find_recipe("recipe.toml"))
     assert not failed(checks)

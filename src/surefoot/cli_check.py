@@ -18,10 +18,11 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
     Exit code 1 where something fails that the recipe needs, or where a run has a serious finding.
     """
-    if what is not None and Path(what).is_dir():
+    from surefoot.recipes import find_recipe, presets
+
+    if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(_run(Path(what), as_json))
     from surefoot.checkup import check_machine, check_recipe, failed
-    from surefoot.recipes import find_recipe
 
     recipe = None if what is None else find_recipe(what)
     if recipe is None:

@@ -89,7 +89,7 @@ def test_a_kl_below_zero_by_chance_is_explained_and_no_alarm(files: Path) -> Non
 
 
 def test_bfloat16_explains_a_ratio_that_is_not_one(files: Path) -> None:
-    sampling = {"prompts": 4, "max_tokens": 8}
+    sampling = {"prompts": 4, "max_tokens": 8, "old_log_probs": "sampler"}
     found = sick(files, "letters", steps=16, sampling=sampling, precision="bfloat16")
     assert found["wrong_start"].severity == "note"
     assert "bfloat16" in found["wrong_start"].cause

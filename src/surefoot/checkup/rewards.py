@@ -6,6 +6,7 @@ import torch
 
 from surefoot.checkup.check import Check
 from surefoot.errors import SurefootError
+from surefoot.kinds import LanguageRecipe
 from surefoot.language.collect import repeated, settled
 from surefoot.language.world import LanguageWorld
 from surefoot.seeding import derived_seed
@@ -26,7 +27,7 @@ def check_reward(world: LanguageWorld) -> list[Check]:
     count = len(answers.responses)
     ended = float(answers.samples.ended.double().mean())
     lengths = answers.samples.lengths.double()
-    found = [_answers(count, ended, float(lengths.mean()), sampled, recipe.sampling.max_tokens)]
+    found = [_answers(count, ended, float(lengths.mean()), sampled, recipe)]
     begun = time.perf_counter()
     try:
         scores = answers.scores(world.reward)
@@ -66,10 +67,10 @@ def check_reward(world: LanguageWorld) -> list[Check]:
     return [*found, *_treated(world, settled(scores, answers.samples, recipe), scores.valid, ended)]
 
 
-def _answers(count: int, ended: float, length: float, seconds: float, longest: int) -> Check:
+def _answers(count: int, ended: float, length: float, seconds: float, recipe: LanguageRecipe) -> Check:
     told = f"{count} in {seconds:.2g} s, {length:.1f} tokens each, {ended:.0%} ended by themselves"
-    if ended < 0.5:
-        fix = f"raise sampling.max_tokens = {longest}, or teach the model to end (SFT on rows that end)"
+    if ended < 0.5 and recipe.reward.missing_eos is not None:  # else a cut answer is scored like any other
+        fix = f"raise sampling.max_tokens = {recipe.sampling.max_tokens}, or teach the model to end (SFT on rows that end)"
         return Check("answers", "warning", told, fix)
     return Check("answers", "ok", told)
 

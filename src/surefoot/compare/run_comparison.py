@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from surefoot.compare.report import each, finite, how_sure, mean_and_interval, number, span
-from surefoot.compare.runs import JUDGED, Run, differences_between, fields_of, flat, grouped
+from surefoot.compare.runs import ABSENT, JUDGED, Run, differences_between, fields_of, flat, grouped
 from surefoot.compare.statistics import bootstrap_interval, interquartile_mean, markdown_table, mean, middle, resampled
-from surefoot.run.metrics import METRICS
 
 KEPT = ("python", "platform", "versions", "git")
 """of environment.json, what a number may depend on"""
@@ -119,12 +118,17 @@ def told(comparison: Comparison) -> str:
     groups = comparison.groups
     lines = [_table(["group", "runs", "seeds", "state"], [_row(group) for group in groups])]
     if comparison.fields:
-        rows = [[field, *map(brief, values)] for field, values in comparison.fields.items()]
+        common = {field: values for field, values in comparison.fields.items() if ABSENT not in values}
+        rows = [[field, *map(brief, values)] for field, values in common.items()]
         lines += ["In what the recipes differ:", _table(["field", *(group.name for group in groups)], rows)]
+        if len(common) < len(comparison.fields):
+            lines.append(
+                f"And {len(comparison.fields) - len(common)} fields that not all of these kinds have (--json tells them)."
+            )
     elif len(groups) == 1:
         lines.append("The recipes differ in nothing but the seed.")
     for metric in comparison.metrics:
-        lines += [_heading(metric), _scores(comparison, metric)]
+        lines += [f"{metric}, the last known:", _scores(comparison, metric)]
     lines.append(f"{how_sure(min(len(group.runs) for group in groups))}.")
     if comparison.surroundings:
         rows = [[name, ", ".join(dict.fromkeys(map(brief, values)))] for name, values in comparison.surroundings.items()]
@@ -140,11 +144,6 @@ def _row(group: Group) -> list[str]:
     seeds = [run.recipe.seed for run in group.runs]
     twice = " (a seed twice)" if len(set(seeds)) < len(seeds) else ""
     return [group.name, str(len(group.runs)), ", ".join(map(str, sorted(seeds))) + twice, "; ".join(states)]
-
-
-def _heading(metric: str) -> str:
-    meaning = METRICS[metric].meaning.partition(";")[0].partition(". ")[0]
-    return f"{metric}, the last known: {meaning}"
 
 
 def _scores(comparison: Comparison, metric: str) -> str:

@@ -117,8 +117,7 @@ def smoothed(values: Numbers) -> Numbers:
 
 def _plain(axes: Any, panel: Panel) -> None:
     axes.set_title(panel.title, loc="left", fontsize=11, color=INK, fontweight="bold", parse_math=False)
-    if panel.unit:
-        axes.set_ylabel(panel.unit, fontsize=8, color=INK)
+    axes.set_title(panel.unit, loc="right", fontsize=8, color=INK)
     if panel.log:
         axes.set_yscale("log")
     axes.spines[["top", "right"]].set_visible(False)

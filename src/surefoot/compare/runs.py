@@ -138,8 +138,12 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
+ABSENT = "–"
+"""what stands for a field that another kind of recipe has"""
+
+
 def differences_between(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Field -> its value in each of some flat tables, None where it has none, for fields in which any two differ."""
+    """Field -> its value in each of some flat tables, ``ABSENT`` where it has none, for fields in which any two differ."""
     names = dict.fromkeys(name for table in tables for name in table)
-    found = {name: [table.get(name) for table in tables] for name in names}
+    found = {name: [table.get(name, ABSENT) for table in tables] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
