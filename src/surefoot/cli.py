@@ -13,9 +13,12 @@ from surefoot import __version__
 from surefoot.algorithms import LADDER
 from surefoot.cli_attempts import attempt_flags, attempts_from, best_of_n, refuse_for_agents
 from surefoot.cli_chat import chat
+from surefoot.cli_check import check
 from surefoot.cli_language import data, generate
 from surefoot.cli_memory import memory
 from surefoot.cli_merge import merge
+from surefoot.cli_new import new
+from surefoot.cli_report import compare, report
 from surefoot.cli_rounds import rounds
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
 from surefoot.config import parse_value, read_toml, recipe_fields, to_toml
@@ -307,6 +310,10 @@ cli.add_command(rounds)
 cli.add_command(data)
 cli.add_command(memory)
 cli.add_command(merge)
+cli.add_command(check)
+cli.add_command(report)
+cli.add_command(compare)
+cli.add_command(new)
 
 
 @cli.command(name="list")

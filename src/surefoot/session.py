@@ -6,6 +6,7 @@ from pathlib import Path
 
 from surefoot.config import to_table
 from surefoot.errors import Interrupted, SurefootError
+from surefoot.findings.watch import Watch
 from surefoot.kinds import Recipe
 from surefoot.learner import START_TOLERANCE, Learner
 from surefoot.loop import run_loop
@@ -17,7 +18,7 @@ from surefoot.run.folder import RunFolder, recipe_differences
 from surefoot.run.samples import SampleFolder
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.traces import TraceFolder
-from surefoot.run.tracking import Tracker
+from surefoot.run.tracking import Tracker, read_metrics
 from surefoot.traces import Recorder
 from surefoot.worlds import World
 
@@ -66,6 +67,7 @@ class Session:
         self.tracker: Tracker | None = None
         self.traces: TraceFolder | None = None
         self.samples: SampleFolder | None = None
+        self.watch = Watch(recipe, display.say)
         self.warned = False
         self.signals = StopOnSignal()
 
@@ -107,6 +109,7 @@ class Session:
         """
         if self.folder is not None:
             self.tracker = Tracker(self.folder.path, self.state.iteration, self.state.steps)
+            self.watch.begin(read_metrics(self.tracker.path))
             self.samples = SampleFolder(self.folder.path / "samples", self.state.steps)
             settings = self.recipe.traces
             self.traces = TraceFolder(self.folder.path / "traces", self.state.steps, settings.max_megabytes)
@@ -119,6 +122,7 @@ class Session:
         finally:
             if self.tracker is not None:
                 self.tracker.close()
+        self.watch.end(None if self.folder is None else self.folder.path)
         if self.signals.requested and self.state.steps < self.state.total_steps:
             where = f"; continue with: surefoot resume {self.folder.path}" if self.folder else ""
             raise Interrupted(f"stopped at step {self.state.steps}{where}")
@@ -136,6 +140,7 @@ class Session:
             self.tracker.write(metrics, state.steps)
         self._write_trace()
         self._warn(metrics.get("ratio_at_start"))
+        self.watch.add(metrics)
         self.display.show(state, metrics)
         stop = bool(self.callback and self.callback(metrics)) or self.signals.requested or worse_for_long
         if finished or stop or self._passed(self.recipe.checkpoint_every):

@@ -110,6 +110,7 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
     written = set()
     for algorithm in ("PPO_CLIP", "PPO_PENALTY_ADAPTIVE", "TRPO"):
         changes = {"steps": 512, "evaluation": {"episodes": 1}, "optimizer": {"critic_learning_rate": 1e-3}}
+        changes["normalise"] = {"observations": True, "rewards": True}
         changes["objective"] = {"target_kl": "none" if algorithm == "TRPO" else 0.5, "kl_estimator": "exact"}
         api.start(find_recipe("CartPole-v1", {**changes, "algorithm": algorithm}), tmp_path / algorithm)
         rows = read_metrics(tmp_path / algorithm / "metrics.jsonl")

@@ -5,7 +5,7 @@ whole rollout afterwards, by the very function that training uses; so the ratio 
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -131,7 +131,7 @@ class ControlCollector:
             unit="step" if before is None else "row",
             reward_parts={"environment": rewards},
             steps=int(mask.sum()),
-            metrics=self._metrics(),
+            metrics=self._metrics() | self._clipped(inputs, shaped, mask),
         )
 
     def _values(
@@ -198,6 +198,18 @@ class ControlCollector:
             "episode_length": float(np.mean(lengths)) if lengths else None,
             "episodes": float(self.finished_count),
         }
+
+    def _clipped(self, inputs: Mapping[str, Tensor], rewards: Tensor, mask: Tensor) -> Metrics:
+        """How much of what was normalised is at the limit."""
+        seen, paid = self.agent.observation_normaliser, self.agent.reward_normaliser
+        told: Metrics = {}
+        if seen is not None and seen.shapes:
+            kept = mask.to(self.agent.device)
+            flat = [inputs[path].reshape(*mask.shape, -1) for path in seen.shapes]
+            told["observations_clipped"] = seen.at_limit(torch.cat(flat, -1), kept)
+        if paid is not None:
+            told["rewards_clipped"] = paid.at_limit(rewards, mask)
+        return told
 
     def state_dict(self) -> dict[str, Any]:
         """Environments (as actions to replay), running returns, and the last episodes."""

@@ -34,6 +34,10 @@ class RunningMoments(nn.Module):
         for buffer, value in zip(seen, merged, strict=True):
             buffer.copy_(value)
 
+    def at_limit(self, x: Tensor, mask: Tensor) -> float:
+        """The share of the kept normalised entries that are at ±clip: what the network can't tell apart.   [B, T, *], [B, T]"""
+        return float((x[mask].abs() >= self.clip).double().mean())
+
     @property
     def scale(self) -> Tensor:
         """1/√(var + 1e-8), float32."""

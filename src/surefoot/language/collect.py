@@ -289,7 +289,7 @@ class LanguageCollector:
         """What all sampled responses are like, and what they earned, whether they are learned from or not."""
         answers, scores, total = found.answers, found.scores, found.total
         drawn = answers.samples
-        told: Metrics = {"reward": scores.mean_of(total)}
+        told: Metrics = {"reward": scores.mean_of(total), "score_std": scores.spread_of(total)}
         if len(scores.parts) > 1:
             told |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
         if gold is not None:

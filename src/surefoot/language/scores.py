@@ -36,6 +36,10 @@ class Scores:
         """The mean over the responses that have a score; None where none has.   [N]"""
         return float(x[self.valid].mean()) if self.valid.any() else None
 
+    def spread_of(self, x: Tensor) -> float | None:
+        """Their standard deviation; None where none has a score.   [N]"""
+        return float(x[self.valid].std(correction=0)) if self.valid.any() else None
+
     def column(self, x: Tensor) -> list[float | None]:
         """Number by number, None where a response has no score.   [N]"""
         return [value if valid else None for value, valid in zip(x.tolist(), self.valid.tolist(), strict=True)]

@@ -35,11 +35,22 @@ METRICS: dict[str, Metric] = {
     "episode_return": Metric("mean undiscounted return of the last 100 training episodes (actions sampled)"),
     "episode_length": Metric("mean length of those episodes, in steps"),
     "episodes": Metric("training episodes finished so far"),
+    "observations_clipped": Metric(
+        "share of the normalised numbers of observations that are at ±normalise.clip; only where they are normalised",
+        high=0.05,
+        why_high="the normaliser cuts much of what is seen: raise normalise.clip, or scale observations in the environment",
+    ),
+    "rewards_clipped": Metric(
+        "share of the normalised rewards that are at ±normalise.clip; only where they are normalised",
+        high=0.05,
+        why_high="the normaliser cuts many rewards: raise normalise.clip, or scale rewards in the environment",
+    ),
     "evaluation_return": Metric("mean return of the greedy evaluation episodes, when there was one this iteration"),
     "reward": Metric("mean score of the responses of this iteration, missing ends treated, before the KL is taken off"),
     "gold": Metric(
         "mean score by the function that tells the truth; never trained on. Reward up and gold down is reward hacking"
     ),
+    "score_std": Metric("standard deviation of those scores; 0 means that nothing can be learned from them"),
     "kl_reference": Metric("mean log π − log π_ref per token, on samples of π: KL(π‖π_ref)"),
     "kl_reference_response": Metric(
         "the same summed over each response, in nats: what the policy has spent on its reward",

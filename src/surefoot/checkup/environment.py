@@ -1,0 +1,105 @@
+"""An environment before it is trained on: Gymnasium's own checker, and some steps of chance."""
+
+import time
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.utils.env_checker import check_env
+
+from surefoot.checkup.check import Check
+from surefoot.control.environments import MakeEnvironment, maker, task_name
+from surefoot.errors import SurefootError, cause_of
+
+STEPS = 500
+EXPECTED = ("different from the unwrapped version", "we recommend using", "probably too low", "probably too high")
+"""in warnings about what Surefoot handles: wrappers, and Box actions or observations of any range, infinite ones too"""
+
+
+def check_environment(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int = 1) -> list[Check]:
+    """What the checker says, and what chance earns in ``STEPS`` steps: the reward's spread, ends, speed."""
+    name = task_name(task)
+    try:
+        environment = maker(task, arguments)()
+    except Exception as error:
+        cause = str(error) if isinstance(error, SurefootError) else cause_of(error)
+        return [Check("environment", "failed", f"{name} can't be made: {cause}")]
+    if not isinstance(environment, gymnasium.Env):
+        environment.close()
+        return [Check("environment", "ok", f"{name} is a vector environment, which Gymnasium's checker does not take")]
+    try:
+        return [_checked(name, environment), *_stepped(environment, seed)]
+    finally:
+        environment.close()
+
+
+def _checked(name: str, environment: "gymnasium.Env[Any, Any]") -> Check:
+    own = environment.unwrapped if name in gymnasium.registry else environment
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            check_env(own, skip_render_check=True, skip_close_check=True)
+        except Exception as error:
+            return Check("environment", "failed", f"{name}: Gymnasium's checker refuses it ({cause_of(error)})", "mend that")
+    told = [" ".join(str(each.message).split()) for each in said]
+    told = [_plain(text) for text in told if "WARN:" in text and not any(words in text for words in EXPECTED)]
+    if told:
+        return Check(
+            "environment", "warning", f"{name}: Gymnasium's checker warns: {'; '.join(dict.fromkeys(told))}", "mend that"
+        )
+    return Check("environment", "ok", f"{name} passes Gymnasium's checker")
+
+
+def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Check]:
+    """Random actions, episode after episode."""
+    rewards: list[float] = []
+    returns: list[float] = [0.0]
+    terminated = truncated = False
+    ends = 0
+    environment.action_space.seed(seed)
+    begun = time.perf_counter()
+    try:
+        _, info = environment.reset(seed=seed)
+        for _ in range(STEPS):
+            mask = info.get("action_mask") if isinstance(info, dict) else None
+            discrete = isinstance(environment.action_space, gymnasium.spaces.Discrete) and mask is not None
+            action = (
+                environment.action_space.sample(np.asarray(mask, np.int8)) if discrete else environment.action_space.sample()
+            )
+            _, reward, terminated, truncated, info = environment.step(action)
+            rewards.append(float(reward))
+            returns[-1] += float(reward)
+            if terminated or truncated:
+                ends += 1
+                returns.append(0.0)
+                _, info = environment.reset()
+    except Exception as error:
+        return [
+            Check("reward", "failed", f"step {len(rewards) + 1} of chance raised {cause_of(error)}", "mend the environment")
+        ]
+    speed = len(rewards) / (time.perf_counter() - begun)
+    whole = returns[:-1] or returns
+    earned = f"chance earns {np.mean(rewards):.3g} ± {np.std(rewards):.3g} a step"
+    earned += (
+        f", {np.mean(whole):.4g} ± {np.std(whole):.3g} an episode ({ends} ended)" if ends else f"; no episode ended in {STEPS}"
+    )
+    largest = np.max(np.abs(rewards))
+    if not np.isfinite(rewards).all():
+        count = int((~np.isfinite(rewards)).sum())
+        found = Check("reward", "failed", f"{count} of {STEPS} rewards are not finite", "mend the environment")
+    elif np.std(rewards) == 0 and (ends < 2 or np.std(whole) == 0):
+        fix = "look whether it can differ; a reward on the way, or easier first episodes, help"
+        found = Check("reward", "warning", f"{earned}: it never differs, so chance finds nothing to learn from", fix)
+    elif largest > 100:
+        fix = "set normalise.rewards = true, or scale it to order 1"
+        found = Check("reward", "warning", f"{earned}; the largest is {largest:,.4g}, which is hard on a critic", fix)
+    else:
+        found = Check("reward", "ok", earned)
+    return [found, Check("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning")]
+
+
+def _plain(text: str) -> str:
+    """A warning of Gymnasium's without its colours and its label."""
+    text = "".join(c for c in text if c.isprintable()).replace("[33m", "").replace("[0m", "")
+    return text.removeprefix("WARN: ").rstrip(".")

@@ -1,0 +1,59 @@
+"""The doctor as a command: this machine, a recipe before it is run, a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from surefoot.errors import SurefootError
+
+
+@click.command()
+@click.argument("what", required=False, metavar="[RECIPE|RUN]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
+    """Check this machine; a RECIPE (name, .toml file or environment id) before it is run; or a RUN, for findings.
+
+    Exit code 1 where something fails that the recipe needs, or where a run has a serious finding.
+    """
+    from surefoot.recipes import find_recipe, presets
+
+    if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
+        ctx.exit(_run(Path(what), as_json))
+    from surefoot.checkup import check_machine, check_recipe, failed
+
+    recipe = None if what is None else find_recipe(what)
+    if recipe is None:
+        checks = check_machine()
+    else:
+        checks = [*check_machine(recipe.device, recipe.engine == "compiled"), *check_recipe(recipe)]
+    if as_json:
+        click.echo(json.dumps({"checks": [each.to_json() for each in checks], "failed": failed(checks)}))
+    else:
+        width = max(len(each.name) for each in checks)
+        for each in checks:
+            for line in each.lines(width):
+                click.echo(line)
+    ctx.exit(int(failed(checks)))
+
+
+def _run(folder: Path, as_json: bool) -> int:
+    """Print a run's findings; the exit code."""
+    from surefoot.findings import of_run
+    from surefoot.run.tracking import read_metrics
+
+    metrics = folder / "metrics.jsonl"
+    found = of_run(folder)
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    if not rows:
+        raise SurefootError(f"{folder}: has no metrics yet; wait for its first iteration")
+    if as_json:
+        table: dict[str, Any] = {"run": str(folder), "steps": rows[-1]["steps"]}
+        click.echo(json.dumps({**table, "findings": [finding.to_json() for finding in found]}, ensure_ascii=False))
+    elif not found:
+        click.echo(f"{folder}: no findings in {len(rows):,} iterations, {rows[-1]['steps']:,} steps")
+    else:
+        click.echo("\n\n".join("\n".join(finding.text) for finding in found))
+    return int(any(finding.severity == "serious" for finding in found))

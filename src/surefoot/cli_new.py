@@ -1,0 +1,24 @@
+"""The first files of a task of one's own."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("name", type=click.Path(path_type=Path))
+@click.option("--language", is_flag=True, help="A reward for a language model, instead of an environment.")
+def new(name: Path, language: bool) -> None:
+    """Begin a task in a new folder NAME: a recipe, an environment (or a reward) and a test that pass as they are."""
+    from surefoot.scaffold import write_scaffold
+
+    for path in write_scaffold(name, language=language):
+        click.echo(path)
+    click.echo("Try next:")
+    for line in (
+        f"cd {name}",
+        f"{'python -m pytest':<32} # the tests pass; keep them so",
+        f"{'surefoot check recipe.toml':<32} # what stands between you and a run",
+        "surefoot train recipe.toml",
+    ):
+        click.echo(f"  {line}")

@@ -1,0 +1,149 @@
+"""Runs as they lie in their folders: recipe, metrics, samples, findings; and which of them differ in nothing but the seed."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from surefoot.config import make_recipe, read_toml, to_table
+from surefoot.errors import SurefootError
+from surefoot.findings import Finding, findings_of
+from surefoot.kinds import Recipe
+from surefoot.run.folder import check_is_run
+from surefoot.run.tracking import read_metrics
+
+JUDGED = (
+    "evaluation_return",
+    "episode_return",
+    "held_out_reward",
+    "reward",
+    "held_out_gold",
+    "gold",
+    "held_out_log_likelihood",
+    "held_out_accuracy",
+    "held_out_loss",
+)
+"""metrics by which runs are compared, where they have them"""
+FREE = ("seed", "device", "threads", "check_memory", "checkpoint", "traces", "evaluation.seed", "evaluation.every")
+"""fields in which runs of one group may differ: none of them changes what is learned from a given stream of randomness"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, read and left as it is."""
+
+    path: Path
+    recipe: Recipe
+    rows: Sequence[Mapping[str, Any]]
+    """of metrics.jsonl, one or more"""
+    environment: Mapping[str, Any]
+    """environment.json; empty where it can't be read"""
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return self.path.resolve().name
+
+    @property
+    def steps(self) -> int:
+        """How far it is."""
+        return int(self.rows[-1]["steps"])
+
+    @property
+    def state(self) -> str:
+        """How far it is, in words."""
+        if self.steps >= self.recipe.steps:
+            return f"finished, {self.steps:,} steps"
+        return f"at {self.steps:,} of {self.recipe.steps:,} steps"
+
+    @property
+    def seconds(self) -> float:
+        """What its iterations took, evaluations and checkpoints aside."""
+        return float(sum((row.get("seconds_collecting") or 0) + (row.get("seconds_learning") or 0) for row in self.rows))
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What the doctor says."""
+        return findings_of(self.rows, self.recipe)
+
+    def last(self, metric: str) -> float | None:
+        """The last known value of a metric."""
+        return next((row[metric] for row in reversed(self.rows) if row.get(metric) is not None), None)
+
+    def curve(self, metric: str) -> tuple[list[float], list[float]]:
+        """Steps and values where a metric is known."""
+        known = [(row["steps"], row[metric]) for row in self.rows if row.get(metric) is not None]
+        return [step for step, _ in known], [value for _, value in known]
+
+    def samples(self) -> tuple[int, list[dict[str, Any]]] | None:
+        """What was said at the last evaluation, and at which step; None where nothing was."""
+        files = [file for file in (self.path / "samples").glob("*.jsonl") if file.stem.isdigit()]
+        if not files:
+            return None
+        file = max(files, key=lambda file: int(file.stem))
+        rows = []
+        for line in file.read_text("utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("response"), str):
+                rows.append(row)
+        return int(file.stem), rows
+
+
+def read_run(path: Path) -> Run:
+    """The run in a folder, finished or still going.
+
+    Raises SurefootError when it is no run, or has no metrics yet.
+    """
+    check_is_run(path)
+    recipe = make_recipe(read_toml(path / "config.toml"))
+    metrics = path / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    if not rows:
+        raise SurefootError(f"{path}: has no metrics yet; wait for its first iteration")
+    try:
+        environment = json.loads((path / "environment.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        environment = {}
+    return Run(path, recipe, rows, environment if isinstance(environment, dict) else {})
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as ``a.b.c`` and value; a table that is empty is a value."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def fields_of(recipe: Recipe) -> dict[str, Any]:
+    """The fields by which runs are told apart."""
+    return {
+        name: value
+        for name, value in flat(to_table(recipe))
+        if not any(name == free or name.startswith(f"{free}.") for free in FREE)
+    }
+
+
+def grouped(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs whose recipes differ in their seed alone, together, in the order of their first."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(fields_of(run.recipe), sort_keys=True, default=str), []).append(run)
+    return list(groups.values())
+
+
+ABSENT = "–"
+"""what stands for a field that another kind of recipe has"""
+
+
+def differences_between(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Field -> its value in each of some flat tables, ``ABSENT`` where it has none, for fields in which any two differ."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    found = {name: [table.get(name, ABSENT) for table in tables] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

@@ -1,0 +1,144 @@
+"""``surefoot check``: this machine, a recipe before it is run, a run; each with a fix, and an exit code to go by."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import surefoot
+from surefoot.checkup import machine
+from surefoot.checkup.environment import check_environment
+from surefoot.checkup.machine import EXTRAS, check_compiler, check_device, check_disk, check_extras, check_python
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Task(gymnasium.Env[np.ndarray, int]):
+    """One step is as good as another, unless a test says otherwise."""
+
+    def __init__(self, pays: float = 0.0, sees: float = 0.0, random: bool = False) -> None:
+        self.observation_space, self.action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+        self.pays, self.sees, self.random, self.steps = pays, sees, random, 0
+
+    def _look(self) -> np.ndarray:
+        noise = np.random.default_rng().uniform(-1, 1) if self.random else 0.0
+        return np.full(2, self.sees + noise, np.float32).clip(-2, 2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._look(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return self._look(), self.pays * action, False, self.steps == 10, {}
+
+
+def states(task: Any) -> dict[str, tuple[str, str]]:
+    return {check.name: (check.state, check.what) for check in check_environment(task, {})}
+
+
+def test_every_extra_is_known() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev"}
+
+
+def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
+    assert check_python((3, 9)).state == "failed"
+    assert check_extras({"moon": ("no_such_module",)}).fix == "pip install 'surefoot[moon]'"
+    assert [check_disk(free=size).state for size in (1e6, 1e9, 1e12)] == ["failed", "warning", "ok"]
+    assert check_device("cuda:77").state == "failed"
+    assert "device = 'cpu'" in check_device("cuda:77").fix
+
+
+def test_a_compiler_is_needed_by_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert [check_compiler(needed).state for needed in (False, True)] == ["absent", "failed"]
+
+
+def test_a_sound_environment_passes() -> None:
+    found = states("CartPole-v1")
+    assert found["environment"][0] == "ok"
+    assert found["speed"][0] == "ok"
+
+
+def test_a_reward_that_chance_never_meets_is_a_warning() -> None:
+    assert states(lambda: Task(pays=0.0))["reward"][0] == "warning"
+    assert "never differs" in states("MountainCar-v0")["reward"][1]
+    assert states(lambda: Task(pays=1.0))["reward"][0] == "ok"
+    assert "hard on a critic" in states(lambda: Task(pays=1e4))["reward"][1]
+    assert states(lambda: Task(pays=float("nan")))["reward"][0] == "failed"
+
+
+@pytest.mark.parametrize("broken", [{"sees": 2.0}, {"random": True}], ids=["outside its space", "not replayed by a seed"])
+def test_an_environment_that_breaks_the_rules_fails(broken: dict[str, Any]) -> None:
+    assert states(lambda: Task(**broken))["environment"][0] == "failed"
+
+
+def test_the_command_checks_a_machine_and_a_recipe(command: Any) -> None:
+    code, out, _ = command("check", "CartPole-v1")
+    assert code == 0
+    for words in ("Python", "PyTorch", "8 environments x 32 steps = 256 steps", "passes Gymnasium's checker", "steps/s"):
+        assert words in out
+    code, out, _ = command("check", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert {check["name"] for check in told["checks"]} >= {"Python", "PyTorch", "extras", "disk", "compiler"}
+    assert not told["failed"]
+
+
+def test_a_recipe_that_can_not_begin_fails_with_its_remedy(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("def make():\n    raise RuntimeError('the wheels came off')\n")
+    (tmp_path / "recipe.toml").write_text('task = "task.py:make"\nsteps = 100\n')
+    code, out, _ = command("check", "recipe.toml")
+    assert code == 1
+    assert re.search(r"✗ begins .*the wheels came off", out)
+    code, _, err = command("check", "no_such.toml")
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_a_budget_smaller_than_a_batch_is_noticed(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('task = "CartPole-v1"\nsteps = 10\n')
+    code, out, _ = command("check", "recipe.toml")
+    assert code == 0
+    assert "! budget" in out
+
+
+def test_the_command_tells_a_runs_findings(command: Any) -> None:
+    fields = {"rollout": {"environments": 4, "steps": 32}, "evaluation": {"episodes": 0}}
+    surefoot.train("CartPole-v1", steps=2_560, optimizer={"learning_rate": 1e-9}, run_dir="runs/idle", **fields)
+    code, out, _ = command("check", "runs/idle")
+    assert code == 0, "a warning is no failure"
+    assert "warning: the return has hardly risen" in out
+    assert "  try: a higher optimizer.learning_rate" in out
+    told = json.loads(command("check", "runs/idle", "--json")[1])
+    assert told["findings"][0]["evidence"][0]["metric"] == "episode_return"
+    (Path("runs/idle") / "metrics.jsonl").write_text("")
+    assert command("check", "runs/idle")[0] == 2
+
+
+def test_a_reward_is_tried_on_samples(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a: "}\n{"prompt": "b: "}\n')
+    (tmp_path / "paid.py").write_text(
+        "def good(responses):\n    return [len(set(text)) for text in responses]\n"
+        "def dead(responses):\n    return [1.0] * len(responses)\n"
+        "def short(responses):\n    return [1.0]\n"
+    )
+    for function, state, code in (("good", "✓", 0), ("dead", "!", 0), ("short", "✗", 1)):
+        (tmp_path / "recipe.toml").write_text(
+            'kind = "language"\nmodel = "pocket"\nsteps = 64\ndata = { train = "rows.jsonl" }\n'
+            f'reward = {{ terms = [{{ function = "paid.py:{function}" }}], missing_eos = "none" }}\n'
+            "sampling = { max_tokens = 4 }\n"
+        )
+        found = command("check", "recipe.toml")
+        assert found[0] == code, found
+        assert re.search(rf"^{re.escape(state)} reward ", found[1], flags=re.M), found[1]
+        assert "memory" in found[1]

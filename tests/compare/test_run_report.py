@@ -1,0 +1,143 @@
+"""What is made of runs that are there: groups, differences, intervals; a page that asks for nothing and shows text as text."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import surefoot
+from surefoot.compare.run_comparison import difference_interval
+from surefoot.compare.run_plots import binned, smoothed
+from surefoot.compare.run_report import page
+from surefoot.compare.runs import fields_of, grouped, read_run
+from surefoot.config import to_table
+from surefoot.errors import SurefootError
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two seeds of one recipe, and one run with another λ, one of them under a hostile name with hostile samples."""
+    root = tmp_path_factory.mktemp("runs")
+    folders = [root / "a", root / "b", root / "<b onload=x>$\\frac"]
+    for seed, folder in enumerate(folders, 1):
+        changes = {"objective": {"gae_lambda": 0.5}} if seed == 3 else {}
+        sizes = {"rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 1}, "steps": 512}
+        surefoot.train("CartPole-v1", seed=seed, run_dir=folder, **sizes, **changes)
+    (folders[2] / "samples").mkdir()
+    rows = [{"prompt": HOSTILE, "response": f"</td>{HOSTILE}\x1b[31m\ud800", "reward": 1.0}, {"prompt": 1}, {"response": "ok"}]
+    (folders[2] / "samples" / "512.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folders
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_a_page_needs_nothing_else_and_runs_nothing(runs: list[Path]) -> None:
+    text = page([read_run(run) for run in runs])
+    tags = Page(text).tags
+    assert not {tag for tag, _ in tags} & {"script", "iframe", "object", "link", "b onload=x", "form"}
+    assert not {name for _, attributes in tags for name in attributes if name.startswith("on")}
+    places = [value for _, attributes in tags for name, value in attributes.items() if name in ("src", "href", "srcset")]
+    assert len(places) >= 6
+    assert all(value is not None and value.startswith("data:image/svg+xml;base64,") for value in places)
+    assert "default-src 'none'" in text
+    assert "url(" not in text
+    assert HOSTILE not in text
+    assert "&lt;script&gt;" in text, "it is shown as text"
+    assert "\\x1b[31m\\ud800" in text, "what has no shape is shown as what it is"
+
+
+def test_a_page_tells_the_whole_story(runs: list[Path], command: Any) -> None:
+    code, out, _ = command("report", str(runs[0]), "--figures", "png")
+    assert code == 0
+    text = (runs[0] / "report.html").read_text("utf-8")
+    for words in ("PPO_CLIP on CartPole-v1", "evaluation_return", "No findings", "Explained variance", "gae_lambda", "torch"):
+        assert words in text
+    assert f"surefoot train {runs[0]}/config.toml" in text
+    assert "working_folder" not in text
+    pictures = sorted((runs[0] / "report-figures").iterdir())
+    assert {picture.name for picture in pictures} >= {"return.png", "kl.png", "clip.png", "entropy.png", "critic.png"}
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert f"{len(pictures)} figures" in out
+
+
+def test_what_a_page_says_to_repeat_can_be_repeated(runs: list[Path], command: Any, tmp_path: Path) -> None:
+    assert command("train", str(runs[0] / "config.toml"), "--name", "again", "--quiet")[0] == 0
+    before, after = read_run(runs[0]), read_run(tmp_path / "runs" / "again")
+    assert to_table(before.recipe) == to_table(after.recipe)
+    assert before.last("policy_loss") == after.last("policy_loss")
+
+
+def test_the_same_run_makes_the_same_page(runs: list[Path]) -> None:
+    assert page([read_run(runs[0])]) == page([read_run(runs[0])])
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: list[Path]) -> None:
+    found = grouped([read_run(run) for run in runs])
+    assert [[run.recipe.seed for run in group] for group in found] == [[1, 2], [3]]
+    assert "seed" not in fields_of(found[0][0].recipe)
+
+
+def test_compare_tells_differences_results_and_intervals(runs: list[Path], command: Any) -> None:
+    code, out, _ = command("compare", *map(str, runs))
+    assert code == 0
+    assert re.search(r"\| objective.gae_lambda *\| *0\.8 *\| *0\.5 *\|", out)
+    assert "A gae_lambda=0.8" in out
+    told = json.loads(command("compare", *map(str, runs), "--json")[1])
+    assert told["differences"] == {"objective.gae_lambda": [0.8, 0.5]}
+    returns = [read_run(run).last("episode_return") for run in runs]
+    first, second = (group["scores"]["episode_return"] for group in told["groups"])
+    assert first["each"] == returns[:2]
+    assert first["mean"] == pytest.approx(np.mean(returns[:2]))
+    assert first["interval"] == pytest.approx(sorted(returns[:2]))
+    assert second["each"] == returns[2:]
+    found = told["against_first"]["episode_return"]["B gae_lambda=0.5"]
+    assert found["difference"] == pytest.approx(returns[2] - np.mean(returns[:2]))
+    assert found["interval"][0] <= found["difference"] <= found["interval"][1]
+
+
+def test_compare_wants_two_different_runs(runs: list[Path], command: Any) -> None:
+    for words in ([str(runs[0])], [str(runs[0])] * 2, [str(runs[0]), "runs/none"]):
+        code, _, err = command("compare", *words)
+        assert code == 2
+        assert err.count("\n") == 1
+
+
+def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('task = "CartPole-v1"\n')
+    with pytest.raises(SurefootError, match="no metrics yet"):
+        read_run(tmp_path)
+
+
+def test_an_interval_of_a_difference_covers_it_as_often_as_it_says() -> None:
+    """20 seeds each of two normal scores with means 1 apart: about 95 of 100 intervals hold 1."""
+    draw = np.random.default_rng(0)
+    pairs = [(draw.normal(1, 1, 20), draw.normal(0, 1, 20)) for _ in range(60)]
+    held = [low <= 1 <= high for low, high in (difference_interval(ours, theirs) for ours, theirs in pairs)]
+    assert 0.85 <= np.mean(held) <= 1.0
+    assert difference_interval([2.0, 2.0], [1.0]) == (1.0, 1.0)
+
+
+def test_smoothing_keeps_lines_and_bins_keep_means() -> None:
+    line = np.arange(1000.0)
+    assert smoothed(line)[100:900] == pytest.approx(line[100:900])
+    assert smoothed(np.full(50, 3.0)) == pytest.approx(3.0)
+    steps, values = binned(line, line**2, 100)
+    assert len(values) == 100
+    assert steps.mean() == pytest.approx(line.mean())
+    assert values.mean() == pytest.approx((line**2).mean())

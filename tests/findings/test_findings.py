@@ -1,0 +1,130 @@
+"""What findings are: silent on healthy runs, right on stored sick ones, plain values for a program, told once in a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.findings import RULES, findings_of, of_run
+from surefoot.findings.story import WATCHED, Story
+from surefoot.findings.watch import Watch
+from surefoot.recipes import find_recipe
+from surefoot.run.metrics import METRICS
+
+from .conftest import stored, trained
+
+HEALTHY = ("control", "sft", "reward_model", "ppo", "ppo_2")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_the_demos_are_healthy(name: str) -> None:
+    assert findings_of(stored(name)) == []
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_is_healthy_at_every_moment(name: str) -> None:
+    rows = stored(name)
+    budget = int(rows[-1]["steps"])
+    said: list[str] = []
+    for stop in range(len(rows) // 20, len(rows), max(1, len(rows) // 20)):
+        story = Story(rows[:stop], budget)
+        said += [found.name for rule in RULES if (found := rule(story, None)) is not None]
+    assert said == []
+
+
+def test_the_control_preset_shortened_is_healthy() -> None:
+    assert trained("cartpole", steps=10_000) == {}
+
+
+def test_the_demo_without_its_anchor_is_hacked() -> None:
+    found = {finding.name: finding for finding in findings_of(stored("hacked"))}
+    assert set(found) == {"reward_hacked", "left_reference"}
+    assert "gold score falls and responses repeat each other" in found["reward_hacked"].what
+
+
+def test_what_is_hacked_is_said_while_there_is_time() -> None:
+    recipe = find_recipe("reviews", {"model": "pocket", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}})
+    said: list[str] = []
+    watch = Watch(recipe, said.append)
+    for row in stored("hacked"):
+        watch.add(row)
+    assert [line.split(",")[0] for line in said] == sorted({line.split(",")[0] for line in said}), "each once, in order"
+    hacked = next(line for line in said if "the reward rises" in line)
+    assert int(hacked.split(",")[0].split()[-1]) <= recipe.steps / 2
+    watch.end(Path("runs/x"))
+    assert said[-1] == "findings: reward hacked, left reference; more: surefoot check runs/x"
+
+
+def rows_of(count: int, **values: Any) -> list[dict[str, Any]]:
+    """Rows in which a metric is a number, or a function of the iteration."""
+    return [
+        {"iteration": i, "steps": 100 * i} | {name: value(i) if callable(value) else value for name, value in values.items()}
+        for i in range(1, count + 1)
+    ]
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [finding.name for finding in findings_of(rows)]
+
+
+def test_a_ratio_off_one_in_float32_is_serious() -> None:
+    (found,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.02))
+    assert (found.name, found.severity) == ("wrong_start", "serious")
+    assert (found.evidence[0].first_step, found.evidence[0].value) == (300, 1.02)
+
+
+def test_a_kl_below_zero_for_long_is_no_chance() -> None:
+    (found,) = findings_of(rows_of(40, kl_reference=-0.02))
+    assert (found.name, found.severity) == ("negative_kl", "warning")
+    assert "not drawn from the policy" in found.what
+
+
+def test_nearly_constant_returns_excuse_a_critic() -> None:
+    """A solved task: hardly any variance is left to explain, so nothing is said about failing to."""
+    solved = rows_of(60, value_loss=lambda i: 100.0 if i < 20 else 1e-3, explained_variance=lambda i: 0.9 if i < 20 else -3.0)
+    unsolved = rows_of(60, value_loss=100.0, explained_variance=lambda i: 0.9 if i < 20 else -3.0)
+    assert names(solved) == []
+    assert names(unsolved) == ["critic_misleads"]
+
+
+def test_a_critic_that_is_bad_only_at_first_is_excused() -> None:
+    assert names(rows_of(100, value_loss=1.0, explained_variance=lambda i: -5.0 if i < 10 else 0.5)) == []
+
+
+def test_a_gold_score_that_is_forgotten_for_a_proxy_is_seen_in_likelihood_too() -> None:
+    held_out = {"held_out_log_likelihood": lambda i: -0.4 - i / 50 if i % 10 == 0 else None}
+    assert names(rows_of(50, reward=lambda i: i / 10, **held_out)) == ["reward_hacked"]
+    assert names(rows_of(50, reward=lambda i: i / 10, held_out_log_likelihood=-0.4)) == []
+
+
+def test_missing_and_undefined_numbers_are_no_findings() -> None:
+    assert names([]) == []
+    assert names(rows_of(30)) == []
+    assert names(rows_of(30, **dict.fromkeys(WATCHED))) == []
+    assert names(rows_of(30, **{name: float("nan") for name in WATCHED})) == []
+
+
+def test_rules_read_metrics_that_there_are() -> None:
+    assert set(WATCHED) - set(METRICS) == set()
+
+
+def test_findings_are_plain_values_with_evidence_and_advice(tmp_path: Path) -> None:
+    for finding in findings_of(stored("hacked")):
+        table = json.loads(json.dumps(finding.to_json()))
+        assert table["name"] == finding.name
+        assert table["evidence"]
+        assert all(each["first_step"] <= each["last_step"] for each in table["evidence"])
+        assert table["advice"]
+        assert table["advice"][0] in finding.line
+
+
+def test_a_run_is_looked_at_by_its_folder_and_its_recipe_names_values(tmp_path: Path) -> None:
+    optimizer, rollout = {"learning_rate": 1e-9}, {"environments": 4, "steps": 32}
+    surefoot.train(
+        "CartPole-v1", steps=3_840, optimizer=optimizer, rollout=rollout, evaluation={"episodes": 0}, run_dir=tmp_path / "a"
+    )
+    assert [finding.name for finding in of_run(tmp_path / "a")] == ["return_flat", "clip_idle"]
+    with pytest.raises(surefoot.SurefootError, match="no such run"):
+        of_run(tmp_path / "b")

@@ -1,0 +1,110 @@
+"""Runs of control that are made sick on purpose, really trained: the doctor names what is wrong, and nothing that is not."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from .conftest import trained
+
+BANDIT = "tests.findings:Bandit"
+SMALL = {"rollout": {"environments": 4, "steps": 32}, "seed": 1}
+FEW = {"reuse": {"epochs": 4, "minibatches": 1}}
+
+
+class Bandit(gymnasium.Env[np.ndarray, int]):
+    """Episodes of one step, which shows nothing: what an arm pays is up to ``pays(arm, episode)``."""
+
+    def __init__(self, pays: Any) -> None:
+        self.observation_space, self.action_space = spaces.Box(-1, 1, (1,), np.float32), spaces.Discrete(2)
+        self.pays, self.episode = pays, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.episode += 1
+        return np.zeros(1, np.float32), float(self.pays(action, self.episode, self.np_random)), True, False, {}
+
+
+def test_a_learning_rate_far_too_high_runs_away() -> None:
+    fast = {"optimizer": {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": None}}
+    objective = {"reuse": {"epochs": 20, "minibatches": 2}, "trust_region": {"clip": 0.2, "schedule": "constant"}}
+    found = trained("CartPole-v1", steps=1_280, objective=objective, **fast, **SMALL)
+    assert found["kl_runaway"].severity == "serious"
+    assert "0.1" in found["kl_runaway"].advice[0], "what it is set to"
+    assert "clip_idle" not in found
+
+
+def test_a_band_that_is_far_too_narrow_saturates_the_clip() -> None:
+    objective = {"reuse": {"epochs": 40, "minibatches": 1}, "trust_region": {"clip": 0.005, "schedule": "constant"}}
+    found = trained("CartPole-v1", steps=1_280, objective=objective, optimizer={"learning_rate": 3e-3}, **SMALL)
+    assert found["clip_saturated"].evidence[0].value > 0.3
+    assert "(it is 40)" in found["clip_saturated"].advice[0]
+
+
+def test_a_learning_rate_of_nothing_leaves_clip_idle_and_return_flat() -> None:
+    found = trained("CartPole-v1", steps=3_840, optimizer={"learning_rate": 1e-9}, **SMALL)
+    assert set(found) == {"clip_idle", "return_flat"}
+    assert "hardly moves" in found["return_flat"].cause
+    assert "learning_rate" in found["return_flat"].advice[0]
+
+
+def test_a_reward_that_never_differs_is_flat_for_want_of_a_reward() -> None:
+    found = trained("MountainCar-v0", steps=6_400, objective=FEW, rollout={"environments": 8, "steps": 32})
+    assert "has been −200 all the time" in found["return_flat"].what
+    assert "differs" in found["return_flat"].cause
+
+
+def test_a_critic_that_is_thrown_about_misleads() -> None:
+    optimizer = {"critic_learning_rate": 3.0, "critic_max_grad_norm": None}
+    objective = {"gae_lambda": 1.0, **FEW}
+    found = trained("CartPole-v1", steps=3_840, optimizer=optimizer, objective=objective, **SMALL)
+    assert found["critic_misleads"].evidence[0].value < -0.1
+
+
+def test_a_policy_that_settles_on_chance_has_collapsed() -> None:
+    coin = lambda arm, episode, draw: draw.random() < 0.5  # noqa: E731
+    found = trained(BANDIT, lambda: Bandit(coin), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.05}, **SMALL)
+    assert found["entropy_collapsed"].severity == "serious"
+    assert "no more is earned" in found["entropy_collapsed"].what
+
+
+def test_a_policy_that_is_rightly_sure_has_not_collapsed() -> None:
+    found = trained(
+        BANDIT, lambda: Bandit(lambda arm, *_: arm), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL
+    )
+    assert "entropy_collapsed" not in found
+    assert "return_flat" not in found
+
+
+def test_what_is_learned_and_lost_again_is_said_to_be() -> None:
+    turning = lambda arm, episode, draw: arm == (episode > 700)  # noqa: E731
+    found = trained(BANDIT, lambda: Bandit(turning), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL)
+    assert found["return_collapsed"].severity == "serious"
+
+
+@pytest.mark.parametrize("what", ["observations", "rewards"])
+def test_a_normaliser_that_cuts_much_off_is_saturated(what: str) -> None:
+    found = trained("CartPole-v1", steps=1_280, normalise={what: True, "clip": 0.05}, **SMALL)
+    assert f"normalised {what} are cut off at ±normalise.clip = 0.05" in found["normaliser_saturated"].what
+
+
+def test_a_normaliser_as_it_should_be_is_not() -> None:
+    found = trained("CartPole-v1", steps=1_280, normalise={"observations": True, "rewards": True}, **SMALL)
+    assert "normaliser_saturated" not in found
+
+
+def test_a_target_kl_that_nothing_passes_ends_all_passes() -> None:
+    objective = {"target_kl": 1e-9, "reuse": {"epochs": 4, "minibatches": 2}}
+    found = trained("CartPole-v1", steps=2_560, objective=objective, **SMALL)
+    assert "objective.target_kl = 1e-09" in found["passes_end_at_once"].what
+
+
+def test_a_line_search_without_room_takes_no_step() -> None:
+    region = {"delta": 50.0, "tries": 1, "damping": 0.0}
+    found = trained("CartPole-v1", steps=2_560, algorithm="TRPO", objective={"trust_region": region}, **SMALL)
+    assert found["no_step_taken"].evidence[0].value < 0.5

@@ -1,0 +1,70 @@
+"""``surefoot new``: what it writes passes as it is, its recipe trains, and nothing is overwritten."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.checkup import check_recipe, failed
+from surefoot.recipes import find_recipe
+
+
+class Passed:
+    """Counts the tests that pass."""
+
+    count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count += report.when == "call" and report.passed
+
+
+@pytest.mark.parametrize("kind", ["control", "language"])
+def test_a_new_tasks_own_tests_pass_and_its_recipe_passes_the_check(
+    kind: str, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "language":
+        pytest.importorskip("transformers")
+    code, out, _ = command("new", "my-task", *(["--language"] if kind == "language" else []))
+    assert code == 0
+    assert "cd my-task" in out
+    folder = tmp_path / "my-task"
+    names = {"recipe.toml", "environment.py", "test_environment.py"}
+    if kind == "language":
+        names = {"recipe.toml", "reward.py", "test_reward.py", "prompts.jsonl", "held_out.jsonl"}
+    assert {path.name for path in folder.iterdir()} == names
+    before = set(sys.modules)
+    try:  # in this process, which has loaded torch already
+        words = ["-q", "--strict-markers", "-W", "error", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
+        passed = Passed()
+        assert pytest.main([*words, "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout"], [passed]) == 0
+        assert passed.count == 3
+    finally:
+        for module in set(sys.modules) - before:
+            if str(folder) in str(getattr(sys.modules[module], "__file__", "")):
+                del sys.modules[module]
+    monkeypatch.chdir(folder)
+    checks = check_recipe(find_recipe("recipe.toml"))
+    assert not failed(checks)
+    assert {check.state for check in checks} == {"ok"}, [check for check in checks if check.state != "ok"]
+
+
+def test_no_held_out_prompt_is_trained_on(command: Any, tmp_path: Path) -> None:
+    command("new", "task", "--language")
+    train, held_out = (
+        {json.loads(line)["prompt"] for line in (tmp_path / "task" / name).read_text().splitlines()}
+        for name in ("prompts.jsonl", "held_out.jsonl")
+    )
+    assert len(train | held_out) == 26
+    assert not train & held_out
+
+
+def test_nothing_is_overwritten(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine.txt").write_text("mine")
+    for name in ("there", "-x y"):
+        code, _, err = command("new", "--", name)
+        assert code == 2
+        assert err.count("\n") == 1
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
