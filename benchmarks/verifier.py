@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -188,12 +189,18 @@ def spread(values: list[float]) -> list[str]:
 
 
 def demo_table() -> str:
-    """A line per seed."""
+    """A line per seed, then mean and standard deviation over seeds (n − 1)."""
     columns = list(product(("SFT", "PPO", "GRPO"), ("greedy_accuracy", "sampled_accuracy", "pass@8")))
-    lines = []
-    for result in sorted(cells("demo"), key=lambda result: result["seed"]):
-        shares = ({**result[name], "pass@8": result[name]["pass_at"]["8"]}[kind] for name, kind in columns)
-        lines.append([str(result["seed"]), *(f"{share:.3f}" for share in shares), f"{result['user_seconds']:.0f} s"])
+    found = sorted(cells("demo"), key=lambda result: result["seed"])
+    shares = [[{**of[name], "pass@8": of[name]["pass_at"]["8"]}[kind] for name, kind in columns] for of in found]
+    seconds = [result["user_seconds"] for result in found]
+    lines = [
+        [str(of["seed"]), *(f"{share:.3f}" for share in row), f"{took:.0f} s"]
+        for of, row, took in zip(found, shares, seconds, strict=True)
+    ]
+    if len(found) > 1:
+        lines.append(["mean", *(f"{mean(column):.3f}" for column in zip(*shares, strict=True)), f"{mean(seconds):.0f} s"])
+        lines.append(["± std", *(f"{stdev(column):.3f}" for column in zip(*shares, strict=True)), f"{stdev(seconds):.0f} s"])
     return markdown_table(["seed", *(f"{name} {kind.split('_')[0]}" for name, kind in columns), "user CPU"], lines)
 
 
