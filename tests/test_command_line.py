@@ -12,7 +12,7 @@ import pytest
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
 from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.config import make_recipe, parse_value, recipe_fields, to_toml
-from surefoot.demo import command_here
+from surefoot.demo_stages import command_here
 from surefoot.recipes import find_recipe, presets, recipe_for
 
 

@@ -14,6 +14,7 @@ from surefoot.algorithms import LADDER
 from surefoot.cli_attempts import attempt_flags, attempts_from, best_of_n, refuse_for_agents
 from surefoot.cli_chat import chat
 from surefoot.cli_check import check
+from surefoot.cli_demo import demo
 from surefoot.cli_language import data, generate
 from surefoot.cli_memory import memory
 from surefoot.cli_merge import merge
@@ -303,17 +304,8 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     click.echo(export_agent(agent, path, format, found.absolute().name).line())
 
 
-cli.add_command(generate)
-cli.add_command(chat)
-cli.add_command(best_of_n)
-cli.add_command(rounds)
-cli.add_command(data)
-cli.add_command(memory)
-cli.add_command(merge)
-cli.add_command(check)
-cli.add_command(report)
-cli.add_command(compare)
-cli.add_command(new)
+for command in (generate, chat, best_of_n, rounds, data, demo, memory, merge, check, report, compare, new):
+    cli.add_command(command)
 
 
 @cli.command(name="list")
@@ -335,25 +327,6 @@ def list_() -> None:
 
     known = sorted(name for name in gymnasium.registry if "/" not in name)
     click.echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
-
-
-@cli.command()
-@click.argument("which", type=click.Choice(["control", "language"]), default="control", metavar="[control|language]")
-@click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
-@click.option("--no-anchor", is_flag=True, help="Language: β = 0, to see the reward being hacked.")
-def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
-    """Learn while you watch: PPO on CartPole-v1 in a minute, or a language model by SFT, reward model and PPO in five."""
-    if which == "language":
-        from surefoot.demo_language import language_demo
-
-        language_demo(run_dir, seed, display_for, anchored=not no_anchor)
-        return
-    if no_anchor:
-        raise SurefootError("--no-anchor: is for the demo of language; run: surefoot demo language --no-anchor")
-    from surefoot.demo import control_demo
-
-    control_demo(run_dir, seed, display_for)
 
 
 def agent_in(checkpoint: Path) -> "Agent":

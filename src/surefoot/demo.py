@@ -1,28 +1,22 @@
 """``surefoot demo``: a real agent learns CartPole-v1 while one watches."""
 
-import shutil
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from surefoot.kinds import Recipe
+from surefoot.demo_stages import DisplayFor, command_here, free_folder
 from surefoot.recipes import find_recipe
-from surefoot.run.dashboard import Display
 
 SOLVED = 475.0
 """the return at which CartPole-v1 counts as solved (Gymnasium's reward threshold)"""
 
 
-def control_demo(run_dir: Path, seed: int, display_for: Callable[[Recipe, Path], Display]) -> None:
+def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     """Train, judge over 20 greedy episodes, and say what to try next."""
     from surefoot import api
     from surefoot.run.tracking import read_metrics
 
     recipe = find_recipe("cartpole", {"seed": seed})
-    folder, number = run_dir / "demo", 2
-    while folder.exists():
-        folder, number = run_dir / f"demo-{number}", number + 1
+    folder = free_folder(run_dir, "demo")
     begun = time.monotonic()
     api.start(recipe, folder, display=display_for(recipe, folder))
     seconds = time.monotonic() - begun
@@ -37,9 +31,3 @@ def control_demo(run_dir: Path, seed: int, display_for: Callable[[Recipe, Path],
     print(f"  {here} evaluate {folder} --episodes 100 --json")
     print(f"  {here} train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
     print(f"  {here} train Acrobot-v1 --name swing               # a harder one; kill it, then: {here} resume runs/swing")
-
-
-def command_here() -> str:
-    """What to type for ``surefoot``: its path, where the shell doesn't find it by name, as after ``make demo``."""
-    called = Path(sys.argv[0])
-    return "surefoot" if called.name != "surefoot" or shutil.which("surefoot") else str(called)

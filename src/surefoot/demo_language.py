@@ -4,57 +4,39 @@ Every stage is an ordinary run from files that stay in the folder, so each can b
 """
 
 import json
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surefoot.demo import command_here
-from surefoot.kinds import Recipe
+from surefoot.demo_stages import DisplayFor, Stages, command_here, free_folder
 from surefoot.language.optional import transformers_needed
 from surefoot.language.pairs import two_answers
 from surefoot.language.rows import write_rows
 from surefoot.language.tasks import reviews
 from surefoot.language.trained import writer
-from surefoot.recipes import find_recipe
-from surefoot.run.dashboard import Display
 from surefoot.run.folder import write_text
 
 PAIRS, HELD_OUT_PAIRS = 6_000, 400
 GOLD = "surefoot.language.tasks.reviews:gold"
 
 
-def language_demo(
-    run_dir: Path, seed: int, display_for: Callable[[Recipe, Path], Display], anchored: bool = True
-) -> dict[str, Any]:
+def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: bool = True) -> dict[str, Any]:
     """Three stages, and what came of them: prints it and returns the numbers."""
     transformers_needed("demo language")  # before anything is written
-    folder, number = run_dir / "demo-language", 2
-    while folder.exists():
-        folder, number = run_dir / f"demo-language-{number}", number + 1
-    begun = time.monotonic()
+    folder = free_folder(run_dir, "demo-language")
+    stages = Stages(folder, seed, display_for)
     data = folder / "data"
     write_data(data, seed)
-
-    def stage(name: str, recipe: str, changes: Mapping[str, Any]) -> Path:
-        from surefoot import api
-
-        found = find_recipe(recipe, {"seed": seed, **changes})
-        print(flush=True)
-        api.start(found, folder / name, display=display_for(found, folder / name))
-        return folder / name
-
     print("1/3 SFT: a small model learns to write reviews from demonstrations, good and bad ones.")
     held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
-    sft = stage("sft", "reviews_sft", {"data": {"train": str(data / "demonstrations.jsonl"), **held_out}})
+    sft = stages.run("sft", "reviews_sft", {"data": {"train": str(data / "demonstrations.jsonl"), **held_out}})
     print("\n2/3 Reward model: it learns from pairs of the model's own reviews which one people would prefer.")
     write_pairs(data, sft, seed)
     pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
     scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred say mean and spread of the scores well enough
-    reward = stage("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
+    reward = stages.run("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
     print("\n3/3 PPO: the model is trained to please the reward model, held near its SFT start by the KL.")
-    ppo = stage("ppo", "reviews", online(folder, anchored))
-    told = compare(sft, reward, ppo, data, begun)
+    ppo = stages.run("ppo", "reviews", online(folder, anchored))
+    told = compare(sft, reward, ppo, data, stages)
     write_text(folder / "demo.json", json.dumps(told, indent=1))
     return told
 
@@ -100,7 +82,7 @@ def judged(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
     return {"known_products": evaluate_run(ppo, rows=128), "other_products": others}
 
 
-def compare(sft: Path, reward: Path, ppo: Path, data: Path, begun: float) -> dict[str, Any]:
+def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
     """Before and after on the held-out prompts, as a table with some answers; what to try next."""
     from surefoot.run.tracking import read_metrics
 
@@ -122,7 +104,7 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, begun: float) -> dic
     won = (f"{told['win_rate_gold']:>20.0%}{'':4}" for told in (known, others))
     print(f"{'better than SFT by gold':28}{''.join(won)}")
     print("* which no preference and no training prompt has named")
-    seconds = time.monotonic() - begun
+    seconds = stages.seconds
     print(
         f"The reward model orders {accuracy:.0%} of held-out pairs as they were labelled. {seconds:.0f} s in all, {ppo.parent}/"
     )

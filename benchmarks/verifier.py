@@ -1,0 +1,265 @@
+"""Algorithms against a verifier, from one SFT start: cells (task x algorithm x seed), one JSON file each.
+
+    python benchmarks/verifier.py demo --seeds 1 2 3 4 5                  surefoot demo verifier, as a user runs it
+    python benchmarks/verifier.py train --seeds 1 2 3                     the whole family on sorting
+    python benchmarks/verifier.py train --task addition --algorithms PPO_CLIP --seeds 1 2 3
+    python benchmarks/verifier.py table                                   docs/benchmarks/verifier.md from all there is
+
+A cell that has its file is skipped and an interrupted one resumes, so each command can be repeated until all is there; two of
+them may run at once where their seeds differ. On sorting each algorithm's learning rate is the one, of two, that did better on
+the validation problems of a seed that is not reported; those cells are made first. Everything else is as ``surefoot train
+sorting --algorithm NAME`` has it, at as many responses: 10,240. DPO learns from pairs of a right and a wrong one among as many
+samples of the start.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from surefoot import api
+from surefoot.compare.statistics import markdown_table
+from surefoot.demo_verifier import Sizes, in_groups, write_data
+from surefoot.language import tasks
+from surefoot.language.best_of import Drawing, best_of_n, reward_from
+from surefoot.language.metrics import pass_at_k
+from surefoot.language.rows import read_rows, write_rows
+from surefoot.language.trained import writer
+from surefoot.recipes import find_recipe
+from surefoot.run.dashboard import Silent
+from surefoot.run.tracking import read_metrics
+
+HERE = Path(__file__).resolve().parent
+RESULTS, RUNS, PAGE = (
+    HERE / "results" / "verifier",
+    HERE / "runs" / "verifier",
+    HERE.parent / "docs" / "benchmarks" / "verifier.md",
+)
+GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO")
+FAMILY = ("PPO_CLIP", "GRPO", "REINFORCE_BASELINE", "A2C", "PPO_PENALTY", "RLOO", "DR_GRPO", "DAPO", "GSPO", "DPO")
+RATES = {"DPO": (1e-4, 3e-4)}
+"""learning rates to choose from, where they are not ``USUAL``"""
+USUAL = (3e-4, 1e-3)
+TUNED_ON = 11
+SAMPLES, PAIRED = 8, 4
+"""attempts at a test problem; samples of the start of which DPO's pairs are made"""
+
+
+def start(task: str, seed: int) -> Path:
+    """The folder of a task and seed, with its data and the SFT run that all algorithms start from."""
+    folder = RUNS / f"{task}-{seed}"
+    if not (folder / "data" / "test.jsonl").exists():
+        write_data(folder / "data", task, seed, Sizes())
+    data = {"train": str(folder / "data" / "demonstrations.jsonl")}
+    finished(folder / "sft", "task_sft", {"seed": seed, "data": data})
+    return folder
+
+
+def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float:
+    """Train, or continue, or find done; user seconds that it took here."""
+    begun = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    if not (run / "config.toml").exists():
+        api.start(find_recipe(recipe, changes), run, display=Silent())
+    elif not (run / "finished.json").exists():
+        api.resume(run)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun
+
+
+def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
+    """Train one, and judge it beside its start on problems that no stage has seen."""
+    folder = start(task, seed)
+    run, data = folder / f"{algorithm}-{rate}", folder / "data"
+    changes: dict[str, Any] = {"seed": seed, "model": str(folder / "sft")}
+    if rate is not None:
+        changes["optimizer"] = {"learning_rate": rate}
+    if algorithm == "DPO":
+        pairs(folder, seed)
+        changes |= {"data": {"train": str(folder / "pairs.jsonl"), "max_length": 24}}
+        seconds = finished(run, "dpo", {**changes, "steps": Sizes().problems})
+    else:
+        changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
+        changes |= in_groups(algorithm) if algorithm in GROUPS else {"algorithm": algorithm}
+        seconds = finished(run, task, changes)
+    metrics = read_metrics(run / "metrics.jsonl")
+    return {
+        "task": task,
+        "algorithm": algorithm,
+        "seed": seed,
+        "learning_rate": rate,
+        "steps": metrics[-1]["steps"],
+        "user_seconds": seconds,
+        "validation": judged(run, data / "validation.jsonl", seed),
+        "start": judged(folder / "sft", data / "test.jsonl", seed),
+        "trained": judged(run, data / "test.jsonl", seed),
+        "curve": [[row["steps"], row["reward"], row.get("held_out_reward")] for row in metrics if "reward" in row],
+    }
+
+
+def pairs(folder: Path, seed: int) -> None:
+    """A right and a wrong answer of the start to each problem that has both among ``PAIRED`` samples; 10,240 samples in all."""
+    if (folder / "pairs.jsonl").exists():
+        return
+    asked, count = folder / "asked.jsonl", Sizes().problems // PAIRED
+    write_rows(asked, [row.columns for row in read_rows(folder / "data" / "problems.jsonl")[:count]])
+    drawing = Drawing(PAIRED, max_tokens=8, seed=seed)
+    found = best_of_n(writer(str(folder / "sft")), asked, reward_from(["surefoot.language.tasks:verify"]), drawing, worst=True)
+    write_rows(folder / "pairs.jsonl", found.rows)
+
+
+@torch.no_grad()
+def judged(run: Path, test: Path, seed: int) -> dict[str, float]:
+    """Greedy and sampled accuracy and pass@8; a cut answer is judged as it stands."""
+    model, rows = writer(str(run)), [row.columns for row in read_rows(test)]
+
+    def right(each: int, greedy: bool) -> torch.Tensor:
+        asked = [row for row in rows for _ in range(each)]
+        prompts = [row["prompt"] for row in rows]
+        said = model.generate(prompts, samples=each, max_tokens=8, greedy=greedy, seed=seed)
+        columns = {name: [row[name] for row in asked] for name in ("answer", "task")}
+        return torch.tensor(tasks.verify([row["prompt"] for row in asked], said, **columns)).view(-1, each)
+
+    sampled = right(SAMPLES, greedy=False)
+    return {
+        "greedy": float(right(1, greedy=True).mean()),
+        "sampled": float(sampled.mean()),
+        "pass_at_8": float(pass_at_k(sampled.sum(-1).long(), SAMPLES, SAMPLES).mean()),
+        "rows": len(rows),
+    }
+
+
+def made(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
+    """A cell's result: read, or made now."""
+    name = f"{algorithm}-{seed}" if seed != TUNED_ON else f"{algorithm}-{seed}-{rate}"
+    path = RESULTS / task / f"{name}.json"
+    if not path.exists():
+        begun, result = time.monotonic(), cell(task, algorithm, seed, rate)
+        write(path, result)
+        print(f"{task} {name}: greedy {result['trained']['greedy']:.3f} in {time.monotonic() - begun:.0f} s", flush=True)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".partial").write_text(json.dumps(result) + "\n")
+    path.with_suffix(".partial").rename(path)
+
+
+def best_rate(task: str, algorithm: str) -> float | None:
+    """The one with which more samples are right on the validation problems of ``TUNED_ON``; for addition that of its preset."""
+    if task != "sorting":
+        return None
+    tried = [made(task, algorithm, TUNED_ON, rate) for rate in RATES.get(algorithm, USUAL)]
+    return float(max(tried, key=lambda result: result["validation"]["sampled"])["learning_rate"])
+
+
+def demo(seed: int) -> None:
+    """``surefoot demo verifier`` in a process of its own, and the user seconds of all of it."""
+    path = RESULTS / "demo" / f"{seed}.json"
+    if path.exists():
+        return
+    folder = RUNS / f"demo-{seed}-{time.time_ns()}"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    command = [sys.executable, "-m", "surefoot", "demo", "verifier", "--seed", str(seed), "--run-dir", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    told = json.loads((folder / "demo-verifier" / "demo.json").read_text())
+    write(path, {"seed": seed, "user_seconds": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, **told})
+    print(path.read_text(), end="", flush=True)
+
+
+def cells(folder: str) -> list[dict[str, Any]]:
+    """Results that are reported: not those of the seed that learning rates were chosen on."""
+    found = (json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json")))
+    return [result for result in found if result["seed"] != TUNED_ON]
+
+
+def spread(values: list[float]) -> list[str]:
+    """Mean, and each."""
+    return [f"{sum(values) / len(values):.3f}", ", ".join(f"{value:.3f}" for value in values)]
+
+
+def demo_table() -> str:
+    """A line per seed, then mean and standard deviation over seeds (n − 1)."""
+    columns = list(product(("SFT", "PPO", "GRPO"), ("greedy_accuracy", "sampled_accuracy", "pass@8")))
+    found = sorted(cells("demo"), key=lambda result: result["seed"])
+    shares = [[{**of[name], "pass@8": of[name]["pass_at"]["8"]}[kind] for name, kind in columns] for of in found]
+    seconds = [result["user_seconds"] for result in found]
+    lines = [
+        [str(of["seed"]), *(f"{share:.3f}" for share in row), f"{took:.0f} s"]
+        for of, row, took in zip(found, shares, seconds, strict=True)
+    ]
+    if len(found) > 1:
+        lines.append(["mean", *(f"{mean(column):.3f}" for column in zip(*shares, strict=True)), f"{mean(seconds):.0f} s"])
+        lines.append(["± std", *(f"{stdev(column):.3f}" for column in zip(*shares, strict=True)), f"{stdev(seconds):.0f} s"])
+    return markdown_table(["seed", *(f"{name} {kind.split('_')[0]}" for name, kind in columns), "user CPU"], lines)
+
+
+def family_table(task: str) -> Iterator[list[str]]:
+    """A line per algorithm, under that of the start."""
+    found = cells(task)
+    starts = {result["seed"]: result["start"] for result in found}
+    for algorithm in ("SFT", *FAMILY):
+        results = [result for result in found if result["algorithm"] == algorithm]
+        judged = list(starts.values()) if algorithm == "SFT" else [result["trained"] for result in results]
+        if judged:
+            rate = results[0]["learning_rate"] if results else None
+            greedy, sampled = (spread([each[kind] for each in judged]) for kind in ("greedy", "sampled"))
+            some, seconds = spread([each["pass_at_8"] for each in judged])[0], [result["user_seconds"] for result in results]
+            took = f"{sum(seconds) / len(seconds):.0f} s" if seconds else ""
+            yield [algorithm, f"{rate:g}" if rate else "", *greedy, *sampled, some, took]
+
+
+def curve_table(task: str) -> str:
+    """Share of samples that are right on validation problems, evaluation by evaluation, of each cell."""
+    found = sorted(cells(task), key=lambda result: (result["algorithm"], result["seed"]))
+    curves = [{steps: held_out for steps, _, held_out in result["curve"] if held_out is not None} for result in found]
+    header = ["responses", *(f"{result['algorithm']}, seed {result['seed']}" for result in found)]
+    steps = sorted({step for curve in curves for step in curve})
+    return markdown_table(header, [[f"{step:,}", *(f"{c[step]:.3f}" if step in c else "" for c in curves)] for step in steps])
+
+
+def write_page() -> None:
+    """Every table of the page that has results."""
+    header = ["algorithm", "learning rate", "greedy", "each seed", "sampled", "each seed", "pass@8", "user CPU"]
+    tables = {"demo": demo_table()} | {
+        task: markdown_table(header, list(family_table(task))) for task in ("sorting", "addition")
+    }
+    tables["addition"] += "\n\n" + curve_table("addition")
+    text = PAGE.read_text("utf-8")
+    for name, table in tables.items():
+        begin, end = f"<!-- begin: {name} -->\n", "<!-- end -->"
+        before, _, rest = text.partition(begin)
+        if rest and cells(name):
+            text = f"{before}{begin}{table}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(text, "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["demo", "train", "table"])
+    parser.add_argument("--task", choices=["sorting", "addition"], default="sorting")
+    parser.add_argument("--algorithms", nargs="+", choices=FAMILY, default=FAMILY)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    args = parser.parse_args()
+    if args.verb == "demo":
+        for seed in args.seeds:
+            demo(seed)
+    elif args.verb == "train":
+        for seed, algorithm in product(args.seeds, args.algorithms):
+            made(args.task, algorithm, seed, best_rate(args.task, algorithm))
+    else:
+        write_page()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The demo of verifiers: its data are apart, its stages are ordinary runs, and what it proposes to type works."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.cli import cli
+from surefoot.config import make_recipe, read_toml
+from surefoot.demo_stages import free_folder
+from surefoot.demo_verifier import Sizes, attempts_at, in_groups, verifier_demo, write_data
+from surefoot.language.rows import read_rows
+from surefoot.recipes import find_recipe, presets
+from surefoot.run.dashboard import Silent
+
+TINY = Sizes(demonstrations=128, problems=256, validation=8, test=8)
+
+
+def rows_in(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [row.columns for row in read_rows(folder / f"{name}.jsonl")]
+
+
+def digits(rows: list[dict[str, Any]]) -> set[str]:
+    return {"".join(sorted(row["prompt"].removesuffix("="))) for row in rows}
+
+
+def test_no_multiset_of_digits_is_trained_on_and_judged_or_chooses_and_judges(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", "sorting", 1, Sizes(2_000, 2_000, 128, 256))
+    rows = {name: rows_in(tmp_path / "data", name) for name in ("demonstrations", "problems", "validation", "test")}
+    assert {name: len(found) for name, found in rows.items()} == {
+        "demonstrations": 2_000,
+        "problems": 2_000,
+        "validation": 128,
+        "test": 256,
+    }
+    trained = digits(rows["demonstrations"]) | digits(rows["problems"])
+    for one, other in ((trained, "validation"), (trained, "test"), (digits(rows["validation"]), "test")):
+        assert one.isdisjoint(digits(rows[other]))
+
+
+def test_no_pair_of_numbers_is_judged_that_chooses_in_the_other_order(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", "addition", 1, Sizes(8, 8, 256, 512))
+    pairs = [
+        {frozenset(row["prompt"].removesuffix("=").split("+")) for row in rows_in(tmp_path / "data", name)}
+        for name in ("validation", "test")
+    ]
+    assert pairs[0].isdisjoint(pairs[1])
+
+
+def test_the_demo_reads_as_much_as_its_presets_say() -> None:
+    assert (presets()["task_sft"]["steps"], presets()["sorting"]["steps"]) == (Sizes().demonstrations, Sizes().problems)
+
+
+@pytest.mark.parametrize("name", ["sorting", "addition"])
+def test_all_algorithms_see_as_many_answers_per_iteration(name: str) -> None:
+    given = {"model": "pocket", "data": {"train": "problems.jsonl"}}
+    ppo, grpo = find_recipe(name, given), find_recipe(name, {**given, **in_groups("GRPO")})
+    assert ppo.responses == grpo.responses == 256  # type: ignore[attr-defined]
+    assert (ppo.objective.baseline, grpo.objective.baseline) == ("critic", "group")
+
+
+def test_a_demo_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
+    assert free_folder(tmp_path, "demo") == tmp_path / "demo"
+    for name in ("demo", "demo-2"):
+        (tmp_path / name).mkdir()
+    assert free_folder(tmp_path, "demo") == tmp_path / "demo-3"
+
+
+def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = verifier_demo(tmp_path, 3, lambda recipe, folder: Silent(), TINY)
+    folder, printed = tmp_path / "demo-verifier", capsys.readouterr().out
+    assert json.loads((folder / "demo.json").read_text()) == told
+    assert set(told) == {"seconds", "SFT", "PPO", "GRPO"}
+    for name, algorithm in (("sft", "REINFORCE"), ("ppo", "PPO_CLIP"), ("grpo", "GRPO")):
+        recipe = make_recipe(read_toml(folder / name / "config.toml"))
+        assert (recipe.algorithm, recipe.seed) == (algorithm, 3)
+        assert (folder / name / "model").is_dir()
+    test = folder / "data" / "test.jsonl"
+    assert attempts_at(folder / "grpo", test)["start"] == told["SFT"], "both begin where SFT ended"
+    _, _, proposed = printed.partition("Try next:\n")
+    commands = [shlex.split(line) for line in proposed.replace("\\\n", " ").splitlines()]
+    assert [command[1] for command in commands] == ["generate", "evaluate", "train"]
+    for _, *arguments in commands:
+        short = ["--steps", "64", "--sampling.prompts", "8", "--quiet"] if arguments[0] == "train" else []
+        assert not cli.main([*arguments, *short], standalone_mode=False)
