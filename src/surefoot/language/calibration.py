@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
-from surefoot.language.collect import Answers, settled
+from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards
+from surefoot.language.collect import Answers, settled, where_earned
 from surefoot.language.policy import in_parts
 from surefoot.language.world import LanguageWorld
 
@@ -31,7 +31,7 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     if found.values is None:
         return None
     scores = answers.scores(world.reward)
-    places = {"first": torch.zeros_like(drawn.lengths), "middle": drawn.lengths // 2}
+    places = {"first": place_of(mask, torch.zeros_like(drawn.lengths)), "middle": place_of(mask, drawn.lengths // 2)}
     values = {name: found.values.gather(-1, at.unsqueeze(-1)).squeeze(-1) for name, at in places.items()}
     score = scores.total[scores.valid]
     if bool(((score == 0) | (score == 1)).all()):
@@ -39,7 +39,7 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
         right = (scores.total == 1) & counted
         return {name: success(values[name][scores.valid], right[scores.valid]) for name in MOMENTS}
     ref_log_probs = in_parts(world.reference.log_probs, inputs, drawn.actions, mask, *world.collector.budget)
-    placed = place_scores(settled(scores, drawn, recipe), mask)
+    placed = where_earned(settled(scores, answers, recipe), mask, answers.earlier)
     rewards = kl_shaped_rewards(placed, found.log_probs, ref_log_probs, mask, recipe.reference.beta)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
@@ -48,6 +48,11 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     return {
         name: returns(values[name][kept], earned.gather(-1, at.unsqueeze(-1)).squeeze(-1)[kept]) for name, at in places.items()
     }
+
+
+def place_of(mask: Tensor, number: Tensor) -> Tensor:
+    """Where in each row its sampled token of a number is, counted from 0.   [N, T], [N] -> [N]"""
+    return (mask & (mask.cumsum(-1) == number.unsqueeze(-1) + 1)).int().argmax(-1)
 
 
 def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any]:

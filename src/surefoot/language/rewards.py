@@ -270,6 +270,13 @@ class WeightedSum:
         return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid)
 
 
+class NoReward:
+    """Nothing for anything: what is added to what an environment pays."""
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> Scores:
+        return Scores(torch.zeros(len(responses)), {}, torch.ones(len(responses), dtype=torch.bool))
+
+
 def load_reward(terms: Iterable[Term], *, deadline: float = 60.0, tolerated: float = 0.1, device: str = "cpu") -> Reward:
     """The reward of a recipe's ``reward.terms``; ``deadline`` and ``tolerated`` hold for each function, models live on
     ``device``.
