@@ -179,9 +179,12 @@ def make(
 @data.command(name="tasks")
 def list_tasks() -> None:
     """List the tasks that data make knows, with their difficulties."""
-    from surefoot.language.tasks import TASKS
+    from surefoot.language.tasks import GAMES, TASKS
 
     for name, task in TASKS.items():
         least, greatest = task.difficulties
         click.echo(f"{name:<10} {task.about} ({least} to {greatest}, usually {task.usual})")
+    for name, game in GAMES.items():
+        least, greatest = game.DIFFICULTIES
+        click.echo(f"{name:<10} {game.ABOUT} ({least} to {greatest}, usually {game.USUAL})")
     click.echo("reasoning_gym/NAME: tasks of that package with one right answer (extra reasoning-gym)")

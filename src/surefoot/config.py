@@ -24,8 +24,6 @@ MISSING = {
     "model": "model = 'pocket', or a folder of transformers",
     "data": "data.train = 'rows.jsonl'",
     "data.train": "data.train = 'rows.jsonl'",
-    "reward": "reward.terms = [{ function = 'file.py:function' }]",
-    "reward.terms": "reward.terms = [{ function = 'file.py:function' }]",
 }
 """fields without a default, each with an example"""
 

@@ -57,6 +57,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.recipe.model == "pocket":
             raise SurefootError("model='pocket': rounds begin with a model that can write; name a run of kind 'sft'")
+        if self.recipe.turns.environment is not None:
+            raise SurefootError(
+                f"turns.environment={self.recipe.turns.environment!r}: rounds compare single answers; train this recipe alone"
+            )
         if self.pairs < 2 * HELD_OUT:
             raise SurefootError(f"pairs={self.pairs}: too few, one in {HELD_OUT} is held out; take at least {2 * HELD_OUT}")
         models = [term.model for term in self.recipe.reward.terms if term.model is not None]

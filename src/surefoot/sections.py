@@ -215,6 +215,20 @@ class SamplingSettings(Section):
     """whose log π_old ratios are formed with: scored again by what is trained, or as the sampler had it when it drew"""
 
 
+class TurnSettings(Section):
+    """Conversations: an environment answers what the model writes, and the model goes on."""
+
+    environment: str | None = None
+    """module:Class or file.py:Class: an object of it answers in each conversation; none: a response is one turn"""
+    arguments: dict[str, Any] = {}
+    """what the class is called with, by name, such as { patience = 3 }"""
+    max_turns: int = Field(8, ge=1)
+    """turns of the model in a conversation at most; each has sampling.max_tokens"""
+    max_length: int | None = Field(None, ge=2)
+    """tokens of a conversation at most, its prompt and what others say included; a turn begins only where all of
+    sampling.max_tokens still fits; none: the model's context"""
+
+
 class RewardTerm(Section):
     """One part of the reward: a model's score, a function's or a server's."""
 
@@ -270,20 +284,21 @@ def term_complaint(term: Any) -> str:
 class RewardSettings(Section):
     """What a response earns: at its last token, or at each of its steps or tokens."""
 
-    terms: tuple[RewardTerm, ...] = Field(min_length=1)
-    """the parts of the reward, which are added up"""
+    terms: tuple[RewardTerm, ...] = ()
+    """the parts of the reward, which are added up; may be empty where an environment rewards turns"""
     missing_eos: Literal["penalty", "subtract", "bootstrap"] | None = "penalty"
-    """a response cut by the length limit: earns missing_eos_value instead, or loses that much, or what follows is bootstrapped
-    by V; none: it is scored like any other"""
+    """a response cut by the length limit, or before its environment was done: earns missing_eos_value instead (for its last
+    turn), or loses that much, or what follows is bootstrapped by V; none: it is scored like any other"""
     missing_eos_value: float = -1.0
     """the penalty, or what is subtracted"""
     overlong: float | None = Field(None, gt=0, le=1)
-    """soft penalty on length, in a straight line from 0 to −1 over the last tokens, this share of sampling.max_tokens (DAPO has
-    0.2); none: no penalty"""
+    """soft penalty on length, in a straight line from 0 to −1 over the last tokens, this share of sampling.max_tokens (times
+    turns.max_turns, where turns are taken); DAPO has 0.2; none: no penalty"""
     deadline: float = Field(60.0, gt=0)
-    """seconds that a reward function or a server may take for a batch"""
+    """seconds that a reward function or a server may take for a batch, and an environment for a turn of all conversations"""
     tolerated: float = Field(0.1, ge=0, le=1)
-    """share of a batch that a function or a server may leave without a finite number; such responses are masked"""
+    """share of a batch that a function or a server may leave without a finite number, or whose environment may fail; such
+    responses are masked"""
     gold: str | None = None
     """module:function or file.py:function that tells the truth, where there is one; it is measured and never trained on"""
 

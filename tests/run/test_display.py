@@ -103,6 +103,11 @@ def keys_of_language(folder):
         folder / "groups",
     )
     written |= {key for row in read_metrics(folder / "groups" / "metrics.jsonl") for key in row}
+    games = folder / "games.jsonl"
+    games.write_text('{"secret": 2, "highest": 3}\n' * 4)
+    turns = {**shared, "data": {"train": str(games), "held_out": str(games)}, "sampling": {"prompts": 4, "max_tokens": 2}}
+    api.start(find_recipe("guess", {**turns, "objective": {"reuse": {"minibatches": 1}}}), folder / "turns")
+    written |= {key for row in read_metrics(folder / "turns" / "metrics.jsonl") for key in row}
     return {key for key in written if not key.startswith("reward_")}  # the parts of a reward have their own names
 
 

@@ -23,6 +23,7 @@ from surefoot.sections import (
     ReferenceSettings,
     RewardSettings,
     SamplingSettings,
+    TurnSettings,
     term_complaint,
 )
 
@@ -182,7 +183,8 @@ class LanguageRecipe(ModelRecipe):
     data: PromptSettings
     evaluation: OnlineEvaluation = OnlineEvaluation()
     sampling: SamplingSettings = SamplingSettings()
-    reward: RewardSettings
+    turns: TurnSettings = TurnSettings()
+    reward: RewardSettings = RewardSettings()
     reference: ReferenceSettings = ReferenceSettings()
     critic: CriticSettings = CriticSettings()
     mixing: MixingSettings = MixingSettings()
@@ -213,8 +215,11 @@ class LanguageRecipe(ModelRecipe):
             given = table.get(name, {})
             table = {**table, name: {**settings, **given} if isinstance(given, Mapping) else given}
         if objective.get("aggregation") == "constant" and objective.get("aggregation_length") is None:
-            sampling = table.get("sampling", {})
+            sampling, turns = table.get("sampling", {}), table.get("turns", {})
             longest = sampling.get("max_tokens", SamplingSettings().max_tokens) if isinstance(sampling, Mapping) else None
+            if isinstance(turns, Mapping) and turns.get("environment") and isinstance(longest, int):
+                number = turns.get("max_turns", TurnSettings().max_turns)
+                longest = longest * number if isinstance(number, int) else None
             if isinstance(longest, int):
                 table = {**table, "objective": {**objective, "aggregation_length": longest}}
         return table
@@ -229,6 +234,11 @@ class LanguageRecipe(ModelRecipe):
         """Demonstrations per update, where some are mixed in."""
         reuse = self.objective.reuse
         return self.mixing.batch or self.responses // (reuse.minibatches if reuse else 1)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a response may have at most, those of others aside."""
+        return self.sampling.max_tokens * (1 if self.turns.environment is None else self.turns.max_turns)
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> "LanguageRecipe":
@@ -252,6 +262,11 @@ class LanguageRecipe(ModelRecipe):
             raise SurefootError(
                 f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: is the weight of demonstrations, and there are "
                 "none; name their file with mixing.demonstrations, or set 0"
+            )
+        if not self.reward.terms and self.turns.environment is None:
+            raise SurefootError(
+                "reward: is missing; set it, for example reward.terms = [{ function = 'file.py:function' }], or "
+                "turns.environment, which rewards turns"
             )
         for place, term in enumerate(self.reward.terms):
             if complaint := term_complaint(term):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards
+from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
 from surefoot.language.collect import Answers, placed, settled
 from surefoot.language.policy import in_parts
 from surefoot.language.world import LanguageWorld
@@ -31,10 +31,11 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     if found.values is None:
         return None
     scores = answers.scores(world.reward)
-    places = {"first": torch.zeros_like(drawn.lengths), "middle": drawn.lengths // 2}
+    places = {"first": place_of(mask, torch.zeros_like(drawn.lengths)), "middle": place_of(mask, drawn.lengths // 2)}
     values = {name: found.values.gather(-1, at.unsqueeze(-1)).squeeze(-1) for name, at in places.items()}
     score = scores.total[scores.valid]
-    if scores.dense is None and bool(((score == 0) | (score == 1)).all()):
+    at_end = scores.dense is None or bool((scores.dense == place_scores(scores.total, mask)).all())
+    if at_end and bool(((score == 0) | (score == 1)).all()):
         counted = drawn.ended if recipe.reward.missing_eos == "penalty" else torch.ones_like(drawn.ended)
         right = (scores.total == 1) & counted
         return {name: success(values[name][scores.valid], right[scores.valid]) for name in MOMENTS}
@@ -48,6 +49,11 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     return {
         name: returns(values[name][kept], earned.gather(-1, at.unsqueeze(-1)).squeeze(-1)[kept]) for name, at in places.items()
     }
+
+
+def place_of(mask: Tensor, number: Tensor) -> Tensor:
+    """Where in each row its sampled token of a number is, counted from 0.   [N, T], [N] -> [N]"""
+    return (mask & (mask.cumsum(-1) == number.unsqueeze(-1) + 1)).int().argmax(-1)
 
 
 def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The four roles of PPO on text meet here: the policy samples, the critic says V, 
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from surefoot.functional import (
 )
 from surefoot.functional.masking import keep_only
 from surefoot.kinds import LanguageRecipe
+from surefoot.language.conversations import Conversation, as_samples, last_turn, mean_turns, shown, with_earned
 from surefoot.language.data import Prompts
 from surefoot.language.groups import joined_prompts, joined_samples, over_ranks, rows_of_batch, with_signal
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
@@ -33,6 +34,7 @@ from surefoot.language.sampler import Samples, sample
 from surefoot.language.scores import joined_scores
 from surefoot.language.steps import pieces
 from surefoot.language.tokens import Tokens, text_of
+from surefoot.language.turns import Environments
 from surefoot.language.walk import Walk
 from surefoot.learner import START_TOLERANCE
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
@@ -52,54 +54,79 @@ def repeated(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts
 
 def texts(answers: "Answers", columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Prompt and response of each answer, with what is known of it."""
-    pairs = zip(answers.prompts.prompts, answers.responses, strict=True)
     return [
-        {"prompt": text_of(prompt), "response": response, **{name: column[row] for name, column in columns.items()}}
-        for row, (prompt, response) in enumerate(pairs)
+        {"prompt": prompt, "response": response, **{name: column[row] for name, column in columns.items()}}
+        for row, (prompt, response) in enumerate(answers.shown())
     ]
 
 
 class Answers:
-    """Samples with their text and scores: what collecting and evaluating both need."""
+    """Samples with their text and scores: what collecting and evaluating both need.
 
-    def __init__(self, samples: Samples, prompts: Prompts, tokens: Tokens) -> None:
-        self.samples, self.prompts, self.tokens = samples, prompts, tokens
-        self.responses = [tokens.decode(ids) for ids in samples.responses()]
+    talks   the conversations that the samples are, where they have several turns: what is scored then is the last turn, as a
+            response to all before it, and what all turns earned is added
+    """
 
-    def scores(self, reward: Reward) -> Scores:
-        """What they earn, whether they ended or not, on the device of the samples."""
-        tokens = [pieces(self.tokens.decode, ids) for ids in self.samples.responses()] if is_dense(reward) else None
+    def __init__(self, samples: Samples, prompts: Prompts, tokens: Tokens, talks: Sequence[Conversation] | None = None) -> None:
+        self.samples, self.prompts, self.tokens, self.talks = samples, prompts, tokens, talks
+        if talks is None:
+            self.scored = samples.responses()
+            self.responses = [tokens.decode(ids) for ids in self.scored]
+        else:
+            self.prompts = replace(prompts, prompts=[talk.history for talk in talks])
+            self.scored = [[talk.ids[place] for place in talk.last] for talk in talks]
+            self.responses = [talk.turns[-1] if talk.turns else "" for talk in talks]
+
+    def shown(self) -> list[tuple[str, str]]:
+        """Prompt and response of each as a person reads them."""
+        if self.talks is not None:
+            return shown(self.talks)
+        return [(text_of(prompt), said) for prompt, said in zip(self.prompts.prompts, self.responses, strict=True)]
+
+    def scores(self, reward: Reward, earned: bool = True) -> Scores:
+        """What they earn, whether they ended or not, on the device of the samples; ``earned`` adds what environments paid."""
+        tokens = [pieces(self.tokens.decode, ids) for ids in self.scored] if is_dense(reward) else None
         scores = scored(reward, self.prompts.prompts, self.responses, self.prompts.columns, tokens)
+        if self.talks is not None and earned:
+            scores = with_earned(scores, self.talks, self.samples.mask.shape)
         found: Scores = map_tensors(lambda x: x.to(self.samples.mask.device), scores)
         return found
 
 
 def settled(scores: Scores, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
-    """Scores after the treatment of responses that the length limit cut, with the soft penalty on length.   [N]"""
+    """Scores after the treatment of responses that were cut, with the soft penalty on length. Earlier turns keep what they
+    earned.   [N]
+    """
     treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
     total = scores.total
     if treatment == "penalty":
-        total = torch.where(drawn.ended, total, torch.full_like(total, value))
+        total = torch.where(drawn.ended, total, earlier(scores, drawn.mask).sum(-1) + value)
     if treatment == "subtract":
         total = torch.where(drawn.ended, total, total - abs(value))
     return total if recipe.reward.overlong is None else total + length_penalty(drawn, recipe)
 
 
-def placed(scores: Scores, total: Tensor, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
-    """What was settled, token by token: what a step or token earned stays there, all else is on the last.   [N] -> [N, T]
+def earlier(scores: Scores, mask: Tensor) -> Tensor:
+    """What turns before the last one earned, token by token; nothing in a response of one turn.   [N, T]"""
+    return torch.zeros(mask.shape).to(mask.device) if scores.dense is None else scores.dense.masked_fill(last_turn(mask), 0.0)
 
-    A penalty for a missing EOS stands in place of the whole score, so steps of such a response earn nothing.
+
+def placed(scores: Scores, total: Tensor, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
+    """What was settled, token by token: what a step, token or turn earned stays there, all else is on the last.   -> [N, T]
+
+    total  [N] what was settled. A penalty for a missing EOS stands in place of all that the last turn earned.
     """
     if scores.dense is None:
         return place_scores(total, drawn.mask)
     replaced = ~drawn.ended & (recipe.reward.missing_eos == "penalty")
-    at_end = total - scores.total.masked_fill(replaced, 0.0)
-    return scores.dense.masked_fill(replaced.unsqueeze(-1), 0.0) + place_scores(at_end, drawn.mask)
+    before = earlier(scores, drawn.mask)
+    stays = torch.where(replaced.unsqueeze(-1), before, scores.dense)
+    return stays + place_scores(total - torch.where(replaced, before.sum(-1), scores.total), drawn.mask)
 
 
 def length_penalty(drawn: Samples, recipe: LanguageRecipe) -> Tensor:
     """What ``reward.overlong`` takes off: 0 for responses that are short enough, −1 at the limit.   [N]"""
-    longest, share = recipe.sampling.max_tokens, recipe.reward.overlong or 0.0
+    longest, share = recipe.longest, recipe.reward.overlong or 0.0
     return overlong_penalty(drawn.lengths.to(drawn.log_probs.dtype), longest, share * longest)
 
 
@@ -134,7 +161,9 @@ class LanguageCollector:
         gold: FunctionReward | None,
         prompts: Prompts,
         tokens: Tokens,
+        environments: Environments | None = None,
     ) -> None:
+        self.environments = environments
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
         self.walk = Walk(len(prompts.ids), recipe.seed)
@@ -175,7 +204,8 @@ class LanguageCollector:
         values = torch.zeros_like(rewards) if old.values is None else old.values
         beyond = torch.zeros_like(rewards[:, 0])
         if recipe.reward.missing_eos == "bootstrap":
-            beyond = in_parts(self.policy.values_after, inputs, actions, mask, *self.budget)
+            said = mask if drawn.said is None else drawn.said & valid.unsqueeze(-1)
+            beyond = in_parts(self.policy.values_after, inputs, actions, said, *self.budget)
         truncated = last & cut
         kl = kl_k1(log_probs, ref_log_probs)
         spent, counted = all_sum(torch.stack([kl.sum(), valid.sum()]).double()).tolist()  # the same β on every rank
@@ -184,7 +214,7 @@ class LanguageCollector:
             state.coefficients[ANCHOR] = proportional_kl_control(
                 beta, per_response, recipe.reference.target, recipe.responses, recipe.reference.horizon
             )
-        gold = None if self.gold is None else found.answers.scores(self.gold)
+        gold = None if self.gold is None else found.answers.scores(self.gold, earned=False)
         scored = zip(found.rows.tolist(), kl.sum(-1).tolist(), valid.tolist(), strict=True)
         spent_on = {row: spent for row, spent, known in scored if known}
         columns = {"reward": found.scores.column(found.total), "kl": [spent_on.get(row) for row in range(len(found.total))]}
@@ -206,7 +236,9 @@ class LanguageCollector:
             mask=mask,
             old_log_probs=log_probs,
             values=values,
-            next_values=successor_values(values, beyond, truncated=truncated, mask=mask),
+            next_values=successor_values(
+                values, beyond, truncated=truncated, final_values=beyond.unsqueeze(-1).expand_as(values), mask=mask
+            ),
             rewards=rewards,
             terminated=last & ~cut,
             truncated=truncated,
@@ -220,10 +252,27 @@ class LanguageCollector:
 
     def answer(self, prompts: Prompts, seeds: Sequence[int], samples: int = 1, greedy: bool = False) -> Answers:
         """One response to each of the prompts, of which so many that stand side by side are the same and are read once."""
+        if self.environments is not None:
+            return self._conversations(prompts, seeds, greedy)
+        return Answers(self._sample(prompts.ids[::samples], seeds, samples, greedy), prompts, self.tokens)
+
+    def _conversations(self, prompts: Prompts, seeds: Sequence[int], greedy: bool) -> Answers:
+        """One conversation about each of the rows."""
+        assert self.environments is not None
+        seeds = seeds or [derived_seed(self.recipe.evaluation.seed, "greedy", row) for row in range(len(prompts.ids))]
+        names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
+        rows = [dict(zip(names, values, strict=True)) for values in columns] if names else [{} for _ in prompts.ids]
+        talks = self.environments.converse(
+            rows, seeds, lambda ids, own: self._sample(ids, () if greedy else own, 1, greedy), self.tokens
+        )
+        device = next(self.policy.parameters()).device
+        return Answers(as_samples(talks, self.tokens, device), prompts, self.tokens, talks)
+
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool) -> Samples:
         settings = self.recipe.sampling
-        drawn = sample(
+        return sample(
             self.policy.model,
-            prompts.ids[::samples],
+            prompts,
             samples=samples,
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
@@ -234,7 +283,6 @@ class LanguageCollector:
             decode=self.tokens.decode,
             greedy=greedy,
         )
-        return Answers(drawn, prompts, self.tokens)
 
     def _sampled(self, done: int) -> Harvest:
         """Responses to this rank's share of the next prompts, and in further rounds to as many more as groups without signal
@@ -278,9 +326,10 @@ class LanguageCollector:
         """Several rounds as one."""
         drawn = joined_samples([answers.samples for answers, _, _ in parts], self.tokens.pad_id)
         prompts = joined_prompts([answers.prompts for answers, _, _ in parts])
+        talks = [talk for answers, _, _ in parts for talk in answers.talks or ()]
         scores = [scores for _, scores, _ in parts]
         return (
-            Answers(drawn, prompts, self.tokens),
+            Answers(drawn, prompts, self.tokens, talks or None),
             joined_scores(scores),
             torch.cat([total for _, _, total in parts]),
         )
@@ -294,6 +343,8 @@ class LanguageCollector:
             told |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
         if gold is not None:
             told["gold"] = gold.mean_of(gold.total)
+        if answers.talks is not None:
+            told["turns"] = mean_turns(answers.talks)
         if self.recipe.reward.overlong is not None:
             told["overlong_penalty"] = float(length_penalty(drawn, self.recipe).mean())
         if self.recipe.objective.compares_in_groups:

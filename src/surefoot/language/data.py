@@ -107,6 +107,13 @@ def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = ""
     return Prompts([p for p, _, _ in kept], [ids for _, ids, _ in kept], columns, len(made) - len(kept))
 
 
+def bare(rows: Sequence[Row]) -> Prompts:
+    """Rows as they are, whose prompts an environment makes: every column is kept, and there are no ids yet."""
+    names = dict.fromkeys(name for row in rows for name in row.columns)
+    columns = {name: [row.columns.get(name) for row in rows] for name in names}
+    return Prompts(["" for _ in rows], [[] for _ in rows], columns, 0)
+
+
 # ---- one row ----------------------------------------------------------------------------------------------------------
 
 

@@ -239,6 +239,15 @@ class WeightedSum:
         return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid, dense)
 
 
+class NoReward:
+    """Nothing for anything: what is added to what an environment pays."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns, tokens: Pieces | None = None
+    ) -> Scores:
+        return Scores(torch.zeros(len(responses)), {}, torch.ones(len(responses), dtype=torch.bool))
+
+
 def load_reward(
     terms: Iterable[Term],
     *,

@@ -51,15 +51,19 @@ class Samples:
     ended: Tensor
     """[N] by EOS or a stop string, rather than cut at the limit"""
     path: Path
+    said: Tensor | None = None
+    """[N, T] where a response has several turns: True at what was sampled and at what others said between and behind"""
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each response.   [N]"""
+        """Sampled tokens of each response.   [N]"""
         return self.mask.sum(-1)
 
     def responses(self) -> list[list[int]]:
-        """The tokens of each response, without padding."""
-        return [row[:length] for row, length in zip(self.actions.tolist(), self.lengths.tolist(), strict=True)]
+        """The sampled tokens of each response, without padding."""
+        sampled = self.actions[self.mask].tolist()
+        ends = self.lengths.cumsum(0).tolist()
+        return [sampled[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def sample(

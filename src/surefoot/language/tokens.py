@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
+MARK = "Surefoot"
+"""stands for an assistant's message where only what a template writes behind it is wanted"""
 
 
 class Tokens:
@@ -50,6 +52,29 @@ class Tokens:
     def encode_completion(self, completion: str) -> list[int]:
         """The ids of a response, with EOS."""
         return [*self.tokenizer(completion, add_special_tokens=False)["input_ids"], self.eos_id]
+
+    def encode_reply(self, reply: str | Messages, ended: bool) -> list[int]:
+        """The ids that stand between a turn of the model's own and its next one: what others say, and what opens the turn.
+
+        Only the reply is encoded. The ids that were sampled stay what they are: their text, encoded again, may give others.
+
+        reply   text, which follows as it stands; or messages, as the chat template writes them behind an assistant's message
+        ended   whether the model's turn has an EOS of its own, which the template would write too
+
+        Raises SurefootError when there is no template, it refuses the messages, or leaves out what the assistant wrote.
+        """
+        if isinstance(reply, str):
+            return [int(i) for i in self.tokenizer(reply, add_special_tokens=False)["input_ids"]]
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        written = str(self._apply([*before, *reply], tokenize=False, add_generation_prompt=True))
+        _, found, behind = written.partition(MARK)
+        if not found:
+            raise SurefootError("the chat template leaves out what the assistant wrote, so nothing can follow it")
+        ids = [int(i) for i in self.tokenizer(behind, add_special_tokens=False)["input_ids"]]
+        end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
+        if ended and end is not None and not self.decode(ids[:end]).strip():
+            return ids[end + 1 :]
+        return ids
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text, without special tokens."""

@@ -111,6 +111,8 @@ def check_reads(field: str, name: str, read_by: tuple[Any, Any], policy: ModelRe
     context = context_of(model)
     if context is not None and longest > context:
         knobs = "data.max_length or sampling.max_tokens" if isinstance(policy, LanguageRecipe) else "data.max_length"
+        if isinstance(policy, LanguageRecipe) and policy.turns.environment is not None:
+            knobs = "turns.max_length"
         raise SurefootError(
             f"{field}={name!r}: prompts with their responses have up to {longest} tokens and its context is {context}; lower "
             f"{knobs}"

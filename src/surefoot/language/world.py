@@ -17,13 +17,14 @@ from surefoot.language import data
 from surefoot.language.adapter_files import adapted, base_record, load_trained, reward_role, trained_weights
 from surefoot.language.adapters import VALUE, RoleTrunk, SharedBase
 from surefoot.language.collect import Answers, LanguageCollector, repeated, settled, texts
+from surefoot.language.conversations import mean_turns
 from surefoot.language.demonstrations import Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
 from surefoot.language.mixing import Mixing
 from surefoot.language.models import RewardModel, context_of, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_parts
-from surefoot.language.rewards import FunctionReward, ModelReward, load_reward, parts_of
+from surefoot.language.rewards import FunctionReward, ModelReward, NoReward, Reward, load_reward, parts_of
 from surefoot.language.sources import check_count, check_same, rows_print, weights_print
 from surefoot.language.tokens import shown
 from surefoot.language.trained import (
@@ -36,6 +37,7 @@ from surefoot.language.trained import (
     named,
     restore_best,
 )
+from surefoot.language.turns import Environments
 from surefoot.rollout import Metrics, Rollout
 from surefoot.seeding import derived_seed
 from surefoot.worlds import Judgement, check_device
@@ -54,15 +56,17 @@ class LanguageWorld:
         self.result = LanguageModel(model, self.tokens)
         self.base = adapted(recipe, model, model_folder(recipe.model))
         """where adapters are trained: what they share"""
-        context, longest = context_of(model), recipe.data.max_length + recipe.sampling.max_tokens
-        settings = recipe.reward
-        self.reward = load_reward(
-            settings.terms,
-            deadline=settings.deadline,
-            tolerated=settings.tolerated,
-            device=recipe.device,
-            read=None if self.base is None else partial(reward_role, self.base),
-        )
+        context, longest = context_of(model), recipe.data.max_length + recipe.longest
+        settings, bounds = recipe.reward, {"deadline": recipe.reward.deadline, "tolerated": recipe.reward.tolerated}
+        self.environments, limit = None, context
+        if recipe.turns.environment is not None:
+            limit = min(context or sys.maxsize, recipe.turns.max_length or sys.maxsize)
+            room = min(recipe.data.max_length, limit - recipe.sampling.max_tokens), limit - recipe.sampling.max_tokens
+            self.environments = Environments(recipe.turns, room, **bounds)
+        self.reward: Reward = NoReward()
+        if settings.terms:
+            read = None if self.base is None else partial(reward_role, self.base)
+            self.reward = load_reward(settings.terms, **bounds, device=recipe.device, read=read)
         self.gold = None
         if settings.gold is not None:
             self.gold = FunctionReward(
@@ -73,11 +77,11 @@ class LanguageWorld:
                 field="reward.gold",
             )
         self.notes: list[str] = []
-        self.room = data.room(recipe.data.max_length, context, recipe.sampling.max_tokens)
+        self.room = data.room(recipe.data.max_length, limit, recipe.sampling.max_tokens)
         if self.room[0] < 1:
             raise SurefootError(
-                f"sampling.max_tokens={recipe.sampling.max_tokens}: leaves no room for a prompt in a context of {context} "
-                f"tokens; set at most {max(1, (context or longest) - 1)}"
+                f"sampling.max_tokens={recipe.sampling.max_tokens}: leaves no room for a prompt in a context of {limit} "
+                f"tokens; set at most {max(1, (limit or longest) - 1)}"
             )
         train = self._prompts(recipe.data.train)
         self.held_out = None
@@ -92,10 +96,12 @@ class LanguageWorld:
                     part.check_columns(prompts.columns)
         held_out = [] if self.held_out is None else self.held_out.ids
         self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
+        if self.environments is not None:
+            self.longest = longest if limit in (None, sys.maxsize) else limit or longest
         self.notes += self.memory.check(
-            prompt=surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples),
+            prompt=max(1, surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples)),
             response=1,
-            most=recipe.sampling.max_tokens,
+            most=recipe.longest,
             evaluated=min(len(held_out), recipe.evaluation.rows),
         )
         bf16 = recipe.precision == "bfloat16"
@@ -112,10 +118,13 @@ class LanguageWorld:
         )
         self.policy.to(recipe.device)
         self.reference = self._reference(bf16).to(recipe.device)
-        self.collector = LanguageCollector(recipe, self.policy, self.reference, self.reward, self.gold, train, self.tokens)
+        roles = (self.policy, self.reference, self.reward, self.gold)
+        self.collector = LanguageCollector(recipe, *roles, train, self.tokens, self.environments)
         self.beside = self._mixing(context)
 
     def _prompts(self, path: str) -> data.Prompts:
+        if self.environments is not None:
+            return data.bare(data.read_rows(path))
         found = data.prompts(data.read_rows(path), self.tokens, *self.room)
         if found.dropped:
             self.notes.append(f"{path}: dropped, because longer than {self.room[0]} tokens: {found.dropped} prompts")
@@ -193,6 +202,8 @@ class LanguageWorld:
             frozen = f"{sum(p.numel() for p in self.policy.parameters()) - count:,} frozen, which all roles share"
         epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
         iterations = -(-recipe.steps // recipe.responses)
+        named, limit = recipe.turns.environment, recipe.turns.max_turns
+        turns = [] if named is None else [f"turns: at most {limit} in a conversation, answered by {named}"]
         at_most = (
             f", fewer with more than one of sampling.rounds = {recipe.sampling.rounds}" if recipe.sampling.rounds > 1 else ""
         )
@@ -201,6 +212,7 @@ class LanguageWorld:
             mixed = [f"mixed in: {recipe.mixed_rows} of {self.beside.rows.count:,} demonstrations per update"]
         return [
             *self.notes,
+            *turns,
             f"parameters: {count:,} trained, {critic:,} of them the critic's; {frozen}",
             f"batch: {recipe.sampling.prompts} prompts x {recipe.sampling.samples} samples = {recipe.responses:,} responses",
             f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
@@ -301,9 +313,11 @@ class LanguageWorld:
             "held_out_eos_rate": eos_rate(drawn.ended),
             "held_out_distinct_2": distinct_n(ids, 2),
         }
+        if answers.talks is not None:
+            metrics["held_out_turns"] = mean_turns(answers.talks)
         columns: dict[str, Any] = {"reward": scores.column(total), "kl": kl.tolist()}
         if self.gold is not None:
-            gold = answers.scores(self.gold)
+            gold = answers.scores(self.gold, earned=False)
             metrics["held_out_gold"] = gold.mean_of(gold.total)
             columns["gold"] = gold.column(gold.total)
         reward = metrics["held_out_reward"]

@@ -64,6 +64,7 @@ METRICS: dict[str, Metric] = {
         low=0.5,
         why_low="most responses are cut: raise sampling.max_tokens, or see reward.missing_eos",
     ),
+    "turns": Metric("mean turns of the model in a conversation, where an environment answers"),
     "distinct_2": Metric("different bigrams / all bigrams of the iteration's responses; a fall to half is mode collapse"),
     "repeated": Metric(
         "share of responses that are equal to another one of the iteration",
@@ -78,7 +79,9 @@ METRICS: dict[str, Metric] = {
     ),
     "sampling_rounds": Metric("rounds of prompts that were sampled to fill this iteration's batch; only with sampling.rounds"),
     "overlong_penalty": Metric("mean soft penalty on length; part of the reward"),
-    "without_score": Metric("share of responses for which a reward function gave no number; they are masked"),
+    "without_score": Metric(
+        "share of responses for which a reward function gave no number, or whose environment failed; they are masked"
+    ),
     "sampler_gap": Metric(
         "largest difference between the sampler's and the trainer's log-probability of a token",
         high=1e-2,
@@ -104,6 +107,7 @@ METRICS: dict[str, Metric] = {
     "held_out_kl": Metric("nats per response that these answers are away from the reference"),
     "held_out_length": Metric("mean tokens of these answers"),
     "held_out_eos_rate": Metric("share of these answers that ended by themselves"),
+    "held_out_turns": Metric("mean turns of the model in the conversations about held-out rows"),
     "held_out_distinct_2": Metric("different bigrams / all bigrams of these answers"),
     "data_epochs": Metric("passes over the training rows so far"),
     "tokens": Metric("trained tokens of the batch"),

@@ -194,7 +194,7 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         samples=recipe.sampling.samples,
         prompt=1,
         response=1,
-        max_tokens=recipe.sampling.max_tokens,
+        max_tokens=recipe.longest,
     )
 
 

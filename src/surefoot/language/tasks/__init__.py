@@ -9,7 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from surefoot.errors import SurefootError, did_you_mean
-from surefoot.language.tasks import addition, brackets, countdown, counting, reasoning_gym, reversing, sorting, successors
+from surefoot.language.tasks import (
+    addition,
+    brackets,
+    countdown,
+    counting,
+    guess,
+    reasoning_gym,
+    reversing,
+    sorting,
+    successors,
+)
 from surefoot.language.tasks.task import Row, Task, is_answer
 from surefoot.seeding import derived_seed
 
@@ -22,6 +32,8 @@ TASKS: dict[str, Task] = {
     "countdown": countdown.TASK,
     "successors": successors.TASK,
 }
+GAMES = {"guess": guess}
+"""tasks of several turns: an environment knows what is right, and ``verify`` doesn't"""
 _TRIES = 2_000
 """draws in a row that give nothing new, after which there is nothing new"""
 
@@ -29,7 +41,7 @@ _TRIES = 2_000
 def rows(name: str, count: int, seed: int = 0, difficulty: int | None = None, *, test: bool = False) -> list[Row]:
     """``count`` problems ``{"prompt", "answer", "task", …}``, the same for the same arguments.
 
-    name         of ``TASKS``, or ``reasoning_gym/NAME``
+    name         of ``TASKS`` or ``GAMES``, or ``reasoning_gym/NAME``
     difficulty   as the task counts it; none: its usual one
     test         problems that no training rows have, whatever their seed; each prompt once
 
@@ -39,6 +51,9 @@ def rows(name: str, count: int, seed: int = 0, difficulty: int | None = None, *,
         if difficulty is not None:
             raise SurefootError(f"difficulty={difficulty}: {name} has none here; leave it out")
         return reasoning_gym.rows(name, count, derived_seed(seed, "problems", name), test=test)
+    if name in GAMES:
+        games: list[Row] = GAMES[name].rows(count, derived_seed(seed, "test") if test else seed, difficulty)
+        return games
     task = find(name)
     level = task.usual if difficulty is None else difficulty
     least, greatest = task.difficulties
@@ -63,6 +78,10 @@ def demonstrations(
         raise SurefootError(f"sloppy={sloppy}: is a share of the rows, from 0 to 1")
     if name.startswith(reasoning_gym.PREFIX) and sloppy:
         raise SurefootError(f"sloppy={sloppy}: {name} has right answers alone; set 0")
+    if name in GAMES:
+        shown = derived_seed(seed, "test") if test else seed
+        played: list[Row] = GAMES[name].demonstrations(count, shown, difficulty, sloppy=sloppy)
+        return played
     draw = random.Random(derived_seed(seed, "teacher", name))
     return [
         {"prompt": row["prompt"], "completion": find(name).slip(draw, row) if draw.random() < sloppy else row["answer"]}
@@ -86,8 +105,8 @@ def verify(prompts: Sequence[str], responses: Sequence[str], task: Sequence[str]
 def find(name: str) -> Task:
     """A task by name; SurefootError where there is none."""
     if name not in TASKS:
-        known = f"; there are {', '.join(TASKS)}, and {reasoning_gym.PREFIX}NAME"
-        raise SurefootError(f"task={name!r}: is unknown{did_you_mean(name, TASKS) or known}")
+        known = f"; there are {', '.join((*TASKS, *GAMES))}, and {reasoning_gym.PREFIX}NAME"
+        raise SurefootError(f"task={name!r}: is unknown{did_you_mean(name, (*TASKS, *GAMES)) or known}")
     return TASKS[name]
 
 

@@ -1,0 +1,617 @@
+"""Responses of several turns: what a rollout of them holds, what may not matter, what goes wrong, and learning."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chain import check_chain
+from torch import Tensor
+
+import surefoot
+from surefoot import read_trace
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.functional import gae
+from surefoot.language import tasks
+from surefoot.language.calibration import place_of
+from surefoot.language.evaluate import evaluate_run
+from surefoot.language.models import load_model
+from surefoot.language.rows import write_rows
+from surefoot.language.tasks.guess import Guess
+from surefoot.language.tokens import Tokens
+from surefoot.language.world import LanguageWorld
+from surefoot.rollout import LearnerState, Rollout
+from surefoot.run.traces import traces_in
+from surefoot.run.tracking import read_metrics
+
+from . import tiny
+
+ENVIRONMENTS = '''
+import time
+
+class Talk:
+    """Pays each turn by its letters, and is done after some turns of which the row says how many."""
+    def __init__(self, after=3):
+        self.after = after
+    def reset(self, row):
+        self.turns, self.left = 0, row.get("turns", self.after)
+        return [{"role": "user", "content": row.get("prompt", "hi")}]
+    def step(self, response):
+        self.turns += 1
+        told = [{"role": "user", "content": f"{len(response)}, and then? " * (self.turns % 2 + 1)}]
+        return told, float(self.turns + len(set(response))), self.turns >= self.left
+
+class Plain(Talk):
+    def reset(self, row):
+        return super().reset(row)[0]["content"]
+    def step(self, response):
+        told, reward, done = super().step(response)
+        return told[0]["content"], reward, done
+
+class Endless(Talk):
+    def step(self, response):
+        return *super().step(response)[:2], False
+
+class Long(Endless):
+    def step(self, response):
+        return [{"role": "user", "content": "word " * 8}], 1.0, False
+
+class Once(Talk):
+    def reset(self, row):
+        return row["prompt"]
+    def step(self, response):
+        return [], sum(c in "aeiou" for c in response) / max(1, len(response)), True
+
+class Raises(Talk):
+    def step(self, response):
+        if self.left == 2 and self.turns == 1:
+            raise RuntimeError("no\\nnetwork")
+        return super().step(response)
+
+class NotANumber(Talk):
+    def step(self, response):
+        told, reward, done = super().step(response)
+        return told, float("nan") if self.left == 2 else reward, done
+
+class Pair(Talk):
+    def step(self, response):
+        return super().step(response)[: 2 if self.left == 2 else 3]
+
+class Silent(Talk):
+    def step(self, response):
+        told, reward, done = super().step(response)
+        return None if self.left == 2 else told, reward, done
+
+class Unsure(Talk):
+    def step(self, response):
+        told, reward, done = super().step(response)
+        return told, reward, "maybe" if self.left == 2 else done
+
+class Wordy(Talk):
+    def reset(self, row):
+        start = super().reset(row)
+        return [{"role": "user", "content": "x" * 300}] if self.left == 2 else start
+
+class Hangs(Talk):
+    def step(self, response):
+        while True:
+            pass
+
+class Seeded(Talk):
+    def reset(self, row):
+        super().reset(row)
+        return [{"role": "user", "content": str(row["seed"])}]
+
+class Headless:
+    def reset(self, row):
+        return "hi"
+
+class Unmade:
+    def __init__(self):
+        raise OSError("no such\\nbrowser")
+
+thing = 3
+
+def last(prompts, responses, turns):
+    return [100.0 * len(prompt) for prompt in prompts]
+'''
+STOP = list("aeiou nrstl.,!?AEIOUNRSTL0123456789")
+"""so many that most turns of a random model end before their limit"""
+BAD = ("Raises", "NotANumber", "Pair", "Silent", "Unsure", "Wordy")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Rows whose conversations have one to three turns, and environments."""
+    (tmp_path / "others.py").write_text(ENVIRONMENTS)
+    write_rows(tmp_path / "rows.jsonl", ({"prompt": "say " + "x" * (i % 3), "turns": i % 3 + 1} for i in range(24)))
+    return {"rows": str(tmp_path / "rows.jsonl"), "others": str(tmp_path / "others.py")}
+
+
+def fields(files: dict[str, str], model: Path, name: str = "Talk", **changes: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 24,
+        "data": {"train": files["rows"], "max_length": 24},
+        "sampling": {"prompts": 12, "max_tokens": 6, "stop": STOP},
+        "turns": {"environment": f"{files['others']}:{name}", "max_turns": 3},
+        "reward": {"missing_eos": "none"},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return {**table, **changes}
+
+
+def world(files: dict[str, str], model: Path, name: str = "Talk", **changes: Any) -> LanguageWorld:
+    """With EOS often, a critic that says something and a reference that is not the policy."""
+    made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, name, **changes)}))  # type: ignore[arg-type]
+    with torch.no_grad():
+        made.policy.model.get_output_embeddings().weight[made.tokens.eos_id] *= 3
+        made.reference.policy.model.get_output_embeddings().weight.mul_(0.7)
+        if made.policy.value_head is not None:
+            made.policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def collected(made: LanguageWorld) -> Rollout:
+    return made.collector.collect(LearnerState.seeded(1, 64))
+
+
+def pieces(row: Tensor) -> list[list[int]]:
+    """Places of each run of True.   [T]"""
+    found: list[list[int]] = []
+    for place, kept in enumerate(row.tolist()):
+        if kept and found and found[-1][-1] == place - 1:
+            found[-1].append(place)
+        elif kept:
+            found.append([place])
+    return found
+
+
+# ---- what a rollout holds -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])  # transformers reads the tiny Qwen's letters without spaces
+def test_a_conversation_is_one_row_as_the_template_writes_it_and_the_mask_is_true_at_what_the_model_wrote(
+    kind: str, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    made = world(files, folders[kind])
+    r, tokens = collected(made), made.tokens
+    turns = set()
+    for row in range(len(r.mask)):
+        prompt = r.inputs["prompt"][row][r.inputs["prompt_mask"][row]].tolist()
+        own = pieces(r.mask[row])
+        messages = [{"role": "user", "content": tokens.decode(prompt)}]
+        for number, place in enumerate(own):
+            said = r.actions[row][place].tolist()
+            ids = said[:-1] if said[-1] in tokens.eos_ids else said
+            messages.append({"role": "assistant", "content": tokens.tokenizer.decode(ids)})
+            if number + 1 < len(own):
+                heard = r.actions[row, place[-1] + 1 : own[number + 1][0]].tolist()
+                reply = tokens.decode(heard)
+                assert reply.startswith(f"{len(tokens.decode(ids))}, and then? ")
+                messages.append({"role": "user", "content": reply})
+        whole, kept = tokens.render(messages), r.actions[row, : own[-1][-1] + 1].tolist()
+        closed = kept[-1] in tokens.eos_ids
+        assert prompt + kept == (whole if closed else whole[:-1])
+        turns.add(len(own))
+    assert turns == {1, 2, 3}
+    assert r.metrics["turns"] == pytest.approx(2.0, abs=0.7)
+
+
+def test_what_a_turn_earns_lands_on_its_last_token_and_the_kl_on_the_models_own_ones(
+    files: dict[str, str], folder: Path
+) -> None:
+    made = world(files, folder, reference={"beta": 0.3})
+    r = collected(made)
+    wanted = torch.zeros_like(r.rewards)
+    for row in range(len(r.mask)):
+        for number, place in enumerate(pieces(r.mask[row]), 1):
+            wanted[row, place[-1]] = number + len(set(made.tokens.decode(r.actions[row][place])))
+    assert r.ref_log_probs is not None
+    assert r.old_log_probs is not None
+    kl = (r.old_log_probs - r.ref_log_probs) * r.mask
+    assert kl.abs().max() > 0.01
+    torch.testing.assert_close(r.rewards, wanted - 0.3 * kl, atol=1e-4, rtol=0)
+    assert r.metrics["reward"] == pytest.approx(float(wanted.sum(-1).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("treatment", ["none", "bootstrap"])
+def test_gae_over_a_row_with_others_in_it_is_that_over_the_models_tokens_alone(
+    treatment: str, files: dict[str, str], folder: Path
+) -> None:
+    made = world(files, folder, "Endless", reward={"missing_eos": treatment})
+    r = collected(made)
+    credit = assign_credit(r, replace(made.recipe.objective, gae_lambda=0.9))
+    assert (~r.mask[:, :-1] & r.mask[:, 1:]).any(), "there are others between the turns"
+    for row in range(len(r.mask)):
+        keep = r.mask[row]
+        rewards, values = r.rewards[row][keep], r.values[row][keep]
+        behind = r.next_values[row][keep][-1:] if treatment == "bootstrap" else torch.zeros(1)
+        ends = torch.zeros_like(keep[keep])
+        ends[-1] = True
+        alone = gae(
+            rewards,
+            values,
+            torch.cat([values[1:], behind]),
+            terminated=ends & (treatment == "none"),
+            truncated=ends & (treatment == "bootstrap"),
+            gamma=1.0,
+            lam=0.9,
+        )
+        torch.testing.assert_close(credit.advantages[row][keep], alone, rtol=1e-5, atol=1e-5)
+        assert not credit.advantages[row][~keep].any()
+
+
+def test_what_others_say_gives_no_gradient_but_by_what_the_model_says_after_it(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    r = collected(world(files, folders["llama"]))
+    assert not r.old_log_probs[~r.mask].any()  # type: ignore[index]
+    assert not r.values[~r.mask].any()
+    assert not r.rewards[~r.mask].any()
+
+
+def test_the_samplers_log_probabilities_are_the_trainers_across_turns(files: dict[str, str], folder: Path) -> None:
+    r = collected(world(files, folder))
+    assert r.metrics["turns"] > 1.5  # type: ignore[operator]
+    assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+
+
+def several_letters(folder: Path) -> Path:
+    """A model whose tokens are of several letters, so that a text can be written with tokens that it is not encoded to."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    text = ["say xx and then? say it again, and then say no more"] * 3
+    options = {"special_tokens": ["<pad>", "<eos>", "<unk>", "<turn>"], "show_progress": False}
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, **options))
+    template = (
+        "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant:{% endif %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        extra_special_tokens=["<turn>"],
+        chat_template=template,
+    )
+    tiny.model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_sampled_ids_stay_what_they_are_where_their_text_would_be_encoded_otherwise(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    made = world(files, several_letters(tmp_path / "several"), data={"train": files["rows"], "max_length": 64})
+    drawn: list[Any] = []
+    sample = made.collector._sample
+
+    def kept(*given: Any) -> Any:
+        drawn.append(sample(*given))
+        return drawn[-1]
+
+    made.collector._sample = kept  # type: ignore[method-assign]
+    r = collected(made)
+    said = [[tuple(r.actions[row][place].tolist()) for place in pieces(r.mask[row])] for row in range(len(r.mask))]
+    assert sorted(turn for row in said for turn in row) == sorted(tuple(ids) for part in drawn for ids in part.responses())
+    encode = made.tokens.tokenizer.encode
+    again = [encode(made.tokens.decode(turn), add_special_tokens=False) for row in said for turn in row]
+    assert any(tuple(ids) != turn[: len(ids)] for ids, turn in zip(again, (t for row in said for t in row), strict=True))
+    assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+    between = made.tokens.encode_reply([{"role": "user", "content": "and then?"}], ended=True)
+    assert made.tokens.tokenizer.decode(between) == "\n<turn>user: and then?<eos>\n<turn>assistant:"
+    assert made.tokens.encode_reply([{"role": "user", "content": "and then?"}], ended=False) == [1, *between]
+
+
+def test_text_follows_as_it_stands_without_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
+    made = world(files, folders["llama"], "Plain")
+    made.tokens.tokenizer.chat_template = None
+    r = collected(made)
+    assert r.metrics["turns"] > 1.5  # type: ignore[operator]
+    for row, said in enumerate(made.collector.said):
+        length = pieces(r.mask[row])[-1][-1] + 1
+        assert said["response"].startswith(made.tokens.decode(r.actions[row, :length]))
+
+
+def test_one_turn_is_what_a_response_is_without_an_environment(files: dict[str, str], folders: dict[str, Path]) -> None:
+    (Path(files["rows"]).parent / "vowels.py").write_text(
+        "def vowels(responses):\n    return [sum(c in 'aeiou' for c in t) / max(1, len(t)) for t in responses]\n"
+    )
+    terms = [{"function": f"{Path(files['rows']).parent}/vowels.py:vowels"}]
+    write_rows(Path(files["rows"]), ({"prompt": [{"role": "user", "content": "hi"}]} for _ in range(24)))
+    one = collected(world(files, folders["llama"], turns={}, reward={"terms": terms, "missing_eos": "penalty"}))
+    other = collected(world(files, folders["llama"], "Once", reward={"missing_eos": "penalty"}))
+    for name in ("actions", "mask", "rewards", "values", "next_values", "old_log_probs", "terminated"):
+        found, wanted = getattr(other, name), getattr(one, name)
+        width = min(found.shape[1], wanted.shape[1])  # what was told after a cut stays behind it
+        torch.testing.assert_close(found[:, :width] * one.mask[:, :width], wanted[:, :width] * one.mask[:, :width])
+    assert other.mask.sum() == one.mask.sum()
+
+
+# ---- where a conversation is cut ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("treatment", "last"), [("none", 0.0), ("penalty", -2.0), ("subtract", -2.0)])
+def test_a_conversation_that_is_not_done_in_time_is_treated_as_cut_and_its_earlier_turns_keep_what_they_earned(
+    treatment: str, last: float, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    reward = {"missing_eos": treatment, "missing_eos_value": -2.0}
+    made = world(files, folders["llama"], "Endless", reward=reward, reference={"beta": 0.0})
+    r = collected(made)
+    assert r.metrics["eos_rate"] == 0
+    for row in range(len(r.mask)):
+        for number, place in enumerate(own := pieces(r.mask[row]), 1):
+            earned = number + len(set(made.tokens.decode(r.actions[row][place])))
+            wanted = earned if number < len(own) else last + (earned if treatment != "penalty" else 0)
+            assert float(r.rewards[row, place[-1]]) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_cut_conversation_is_bootstrapped_by_v_of_all_that_was_said_the_last_reply_included(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    made = world(files, folders["llama"], "Endless", reward={"missing_eos": "bootstrap"})
+    r, widths = collected(made), set()
+    for row in range(len(r.mask)):
+        own = pieces(r.mask[row])
+        place, said = own[-1][-1], made.collector.said[row]["response"]
+        ended = bool(made.tokens.decode(r.actions[row][own[-1]]).endswith(tuple(STOP))) or r.actions[row, place] == 1
+        prompt = r.inputs["prompt"][row][r.inputs["prompt_mask"][row]].tolist()
+        ids = prompt + r.actions[row, : place + 1].tolist()
+        if ended:
+            told = [{"role": "user", "content": said.split("user: ")[-1]}]
+            ids += made.tokens.encode_reply(told, ended=ids[-1] == 1)
+        with torch.no_grad():
+            state = made.policy.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+            wanted = made.policy.value_head(state)  # type: ignore[misc]
+        assert r.truncated[row, place]
+        torch.testing.assert_close(r.next_values[row, place], wanted, atol=1e-4, rtol=1e-4)
+        widths.add(place)
+    assert len(widths) > 1, "some are cut before the longest is"
+
+
+def test_a_turn_begins_only_where_all_of_it_still_fits(files: dict[str, str], folders: dict[str, Path]) -> None:
+    turns = {"environment": f"{files['others']}:Long", "max_turns": 20, "max_length": 120}
+    r = collected(world(files, folders["gpt2"], turns=turns))
+    lengths = r.inputs["prompt_mask"].sum(-1) + (r.mask.flip(-1).cumsum(-1).flip(-1) > 0).sum(-1)
+    assert lengths.max() <= 120
+    assert r.metrics["turns"] < 4  # type: ignore[operator]
+
+
+# ---- rewards ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_final_reward_scores_the_last_turn_as_a_response_to_all_before_it(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    reward = {"missing_eos": "none", "terms": [{"function": f"{files['others']}:last"}]}
+    made = world(files, folders["llama"], reward=reward, reference={"beta": 0.0})
+    r = collected(made)
+    for row in range(len(r.mask)):
+        own = pieces(r.mask[row])
+        for number, place in enumerate(own, 1):
+            earned = number + len(set(made.tokens.decode(r.actions[row][place])))
+            final = 100.0 * (2 * len(own) - 1) if number == len(own) else 0.0  # messages before the last turn
+            assert float(r.rewards[row, place[-1]]) == pytest.approx(earned + final, rel=1e-5)
+    assert {"reward_environment", "reward_last"} <= set(r.metrics)
+
+
+@pytest.mark.parametrize("treatment", ["none", "penalty"])
+def test_tokens_of_the_last_turn_may_be_scored_each_and_turns_earn_beside_them(
+    treatment: str, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    code = "def each(tokens):\n    return [[float(1 + i) for i in range(len(row))] for row in tokens]\neach.per = 'token'\n"
+    (tmp_path / "each.py").write_text(code)
+    reward = {"missing_eos": treatment, "missing_eos_value": -2.0, "terms": [{"function": f"{tmp_path / 'each.py'}:each"}]}
+    made = world(files, folders["llama"], "Endless", reward=reward, reference={"beta": 0.0})
+    r = collected(made)
+    for row in range(len(r.mask)):
+        own = pieces(r.mask[row])
+        for number, place in enumerate(own, 1):
+            wanted = torch.zeros(len(place))
+            wanted[-1] = number + len(set(made.tokens.decode(r.actions[row][place])))
+            if number == len(own):
+                wanted = wanted + torch.arange(1, len(place) + 1) if treatment == "none" else 0 * wanted
+                wanted[-1] -= 2.0 * (treatment == "penalty")
+            torch.testing.assert_close(r.rewards[row, place], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_answers_to_one_row_are_compared_by_all_that_their_turns_earned(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    sampling = {"prompts": 3, "samples": 4, "max_tokens": 6, "stop": STOP}
+    made = world(files, folders["llama"], algorithm="GRPO", sampling=sampling, objective={"reuse": {"minibatches": 1}})
+    r = collected(made)
+    credit = assign_credit(r, made.recipe.objective)
+    totals = r.rewards.sum(-1).view(3, 4)
+    wanted = ((totals - totals.mean(-1, keepdim=True)) / (totals.std(-1, keepdim=True) + 1e-4)).flatten()
+    torch.testing.assert_close(credit.advantages, wanted.unsqueeze(-1) * r.mask, atol=1e-4, rtol=1e-4)
+    drawn = {"rounds": 3, **sampling}
+    more = collected(world(files, folders["llama"], algorithm="DAPO", sampling=drawn, objective={"reuse": {"minibatches": 1}}))
+    assert more.mask.any(-1).all()
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_nothing_is_learned_from_a_conversation_whose_environment_fails_and_the_rest_goes_on(
+    name: str, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    made = world(files, folders["llama"], name, reward={"tolerated": 0.4, "missing_eos": "bootstrap"})
+    r = collected(made)
+    failed = ~r.mask.any(-1)
+    assert r.metrics["without_score"] == pytest.approx(float(failed.float().mean()))
+    assert 0 < failed.sum() <= 4, "those of two turns, of which some are cut in the first"
+    assert torch.isfinite(r.rewards).all()
+    assert torch.isfinite(r.next_values).all()
+    assert [said["reward"] is None for said in made.collector.said] == failed.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Raises", "RuntimeError: no network"),
+        ("NotANumber", "a reward that is no finite number (nan)"),
+        ("Pair", "step gave a tuple, and not messages, reward and done"),
+        ("Silent", "gave nothing, and not text or a list of messages"),
+        ("Unsure", "step gave a str for done"),
+        ("Wordy", "a prompt of 302 tokens and there is room for 24"),
+        ("Hangs", "took longer than reward.deadline=0.3 s"),
+        ("Headless", "has no method step"),
+        ("Unmade", "can't be made (OSError: no such browser)"),
+        ("thing", "is a int; it must be a class"),
+        ("Tlak", "can't be imported"),
+    ],
+)
+def test_a_broken_environment_is_one_line(name: str, said: str, files: dict[str, str], folders: dict[str, Path]) -> None:
+    with pytest.raises(SurefootError) as error:
+        collected(world(files, folders["llama"], name, reward={"tolerated": 0.0, "deadline": 0.3}))
+    assert str(error.value).startswith(f"turns.environment='{files['others']}:{name}': ")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_messages_need_a_template_and_a_run_needs_a_reward(files: dict[str, str], folders: dict[str, Path]) -> None:
+    made = world(files, folders["llama"])
+    made.tokens.tokenizer.chat_template = None
+    with pytest.raises(SurefootError, match=r"turns\.environment=.*need a chat template.*plain text"):
+        collected(made)
+    with pytest.raises(SurefootError, match=r"reward: is missing.*turns\.environment"):
+        world(files, folders["llama"], turns={})
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_of_several_turns_resumes_bit_for_bit(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """With an environment that draws by the seed it is given."""
+    table = fields(files, folders["llama"], "Seeded", steps=48, checkpoint={"every": 12})
+    whole = surefoot.train("language", run_dir=tmp_path / "whole", **table)
+    surefoot.train("language", run_dir=tmp_path / "cut", **table, callback=lambda metrics: metrics["steps"] == 24)
+    resumed = surefoot.resume(tmp_path / "cut")
+    for name, weights in whole.model.state_dict().items():
+        assert torch.equal(weights, resumed.model.state_dict()[name]), name
+
+
+def test_a_run_is_traced_judged_and_shown_with_its_whole_conversations(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    data = {"train": files["rows"], "held_out": files["rows"], "max_length": 24}
+    table = fields(files, folders["llama"], data=data, traces={"every": 1, "rows": 4}, reward={"missing_eos": "penalty"})
+    surefoot.train("language", run_dir=tmp_path / "run", **table)
+    trace = read_trace(traces_in(tmp_path / "run" / "traces")[-1])
+    check_chain(trace, "batch")
+    several = [row for row in trace.rows if not row.mask.all()]
+    assert several, "what others said is in the trace, masked"
+    for row in several:
+        heard = "".join(t for t, own in zip(row.about["tokens"], row.mask.tolist(), strict=True) if not own)
+        assert "and then?" in heard
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert 1 <= metrics["turns"] <= 3  # type: ignore[operator]
+    assert metrics["held_out_turns"] is not None
+    told = evaluate_run(tmp_path / "run")
+    assert told["trained"]["reward"] == pytest.approx(metrics["held_out_reward"])
+    long = next(row for row in told["samples"] if "assistant: " in row["response"])
+    assert long["prompt"].startswith("say ")
+    assert ", and then? \nassistant: " in long["response"].replace("? , ", "? ")
+    assert command("evaluate", str(tmp_path / "run"), "--samples", "2", "--threshold", "3")[0] == 0
+    assert command("generate", str(tmp_path / "run"), "--prompt", "say x", "--max-tokens", "4")[0] == 0
+    failed = command("data", "accuracy", files["rows"], "--model", str(tmp_path / "run"))
+    assert failed[0] == 2
+    assert failed[2].count("\n") == 1
+
+
+def test_the_critic_is_asked_at_the_models_own_tokens() -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
+    assert place_of(mask, torch.tensor([0, 0])).tolist() == [0, 1]
+    assert place_of(mask, torch.tensor([2, 1])).tolist() == [4, 2]
+
+
+# ---- guess a number -----------------------------------------------------------------------------------------------------
+
+
+def test_halving_finds_every_number_in_as_many_turns_as_the_difficulty_says() -> None:
+    for difficulty in (2, 4, 6):
+        highest = 2**difficulty - 1
+        for secret in range(1, highest + 1):
+            game, low, high, done, turns = Guess(), 1, highest, False, 0
+            assert game.reset({"secret": secret, "highest": highest})[0]["content"] == f"1 to {highest}"
+            while not done:
+                said, turns = (low + high) // 2, turns + 1
+                messages, reward, done = game.step(f" {said}\n")
+                low, high = (said + 1, high) if messages and messages[0]["content"] == "higher" else (low, said - 1)
+            assert reward == 1
+            assert turns <= difficulty
+
+
+@pytest.mark.parametrize("said", ["", "x", "0", "16", "-1", "1 2", "99999", "3.5", "３"])
+def test_what_is_no_number_of_the_range_ends_the_game_and_earns_nothing(said: str) -> None:
+    game = Guess()
+    game.reset({"secret": 3, "highest": 15})
+    assert game.step(said) == ([], 0.0, True)
+
+
+@pytest.mark.parametrize("sloppy", [0.0, 1.0])
+def test_a_teacher_is_told_the_truth_and_never_asks_what_cannot_be(sloppy: float) -> None:
+    for row in tasks.demonstrations("guess", 50, 1, 4, sloppy=sloppy):
+        messages, low, high = row["messages"], 1, 15
+        for said, told in zip(messages[1::2], [*messages[2::2], None], strict=True):
+            number = int(said["content"])
+            assert low <= number <= high
+            if sloppy == 0:
+                assert number == (low + high) // 2
+            if told is not None:
+                low, high = (number + 1, high) if told["content"] == "higher" else (low, number - 1)
+    assert len({row["secret"] for row in tasks.rows("guess", 200, 1, 4)}) == 15
+
+
+def test_guess_is_made_by_the_command_and_its_rows_are_needed(
+    command: Callable[..., tuple[int, str, str]], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    assert "guess" in command("data", "tasks")[1]
+    for flags, file in ((("--difficulty", "2"), "train.jsonl"), (("--demonstrations",), "teacher.jsonl")):
+        assert command("data", "make", "guess", "--rows", "8", *flags, "--out", str(tmp_path / file))[0] == 0
+    assert json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])["highest"] == 3
+    assert command("data", "make", "guess", "--difficulty", "9", "--out", str(tmp_path / "no.jsonl"))[0] == 2
+    (tmp_path / "other.jsonl").write_text('{"prompt": "x"}\n')
+    flags = ("--data.train", str(tmp_path / "other.jsonl"), "--run-dir", str(tmp_path / "runs"))
+    code, _, err = command("train", "guess", "--model", str(folders["llama"]), *flags)
+    assert code == 2
+    assert "rows of guess have a column 'secret'" in err
+
+
+@pytest.mark.slow
+def test_a_pocket_model_learns_to_halve(tmp_path: Path) -> None:
+    """From a teacher that guesses anywhere in what is left."""
+    write_rows(tmp_path / "teacher.jsonl", tasks.demonstrations("guess", 4_800, 1, sloppy=1.0))
+    write_rows(tmp_path / "train.jsonl", tasks.rows("guess", 1_000, 1))
+    write_rows(tmp_path / "test.jsonl", tasks.rows("guess", 512, 1, test=True))
+    surefoot.train("guess_sft", run_dir=tmp_path / "sft", data={"train": str(tmp_path / "teacher.jsonl")}, steps=3_840)
+    data = {"train": str(tmp_path / "train.jsonl"), "held_out": str(tmp_path / "test.jsonl")}
+    surefoot.train("guess", run_dir=tmp_path / "ppo", model=str(tmp_path / "sft"), data=data, steps=2_304)
+    told = evaluate_run(tmp_path / "ppo", rows=512)
+    assert told["start"]["reward"] < 0.7
+    assert told["trained"]["reward"] > 0.75
+
+
+def test_a_tokenizers_reply_ends_the_turn_only_where_the_model_did_not(folder: Path) -> None:
+    model, tokenizer = load_model(folder)
+    tokens = Tokens(tokenizer, model)
+    whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    before = tokens.encode_prompt(whole[:1]) + tokens.encode_completion("b")
+    assert before + tokens.encode_reply(whole[2:], ended=True) == tokens.encode_prompt(whole)
+    assert before[:-1] + tokens.encode_reply(whole[2:], ended=False) == tokens.encode_prompt(whole)
