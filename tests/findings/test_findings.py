@@ -93,6 +93,12 @@ def test_a_critic_that_is_bad_only_at_first_is_excused() -> None:
     assert names(rows_of(100, value_loss=1.0, explained_variance=lambda i: -5.0 if i < 10 else 0.5)) == []
 
 
+def test_a_policy_that_settles_has_collapsed_unless_it_earns_more() -> None:
+    entropy = {"entropy": lambda i: max(0.01, 0.69 - 0.03 * i)}
+    assert "entropy_collapsed" in names(rows_of(40, episode_return=20.0, **entropy))
+    assert names(rows_of(40, episode_return=lambda i: float(i), **entropy)) == []
+
+
 def test_a_gold_score_that_is_forgotten_for_a_proxy_is_seen_in_likelihood_too() -> None:
     held_out = {"held_out_log_likelihood": lambda i: -0.4 - i / 50 if i % 10 == 0 else None}
     assert names(rows_of(50, reward=lambda i: i / 10, **held_out)) == ["reward_hacked"]
