@@ -47,7 +47,7 @@ class Finding:
     def line(self) -> str:
         """The finding in one line, for a terminal."""
         tried = f" Try: {self.advice[0]}." if self.advice else ""
-        return f"{self.severity}: {self.what}{tried}"
+        return f"{self.severity}: {self.what}.{tried}"
 
     @property
     def text(self) -> list[str]:
