@@ -93,6 +93,7 @@ def keys_of_language(folder):
     terms = [{"function": gold}, {"function": "surefoot.language.tasks.reviews:gold", "weight": 0.5}]
     online = {"sampling": {"prompts": 4, "max_tokens": 4}, "reward": {"terms": terms, "gold": gold}}
     online["evaluation"] = {"demonstrations": str(rows)}
+    online["mixing"] = {"sft_coefficient": 0.1, "demonstrations": str(rows)}
     written = set()
     for kind, changes in (("sft", few), ("reward", few), ("dpo", few), ("language", online)):
         api.start(find_recipe(kind, {**shared, **changes}), folder / kind)

@@ -21,9 +21,9 @@ class Row:
     file: str
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """JSON lines, whole or not at all."""
-    write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+    write_text(Path(path), "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
 def read_rows(path: str | Path) -> list[Row]:
