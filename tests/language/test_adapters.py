@@ -143,6 +143,7 @@ def roles(folder: Path, checkpointing: bool) -> tuple[LanguagePolicy, SharedBase
         moved(base, role, seed)
     critic = Critic(RoleTrunk(base, VALUE), head_of(model))
     policy = LanguagePolicy(model, critic, tokenizer.pad_token_id, checkpointing=checkpointing)
+    LanguagePolicy(model, None, tokenizer.pad_token_id, checkpointing=checkpointing)  # another reader takes no role away
     return policy, base
 
 

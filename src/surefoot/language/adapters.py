@@ -13,7 +13,7 @@ remembers with every checkpointed layer which role it was computed in, and plays
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,8 +138,7 @@ class SharedBase:
 
         wanted = {p for p in self.trunk.parameters() if p.requires_grad}
         # its own start is drawn, and then overwritten; without contents nothing is drawn, nor can a generator's state be read
-        drawing = torch.random.fork_rng(devices=[]) if self.print else nullcontext()
-        with warnings.catch_warnings(), drawing:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.print else unmoved():
             warnings.simplefilter("ignore")
             try:
                 inject_adapter_in_model(config, self.trunk, role)
@@ -266,6 +265,21 @@ def lora_config(settings: "AdapterSettings", targets: list[str]) -> Any:
 def plain_name(name: str, role: str) -> str:
     """A tensor's name without the role: as in the files of ``peft``."""
     return name.removesuffix(f".{role}.weight") + ".weight"
+
+
+@contextmanager
+def unmoved() -> Iterator[None]:
+    """What ``peft`` makes within stays where it is made: it moves modules to their layer's device, even if they are there, and
+    those of tensors without contents can't be moved.
+    """
+    from peft.tuners.lora.layer import LoraLayer
+
+    name = "_move_adapter_to_device_of_base_layer"
+    setattr(LoraLayer, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        delattr(LoraLayer, name)  # it is of a class above
 
 
 # ---- as one model -------------------------------------------------------------------------------------------------------
