@@ -22,9 +22,15 @@ from surefoot.compare.statistics import markdown_table
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "dense.md", ROOT / "benchmarks" / "results" / "dense"
 DIGITS, RESPONSES, BATCH, EVALUATIONS = 8, 5_120, 128, 8
+PPO: dict[str, Any] = {
+    "algorithm": "PPO_CLIP",
+    "sampling": {"prompts": BATCH, "samples": 1},
+    "objective": {"gae_lambda": 0.95, "value_coefficient": 0.1},
+}
 METHODS: dict[str, dict[str, Any]] = {
-    "PPO_CLIP": {"sampling": {"prompts": BATCH, "samples": 1}, "objective": {"gae_lambda": 0.95, "value_coefficient": 0.1}},
-    "GRPO": {"sampling": {"prompts": BATCH // 8, "samples": 8}},
+    "PPO_CLIP": PPO,
+    "PPO_CLIP, γ = 0": {**PPO, "objective": {**PPO["objective"], "gamma": 0.0}},
+    "GRPO": {"algorithm": "GRPO", "sampling": {"prompts": BATCH // 8, "samples": 8}},
 }
 STEPS, WHOLE = "surefoot.language.tasks.successors:steps", "surefoot.language.tasks:verify"
 
@@ -56,10 +62,10 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float) 
     from surefoot.run.tracking import read_metrics
 
     begun = time.process_time()
-    run = folder / f"{method}-{learning_rate:g}"
+    run = folder / named(method, learning_rate)
     surefoot.train(
         "language",
-        method,
+        METHODS[method]["algorithm"],
         model=str(sft),
         seed=seed,
         steps=RESPONSES,
@@ -83,6 +89,11 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float) 
     }
 
 
+def named(method: str, learning_rate: float) -> str:
+    """As a part of a file's name."""
+    return f"{method.replace(', γ = ', '_gamma_')}-{learning_rate:g}"
+
+
 def before(folder: Path, sft: Path) -> dict[str, Any]:
     """What the start samples."""
     from surefoot.language.accuracy import accuracy
@@ -101,7 +112,7 @@ def fill(seeds: list[int], learning_rates: list[float]) -> None:
     """Every cell that is missing."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
-        wanted = {f"{method}-{rate:g}-{seed}": (method, rate) for method in METHODS for rate in learning_rates}
+        wanted = {f"{named(method, rate)}-{seed}": (method, rate) for method in METHODS for rate in learning_rates}
         missing = {name: what for name, what in wanted.items() if not (RESULTS / f"{name}.json").exists()}
         if not missing:
             continue
@@ -118,7 +129,7 @@ def fill(seeds: list[int], learning_rates: list[float]) -> None:
 def table() -> str:
     """A line for each method and seed: the start, half-way, and the end."""
     rows = []
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: json.loads(path.read_text())["method"], reverse=True):
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
         found = json.loads(path.read_text())
         half, end = found["curve"][len(found["curve"]) // 2 - 1], found["curve"][-1]
         rows.append(
