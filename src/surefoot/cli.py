@@ -15,6 +15,7 @@ from surefoot.cli_attempts import attempt_flags, attempts_from, best_of_n, refus
 from surefoot.cli_chat import chat
 from surefoot.cli_check import check
 from surefoot.cli_demo import demo
+from surefoot.cli_inspect import inspect
 from surefoot.cli_language import data, generate
 from surefoot.cli_memory import memory
 from surefoot.cli_merge import merge
@@ -306,6 +307,13 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 
 for command in (generate, chat, best_of_n, rounds, data, demo, memory, merge, check, report, compare, new):
     cli.add_command(command)
+cli.add_command(generate)
+cli.add_command(chat)
+cli.add_command(best_of_n)
+cli.add_command(rounds)
+cli.add_command(data)
+cli.add_command(inspect)
+cli.add_command(memory)
 
 
 @cli.command(name="list")
