@@ -1,7 +1,6 @@
 """The inspector in a real browser: curves that live, the chain of a step and of a token, what is found, and hostile text."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from surefoot.run.tracking import read_metrics
 
 from .conftest import HOSTILE
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
 Begin = Callable[[list[Path]], str]
 
 
@@ -39,11 +37,6 @@ def until(page: Any, condition: str) -> None:
             return
         page.wait_for_timeout(50)
     raise AssertionError(f"never became true: {condition}")
-
-
-def screenshot(page: Any, name: str) -> None:
-    if os.environ.get("SUREFOOT_SCREENSHOTS"):
-        page.screenshot(path=IMAGES / f"{name}.png")
 
 
 def test_curves_are_the_runs_own_and_share_a_cursor(page: Any, cart: Path, spoken: Path, inspector: Begin) -> None:
@@ -168,7 +161,6 @@ def test_tokens_are_coloured_found_and_walked_through(page: Any, spoken: Path, i
     page.reload()
     settled(page)
     assert page.url == kept, "the address leads back to the same token"
-    screenshot(page, "inspector-tokens")
 
 
 def test_the_same_over_the_steps_of_an_episode(page: Any, cart: Path, inspector: Begin) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Columns:
             return self.rows
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
-        names = list(dict.fromkeys([*self.columns, *(name for row in rows for name in row)]))
+        names = list(dict.fromkeys(chain(self.columns, *rows)))
         for name, new in zip(names, _columns(rows, names), strict=True):
             if new is not None:
                 old = self.columns.get(name)
