@@ -49,12 +49,12 @@ def test_curves_are_the_runs_own_and_share_a_cursor(page: Any, cart: Path, spoke
     )
     rows = read_metrics(cart / "metrics.jsonl")
     for name in ("kl", "entropy", "explained_variance"):
-        assert number(shown[name].query_selector(".readout span").inner_text()) == pytest.approx(rows[-1][name], rel=1e-3)
+        assert number(shown[name].query_selector(".readout span").inner_text()) == pytest.approx(rows[-1][name], rel=5e-3)
     box = shown["kl"].query_selector(".u-over").bounding_box()
     page.mouse.move(box["x"] + 1, box["y"] + 40)
     for name in ("kl", "entropy"):
         assert shown[name].query_selector(".readout i").inner_text() == "step 256"
-        assert number(shown[name].query_selector(".readout span").inner_text()) == pytest.approx(rows[0][name], rel=1e-3)
+        assert number(shown[name].query_selector(".readout span").inner_text()) == pytest.approx(rows[0][name], rel=5e-3)
     page.check("#log")
     page.select_option("#more", "ratio_max")
     page.wait_for_selector('.chart[data-metric="ratio_max"] canvas')
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_is_followed(page: Any, cart: Path, tmp_path: Path, i
         file.write("".join(lines[5:7]))
     page.wait_for_selector("#curves[data-iterations='7']", timeout=8_000)
     last = json.loads(lines[6])
-    assert number(page.inner_text(".chart[data-metric=kl] .readout span")) == pytest.approx(last["kl"], rel=1e-3)
+    assert number(page.inner_text(".chart[data-metric=kl] .readout span")) == pytest.approx(last["kl"], rel=5e-3)
     assert f"{last['steps']:,} of 2,048 steps" in page.inner_text("#runs")
 
 
