@@ -305,15 +305,8 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     click.echo(export_agent(agent, path, format, found.absolute().name).line())
 
 
-for command in (generate, chat, best_of_n, rounds, data, demo, memory, merge, check, report, compare, new):
+for command in (generate, chat, best_of_n, rounds, data, demo, inspect, memory, merge, check, report, compare, new):
     cli.add_command(command)
-cli.add_command(generate)
-cli.add_command(chat)
-cli.add_command(best_of_n)
-cli.add_command(rounds)
-cli.add_command(data)
-cli.add_command(inspect)
-cli.add_command(memory)
 
 
 @cli.command(name="list")

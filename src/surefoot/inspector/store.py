@@ -212,7 +212,8 @@ class Store:
         found = []
         for line in (path / "samples" / f"{steps}.jsonl").read_text("utf-8", errors="replace").splitlines()[:200]:
             sample = json.loads(line, parse_constant=lambda _: None)
-            found.append({k: shortened(v, LONGEST_TEXT) if isinstance(v, str) else v for k, v in sample.items()})
+            texts = {name: said(sample.get(name)) for name in ("prompt", "response")}
+            found.append({**{name: x for name, x in sample.items() if not isinstance(x, str)}, **texts})
         return found
 
     def videos(self, run: int) -> list[Path]:
@@ -250,6 +251,11 @@ def shortened(text: Any, most: int) -> str | None:
         return None
     text = str(text)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def said(text: Any) -> str:
+    """A prompt or a response, which may be a list of messages, as a text."""
+    return shortened(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), LONGEST_TEXT) or ""
 
 
 def exact(x: Tensor | None, part: slice) -> list[float | None] | None:
