@@ -199,8 +199,8 @@ def test_before_and_after_and_whatever_a_run_says_is_text(page: Any, spoken: Pat
     steps = sorted(int(file.stem) for file in (copy / "samples").iterdir())
     files = [copy / "samples" / f"{at}.jsonl" for at in (steps[0], steps[-1])]
     first, last = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
-    last[0]["response"] = f"\u202e\x1b{HOSTILE}"
-    files[1].write_text("".join(json.dumps(sample) + "\n" for sample in last))
+    last[0]["response"] = f"\u202e\x1b\u2028{HOSTILE}"
+    files[1].write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in last))
     page.goto(inspector([copy]))
     page.wait_for_selector(".chart canvas")
     assert spoken.name in page.inner_text("#runs")
@@ -215,7 +215,7 @@ def test_before_and_after_and_whatever_a_run_says_is_text(page: Any, spoken: Pat
     rows = page.locator("#samples tbody tr")
     assert rows.count() == len(last)
     turned = rows.nth(0).inner_text()
-    assert f"\\u202e\\u001b{HOSTILE}" in turned, "what would turn the writing round is shown as its number"
+    assert f"\\u202e\\u001b\\u2028{HOSTILE}" in turned, "what would turn the writing round is shown as its number"
     for i, (before, after) in list(enumerate(zip(first, last, strict=True)))[1:]:
         told = rows.nth(i).inner_text()
         assert before["prompt"] == after["prompt"]

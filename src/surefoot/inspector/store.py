@@ -210,7 +210,8 @@ class Store:
         if steps not in sample_steps(path):
             raise NotThere(f"steps={steps}: {self.names[run]} has no samples there")
         found = []
-        for line in (path / "samples" / f"{steps}.jsonl").read_text("utf-8", errors="replace").splitlines()[:200]:
+        text = (path / "samples" / f"{steps}.jsonl").read_text("utf-8", errors="replace")
+        for line in text.strip("\n").split("\n")[:200]:  # and not where a model wrote another kind of line end
             sample = json.loads(line, parse_constant=lambda _: None)
             texts = {name: said(sample.get(name)) for name in ("prompt", "response")}
             found.append({**{name: x for name, x in sample.items() if not isinstance(x, str)}, **texts})
