@@ -24,6 +24,7 @@ import griffe
 from surefoot.algorithms import ALGORITHMS, Objective
 from surefoot.cli import cli
 from surefoot.config import recipe_fields
+from surefoot.inspector.page import clip_table_page
 from surefoot.run.dashboard import SHOWN
 from surefoot.run.metrics import METRICS, TIMING, Metric
 
@@ -391,6 +392,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "recipe.md": recipe_page(),
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),
+        REFERENCE / "clip-table.html": clip_table_page(),
     }
 
 

@@ -15,6 +15,7 @@ from surefoot.cli_attempts import attempt_flags, attempts_from, best_of_n, refus
 from surefoot.cli_chat import chat
 from surefoot.cli_check import check
 from surefoot.cli_demo import demo
+from surefoot.cli_inspect import inspect
 from surefoot.cli_language import data, generate
 from surefoot.cli_memory import memory
 from surefoot.cli_merge import merge
@@ -304,7 +305,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     click.echo(export_agent(agent, path, format, found.absolute().name).line())
 
 
-for command in (generate, chat, best_of_n, rounds, data, demo, memory, merge, check, report, compare, new):
+for command in (generate, chat, best_of_n, rounds, data, demo, inspect, memory, merge, check, report, compare, new):
     cli.add_command(command)
 
 

@@ -150,6 +150,16 @@ def test_only_the_command_line_knows_comparisons() -> None:
     assert everyone
 
 
+def test_only_the_command_line_knows_the_inspector_and_it_knows_no_world() -> None:
+    everyone = offences("surefoot", "surefoot.inspector")
+    assert [line for line in everyone if not line.startswith(("surefoot.inspector", "surefoot.cli_inspect "))] == []
+    assert everyone
+    assert offences("surefoot.inspector", (*WORLDS, "surefoot.session", "surefoot.api")) == []
+    assert {line.split()[0].rpartition(".")[0] for line in offences("surefoot", ("starlette", "uvicorn"))} <= {
+        "surefoot.inspector"
+    }
+
+
 def test_matplotlib_is_imported_where_plots_are_drawn_and_nowhere_else() -> None:
     assert {line.split()[0] for line in offences("surefoot", "matplotlib")} == {
         "surefoot.compare.plots",

@@ -1,0 +1,1 @@
+"""See a run: the clip table as one page, and a local server that shows every level of the staircase."""

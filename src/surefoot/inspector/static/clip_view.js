@@ -1,0 +1,33 @@
+// The clip table in the inspector: the same one, with samples asked for as they are needed.
+
+import { ask } from "./api.js";
+import { floats, makeDensity } from "./density.js";
+import { h } from "./dom.js";
+import { makeTable } from "./table.js";
+
+export function makeClip(state) {
+  const table = makeTable();
+  const element = h("div", {}, h("h1", {}, "The clip table"), h("p", { class: "formula" }, "J = min( ρÂ, clip(ρ, 1−ε, 1+ε) Â )"), table.element);
+  gather(state.runs).then((source) => source.runs.length && element.append(makeDensity(source, table).element));
+  return { element };
+}
+
+async function gather(runs) {
+  const found = [];
+  for (const [number, run] of runs.entries()) {
+    const answers = await Promise.all(run.traces.map((steps) => ask(`api/runs/${number}/traces/${steps}`).catch(() => null)));
+    const traces = answers.filter((trace) => trace?.passes).map(({ steps, iteration, passes, rule }) => ({ steps, iteration, passes, rule }));
+    if (traces.length) found.push({ name: run.name, number, traces });
+  }
+  const load = async (run, trace, pass) => {
+    const { parts } = await ask(`api/runs/${found[run].number}/traces/${found[run].traces[trace].steps}/passes/${pass + 1}`);
+    const join = (name) => {
+      const arrays = parts.map((part) => floats(part[name]));
+      const whole = new Float32Array(arrays.reduce((sum, x) => sum + x.length, 0));
+      arrays.reduce((at, x) => (whole.set(x, at), at + x.length), 0);
+      return whole;
+    };
+    return { ratios: join("ratios"), advantages: join("advantages"), total: parts.reduce((sum, part) => sum + part.total, 0) };
+  };
+  return { runs: found, load };
+}

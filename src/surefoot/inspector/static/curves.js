@@ -1,0 +1,245 @@
+// Metrics over steps, runs overlaid. The raw numbers stay as a thin line, or as a band where one point stands for many
+// iterations; the running mean lies over them.
+
+import { ask, short, steps } from "./api.js";
+import { h, show } from "./dom.js";
+import uPlot from "./vendor/uPlot.esm.js";
+
+const FIRST = ["evaluation_return", "episode_return", "reward", "gold", "held_out_reward", "held_out_gold", "held_out_loss", "held_out_accuracy",
+  "held_out_log_likelihood", "kl", "kl_reference_response", "entropy", "clip_active", "ratio_outside", "explained_variance", "value_loss",
+  "response_length", "steps_per_second", "tokens_per_second"];
+const POINTS = 400;
+const WAIT = 150;
+
+export function makeCurves(state) {
+  const chosen = { smoothing: 0.02, log: false, range: null, extra: [] };
+  const charts = new Map();
+  const grid = h("div", { class: "charts" });
+  let asked = 0;
+  let timer = 0;
+  let frame = 0;
+
+  const smooth = h("input", { type: "range", id: "smoothing", min: 0, max: 20, step: 1, value: 4 });
+  smooth.addEventListener("input", () => {
+    chosen.smoothing = (Number(smooth.value) / 20) ** 2 / 2;
+    fetchSoon(0);
+  });
+  chosen.smoothing = (4 / 20) ** 2 / 2;
+  const log = h("input", { type: "checkbox", id: "log" });
+  log.addEventListener("change", () => {
+    chosen.log = log.checked;
+    rebuild();
+  });
+  const more = h("select", { id: "more" });
+  more.addEventListener("change", () => {
+    chosen.extra.push(more.value);
+    rebuild();
+  });
+  const back = h("button", { type: "button", id: "whole", onclick: () => look(null), hidden: true }, "Whole run");
+  const controls = h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
+    h("label", {}, h("span", {}, "smoothing"), smooth), h("label", { class: "check" }, log, h("span", {}, "log scale")),
+    h("label", {}, h("span", {}, "another metric"), more), back,
+    h("span", { class: "hint" }, "Drag across a curve to look closer, then ← → or Shift and drag to move along."));
+
+  const names = () => {
+    const known = new Set(state.runs.flatMap((run) => run.metrics));
+    return [...FIRST.filter((name) => known.has(name)), ...chosen.extra.filter((name) => known.has(name))];
+  };
+  const colour = (run) => getComputedStyle(document.documentElement).getPropertyValue(`--run-${run % 6}`).trim();
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function build(name) {
+    const about = state.metrics[name] ?? { title: name, meaning: "" };
+    const readout = h("span", { class: "readout" });
+    const holder = h("div", { class: "plot" });
+    const element = h("section", { class: "chart", "data-metric": name }, h("h2", { title: about.meaning }, about.title), readout, holder);
+    const one = { name, element, readout, holder, plot: null, data: null, seen: true };
+    observer.observe(element);
+    return one;
+  }
+
+  const observer = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const one = charts.get(entry.target.dataset.metric);
+      if (!one) continue;
+      one.seen = entry.isIntersecting;
+      if (one.seen && one.late) draw(one);
+    }
+  }, { rootMargin: "20px" });
+
+  function options(one) {
+    const series = [{}];
+    const bands = [];
+    state.runs.forEach((_, run) => {
+      const line = colour(run);
+      bands.push({ series: [series.length, series.length + 1], fill: `${line}22` });
+      series.push({ scale: "y", stroke: `${line}66`, width: 1, points: { show: false }, spanGaps: true });
+      series.push({ scale: "y", stroke: `${line}66`, width: 1, points: { show: false }, spanGaps: true });
+      series.push({ scale: "y", stroke: line, width: 2, points: { size: 4 }, spanGaps: true });
+    });
+    const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+    return {
+      width: Math.max(280, one.holder.clientWidth), height: 190, legend: { show: false }, series, bands,
+      cursor: { sync: { key: "surefoot", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 } },
+      scales: { x: { time: false, range: (_, low, high) => chosen.range ?? [low, high] }, y: { distr: chosen.log ? 3 : 1 } },
+      axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((x) => steps(x)) }, { ...axis, size: 62, values: (_, ticks) => ticks.map((x) => (x === null ? "" : short(x))) }],
+      hooks: {
+        setCursor: [(plot) => read(one, plot.cursor.idx)],
+        setSelect: [(plot) => {
+          if (plot.select.width < 4) return;
+          const [low, high] = [plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")];
+          plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+          look([low, high]);
+        }],
+      },
+    };
+  }
+
+  function read(one, at) {
+    if (!one.data) return;
+    const known = one.data.points;
+    const parts = state.runs.map((_, run) => {
+      const line = known[run];
+      let i = at ?? line.high.length - 1;
+      if (at === null || at === undefined) while (i > 0 && line.high[i] === null) i--;
+      return h("span", { class: `run-${run % 6}` }, short(line.high[i]));
+    });
+    show(one.readout, at === null || at === undefined ? [] : h("i", {}, `step ${steps(one.data.steps[at])}`), parts);
+  }
+
+  function draw(one) {
+    one.late = false;
+    if (!one.data) return;
+    const positive = (line) => (chosen.log ? line.map((x) => (x !== null && x > 0 ? x : null)) : line);
+    const rows = one.data.points.flatMap((line) => {
+      const high = positive(line.high);
+      return [line.low ? positive(line.low) : high.map(() => null), high, positive(line.smooth)];
+    });
+    if (one.plot) one.plot.setData([one.data.steps, ...rows]);
+    else {
+      show(one.holder);
+      one.plot = new uPlot(options(one), [one.data.steps, ...rows], one.holder);
+      one.plot.over.addEventListener("pointerdown", (event) => event.shiftKey && grab(event, one.plot), true);
+      one.plot.over.addEventListener("dblclick", () => look(null));
+    }
+    read(one, null);
+  }
+
+  function grab(event, plot) {
+    if (!chosen.range) return;
+    event.stopImmediatePropagation();
+    event.preventDefault();
+    const [from, range] = [event.clientX, chosen.range];
+    const width = plot.over.clientWidth;
+    const move = (now) => shift(range, ((from - now.clientX) / width) * (range[1] - range[0]));
+    const stop = () => {
+      removeEventListener("pointermove", move);
+      removeEventListener("pointerup", stop);
+    };
+    addEventListener("pointermove", move);
+    addEventListener("pointerup", stop);
+  }
+  // uPlot begins its selection on mousedown; a pan is none.
+  grid.addEventListener("mousedown", (event) => event.shiftKey && event.stopImmediatePropagation(), true);
+
+  function shift(range, by) {
+    look([range[0] + by, range[1] + by]);
+  }
+
+  function look(range) {
+    chosen.range = range;
+    back.hidden = range === null;
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(() => {
+      const begun = performance.now();
+      for (const one of charts.values()) {
+        if (!one.plot) continue;
+        if (!one.seen) one.late = true;
+        else if (range) one.plot.batch(() => one.plot.setScale("x", { min: range[0], max: range[1] })); // now, not in a task of its own
+      }
+      window.surefoot.frames.push(performance.now() - begun);
+    });
+    fetchSoon(WAIT);
+  }
+
+  function fetchSoon(wait) {
+    clearTimeout(timer);
+    timer = setTimeout(refresh, wait);
+  }
+
+  async function refresh() {
+    const number = ++asked;
+    fill();
+    const wanted = names();
+    const query = new URLSearchParams({ runs: state.runs.map((_, i) => i).join(","), metrics: wanted.join(","), points: POINTS, smoothing: chosen.smoothing });
+    if (chosen.range) {
+      const room = chosen.range[1] - chosen.range[0]; // to be moved along without waiting
+      query.set("from", chosen.range[0] - room / 2);
+      query.set("to", chosen.range[1] + room / 2);
+      query.set("points", POINTS * 2);
+    }
+    const found = await ask(`api/curves?${query}`);
+    if (number !== asked) return;
+    for (const name of wanted) {
+      const one = charts.get(name);
+      if (!one) continue;
+      one.data = { steps: found.steps, points: found.curves[name] };
+      if (one.seen || !one.plot) draw(one);
+      else one.late = true;
+    }
+    element.dataset.iterations = found.iterations.join(",");
+  }
+
+  function fill() {
+    const wanted = names();
+    for (const [name, one] of charts) if (!wanted.includes(name)) drop(name, one);
+    for (const name of wanted) if (!charts.has(name)) charts.set(name, build(name));
+    if (grid.children.length !== wanted.length || wanted.some((name, i) => grid.children[i] !== charts.get(name).element))
+      show(grid, wanted.map((name) => charts.get(name).element));
+    const others = [...new Set(state.runs.flatMap((run) => run.metrics))].filter((name) => !wanted.includes(name) && !["iteration", "steps"].includes(name));
+    show(more, h("option", { value: "", selected: true, disabled: true }, "choose"), others.map((name) => h("option", { value: name }, state.metrics[name]?.title ?? name)));
+  }
+
+  function drop(name, one) {
+    observer.unobserve(one.element);
+    one.plot?.destroy();
+    charts.delete(name);
+  }
+
+  function rebuild() {
+    for (const [name, one] of charts) drop(name, one);
+    show(grid);
+    refresh();
+  }
+
+  function keys(event) {
+    if (!chosen.range || /^(INPUT|SELECT)$/.test(event.target.tagName)) return;
+    const by = { ArrowLeft: -0.1, ArrowRight: 0.1 }[event.key];
+    if (by) shift(chosen.range, by * (chosen.range[1] - chosen.range[0]));
+    if (event.key === "Escape") look(null);
+  }
+  document.addEventListener("keydown", keys);
+  document.addEventListener("themechange", rebuild);
+  let width = 0;
+  const sizes = new ResizeObserver(() => {
+    if (Math.abs(grid.clientWidth - width) < 2) return;
+    width = grid.clientWidth;
+    for (const one of charts.values()) one.plot?.setSize({ width: Math.max(280, one.holder.clientWidth), height: 190 });
+  });
+  sizes.observe(grid);
+
+  const element = h("div", { id: "curves" }, controls, grid);
+  fill();
+  requestAnimationFrame(refresh);
+  return {
+    element, refresh,
+    close() {
+      observer.disconnect();
+      sizes.disconnect();
+      clearTimeout(timer);
+      document.removeEventListener("keydown", keys);
+      document.removeEventListener("themechange", rebuild);
+      for (const one of charts.values()) one.plot?.destroy();
+    },
+  };
+}

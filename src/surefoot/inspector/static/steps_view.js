@@ -1,0 +1,210 @@
+// Down to a step or a token: a row of a trace, coloured by what its steps have, and the whole chain of the one that is chosen.
+
+import { ask, fine, short, steps, visible } from "./api.js";
+import { audit, credit, visit } from "./chain.js";
+import { h, set, show } from "./dom.js";
+import { judge, pushed, reason } from "./surrogate.js";
+
+const COLOURS = {
+  reward: { title: "reward", of: (row, t) => row.rewards[t] },
+  kl: { title: "KL", of: (row, t) => row.reward_parts.kl[t], has: (row) => row.reward_parts.kl },
+  value: { title: "value", of: (row, t) => row.values[t], has: (row) => row.visits.values || row.values.some((x) => x) },
+  td: { title: "TD residual", of: (row, t) => row.td_residuals[t] },
+  advantage: { title: "advantage", of: (row, t) => row.advantages[t] },
+  ratio: { title: "ratio", of: (row, t, k) => Math.log(row.visits.ratio[k][t]), shown: (row, t, k) => row.visits.ratio[k][t], visit: true },
+  branch: { title: "branch", visit: true },
+};
+const FINDS = { clipped: "clipped", ratio: "largest ratio", best: "best advantage", worst: "worst advantage", truncated: "truncated" };
+
+export function makeSteps(state, at) {
+  const first = Math.max(0, state.runs.findIndex((run) => run.traces.length));
+  const chosen = { run: first, steps: null, index: 0, t: 0, k: 0, colour: "advantage" };
+  let trace = null;
+  let row = null;
+  let asked = 0;
+
+  const run = h("select", { id: "steps-run", onchange: () => go([Number(run.value)]) });
+  const when = h("input", { type: "range", id: "iteration", min: 0, value: 0, oninput: () => go([chosen.run, current().traces[Number(when.value)]]) });
+  const told = h("output", { for: "iteration" });
+  const rows = h("div", { class: "rows", id: "rows", role: "listbox", "aria-label": "rows of the trace" });
+  const hits = h("div", { id: "hits" });
+  const find = h("div", { class: "finds", role: "group", "aria-label": "find" }, Object.entries(FINDS).map(([what, title]) =>
+    h("button", { type: "button", "data-find": what, "aria-pressed": "false", onclick: (event) => search(what, event.currentTarget) }, title)));
+  const colours = h("div", { class: "finds", role: "group", "aria-label": "colour by" });
+  const pass = h("input", { type: "range", id: "visit", min: 0, value: 0, oninput: () => choose({ k: Number(pass.value) }) });
+  const spoken = h("output", { for: "visit" });
+  const cells = h("div", { class: "steps", id: "steps", role: "listbox", "aria-label": "steps of the row", "aria-orientation": "horizontal" });
+  const prompt = h("p", { class: "prompt", id: "prompt" });
+  const scale = h("p", { class: "legend" });
+  const checked = h("p", { id: "audit", class: "hint", role: "status" });
+  const chain = h("div", { id: "chain", class: "chain", "aria-live": "polite" });
+  const visits = h("div", { id: "visits", class: "scroll" });
+  const paging = h("p", { class: "hint" });
+
+  const current = () => state.runs[chosen.run];
+
+  async function go(place) {
+    const number = ++asked;
+    const [wanted, where, index, t, k] = place;
+    chosen.run = state.runs[wanted]?.traces.length ? wanted : first;
+    const traces = current().traces;
+    chosen.steps = traces.includes(where) ? where : traces.at(-1);
+    show(run, state.runs.map((one, i) => h("option", { value: i, disabled: !one.traces.length, selected: i === chosen.run }, one.name)));
+    set(when, { max: traces.length - 1 });
+    when.value = traces.indexOf(chosen.steps);
+    try {
+      trace = await ask(`api/runs/${chosen.run}/traces/${chosen.steps}`);
+      if (number !== asked) return;
+      show(told, `iteration ${trace.iteration}, step ${steps(trace.steps)}`);
+      show(rows, trace.rows.map((one, i) => line(one, i)));
+      chosen.index = Math.min(index ?? 0, trace.rows.length - 1);
+      await load(t ?? 0, k, number);
+    } catch (error) {
+      show(checked, error.message);
+    }
+  }
+
+  function line(one, i) {
+    const what = one.prompt === null ? `environment ${one.row}, steps ${one.start}–${one.start + one.length - 1}` : visible(one.prompt);
+    const share = one.visits ? Math.round((100 * one.stopped) / one.visits) : 0;
+    return h("button", { type: "button", role: "option", onclick: () => go([chosen.run, chosen.steps, i]) },
+      h("b", {}, what), h("span", {}, `${one.length} ${one.prompt === null ? "step" : "token"}${one.length === 1 ? "" : "s"} · reward ${short(one.reward)} · largest ρ ${short(one.ratio_max)}`
+        + `${share ? ` · ${share} % clipped` : ""}${one.truncated ? " · truncated" : ""}`));
+  }
+
+  async function load(t, k, number) {
+    const from = Math.max(0, Math.floor(t / 4096) * 4096);
+    const found = await ask(`api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}?from=${from}`);
+    if (number !== asked) return;
+    row = found;
+    [...rows.children].forEach((button, i) => button.setAttribute("aria-selected", String(i === chosen.index)));
+    const text = row.tokens !== null;
+    prompt.hidden = !text;
+    show(prompt, text ? visible(row.prompt ?? "") : "");
+    cells.classList.toggle("text", text);
+    show(cells, row.mask.map((kept, i) => h("span", { role: "option", "data-t": i, class: kept ? "" : "masked", tabindex: "-1" }, text ? visible(row.tokens[i]) || "∅" : "")));
+    const known = Object.entries(COLOURS).filter(([, each]) => !each.has || each.has(row));
+    show(colours, known.map(([name, each]) => h("button", { type: "button", "data-colour": name, onclick: () => choose({ colour: name }) }, each.title)));
+    if (!known.some(([name]) => name === chosen.colour)) chosen.colour = "advantage";
+    set(pass, { max: Math.max(0, row.visits.updates.length - 1) });
+    const more = row.length > row.mask.length;
+    show(paging, more ? `Steps ${steps(row.first)} to ${steps(row.first + row.mask.length - 1)} of ${steps(row.length)}. ` : "", more
+      ? [["earlier", row.first - 4096], ["later", row.first + 4096]].filter(([, to]) => to >= 0 && to < row.length).map(([name, to]) =>
+        h("button", { type: "button", onclick: () => go([chosen.run, chosen.steps, chosen.index, to]) }, name)) : []);
+    const result = audit(trace, row, current().value_lambda);
+    checked.dataset.wrong = result.wrong.length;
+    checked.dataset.count = result.count;
+    show(checked, result.wrong.length
+      ? `${steps(result.wrong.length)} of ${steps(result.count)} numbers do not add up, the first at ${result.wrong[0].t}: ${result.wrong[0].name}`
+      : `✓ ${steps(result.count)} numbers of this row worked out again from those below them: all add up.`);
+    choose({ t: Math.min(Math.max(0, t - row.first), row.mask.length - 1), k: Math.min(k ?? row.visits.updates.length - 1, row.visits.updates.length - 1) });
+  }
+
+  function choose(next) {
+    Object.assign(chosen, next);
+    history.replaceState(null, "", `#steps/${[chosen.run, chosen.steps, chosen.index, row.first + chosen.t, chosen.k].join("/")}`);
+    pass.value = chosen.k;
+    show(spoken, `pass ${chosen.k + 1} of ${row.visits.updates.length}`);
+    for (const button of colours.children) button.setAttribute("aria-pressed", String(button.dataset.colour === chosen.colour));
+    paint();
+    [...cells.children].forEach((cell, i) => {
+      cell.setAttribute("aria-selected", String(i === chosen.t));
+      cell.tabIndex = i === chosen.t ? 0 : -1;
+    });
+    explain();
+  }
+
+  function paint() {
+    const by = COLOURS[chosen.colour];
+    const there = (t) => row.mask[t] && (!by.visit || row.visits.updates[chosen.k]?.[t] >= 0);
+    if (chosen.colour === "branch") {
+      [...cells.children].forEach((cell, t) => {
+        const flows = there(t) && ["unclipped", "log_prob"].includes(row.branches[row.visits.branch[chosen.k][t]]);
+        cell.style.background = !there(t) ? "" : flows ? "var(--up-wash)" : "var(--down-wash)";
+        cell.setAttribute("aria-label", label(t, there(t) ? row.branches[row.visits.branch[chosen.k][t]] : "not visited"));
+      });
+      show(scale, h("span", { class: "swatch raise" }), "gradient flows", h("span", { class: "swatch lower" }), "clipped");
+      return;
+    }
+    const values = row.mask.map((_, t) => (there(t) ? by.of(row, t, chosen.k) : null));
+    const most = Math.max(1e-9, ...values.filter((x) => x !== null && Number.isFinite(x)).map(Math.abs));
+    [...cells.children].forEach((cell, t) => {
+      const x = values[t];
+      const share = x === null || !Number.isFinite(x) ? 0 : Math.round(70 * Math.sqrt(Math.abs(x) / most));
+      cell.style.background = share ? `color-mix(in srgb, var(--${x > 0 ? "up" : "down"}) ${share}%, transparent)` : "";
+      cell.setAttribute("aria-label", label(t, `${by.title} ${short((by.shown ?? by.of)(row, t, chosen.k))}`));
+    });
+    const [low, high] = by.shown ? [Math.exp(-most), Math.exp(most)] : [-most, most];
+    show(scale, h("span", { class: "swatch full-down" }), short(low), h("span", { class: "swatch" }), by.shown ? "1" : "0", h("span", { class: "swatch full-up" }), short(high));
+  }
+
+  const label = (t, said) => `${row.tokens ? `token ${row.first + t} ${visible(row.tokens[t])}` : `step ${row.start + row.first + t}`}: ${said}`;
+
+  function explain() {
+    const [t, k] = [chosen.t, chosen.k];
+    const name = row.tokens ? h("span", {}, "Token ", h("code", {}, visible(row.tokens[t]) || "∅")) : `Step ${row.start + row.first + t} of environment ${row.row}`;
+    const end = row.terminated[t] ? " · the end" : row.truncated[t] ? " · cut here" : "";
+    if (!row.mask[t]) {
+      show(chain, h("h3", {}, name, end), h("p", { class: "why" }, "This is not the policy’s: it is masked, and nothing is learned here."));
+      show(visits);
+      return;
+    }
+    const lines = [credit(trace, row, t, current().value_lambda), visit(trace, row, t, k)];
+    const it = trace.rule && row.visits.updates[k]?.[t] >= 0 && row.old_log_probs ? judge(row.visits.ratio[k][t], row.visits.advantages[k][t], trace.rule) : null;
+    show(chain, h("h3", {}, name, end), h("dl", {}, lines[0].map(written)),
+      h("h3", {}, lines[1].length ? `Pass ${k + 1}, after ${steps(row.visits.updates[k][t])} updates` : `Pass ${k + 1}: not visited`),
+      h("dl", {}, lines[1].map(written), it ? h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", {}, pushed(it))), h("dd")) : null),
+      it ? h("p", { class: "why" }, reason(it, trace.rule)) : null);
+    const seen = row.visits;
+    show(visits, h("table", { class: "visits" },
+      h("thead", {}, h("tr", {}, ["pass", "ρ", "Â", "J", "branch", ...(seen.values ? ["V"] : [])].map((title) => h("th", { scope: "col" }, title)))),
+      h("tbody", {}, seen.updates.map((_, i) => (seen.updates[i][t] < 0 ? null : h("tr", { class: i === k ? "here" : "", onclick: () => choose({ k: i }) },
+        [i + 1, ...["ratio", "advantages", "surrogate"].map((each) => (each === "ratio" ? fine : short)(seen[each][i][t])), row.branches[seen.branch[i][t]].replace("_", " "),
+          ...(seen.values ? [short(seen.values[i][t])] : [])].map((x) => h("td", {}, String(x)))))))));
+  }
+
+  function written(each) {
+    return h("div", { class: each.taken ? "taken" : "", "data-term": each.name }, h("dt", {}, each.name), h("dd", {}, each.text, " = ", h("b", {}, (each.digits ?? short)(each.value))),
+      h("dd", { class: "mark" }, each.taken ? "taken" : each.recorded === null ? "" : each.ok ? h("span", { title: `the trace has ${each.recorded}` }, "✓") : h("span", { class: "wrong" }, `✗ ${short(each.recorded)}`)));
+  }
+
+  cells.addEventListener("click", (event) => {
+    const cell = event.target.closest("[data-t]");
+    if (cell) choose({ t: Number(cell.dataset.t) });
+  });
+  cells.addEventListener("keydown", (event) => {
+    const last = row.mask.length - 1;
+    const to = { ArrowLeft: chosen.t - 1, ArrowRight: chosen.t + 1, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    choose({ t: Math.min(Math.max(to, 0), last) });
+    cells.children[chosen.t].focus();
+  });
+
+  async function search(what, button) {
+    const on = button.getAttribute("aria-pressed") === "true";
+    for (const each of find.children) each.setAttribute("aria-pressed", "false");
+    if (on) return show(hits);
+    button.setAttribute("aria-pressed", "true");
+    show(hits, h("p", { class: "hint" }, "looking through every trace …"));
+    const found = await ask(`api/runs/${chosen.run}/find/${what}`);
+    show(hits, found.length ? h("ol", {}, found.map((hit) => h("li", {}, h("button", { type: "button", onclick: () => go([chosen.run, hit.steps, hit.index, hit.t, hit.visit]) },
+      hit.text === null ? `step ${hit.step}` : visible(hit.text) || "∅", h("span", {}, ` ρ ${short(hit.ratio)} · A ${short(hit.advantage)} · at ${steps(hit.steps)}`)))))
+      : h("p", { class: "hint" }, "None in the traces of this run."));
+  }
+
+  const element = h("div", { class: "drill" },
+    h("form", { class: "controls wide", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), h("label", {}, h("span", {}, "iteration"), when, told),
+      h("label", {}, h("span", {}, "pass"), pass, spoken)),
+    h("div", { class: "columns" },
+      h("aside", {}, h("h2", {}, "Rows"), rows, h("h2", {}, "Find"), find, hits),
+      h("div", {}, h("div", { class: "byline" }, h("span", { class: "hint" }, "colour by"), colours), prompt, cells, scale, paging, checked,
+        h("div", { class: "halves even" }, chain, visits))));
+  go(at);
+  return {
+    element, go,
+    refresh() {
+      set(when, { max: current().traces.length - 1 });
+    },
+  };
+}

@@ -1,0 +1,317 @@
+"""What the inspector knows of some runs. It reads their folders and never writes to them."""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.config import read_toml
+from surefoot.errors import SurefootError
+from surefoot.inspector.curves import Columns, curve, grid_of, numbers
+from surefoot.inspector.samples import has_ratios, passes, rule_of, to_json
+from surefoot.run.dashboard import SHOWN
+from surefoot.run.folder import FINISHED, check_is_run
+from surefoot.run.metrics import METRICS
+from surefoot.run.traces import read_trace, traces_in
+from surefoot.traces import BRANCHES, Trace, TracedRow
+
+SHOWN_SAMPLES, SHOWN_STEPS, LONGEST_TEXT = 20_000, 4_096, 20_000
+KEPT_TRACES = 6
+PER_STEP = ("rewards", "values", "next_values", "td_residuals", "advantages", "returns", "old_log_probs", "ref_log_probs")
+PER_VISIT = ("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values")
+FINDS = ("clipped", "ratio", "best", "worst", "truncated")
+
+
+class NotThere(SurefootError):
+    """A run, an iteration or a row that is not there, or not any more."""
+
+
+class Store:
+    """Runs by their number.
+
+    Raises SurefootError when a path is no run.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        for path in paths:
+            check_is_run(path)
+        self.paths = paths
+        self.names = run_names(paths)
+        self.columns = [Columns(path / "metrics.jsonl") for path in paths]
+        self.lock = threading.Lock()
+        self.traces: OrderedDict[tuple[Path, int], Trace] = OrderedDict()
+
+    def read_ahead(self) -> None:
+        """Read all metrics now, so that whoever asks first waits less."""
+        for columns in self.columns:
+            columns.read_on()
+
+    def path(self, run: int) -> Path:
+        if not 0 <= run < len(self.paths):
+            raise NotThere(f"run={run}: there are {len(self.paths)}")
+        return self.paths[run]
+
+    def runs(self) -> list[dict[str, Any]]:
+        """What there is of each run."""
+        return [self._run(number) for number in range(len(self.paths))]
+
+    def _run(self, run: int) -> dict[str, Any]:
+        path, columns = self.paths[run], self.columns[run]
+        iterations = columns.read_on()
+        recipe = read_toml(path / "config.toml")
+        return {
+            "name": self.names[run],
+            "kind": recipe.get("kind", "control"),
+            "trained": str(recipe.get("task") or Path(str(recipe.get("model", ""))).name),
+            "algorithm": recipe.get("algorithm", ""),
+            "value_lambda": recipe.get("objective", {}).get("value_lambda", "none"),
+            "budget": recipe.get("steps"),
+            "finished": (path / FINISHED).is_file(),
+            "iterations": iterations,
+            "steps": int(columns.columns["steps"][-1]) if iterations else 0,
+            "metrics": columns.names(),
+            "traces": [int(file.stem) for file in traces_in(path / "traces")],
+            "samples": sample_steps(path),
+            "videos": [file.name for file in self.videos(run)],
+        }
+
+    def curves(
+        self, runs: list[int], names: list[str], start: float, end: float, points: int, smoothing: float
+    ) -> dict[str, Any]:
+        """Metrics of runs on a grid that they share.
+
+        smoothing   the share of a run that the running mean is over
+        """
+        found = [self.columns[run] for run in runs if self.path(run)]
+        counts = [columns.read_on() for columns in found]
+        inside = [c for c in found if len(x := c.columns.get("steps", np.empty(0))) and ((x >= start) & (x <= end)).any()]
+        grid = grid_of(inside, start, end, max(2, min(points, 4000))) if inside else np.empty(0)
+        told: dict[str, list[dict[str, Any]]] = {}
+        for name in names:
+            told[name] = []
+            for columns, count in zip(found, counts, strict=True):
+                drawn = curve(columns, name, grid, max(1, round(smoothing * count)))
+                same = np.array_equal(drawn.low, drawn.high, equal_nan=True)
+                told[name].append(
+                    {"high": numbers(drawn.high), "low": None if same else numbers(drawn.low), "smooth": numbers(drawn.smooth)}
+                )
+        return {"steps": numbers_exact(grid), "curves": told, "iterations": counts}
+
+    # ---- traces
+
+    def trace(self, run: int, steps: int) -> Trace:
+        """A trace; the last few are kept."""
+        path = self.path(run) / "traces" / f"{steps}.safetensors"
+        if steps not in [int(file.stem) for file in traces_in(path.parent)]:
+            raise NotThere(f"steps={steps}: {self.names[run]} has no trace there")
+        key = (path, path.stat().st_mtime_ns)
+        with self.lock:
+            if key not in self.traces:
+                self.traces[key] = read_trace(path)
+                while len(self.traces) > KEPT_TRACES:
+                    self.traces.popitem(last=False)
+            self.traces.move_to_end(key)
+            return self.traces[key]
+
+    def rows(self, run: int, steps: int) -> dict[str, Any]:
+        """What an iteration is: its numbers, and a line for each of its rows."""
+        trace = self.trace(run, steps)
+        longest = max((len(row.visits.updates) for row in trace.rows), default=0)
+        numbers_of = ("iteration", "steps", "gamma", "gae_lambda", "baseline", "clip", "clip_high", "dual_clip", "ratio")
+        return {
+            **{name: getattr(trace, name) for name in numbers_of},
+            "rule": rule_of(trace),
+            "passes": longest if has_ratios(trace) else 0,
+            "visits": longest,
+            "rows": [self._line(row) for row in trace.rows],
+        }
+
+    def _line(self, row: TracedRow) -> dict[str, Any]:
+        seen = row.visits.updates >= 0
+        return {
+            "row": row.row,
+            "start": row.start,
+            "length": len(row.rewards),
+            "reward": finite(row.rewards.sum().reshape(1))[0],
+            "ratio_max": finite(row.visits.ratio[seen].max().reshape(1))[0] if seen.any() else None,
+            "stopped": int((seen & ~row.visits.gradient_flows).sum()),
+            "visits": int(seen.sum()),
+            "truncated": bool(row.truncated.any()),
+            "prompt": shortened(row.about.get("prompt"), 200),
+        }
+
+    def row(self, run: int, steps: int, index: int, start: int = 0) -> dict[str, Any]:
+        """A row with every number of up to 4,096 of its steps, from ``start`` on."""
+        trace = self.trace(run, steps)
+        if not 0 <= index < len(trace.rows):
+            raise NotThere(f"row={index}: the trace has {len(trace.rows)}")
+        row = trace.rows[index]
+        count = len(row.rewards)
+        first = max(0, min(start, count - 1))
+        part = slice(first, first + SHOWN_STEPS)
+        tokens = row.about.get("tokens")
+        told: dict[str, Any] = {name: exact(getattr(row, name), part) for name in PER_STEP}
+        told |= {name: getattr(row, name)[part].tolist() for name in ("mask", "terminated", "truncated")}
+        told["reward_parts"] = {name: exact(x, part) for name, x in row.reward_parts.items()}
+        told["actions"] = row.actions[part].tolist() if row.actions.ndim == 1 else [numbers(x) for x in row.actions[part]]
+        told["visits"] = {name: exact_rows(getattr(row.visits, name), part) for name in PER_VISIT}
+        told["branches"] = BRANCHES
+        after = first + SHOWN_STEPS
+        told |= {
+            "row": row.row,
+            "start": row.start,
+            "first": first,
+            "length": count,
+            "beyond": float(row.advantages[after]) if after < count else None,
+            "tokens": None if tokens is None else [str(token) for token in tokens[part]],
+            "prompt": shortened(row.about.get("prompt"), LONGEST_TEXT),
+            "reference_beta": row.about.get("reference_beta"),
+        }
+        return told
+
+    def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
+        """The samples of a pass, or of all of them where the number is −1, thinned to what a screen shows."""
+        found = passes(self.trace(run, steps))
+        if not -1 <= number < len(found):
+            raise NotThere(f"pass={number}: the trace has {len(found)}")
+        chosen = found if number < 0 else [found[number]]
+        return {"parts": [to_json(part, max(1, SHOWN_SAMPLES // len(chosen))) for part in chosen]}
+
+    def find(self, run: int, what: str, limit: int = 40) -> list[dict[str, Any]]:
+        """The steps of all traces of a run that stand out most.
+
+        Raises NotThere when nobody can look for that.
+        """
+        if what not in FINDS:
+            raise NotThere(f"find={what!r}: is not one of {', '.join(FINDS)}")
+        found: list[tuple[float, dict[str, Any]]] = []
+        for file in traces_in(self.path(run) / "traces"):
+            try:
+                trace = self.trace(run, int(file.stem))
+            except (NotThere, FileNotFoundError):  # made room for another since
+                continue
+            for index, row in enumerate(trace.rows):
+                for rank, visit, t in _outstanding(row, what, limit):
+                    found.append((rank, {"steps": trace.steps, "index": index, "visit": visit, "t": t, **_told(row, visit, t)}))
+        found.sort(key=lambda pair: (-pair[0], -pair[1]["steps"]))
+        return [told for _, told in found[:limit]]
+
+    # ---- what a model said, and what an agent did
+
+    def samples(self, run: int, steps: int) -> list[dict[str, Any]]:
+        """What a model said at an evaluation: at most 200 rows, long texts shortened."""
+        path = self.path(run)
+        if steps not in sample_steps(path):
+            raise NotThere(f"steps={steps}: {self.names[run]} has no samples there")
+        found = []
+        text = (path / "samples" / f"{steps}.jsonl").read_text("utf-8", errors="replace")
+        for line in text.strip("\n").split("\n")[:200]:  # and not where a model wrote another kind of line end
+            sample = json.loads(line, parse_constant=lambda _: None)
+            texts = {name: said(sample.get(name)) for name in ("prompt", "response")}
+            found.append({**{name: x for name, x in sample.items() if not isinstance(x, str)}, **texts})
+        return found
+
+    def videos(self, run: int) -> list[Path]:
+        """The films of a run, by name."""
+        return sorted(file for file in (self.path(run) / "videos").glob("*.mp4") if file.is_file() and not file.is_symlink())
+
+
+def described(names: list[str]) -> dict[str, dict[str, str]]:
+    """What a metric is called, and what it means."""
+    return {
+        name: {"title": SHOWN[name][0] if name in SHOWN else name.replace("_", " "), "meaning": METRICS[name].meaning}
+        for name in names
+        if name in METRICS
+    }
+
+
+def run_names(paths: list[Path]) -> list[str]:
+    """The last part of each path, with as much before it as tells them apart."""
+    parts = [path.absolute().parts for path in paths]
+    for depth in range(1, max((len(part) for part in parts), default=1) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number}: {path.name}" for number, path in enumerate(paths, 1)]
+
+
+def sample_steps(path: Path) -> list[int]:
+    """After how many steps a model was asked."""
+    return sorted(int(file.stem) for file in (path / "samples").glob("*.jsonl") if re.fullmatch(r"\d+", file.stem))
+
+
+def shortened(text: Any, most: int) -> str | None:
+    """A text of at most so many characters; the middle is left out."""
+    if text is None:
+        return None
+    text = str(text)
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def said(text: Any) -> str:
+    """A prompt or a response, which may be a list of messages, as a text."""
+    return shortened(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), LONGEST_TEXT) or ""
+
+
+def exact(x: Tensor | None, part: slice) -> list[float | None] | None:
+    """As float32 has it; None for what is not finite.   [T]"""
+    return None if x is None else finite(x[part])
+
+
+def exact_rows(x: Tensor | None, part: slice) -> list[list[float | None]] | None:
+    """The same of each pass.   [K, T]"""
+    return None if x is None else [finite(line[part]) for line in x]
+
+
+def finite(x: Tensor) -> list[float | None]:
+    """Nine digits say all that a float32 holds, and make a shorter text than all of a float64's."""
+    values = x.double().tolist()
+    return [float(f"{v:.9g}") if abs(v) < float("inf") else None for v in values]
+
+
+def numbers_exact(grid: Any) -> list[float]:
+    """Steps, which have more than six digits."""
+    return [float(x) for x in grid]
+
+
+def _outstanding(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, int]]:
+    """(rank, visit, t) of the steps of a row that stand out."""
+    seen = row.visits.updates >= 0
+    if not seen.any():
+        return []
+    if what == "truncated":
+        at = (row.truncated & row.mask).nonzero().flatten().tolist()
+        return [(1.0, 0, t) for t in at]
+    if what in ("best", "worst"):
+        score = row.advantages.double() * (1 if what == "best" else -1)
+        score = torch.where(row.mask.bool(), score, -torch.inf)
+        top = score.topk(min(limit, len(score)))
+        return [(rank, 0, t) for rank, t in zip(top.values.tolist(), top.indices.tolist(), strict=True) if rank > -float("inf")]
+    score = row.visits.ratio.double()
+    if what == "clipped":  # those first whose ratio went furthest
+        score = torch.where(seen & ~row.visits.gradient_flows, score.log().abs(), -torch.inf)
+    else:
+        score = torch.where(seen, score, -torch.inf)
+    best, visit = score.max(0)
+    top = best.topk(min(limit, len(best)))
+    chosen = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+    return [(rank, int(visit[t]), t) for rank, t in chosen if rank > -float("inf")]
+
+
+def _told(row: TracedRow, visit: int, t: int) -> dict[str, Any]:
+    tokens = row.about.get("tokens")
+    return {
+        "row": row.row,
+        "step": row.start + t,
+        "ratio": finite(row.visits.ratio[visit, t : t + 1])[0],
+        "advantage": finite(row.advantages[t : t + 1])[0],
+        "reward": finite(row.rewards[t : t + 1])[0],
+        "branch": BRANCHES[int(row.visits.branch[visit, t])],
+        "text": None if tokens is None else str(tokens[t]),
+    }

@@ -1,0 +1,116 @@
+"""One headless Chromium for all tests of pages, and a small run with traces for them to look at."""
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from language.tiny import write_folder
+
+import surefoot
+from surefoot.inspector.server import application
+from surefoot.inspector.store import Store
+
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+QUIET += ("--disable-component-update", "--disable-sync")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """The system's browser; tests that need it are skipped where there is none, and fail under .ci/run."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        assert not os.environ.get("SUREFOOT_CI"), ".ci/run installs chromium, and there is none"
+        pytest.skip("tests of pages need a browser: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=list(QUIET))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any) -> Iterator[Any]:
+    """A new page; whatever it complains of fails the test, and so does any request beyond this machine."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    made = context.new_page()
+    wrong: list[str] = []
+    made.on("pageerror", lambda error: wrong.append(str(error)))
+    made.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    made.on("request", lambda request: None if local(request.url) else wrong.append(request.url))
+    yield made
+    context.close()
+    assert wrong == []
+
+
+def local(url: str) -> bool:
+    return url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:", "http://localhost:"))
+
+
+@pytest.fixture(scope="session")
+def cart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of control, traced in every other iteration."""
+    folder = tmp_path_factory.mktemp("inspected") / "cart"
+    surefoot.train("CartPole-v1", steps=2_048, seed=1, run_dir=folder, traces={"every": 512, "rows": 3}, display=None)
+    return folder
+
+
+HOSTILE = "<img src=x onerror=document.title='taken'>"
+REWARD = """
+def vowels(responses):
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+"""
+
+
+@pytest.fixture(scope="session")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a tiny model, traced in every iteration, whose name and prompts would like to be markup."""
+    folder = tmp_path_factory.mktemp("spoken")
+    write_folder(folder / "llama", "llama")
+    (folder / "rewards.py").write_text(REWARD)
+    for name, count in (("prompts", 24), ("held_out", 8)):
+        rows = [json.dumps({"prompt": f"{i}{HOSTILE} says\u202e "}) + "\n" for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+    run = folder / HOSTILE.replace("/", "")
+    surefoot.train(
+        "language",
+        run_dir=run,
+        model=str(folder / "llama"),
+        steps=32,
+        data={"train": str(folder / "prompts.jsonl"), "held_out": str(folder / "held_out.jsonl"), "max_length": 96},
+        sampling={"prompts": 8, "samples": 2, "max_tokens": 10},
+        reward={"terms": [{"function": f"{folder / 'rewards.py'}:vowels"}], "missing_eos": "none"},
+        reference={"beta": 0.3},
+        optimizer={"learning_rate": 1e-2, "micro_batch_tokens": 4096},
+        evaluation={"every": 16},
+        traces={"every": 1, "rows": 3},
+    )
+    return run
+
+
+@pytest.fixture(scope="session")
+def inspector() -> Iterator[Callable[[list[Path]], str]]:
+    """Begins to serve some runs, and says the address that the command would print."""
+    begun: list[tuple[Any, threading.Thread]] = []
+
+    def begin(runs: list[Path]) -> str:
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        config = uvicorn.Config(application(Store(runs), port, "once"), log_level="warning", lifespan="off", ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        begun.append((server, thread))
+        return f"http://127.0.0.1:{port}/enter?token=once"
+
+    yield begin
+    for server, thread in begun:
+        server.should_exit = True
+        thread.join(20)

@@ -1,0 +1,103 @@
+"""Columns follow a file that grows and is cut back; few points of many iterations lose no extreme."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surefoot.inspector.curves import Columns, curve, grid_of, numbers, running_mean
+
+
+def write(path: Path, rows: list[dict[str, Any]], mode: str = "a") -> None:
+    with path.open(mode) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows(start: int, stop: int) -> list[dict[str, Any]]:
+    return [{"iteration": i, "steps": 10 * i, "kl": 1.0 / i, "score": None if i % 3 else float(i)} for i in range(start, stop)]
+
+
+@pytest.fixture
+def columns(tmp_path: Path) -> Columns:
+    write(tmp_path / "metrics.jsonl", rows(1, 8))
+    return Columns(tmp_path / "metrics.jsonl")
+
+
+def test_what_is_written_later_is_read_on_and_what_was_unknown_before_is_nan(columns: Columns) -> None:
+    assert columns.read_on() == 7
+    write(columns.path, [{**row, "late": 2.0, "words": "no number"} for row in rows(8, 10)])
+    assert columns.read_on() == 9
+    assert columns.columns["steps"].tolist() == [10.0 * i for i in range(1, 10)]
+    assert np.isnan(columns.columns["late"][:7]).all()
+    assert columns.columns["late"][7:].tolist() == [2.0, 2.0]
+    assert "words" not in columns.names()
+    assert set(columns.names()) == {"iteration", "steps", "kl", "score", "late"}
+
+
+def test_a_line_is_read_when_it_is_whole(columns: Columns) -> None:
+    with columns.path.open("a") as file:
+        file.write('{"iteration": 8, "steps":')
+    assert columns.read_on() == 7
+    with columns.path.open("a") as file:
+        file.write(' 80, "kl": 0.5}\n')
+    assert columns.read_on() == 8
+    assert columns.columns["kl"][-1] == 0.5
+
+
+def test_a_file_that_a_resumed_run_cut_back_is_read_anew(columns: Columns, tmp_path: Path) -> None:
+    assert columns.read_on() == 7
+    write(tmp_path / "other", rows(1, 4), "w")
+    (tmp_path / "other").replace(columns.path)
+    assert columns.read_on() == 3
+    columns.path.unlink()
+    assert columns.read_on() == 0
+
+
+def test_few_iterations_are_told_as_they_are(columns: Columns) -> None:
+    columns.read_on()
+    grid = grid_of([columns], -np.inf, np.inf, 100)
+    told = curve(columns, "score", grid, 1)
+    assert grid.tolist() == [10.0 * i for i in range(1, 8)]
+    assert numbers(told.high) == numbers(told.low) == numbers(told.smooth) == [None, None, 3.0, None, None, 6.0, None]
+    assert numbers(curve(columns, "nothing", grid, 1).high) == [None] * 7
+
+
+def test_no_spike_of_many_iterations_is_lost(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    values = generator.normal(size=5_000)
+    values[generator.integers(0, 5_000, 40)] = np.nan
+    values[3_333] = 99.0
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"steps": i, "x": None if np.isnan(v) else v} for i, v in enumerate(values.tolist())])
+    run = Columns(path)
+    run.read_on()
+    grid = grid_of([run], 1_000.0, 4_500.0, 100)
+    told = curve(run, "x", grid, 50)
+    assert len(grid) == 100
+    assert (grid[0], grid[-1]) == (1_000.0, 4_500.0)
+    assert told.high.max() == 99.0
+    for before, at, low, high, smooth in zip(grid, grid[1:], told.low[1:], told.high[1:], told.smooth[1:], strict=False):
+        span = values[int(before) + 1 : int(at) + 1]
+        assert (low, high) == (np.nanmin(span), np.nanmax(span))
+        assert smooth == pytest.approx(np.nanmean(values[int(at) - 49 : int(at) + 1]))
+
+
+def test_runs_of_different_lengths_share_a_grid(tmp_path: Path) -> None:
+    runs = []
+    for name, every in (("a", 7), ("b", 11)):
+        write(tmp_path / name, [{"steps": every * i, "x": float(i)} for i in range(1, 20)])
+        runs.append(Columns(tmp_path / name))
+        runs[-1].read_on()
+    grid = grid_of(runs, -np.inf, np.inf, 1000)
+    assert set(grid.tolist()) == {7.0 * i for i in range(1, 20)} | {11.0 * i for i in range(1, 20)}
+    told = dict(zip(grid.tolist(), curve(runs[0], "x", grid, 1).high.tolist(), strict=True))
+    assert told[7.0 * 12] == 12.0
+    assert np.isnan(told[11.0])
+
+
+def test_a_running_mean_forgets_what_is_older_and_skips_what_is_unknown() -> None:
+    x = np.array([1.0, 3.0, np.nan, 5.0, 100.0])
+    assert running_mean(x, 2).tolist() == [1.0, 2.0, 3.0, 5.0, 52.5]
+    assert np.isnan(running_mean(np.array([np.nan, 1.0]), 1)[0])

@@ -1,0 +1,244 @@
+"""The inspector in a real browser: curves that live, the chain of a step and of a token, what is found, and hostile text."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot import read_trace
+from surefoot.run.traces import traces_in
+from surefoot.run.tracking import read_metrics
+
+from .conftest import HOSTILE
+
+Begin = Callable[[list[Path]], str]
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-").replace(",", ""))
+
+
+def bold(page: Any, term: str) -> float:
+    return number(page.inner_text(f'#chain [data-term="{term}"] b'))
+
+
+def settled(page: Any) -> None:
+    page.wait_for_selector("#audit[data-count]")
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait for a condition; the page's policy lets nobody evaluate a string in it repeatedly, so it is asked from here."""
+    for _ in range(100):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never became true: {condition}")
+
+
+def test_curves_are_the_runs_own_and_share_a_cursor(page: Any, cart: Path, spoken: Path, inspector: Begin) -> None:
+    page.goto(inspector([cart]))
+    page.wait_for_selector("#curves[data-iterations='8'] .chart canvas")
+    assert "token" not in page.url, "the address in the bar is one that can be kept"
+    shown = {chart.get_attribute("data-metric"): chart for chart in page.query_selector_all(".chart")}
+    assert {"episode_return", "kl", "entropy", "clip_active", "ratio_outside", "explained_variance", "steps_per_second"} <= set(
+        shown
+    )
+    rows = read_metrics(cart / "metrics.jsonl")
+    for name in ("kl", "entropy", "explained_variance"):
+        assert number(shown[name].query_selector(".readout span").inner_text()) == pytest.approx(rows[-1][name], rel=5e-3)
+    box = shown["kl"].query_selector(".u-over").bounding_box()
+    page.mouse.move(box["x"] + 1, box["y"] + 40)
+    for name in ("kl", "entropy"):
+        assert shown[name].query_selector(".readout i").inner_text() == "step 256"
+        assert number(shown[name].query_selector(".readout span").inner_text()) == pytest.approx(rows[0][name], rel=5e-3)
+    page.check("#log")
+    page.select_option("#more", "ratio_max")
+    page.wait_for_selector('.chart[data-metric="ratio_max"] canvas')
+
+
+def test_looking_closer_and_moving_along_takes_little_of_a_frame(page: Any, cart: Path, inspector: Begin) -> None:
+    page.goto(inspector([cart]))
+    page.wait_for_selector(".chart[data-metric=kl] canvas")
+    box = page.query_selector(".chart[data-metric=kl] .u-over").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.2 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], middle, steps=3)
+    page.mouse.up()
+    page.wait_for_selector("#whole:not([hidden])")
+    page.evaluate("window.surefoot.frames = []")
+    page.keyboard.down("Shift")
+    page.mouse.move(box["x"] + 0.7 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.3 * box["width"], middle, steps=20)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(50)
+    frames = page.evaluate("window.surefoot.frames")
+    mean = sum(frames) / len(frames)
+    print(f"panning: {len(frames)} frames, {max(frames):.1f} ms of the main thread at most, {mean:.1f} ms on average")
+    assert len(frames) > 3
+    page.click("#whole")
+    page.wait_for_selector("#whole", state="hidden")
+
+
+def test_a_run_that_goes_on_is_followed(page: Any, cart: Path, tmp_path: Path, inspector: Begin) -> None:
+    copy = tmp_path / "going"
+    shutil.copytree(cart, copy)
+    lines = (cart / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:5]))
+    page.goto(inspector([copy]))
+    page.wait_for_selector("#curves[data-iterations='5']")
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write("".join(lines[5:7]))
+    page.wait_for_selector("#curves[data-iterations='7']", timeout=8_000)
+    last = json.loads(lines[6])
+    assert number(page.inner_text(".chart[data-metric=kl] .readout span")) == pytest.approx(last["kl"], rel=5e-3)
+    assert f"{last['steps']:,} of 2,048 steps" in page.inner_text("#runs")
+
+
+def test_the_chain_of_a_token_adds_up_and_is_what_the_trace_has(page: Any, spoken: Path, inspector: Begin) -> None:
+    page.goto(inspector([spoken]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    files = traces_in(spoken / "traces")
+    trace = read_trace(files[-1])
+    lengths = [len(row.rewards) for row in trace.rows]
+    index = lengths.index(max(lengths))
+    if index:
+        page.click(f"#rows button:nth-child({index + 1})")
+        page.wait_for_selector(f"#rows button:nth-child({index + 1})[aria-selected=true]")
+    row, t = trace.rows[index], lengths[index] // 2
+    tokens = [cell.text_content() for cell in page.query_selector_all("#steps [data-t]")]
+    assert tokens == [token.replace("\n", "⏎") for token in row.about["tokens"]]
+    page.click(f"#steps [data-t='{t}']")
+    for visit in range(len(row.visits.updates)):
+        page.locator("#visit").fill(str(visit))
+        for term, value in {
+            "reward": row.rewards[t],
+            "TD residual": row.td_residuals[t],
+            "advantage": row.advantages[t],
+            "critic’s target": row.returns[t],
+            "ratio": row.visits.ratio[visit, t],
+            "advantage, as used": row.visits.advantages[visit, t],
+            "objective": row.visits.surrogate[visit, t],
+        }.items():
+            assert bold(page, term) == pytest.approx(float(value), rel=1e-3, abs=1e-3), term
+            assert page.inner_text(f'#chain [data-term="{term}"] .mark') == "✓"
+    for step in range(len(files)):
+        page.locator("#iteration").fill(str(step))
+        until(page, f"location.hash.startsWith('#steps/0/{files[step].stem}/')")
+        assert page.get_attribute("#audit", "data-wrong") == "0"
+        assert int(page.get_attribute("#audit", "data-count")) > 20
+
+
+def test_tokens_are_coloured_found_and_walked_through(page: Any, spoken: Path, inspector: Begin) -> None:
+    page.goto(inspector([spoken]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    names = [button.inner_text() for button in page.query_selector_all("[data-colour]")]
+    assert names == ["reward", "KL", "value", "TD residual", "advantage", "ratio", "branch"]
+    colours = {}
+    for name in ("reward", "advantage", "branch"):
+        page.click(f"[data-colour={name}]")
+        colours[name] = page.evaluate("[...document.querySelectorAll('#steps [data-t]')].map((x) => x.style.background)")
+    assert len({tuple(each) for each in colours.values()}) == 3
+    page.click("[data-find=ratio]")
+    page.wait_for_selector("#hits li")
+    highest = max(float(row.visits.ratio.max()) for file in traces_in(spoken / "traces") for row in read_trace(file).rows)
+    page.click("#hits li:first-child button")
+    shown = "Number(document.querySelector('#chain [data-term=ratio] b').textContent)"
+    until(page, f"Math.abs({shown} - {highest}) < 1e-3")
+    page.click("#steps [data-t='0']")
+    page.keyboard.press("End")
+    assert page.evaluate("document.activeElement.dataset.t") == page.get_attribute("#steps [data-t]:last-child", "data-t")
+    kept = page.url
+    page.reload()
+    settled(page)
+    assert page.url == kept, "the address leads back to the same token"
+
+
+def test_the_same_over_the_steps_of_an_episode(page: Any, cart: Path, inspector: Begin) -> None:
+    page.goto(inspector([cart]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    trace = read_trace(traces_in(cart / "traces")[-1])
+    assert page.locator("#steps [data-t]").count() == len(trace.rows[0].rewards)
+    assert page.get_attribute("#audit", "data-wrong") == "0"
+    assert page.locator("#prompt").is_hidden()
+    page.click("[data-find=worst]")
+    page.wait_for_selector("#hits li")
+    assert page.locator("#hits li").count() > 5
+    page.click("nav a[data-view=clip]")
+    page.wait_for_selector("[data-counter=good-inside] b")
+    assert page.locator("#cells td").count() == 99
+
+
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("REINFORCE", "A2C", "PPO_UNCLIPPED")]
+
+
+@pytest.mark.parametrize("algorithm", ["REINFORCE_BASELINE", "PPO_PENALTY", *SLOWER])
+def test_every_algorithms_chain_adds_up(page: Any, tmp_path: Path, inspector: Begin, algorithm: str) -> None:
+    whole = {"rollout": {"episodes": 1}} if algorithm.startswith("REINFORCE") else {}
+    surefoot.train("CartPole-v1", algorithm=algorithm, steps=512, run_dir=tmp_path / "run", traces={"every": 256}, **whole)
+    page.goto(inspector([tmp_path / "run"]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    assert page.get_attribute("#audit", "data-wrong") == "0", page.inner_text("#audit")
+    assert int(page.get_attribute("#audit", "data-count")) > 30
+
+
+def test_before_and_after_and_whatever_a_run_says_is_text(page: Any, spoken: Path, tmp_path: Path, inspector: Begin) -> None:
+    copy = tmp_path / spoken.name
+    shutil.copytree(spoken, copy)
+    steps = sorted(int(file.stem) for file in (copy / "samples").iterdir())
+    files = [copy / "samples" / f"{at}.jsonl" for at in (steps[0], steps[-1])]
+    first, last = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    last[0]["response"] = f"\u202e\x1b\u2028{HOSTILE}"
+    files[1].write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in last))
+    page.goto(inspector([copy]))
+    page.wait_for_selector(".chart canvas")
+    assert spoken.name in page.inner_text("#runs")
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    assert HOSTILE in page.inner_text("#prompt")
+    page.click("nav a[data-view=clip]")
+    page.wait_for_selector("[data-counter=good-inside] b")
+    assert page.text_content("#run option") == spoken.name
+    page.click("nav a[data-view=samples]")
+    page.wait_for_selector("#samples tbody tr")
+    rows = page.locator("#samples tbody tr")
+    assert rows.count() == len(last)
+    turned = rows.nth(0).inner_text()
+    assert f"\\u202e\\u001b\\u2028{HOSTILE}" in turned, "what would turn the writing round is shown as its number"
+    for i, (before, after) in list(enumerate(zip(first, last, strict=True)))[1:]:
+        told = rows.nth(i).inner_text()
+        assert before["prompt"] == after["prompt"]
+        for sample in (before, after):
+            assert sample["response"].replace("\n", "⏎").strip()[:20] in told
+    assert page.locator("img").count() == 0
+    assert "taken" not in page.title().split("·")[1]
+
+
+def test_without_the_token_there_is_nothing_to_see(chromium: Any, cart: Path, inspector: Begin) -> None:
+    address = inspector([cart])
+    context = chromium.new_context()
+    page = context.new_page()
+    root = address.split("/enter")[0]
+    assert page.goto(f"{root}/").status == 403
+    assert page.goto(f"{root}/enter?token=wrong").status == 403
+    page.goto(address)
+    page.wait_for_selector(".chart canvas")
+    other = chromium.new_context()
+    assert other.new_page().goto(address).status == 403, "the address works once"
+    assert (
+        other.new_page().goto(address.replace("127.0.0.1", "127.0.0.1.nip.invalid").replace("nip.invalid", "localhost")).status
+        == 403
+    )
+    context.close()
+    other.close()

@@ -1,0 +1,240 @@
+"""The server answers one browser on this machine, changes nothing, and knows no file that it was not built with."""
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from chain import check_chain
+from starlette.testclient import TestClient
+
+from surefoot import read_trace
+from surefoot.errors import SurefootError
+from surefoot.inspector.server import application, front_end
+from surefoot.inspector.store import Store, run_names
+from surefoot.run.traces import traces_in
+from surefoot.traces import BRANCHES
+
+PORT, TOKEN = 8123, "the-token"
+HERE = f"http://127.0.0.1:{PORT}"
+PATHS = (
+    "/",
+    "/app.js",
+    "/style.css",
+    "/vendor/uPlot.esm.js",
+    "/api/runs",
+    "/api/curves?runs=0&metrics=kl",
+    "/api/runs/0/find/best",
+)
+
+
+@pytest.fixture(scope="module")
+def store(cart: Path) -> Store:
+    return Store([cart])
+
+
+def client(store: Store, **headers: str) -> TestClient:
+    made = TestClient(application(store, PORT, TOKEN), base_url=HERE, follow_redirects=False)
+    made.headers.update(headers)
+    return made
+
+
+@pytest.fixture
+def inside(store: Store) -> TestClient:
+    """A browser that has used the address."""
+    made = client(store)
+    assert made.get(f"/enter?token={TOKEN}").status_code == 303
+    return made
+
+
+def test_the_token_works_once_and_leaves_a_cookie_that_scripts_cannot_read(store: Store) -> None:
+    app = application(store, PORT, TOKEN)
+    first, second = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))
+    assert second.get("/enter?token=wrong").status_code == 403
+    assert second.get("/enter").status_code == 403
+    entered = first.get(f"/enter?token={TOKEN}")
+    assert (entered.status_code, entered.headers["location"]) == (303, "/")
+    cookie = entered.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert TOKEN not in cookie
+    assert second.get(f"/enter?token={TOKEN}").status_code == 403
+    assert first.get(f"/enter?token={TOKEN}").status_code == 303, "who is inside may use the address again"
+    assert first.get("/").status_code == 200
+    assert second.get("/").status_code == 403
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_route_wants_the_cookie_the_host_and_the_origin(store: Store, inside: TestClient, path: str) -> None:
+    assert inside.get(path).status_code == 200
+    assert client(store).get(path).status_code == 403
+    assert client(store, cookie=f"surefoot_{PORT}=guess").get(path).status_code == 403
+    for host in ("evil.example", f"evil.example:{PORT}", "127.0.0.1", "127.0.0.1:1", f"127.0.0.1.evil.example:{PORT}", ""):
+        assert inside.get(path, headers={"host": host}).status_code == 403, host
+    for origin in ("http://evil.example", "null", f"https://127.0.0.1:{PORT}", "http://127.0.0.1", f"{HERE}.evil.example"):
+        assert inside.get(path, headers={"origin": origin}).status_code == 403, origin
+    assert inside.get(path, headers={"origin": HERE}).status_code == 200
+    assert inside.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert inside.get(path, headers={"host": f"localhost:{PORT}"}).status_code == 200
+
+
+def test_the_token_is_no_use_from_another_host_or_page(store: Store) -> None:
+    app = application(store, PORT, TOKEN)
+    rebound = TestClient(app, base_url=f"http://evil.example:{PORT}", follow_redirects=False)
+    assert rebound.get(f"/enter?token={TOKEN}").status_code == 403
+    honest = TestClient(app, base_url=HERE, follow_redirects=False)
+    assert honest.get(f"/enter?token={TOKEN}", headers={"origin": "http://evil.example"}).status_code == 403
+    assert honest.get(f"/enter?token={TOKEN}").status_code == 303, "and it was not used up by them"
+
+
+def test_nothing_can_be_changed(inside: TestClient) -> None:
+    for method in ("post", "put", "patch", "delete", "options"):
+        assert getattr(inside, method)("/api/runs").status_code == 405
+
+
+def test_every_answer_forbids_requests_to_elsewhere(inside: TestClient, store: Store) -> None:
+    for answer in (inside.get("/"), inside.get("/api/runs"), inside.get("/nothing"), client(store).get("/")):
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+
+
+def test_only_known_files_are_sent(inside: TestClient, cart: Path) -> None:
+    for path in ("/../store.py", "/..%2fstore.py", "/static/../../store.py", "/vendor/../../page.py", "/vendor/uPlot.LICENSE"):
+        assert inside.get(path).status_code == 404, path
+    for path in (
+        "traces/../../config.toml",
+        "traces/..%2f..%2fconfig",
+        "samples/..%2f0",
+        "videos/..%2f0",
+        "find/..%2f..%2fetc",
+    ):
+        assert inside.get(f"/api/runs/0/{path}").status_code == 404, path
+    assert inside.get(f"/{quote(str(cart / 'config.toml'), safe='')}").status_code == 404
+    assert all(name.rpartition(".")[2] in ("html", "js", "css", "svg") for name in front_end())
+
+
+def test_what_is_not_there_is_said_in_one_line(inside: TestClient) -> None:
+    for path in (
+        "9",
+        "0/traces/1",
+        "0/traces/256/rows/99",
+        "0/traces/256/passes/99",
+        "0/samples/3",
+        "0/videos/0",
+        "0/find/gold",
+    ):
+        answer = inside.get(f"/api/runs/{path}" if "/" in path else "/api/runs/9/find/best")
+        assert answer.status_code == 404
+        assert "\n" not in answer.json()["error"]
+    for query in ("", "runs=0", "runs=x&metrics=kl", "runs=7&metrics=kl", "runs=0&metrics=kl&points=many"):
+        assert inside.get(f"/api/curves?{query}").status_code == 404, query
+    for query in ("runs=0&metrics=kl&from=nan&to=nan", "runs=0&metrics=nothing", "runs=0&metrics=kl&points=-5&smoothing=9"):
+        assert inside.get(f"/api/curves?{query}").status_code == 200, query
+
+
+def test_a_row_is_what_its_trace_says(inside: TestClient, cart: Path) -> None:
+    for file in traces_in(cart / "traces"):
+        trace = read_trace(file)
+        check_chain(trace, "minibatch")
+        told = inside.get(f"/api/runs/0/traces/{trace.steps}").json()
+        assert (told["iteration"], told["passes"], len(told["rows"])) == (trace.iteration, 20, 3)
+        for index, row in enumerate(trace.rows):
+            answer = inside.get(f"/api/runs/0/traces/{trace.steps}/rows/{index}").json()
+            for name in ("rewards", "td_residuals", "advantages", "old_log_probs"):
+                assert answer[name] == pytest.approx(getattr(row, name).tolist(), rel=1e-8)
+            assert answer["visits"]["ratio"][3] == pytest.approx(row.visits.ratio[3].tolist(), rel=1e-8)
+            assert answer["branches"] == list(BRANCHES)
+            part = inside.get(f"/api/runs/0/traces/{trace.steps}/rows/{index}?from=5").json()
+            assert part["rewards"] == answer["rewards"][5:]
+
+
+def test_what_is_found_is_the_most_of_its_kind(inside: TestClient, cart: Path) -> None:
+    traces = {int(file.stem): read_trace(file) for file in traces_in(cart / "traces")}
+    rows = [row for trace in traces.values() for row in trace.rows]
+    ratios = max(float(row.visits.ratio.max()) for row in rows)
+    assert inside.get("/api/runs/0/find/ratio").json()[0]["ratio"] == pytest.approx(ratios)
+    assert inside.get("/api/runs/0/find/best").json()[0]["advantage"] == pytest.approx(
+        max(float(row.advantages.max()) for row in rows)
+    )
+    worst = inside.get("/api/runs/0/find/worst").json()
+    assert worst[0]["advantage"] == pytest.approx(min(float(row.advantages.min()) for row in rows))
+    assert [hit["advantage"] for hit in worst] == sorted(hit["advantage"] for hit in worst)
+    clipped = inside.get("/api/runs/0/find/clipped").json()
+    assert clipped
+    for hit in clipped:
+        row = traces[hit["steps"]].rows[hit["index"]]
+        assert hit["branch"] == "clipped" == BRANCHES[int(row.visits.branch[hit["visit"], hit["t"]])]
+        assert hit["ratio"] == pytest.approx(float(row.visits.ratio[hit["visit"], hit["t"]]))
+
+
+def test_nothing_in_the_folder_changes(inside: TestClient, cart: Path) -> None:
+    def state() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(cart.rglob("*"))}
+
+    before = state()
+    for path in (*PATHS, "/api/runs/0/traces/256", "/api/runs/0/traces/256/rows/0", "/api/runs/0/traces/256/passes/0"):
+        assert inside.get(path).status_code == 200
+    assert state() == before
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    assert run_names([tmp_path / "a" / "ppo", tmp_path / "b" / "ppo"]) == ["a/ppo", "b/ppo"]
+    assert run_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert run_names([tmp_path / "a", tmp_path / "a"]) == ["1: a", "2: a"]
+    with pytest.raises(SurefootError, match="no such run folder"):
+        Store([tmp_path / "nowhere"])
+
+
+@pytest.fixture
+def served(cart: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address that the command would print, of a server that really listens."""
+    import uvicorn
+
+    from surefoot.inspector import server
+
+    servers: list[uvicorn.Server] = []
+    monkeypatch.setattr(uvicorn.Server, "__init__", remembering(uvicorn.Server.__init__, servers))
+    told: list[str] = []
+    known = threading.Event()
+    thread = threading.Thread(target=server.serve, args=([cart], 0, lambda address: (told.append(address), known.set())))
+    thread.start()
+    assert known.wait(20)
+    yield told[0]
+    servers[0].should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def remembering(make: Any, made: list[Any]) -> Any:
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
+        made.append(self)
+
+    return init
+
+
+def test_it_listens_on_this_machine_alone(served: str) -> None:
+    port = int(served.split(":")[2].split("/")[0])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/" + served.split("/", 3)[3])
+    answer = connection.getresponse()
+    answer.read()
+    assert answer.status == 303
+    cookie = (answer.getheader("set-cookie") or "").split(";")[0]
+    connection.request("GET", "/api/runs", headers={"cookie": cookie})
+    answer = connection.getresponse()
+    assert json.loads(answer.read())["runs"][0]["name"] == "cart"
+    assert answer.getheader("server") is None
+    connection.close()
+    others = {found[4][0] for found in socket.getaddrinfo(socket.gethostname(), None)} | {"127.0.0.2"}
+    for other in others - {"127.0.0.1", "::1"}:
+        with pytest.raises(OSError, match=r"refused|unreachable"):
+            socket.create_connection((other, port), timeout=2).close()
