@@ -269,17 +269,15 @@ def plain_name(name: str, role: str) -> str:
 
 @contextmanager
 def unmoved() -> Iterator[None]:
-    """What ``peft`` makes within stays where it is made: it moves modules to their layer's device, even if they are there, and
+    """Within, modules stay where they are made: ``peft`` moves its own to their layer's device, even if they are there, and
     those of tensors without contents can't be moved.
     """
-    from peft.tuners.lora.layer import LoraLayer
-
-    name = "_move_adapter_to_device_of_base_layer"
-    setattr(LoraLayer, name, lambda *_: None)
+    name, move = "to", nn.Module.to
+    setattr(nn.Module, name, lambda module, *_, **__: module)
     try:
         yield
     finally:
-        delattr(LoraLayer, name)  # it is of a class above
+        setattr(nn.Module, name, move)
 
 
 # ---- as one model -------------------------------------------------------------------------------------------------------
