@@ -9,11 +9,14 @@ import pytest
 
 from surefoot.cli import cli
 from surefoot.config import make_recipe, read_toml
-from surefoot.demo_stages import free_folder
+from surefoot.demo_stages import Stages, free_folder
 from surefoot.demo_verifier import Sizes, attempts_at, in_groups, verifier_demo, write_data
-from surefoot.language.rows import read_rows
+from surefoot.language import tasks
+from surefoot.language.rows import read_rows, write_rows
 from surefoot.recipes import find_recipe, presets
 from surefoot.run.dashboard import Silent
+
+from .tiny import write_folder
 
 TINY = Sizes(demonstrations=128, problems=256, validation=8, test=8)
 
@@ -85,3 +88,20 @@ def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     for _, *arguments in commands:
         short = ["--steps", "64", "--sampling.prompts", "8", "--quiet"] if arguments[0] == "train" else []
         assert not cli.main([*arguments, *short], standalone_mode=False)
+
+
+def test_a_verifier_makes_likely_what_a_small_model_does_half_of_the_time(tmp_path: Path) -> None:
+    model, data = write_folder(tmp_path / "model", "llama", scale=1.0), tmp_path / "data"
+    data.mkdir()
+    write_rows(data / "demonstrations.jsonl", tasks.demonstrations("sorting", 6_400, 2, 2))
+    write_rows(data / "problems.jsonl", tasks.rows("sorting", 4_096, 3, 2))
+    write_rows(data / "test.jsonl", tasks.rows("sorting", 14, 2, 2, test=True))
+    stages = Stages(tmp_path, 2, lambda recipe, folder: Silent())
+    rows = {"train": str(data / "demonstrations.jsonl"), "batch": 64}
+    changes = {"model": str(model), "steps": 4_800, "optimizer": {"learning_rate": 1e-2}, "data": rows}
+    sft = stages.run("sft", "task_sft", changes)
+    prompts = {"train": str(data / "problems.jsonl")}
+    changes = {"model": str(sft), "steps": 3_072, "optimizer": {"learning_rate": 3e-3}, "data": prompts}
+    told = attempts_at(stages.run("ppo", "sorting", {**changes, "sampling": {"max_tokens": 4}}), data / "test.jsonl")
+    assert 0.3 < told["start"]["sampled_accuracy"] < 0.65
+    assert told["trained"]["sampled_accuracy"] > 0.75
