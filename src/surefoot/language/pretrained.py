@@ -77,6 +77,7 @@ def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_
                 trust_remote_code=trust_remote_code,
                 ignore_mismatched_sizes=True,  # they are in the report
                 output_loading_info=True,
+                adapter_kwargs={"local_files_only": True},  # where peft is installed, transformers asks the hub for adapters
             )
         except Exception as error:
             raise _refused(name, error) from None
