@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from surefoot.compare.run_report import page
 from surefoot.compare.runs import fields_of, grouped, read_run
 from surefoot.config import to_table
 from surefoot.errors import SurefootError
+from surefoot.run.samples import SampleFolder
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -141,3 +143,10 @@ def test_smoothing_keeps_lines_and_bins_keep_means() -> None:
     assert len(values) == 100
     assert steps.mean() == pytest.approx(line.mean())
     assert values.mean() == pytest.approx((line**2).mean())
+
+
+def test_a_sample_with_another_kind_of_line_end_is_one_sample(runs: list[Path], tmp_path: Path) -> None:
+    said = "one\u2028two\x85three"
+    shutil.copytree(runs[0], tmp_path / "run")
+    SampleFolder(tmp_path / "run" / "samples", 0).write(512, [{"prompt": "p", "response": said, "reward": 1.0}])
+    assert read_run(tmp_path / "run").samples() == (512, [{"prompt": "p", "response": said, "reward": 1.0}])

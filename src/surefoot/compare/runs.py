@@ -84,7 +84,9 @@ class Run:
             return None
         file = max(files, key=lambda file: int(file.stem))
         rows = []
-        for line in file.read_text("utf-8", errors="replace").splitlines():
+        for line in file.read_text("utf-8", errors="replace").split(
+            "\n"
+        ):  # and not at other line ends, which a model may write
             try:
                 row = json.loads(line)
             except ValueError:
