@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class Task(gymnasium.Env[np.ndarray, int]):
     """One step is as good as another, unless a test says otherwise."""
 
-    def __init__(self, pays: float = 0.0, sees: float = 0.0, random: bool = False) -> None:
+    def __init__(self, pays: float = 0.0, sees: float = 0.0, random: bool = False, gives: float = 0.0) -> None:
         self.observation_space, self.action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
-        self.pays, self.sees, self.random, self.steps = pays, sees, random, 0
+        self.pays, self.sees, self.random, self.gives, self.steps = pays, sees, random, gives, 0
 
     def _look(self) -> np.ndarray:
         noise = np.random.default_rng().uniform(-1, 1) if self.random else 0.0
@@ -37,7 +37,7 @@ class Task(gymnasium.Env[np.ndarray, int]):
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.steps += 1
-        return self._look(), self.pays * action, False, self.steps == 10, {}
+        return self._look(), self.pays * action + self.gives, False, self.steps == 10, {}
 
 
 def states(task: Any) -> dict[str, tuple[str, str]]:
@@ -71,6 +71,7 @@ def test_a_sound_environment_passes() -> None:
 def test_a_reward_that_chance_never_meets_is_a_warning() -> None:
     assert states(lambda: Task(pays=0.0))["reward"][0] == "warning"
     assert "never differs" in states("MountainCar-v0")["reward"][1]
+    assert "never differs" in states(lambda: Task(gives=0.3))["reward"][1], "whose mean is not quite 0.3"
     assert states(lambda: Task(pays=1.0))["reward"][0] == "ok"
     assert "hard on a critic" in states(lambda: Task(pays=1e4))["reward"][1]
     assert states(lambda: Task(pays=float("nan")))["reward"][0] == "failed"

@@ -88,7 +88,7 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Check]:
     if not np.isfinite(rewards).all():
         count = int((~np.isfinite(rewards)).sum())
         found = Check("reward", "failed", f"{count} of {STEPS} rewards are not finite", "mend the environment")
-    elif np.std(rewards) == 0 and (ends < 2 or np.std(whole) == 0):
+    elif np.ptp(rewards) == 0 and (ends < 2 or np.ptp(whole) == 0):
         fix = "look whether it can differ; a reward on the way, or easier first episodes, help"
         found = Check("reward", "warning", f"{earned}: it never differs, so chance finds nothing to learn from", fix)
     elif largest > 100:
