@@ -36,6 +36,19 @@ def test_what_is_written_later_is_read_on_and_what_was_unknown_before_is_nan(col
     assert set(columns.names()) == {"iteration", "steps", "kl", "score", "late"}
 
 
+def test_columns_stay_of_one_length_whatever_a_line_holds(columns: Columns) -> None:
+    columns.read_on()
+    drawn = columns.columns
+    write(columns.path, [{**row, "kl": "no number"} for row in rows(8, 10)])
+    columns.read_on()
+    write(columns.path, rows(10, 12))
+    assert columns.read_on() == 11
+    assert {len(column) for column in columns.columns.values()} == {11}
+    assert np.isnan(columns.columns["kl"][7:9]).all()
+    assert columns.columns["kl"][9:].tolist() == [1 / 10, 1 / 11]
+    assert {len(column) for column in drawn.values()} == {7}, "what is being drawn does not grow"
+
+
 def test_a_line_is_read_when_it_is_whole(columns: Columns) -> None:
     with columns.path.open("a") as file:
         file.write('{"iteration": 8, "steps":')
@@ -101,3 +114,4 @@ def test_a_running_mean_forgets_what_is_older_and_skips_what_is_unknown() -> Non
     x = np.array([1.0, 3.0, np.nan, 5.0, 100.0])
     assert running_mean(x, 2).tolist() == [1.0, 2.0, 3.0, 5.0, 52.5]
     assert np.isnan(running_mean(np.array([np.nan, 1.0]), 1)[0])
+    assert running_mean(np.array([1.0, np.inf, 2.0, 4.0]), 2).tolist() == [1.0, 1.0, 2.0, 3.0], "one infinity ends no curve"

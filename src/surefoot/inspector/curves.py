@@ -50,11 +50,13 @@ class Columns:
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         names = list(dict.fromkeys(chain(self.columns, *rows)))
+        columns: dict[str, Column] = {}
         for name, new in zip(names, _columns(rows, names), strict=True):
-            if new is not None:
-                old = self.columns.get(name)
-                self.columns[name] = new if old is None and not self.rows else np.append(_or_nothing(old, self.rows), new)
+            old = self.columns.get(name)
+            if new is not None or old is not None:
+                columns[name] = np.append(_or_nothing(old, self.rows), _or_nothing(new, len(rows)))
         self.rows += len(rows)
+        self.columns = columns  # at once: who draws them meanwhile has all of the old ones, of one length
 
     def names(self) -> list[str]:
         """The metrics that have a number anywhere."""
@@ -120,11 +122,11 @@ def curve(run: Columns, name: str, grid: Column, window: int) -> Curve:
 
     window   iterations of the running mean, the last of which is the point's own; 1 for none
     """
-    steps, values = _steps(run), run.columns.get(name)
+    columns = run.columns
+    steps, values = columns.get("steps", np.empty(0)), columns.get(name)
     nothing = np.full(len(grid), np.nan)
     if values is None or not len(grid):
         return Curve(nothing, nothing, nothing)
-    values = values[: len(steps)]
     ends = np.searchsorted(steps, grid, side="right")  # a point stands for the iterations since the point before it
     starts = np.concatenate([[max(0, np.searchsorted(steps, grid[0]))], ends[:-1]])
     low, high, smooth = nothing.copy(), nothing.copy(), nothing.copy()
@@ -140,8 +142,8 @@ def curve(run: Columns, name: str, grid: Column, window: int) -> Curve:
 
 
 def running_mean(values: Column, window: int) -> Column:
-    """The mean of the last ``window`` numbers at each place, of those that are known.   [N]"""
-    known = ~np.isnan(values)
+    """The mean of the last ``window`` numbers at each place, of those that are finite.   [N]"""
+    known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
     end = np.arange(1, len(values) + 1)
