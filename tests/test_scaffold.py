@@ -60,6 +60,10 @@ def test_no_held_out_prompt_is_trained_on(command: Any, tmp_path: Path) -> None:
     assert not train & held_out
 
 
+def test_the_next_command_can_be_copied(command: Any, tmp_path: Path) -> None:
+    assert "cd 'my tasks/one'\n" in command("new", "my tasks/one")[1]
+
+
 def test_nothing_is_overwritten(command: Any, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.txt").write_text("mine")

@@ -1,5 +1,6 @@
 """The first files of a task of one's own."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -16,7 +17,7 @@ def new(name: Path, language: bool) -> None:
         click.echo(path)
     click.echo("Try next:")
     for line in (
-        f"cd {name}",
+        f"cd {shlex.quote(str(name))}",
         f"{'python -m pytest':<32} # the tests pass; keep them so",
         f"{'surefoot check recipe.toml':<32} # what stands between you and a run",
         "surefoot train recipe.toml",
