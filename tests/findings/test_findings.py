@@ -93,6 +93,24 @@ def test_a_critic_that_is_bad_only_at_first_is_excused() -> None:
     assert names(rows_of(100, value_loss=1.0, explained_variance=lambda i: -5.0 if i < 10 else 0.5)) == []
 
 
+def test_what_was_so_for_a_moment_and_is_over_is_no_finding() -> None:
+    risen = {"reward": lambda i: i / 200, "eos_rate": lambda i: 0.0 if i <= 4 else 0.95}
+    assert names(rows_of(200, groups_without_signal=lambda i: 1.0 if i <= 4 else 0.3, **risen)) == []
+    silent, cut = {"groups_without_signal": lambda i: float(i > 190 or i < 15)}, {"eos_rate": lambda i: float(15 <= i <= 190)}
+    for going_on in (silent, cut):
+        found = findings_of(rows_of(200, **{"reward": lambda i: 0.1 * (i % 2), **going_on}))
+        assert [f.severity for f in found if f.name in ("no_reward_signal", "responses_cut")] == ["serious"]
+
+
+def test_a_task_that_is_solved_is_a_note_and_no_failure() -> None:
+    solved = rows_of(100, reward=lambda i: min(1.0, i / 80), groups_without_signal=lambda i: float(i >= 80))
+    assert [(f.name, f.severity) for f in findings_of(solved)] == [("no_reward_signal", "note")]
+    never = rows_of(100, reward=0.0, groups_without_signal=1.0)
+    lost = rows_of(100, reward=lambda i: max(0.0, 0.8 - i / 100), groups_without_signal=lambda i: float(i >= 80))
+    for rows in (never, lost):
+        assert findings_of(rows)[0].severity == "serious"
+
+
 def test_a_policy_that_settles_has_collapsed_unless_it_earns_more() -> None:
     entropy = {"entropy": lambda i: max(0.01, 0.69 - 0.03 * i)}
     assert "entropy_collapsed" in names(rows_of(40, episode_return=20.0, **entropy))

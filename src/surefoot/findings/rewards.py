@@ -1,5 +1,7 @@
 """Rules about what is earned: no signal, nothing learned, learned and lost, the wrong thing learned, answers cut off."""
 
+import numpy as np
+
 from surefoot.findings.finding import Evidence, Finding, in_words
 from surefoot.findings.story import Curve, Story
 from surefoot.kinds import ControlRecipe, LanguageRecipe, Recipe
@@ -15,14 +17,24 @@ def no_reward_signal(story: Story, recipe: Recipe | None) -> Finding | None:
     groups, spread = story.curve("groups_without_signal"), story.curve("score_std")
     seen, earned = "", story.curve("reward")
     for curve, dead in ((groups, groups.values >= 1 - 1e-9), (spread, spread.values <= 1e-8)):
-        stretch = latest_stretch(curve, dead)
-        if stretch is not None and len(stretch) >= IN_A_ROW:
+        stretch = lasting_stretch(story, curve, dead)
+        if stretch is not None:
             seen = "every group of responses" if curve is groups else "every response"
             break
     else:
         return few_groups_with_signal(story, groups)
     same = "earn one and the same score" if curve is groups else "earns one and the same score"
     level = earned.after(stretch.steps[0] - 1).until(stretch.steps[-1])
+    before = earned.until(stretch.steps[0] - 1)
+    if len(level) and len(before) and level.values.mean() >= before.values.max() and level.values.mean() > before.values.min():
+        return Finding(
+            "no_reward_signal",
+            "note",
+            f"{seen} {same}, in {len(stretch)} iterations in a row, and more was never earned: nothing is left to learn here",
+            "what there is to earn is earned; or the policy has settled on answers that it does not vary any more",
+            (stretch.evidence(), level.evidence(), before.evidence("mean before that")),
+            ("nothing, if that is the most there is to earn", "harder prompts, or fewer steps"),
+        )
     return Finding(
         "no_reward_signal",
         "serious",
@@ -70,7 +82,7 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
     # The return is a mean over many episodes, and drifts: hence a share of it too. What has not moved has not learned.
     if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
         return None
-    constant = float(earned.values.std()) == 0
+    constant = float(np.ptp(earned.values)) == 0
     name = "return" if earned.metric == "episode_return" else "reward"
     how = f"has hardly risen: {in_words(first)} at first, {in_words(best)} at best"
     if constant:
@@ -186,7 +198,7 @@ def reward_hacked(story: Story, recipe: Recipe | None) -> Finding | None:
 def responses_cut(story: Story, recipe: Recipe | None) -> Finding | None:
     """Responses end at the length limit and not by themselves."""
     ended = story.curve("eos_rate")
-    stretch = latest_stretch(ended, ended.values <= 0.02)
+    stretch = lasting_stretch(story, ended, ended.values <= 0.02)
     limit = (
         f"sampling.max_tokens (it is {recipe.sampling.max_tokens})"
         if isinstance(recipe, LanguageRecipe)
@@ -197,7 +209,7 @@ def responses_cut(story: Story, recipe: Recipe | None) -> Finding | None:
         "see that the model has learned to end: SFT rows end in EOS; the chat template may want another end (sampling.stop)",
         "see what reward.missing_eos makes of them: surefoot check RECIPE",
     )
-    if stretch is not None and len(stretch) >= IN_A_ROW:
+    if stretch is not None:
         treated = ""
         if isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos == "penalty":
             treated = f"; all of them earn the penalty, {recipe.reward.missing_eos_value:g}, whatever they say"
@@ -288,13 +300,15 @@ def ends(curve: Curve) -> tuple[float, float] | None:
     return float(blocks[0].values.mean()), float(blocks[-1].values.mean())
 
 
-def latest_stretch(curve: Curve, holds: object) -> Curve | None:
-    """The last longest run of neighbouring values of which something holds; None where it holds nowhere."""
-    import numpy as np
-
+def lasting_stretch(story: Story, curve: Curve, holds: object) -> Curve | None:
+    """The last longest run of neighbouring values of which something holds, of those that are no accident: ``IN_A_ROW`` long
+    where it goes on until now, a tenth of the run where it is over. None where there is no such.
+    """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(holds, bool), [False]]).astype(int)))
-    if not len(edges):
-        return None
     starts, stops = edges[::2], edges[1::2]
+    enough = stops - starts >= np.where(stops == len(curve), IN_A_ROW, story.long(0.1, IN_A_ROW))
+    if not enough.any():
+        return None
+    starts, stops = starts[enough], stops[enough]
     longest = int(len(stops) - 1 - np.argmax((stops - starts)[::-1]))
     return curve.part(int(starts[longest]), int(stops[longest]))
