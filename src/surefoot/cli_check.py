@@ -19,6 +19,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     Exit code 1 where something fails that the recipe needs, or where a run has a serious finding.
     """
     from surefoot.recipes import find_recipe, presets
+    from surefoot.run.samples import visible
 
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(_run(Path(what), as_json))
@@ -35,7 +36,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
         width = max(len(each.name) for each in checks)
         for each in checks:
             for line in each.lines(width):
-                click.echo(line)
+                click.echo(visible(line))  # an error's text may hold what a model said
     ctx.exit(int(failed(checks)))
 
 

@@ -95,11 +95,13 @@ def test_the_command_checks_a_machine_and_a_recipe(command: Any) -> None:
 
 
 def test_a_recipe_that_can_not_begin_fails_with_its_remedy(command: Any, tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text("def make():\n    raise RuntimeError('the wheels came off')\n")
+    (tmp_path / "task.py").write_text("def make():\n    raise RuntimeError('the wheels came off\\x1b[2J\\x9b2J')\n")
     (tmp_path / "recipe.toml").write_text('task = "task.py:make"\nsteps = 100\n')
     code, out, _ = command("check", "recipe.toml")
     assert code == 1
     assert re.search(r"✗ begins .*the wheels came off", out)
+    assert "\x1b" not in out, "what a terminal would obey is shown as what it is"
+    assert "\x9b" not in out
     code, _, err = command("check", "no_such.toml")
     assert code == 2
     assert err.count("\n") == 1
