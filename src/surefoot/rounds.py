@@ -69,6 +69,7 @@ class Plan:
                 f"reward.terms: rounds refresh one reward model, and this recipe names {len(models)}; give one term whose "
                 "model is a run of kind 'reward'"
             )
+        self._check_adapter()
         with named("reward.terms model"):
             model_folder(models[0])
         config = Path(models[0]).expanduser() / "config.toml"
@@ -76,6 +77,17 @@ class Plan:
             raise SurefootError(
                 f"reward.terms model={models[0]!r}: is no run of kind 'reward', whose recipe and pairs a refreshed one is made "
                 "of; name such a run"
+            )
+
+    def _check_adapter(self) -> None:
+        """Refuse what the second round would: its base is the first one's result, merged."""
+        adapter, start = self.recipe.adapter, self.recipe.critic.start
+        if adapter is not None and not adapter.merge:
+            raise SurefootError("adapter.merge=false: each round begins with the merged model of the last; set true")
+        if adapter is not None and start is not None:
+            raise SurefootError(
+                f"critic.start={start!r}: with [adapter] it is an adapter of the same base, and every round has a base of its "
+                "own; unset it"
             )
 
     @property
@@ -99,6 +111,8 @@ def go_rounds(
 
     Raises SurefootError when the folder holds rounds of another plan, and what training raises.
     """
+    if not (folder / "rounds.json").is_file():
+        reward_from([plan.judge], plan.recipe.device)  # one that can't be loaded claims no folder
     _claim(plan, folder)
     try:
         return [_round(plan, folder, number, display_for, say) for number in range(1, rounds + 1)]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from surefoot.language.models import RewardModel, load_model
 from surefoot.language.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
 from surefoot.language.sampler import sample
 from surefoot.language.supervised import SupervisedWorld
+from surefoot.language.trained import from_trees
 from surefoot.language.world import LanguageWorld
 from surefoot.objective import Batch, loss
 from surefoot.rollout import LearnerState
 from surefoot.run.checkpoint import load_checkpoint
+from surefoot.run.folder import checkpoint_to_load
 from surefoot.sections import AdapterSettings
 from surefoot.session import make_learner
 
@@ -361,6 +364,27 @@ def test_a_base_that_has_changed_or_gone_is_refused(files: dict[str, str], folde
         surefoot.resume(tmp_path / "run")
     with pytest.raises(SurefootError, match=r"holds an adapter, whose base can't be loaded: .*no such folder"):
         surefoot.load(tmp_path / "run")
+
+
+def test_a_checkpoint_does_not_let_the_code_of_its_base_run(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    started("sft", files, folders["llama"], tmp_path / "run", adapter=SMALL)
+    evil = tmp_path / "evil"
+    shutil.copytree(folders["llama"], evil)
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (evil / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto, "architectures": ["Own"]}))
+    (evil / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise RuntimeError('ran')\n")
+    where = checkpoint_to_load(tmp_path / "run")
+    trees = load_checkpoint(where)
+    trees["recipe"]["trust_remote_code"], trees["base"]["model"] = True, str(evil)
+    with pytest.raises(SurefootError, match="program code that comes with it, which is not run"):
+        from_trees(trees, where)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(SurefootError, match="RuntimeError: ran"):
+        from_trees(trees, where, trust_remote_code=True)
 
 
 def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(

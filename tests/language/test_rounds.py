@@ -182,6 +182,8 @@ def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
         ({"reward": {"terms": [{"function": "a:b"}]}}, "this recipe names 0"),
         ({"reward": {"terms": [{"model": "nowhere"}]}}, "is no run of kind 'reward'"),
         ({"model": "pocket"}, "model='pocket'"),
+        ({"adapter": {"merge": False}}, "adapter.merge=false: each round begins with the merged model"),
+        ({"adapter": {}}, "critic.start=.*every round has a base of its own; unset it"),
     ],
 )
 def test_what_cannot_be_refreshed_is_refused(changes: dict[str, Any], said: str, start: Path) -> None:
@@ -203,5 +205,6 @@ def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Pa
         code, _, err = command("rounds", *words)
         assert (code, err.count("\n")) == (2, 1), err
         assert said in err
+    assert not (start / "runs" / "c").exists(), "a judge that is none claims no folder"
     code, _, err = command("rounds", "ppo.toml", "--run-dir", str(start / "reward"))
     assert (code, "holds other files" in err) == (2, True)

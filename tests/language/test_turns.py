@@ -97,6 +97,44 @@ class Wordy(Talk):
         start = super().reset(row)
         return [{"role": "user", "content": "x" * 300}] if self.left == 2 else start
 
+class Mute(Talk):
+    def reset(self, row):
+        start = super().reset(row)
+        return [] if self.left == 2 else start
+
+class Closes(Talk):
+    """Notes who was opened and is closed; some fail meanwhile, and one of these in closing too."""
+    opened, closed = [], []
+    def reset(self, row):
+        Closes.opened.append(self)
+        return super().reset(row)
+    def step(self, response):
+        if self.left == 2:
+            raise RuntimeError("lost")
+        return super().step(response)
+    def close(self):
+        if self in Closes.opened:
+            Closes.closed.append(self)
+            if getattr(self, "left", 0) == 2:
+                raise RuntimeError("lost, too")
+
+class Unready(Talk):
+    def reset(self, row):
+        self.browser = open(__file__)
+        return super().reset(row)
+    def close(self):
+        self.browser.close()
+
+class Dead(Talk):
+    def reset(self, row):
+        raise RuntimeError("down")
+
+def each(tokens):
+    return [[0.5] * len(row) for row in tokens]
+
+def whole(responses):
+    return [1.0] * len(responses)
+
 class Hangs(Talk):
     def step(self, response):
         while True:
@@ -122,7 +160,7 @@ def last(prompts, responses, turns):
 '''
 STOP = list("aeiou nrstl.,!?AEIOUNRSTL0123456789")
 """so many that most turns of a random model end before their limit"""
-BAD = ("Raises", "NotANumber", "Pair", "Silent", "Unsure", "Wordy")
+BAD = ("Mute", "Raises", "NotANumber", "Pair", "Silent", "Unsure", "Wordy")
 
 
 @pytest.fixture
@@ -471,6 +509,7 @@ def test_nothing_is_learned_from_a_conversation_whose_environment_fails_and_the_
         ("Hangs", "took longer than reward.deadline=0.3 s"),
         ("Headless", "has no method step"),
         ("Unmade", "can't be made (OSError: no such browser)"),
+        ("Unready", "close before any reset raised AttributeError"),
         ("thing", "is a int; it must be a class"),
         ("Tlak", "can't be imported"),
     ],
@@ -481,6 +520,23 @@ def test_a_broken_environment_is_one_line(name: str, said: str, files: dict[str,
     assert str(error.value).startswith(f"turns.environment='{files['others']}:{name}': ")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_every_environment_is_closed_those_that_failed_too(files: dict[str, str], folders: dict[str, Path]) -> None:
+    made = world(files, folders["llama"], "Closes", reward={"tolerated": 0.6, "missing_eos": "none"})
+    assert collected(made).metrics["without_score"] > 0
+    assert made.environments is not None
+    assert len(made.environments.make.opened) == 12
+    assert made.environments.make.closed
+    assert set(made.environments.make.closed) == set(made.environments.make.opened)
+
+
+def test_where_no_conversation_began_there_is_nothing_to_learn(files: dict[str, str], folders: dict[str, Path]) -> None:
+    terms = [{"function": f"{files['others']}:each", "per": "token"}, {"function": f"{files['others']}:whole"}]
+    reward = {"tolerated": 1.0, "missing_eos": "none", "terms": terms}
+    r = collected(world(files, folders["llama"], "Dead", reward=reward))
+    assert r.metrics["without_score"] == 1
+    assert not r.mask.any()
 
 
 def test_messages_need_a_template_and_a_run_needs_a_reward(files: dict[str, str], folders: dict[str, Path]) -> None:

@@ -71,14 +71,17 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) 
             parameter.copy_(weights[name])
 
 
-def merged_from(trees: dict[str, Any], where: Path) -> "tuple[PreTrainedModel, nn.Linear | None]":
-    """The base that a checkpoint names with its adapter merged into it, and the head of a reward model.
+def merged_from(
+    trees: dict[str, Any], where: Path, trust_remote_code: bool = False
+) -> "tuple[PreTrainedModel, nn.Linear | None]":
+    """The base that a checkpoint names with its adapter merged into it, and the head of a reward model. Whether the base's own
+    code may run is said by whoever loads: a checkpoint may be somebody else's.
 
     Raises SurefootError where the base is gone, or is not what it was.
     """
     record, recipe = trees["base"], trees["recipe"]
     try:
-        model, _ = load_model(record["model"], trust_remote_code=recipe["trust_remote_code"])
+        model, _ = load_model(record["model"], trust_remote_code=trust_remote_code)
     except SurefootError as error:
         raise SurefootError(f"{where}: holds an adapter, whose base can't be loaded: {error}") from None
     field = f"{where}: base model={record['model']!r}"

@@ -50,7 +50,8 @@ class Scores:
             return self.dense
         found = self.total.new_zeros(len(tokens), max(map(len, tokens), default=0))
         for row, pieces in enumerate(tokens):
-            found[row, len(pieces) - 1] = self.total[row]
+            if pieces:  # a conversation that never began has none
+                found[row, len(pieces) - 1] = self.total[row]
         return found
 
 

@@ -133,7 +133,7 @@ def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:
             raise SurefootError(
                 f"{name}: was trained as kind = {kind!r}, which writes no text; name a run of sft, dpo or language"
             )
-        found = from_trees(trees, checkpoint)
+        found = from_trees(trees, checkpoint, trust_remote_code)
         assert isinstance(found, LanguageModel)
         return found
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
@@ -163,7 +163,7 @@ def description(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[
     }
 
 
-def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardModel:
+def from_trees(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> LanguageModel | RewardModel:
     """The model that a checkpoint holds: of language, or of rewards."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -175,7 +175,7 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
             (Path(folder) / name).write_text(text, "utf-8")
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if "base" in trees:
-        return _whole(trees, where, tokenizer)
+        return _whole(trees, where, tokenizer, trust_remote_code)
     told = dict(trees["model"]["config"])
     config: Any = AutoConfig.for_model(told.pop("model_type"), **told)
     auto: Any = AutoModel if reward else AutoModelForCausalLM
@@ -195,9 +195,11 @@ def from_trees(trees: dict[str, Any], where: Path) -> LanguageModel | RewardMode
     return scores.eval()
 
 
-def _whole(trees: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase") -> LanguageModel | RewardModel:
+def _whole(
+    trees: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase", trust_remote_code: bool
+) -> LanguageModel | RewardModel:
     """The same of a checkpoint that holds an adapter alone: its base with the adapter merged into it."""
-    model, head = merged_from(trees, where)
+    model, head = merged_from(trees, where, trust_remote_code)
     if head is None:
         return LanguageModel(model, Tokens(tokenizer, model))
     trunk: Any = model.base_model

@@ -7,6 +7,7 @@ keeps its ids; only what others say is encoded, behind it.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -70,7 +71,12 @@ class Environments:
         missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
         if missing:
             raise self.refusal(f"has no method {missing[0]}; it needs reset(row) and step(response)")
-        _close(found)
+        try:
+            self._timed(lambda: _close(found), "one object")
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SurefootError):
+                raise
+            raise self.refusal(f"close before any reset raised {cause_of(error)}; let it close what was never begun") from None
 
     def converse(
         self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], draw: Draw, tokens: Tokens
@@ -95,7 +101,7 @@ class Environments:
             self._each(going, _step)
             whole = zip(going, drawn.ended.tolist(), strict=True)
             going = [talk for talk, ended in whole if self._goes_on(talk, ended, turn + 1, tokens)]
-        self._each(talks, lambda talk: _close(talk.environment))
+        self._close_all(talks)
         self._check(talks)
         return talks
 
@@ -108,9 +114,10 @@ class Environments:
 
     def _begin(self, talk: Conversation, tokens: Tokens) -> None:
         talk.environment = self._made()
-        talk.start = _said(talk.environment.reset({"seed": derived_seed(talk.seed, PART), **talk.row}), "reset")
-        if not talk.start or (not isinstance(talk.start, str) and talk.start[-1]["role"] == "assistant"):
+        start = _said(talk.environment.reset({"seed": derived_seed(talk.seed, PART), **talk.row}), "reset")
+        if not start or (not isinstance(start, str) and start[-1]["role"] == "assistant"):
             raise Unfit("reset gave no prompt that an answer can follow")
+        talk.start = start
         talk.prompt = self._encoded(lambda: tokens.encode_prompt(talk.start))
         if len(talk.prompt) > self.room[0]:
             raise Unfit(f"reset gave a prompt of {len(talk.prompt)} tokens and there is room for {self.room[0]}")
@@ -149,6 +156,18 @@ class Environments:
                         talk.failure = str(error) if isinstance(error, Unfit) else f"raised {cause_of(error)}"
 
         self._timed(all_of_them, f"{len(talks)} conversations")
+
+    def _close_all(self, talks: Sequence[Conversation]) -> None:
+        """Close every environment; those that have failed too, as far as they still can."""
+        failed = [talk for talk in talks if talk.failure is not None]
+
+        def the_failed() -> None:
+            for talk in failed:
+                with suppress(Exception, SystemExit):
+                    _close(talk.environment)
+
+        self._each(talks, lambda talk: _close(talk.environment))
+        self._timed(the_failed, f"{len(failed)} conversations")
 
     def _timed(self, call: Callable[[], T], what: str) -> T:
         try:
