@@ -81,6 +81,13 @@ def test_a_kl_below_zero_for_long_is_no_chance() -> None:
     assert "not drawn from the policy" in found.what
 
 
+def test_a_peak_of_the_first_few_episodes_is_no_gain_that_is_lost() -> None:
+    """A healthy preset's first ten iterations: 5, 17, 25 … episodes; the same curve over twenty is a loss."""
+    earned = [18.6, 26.0, 24.8, 24.7, 25.3, 24.4, 22.4, 21.5, 21.2, 20.2]
+    assert "return_collapsed" not in names(rows_of(10, episode_return=lambda i: earned[i - 1]))
+    assert "return_collapsed" in names(rows_of(20, episode_return=lambda i: earned[(i - 1) // 2]))
+
+
 def test_nearly_constant_returns_excuse_a_critic() -> None:
     """A solved task: hardly any variance is left to explain, so nothing is said about failing to."""
     solved = rows_of(60, value_loss=lambda i: 100.0 if i < 20 else 1e-3, explained_variance=lambda i: 0.9 if i < 20 else -3.0)
