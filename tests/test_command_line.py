@@ -11,6 +11,7 @@ import pytest
 
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
 from surefoot.algorithms import TRUST_REGIONS, switches_between
+from surefoot.cli import fail
 from surefoot.config import make_recipe, parse_value, recipe_fields, to_toml
 from surefoot.demo_stages import command_here
 from surefoot.recipes import find_recipe, presets, recipe_for
@@ -204,3 +205,9 @@ def test_a_listener_that_goes_away_ends_no_training(tmp_path):
         os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["seed1", "seed2"]
+
+
+def test_what_an_error_quotes_can_not_move_the_cursor(capsys):
+    with pytest.raises(SystemExit):
+        fail("it said \x1b[2J\n\u202e", 2)
+    assert capsys.readouterr().err == "surefoot: it said \\x1b[2J \\u202e\n"

@@ -27,6 +27,7 @@ from surefoot.config import parse_value, read_toml, recipe_fields, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import Recipe
 from surefoot.recipes import find_recipe, presets
+from surefoot.run.visible import visible, visible_json
 from surefoot.sections import MAX_SEED
 
 if TYPE_CHECKING:
@@ -54,12 +55,15 @@ def main() -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
     except OSError as error:
-        fail(f"{error.filename or 'writing'}: {error.strerror or error}; mend that, then resume from the last checkpoint", 2)
+        fail(
+            f"{error.filename or 'writing'}: {error.strerror or error}; mend that, then repeat the command, or resume the run",
+            2,
+        )
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """One line on stderr, and out."""
-    print(f"surefoot: {' '.join(message.split())}", file=sys.stderr)
+    """One line on stderr, and out; what an error quotes can't move the terminal's cursor."""
+    print(f"surefoot: {visible(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -194,7 +198,6 @@ def evaluate(
     checkpoint = checkpoint_to_load(run)
     if kind_of(run) != "control":
         from surefoot.language.evaluate import evaluate_run, table
-        from surefoot.run.samples import visible_json
 
         told = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(**attempts))
         click.echo(visible_json(told) if as_json else table(told))

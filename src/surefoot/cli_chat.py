@@ -97,7 +97,7 @@ def lines_of(terminal: bool) -> Iterator[str]:
 
 def show(piece: str) -> None:
     """Print part of an answer at once, control characters as what they are."""
-    from surefoot.run.samples import visible_lines
+    from surefoot.run.visible import visible_lines
 
     encoding = sys.stdout.encoding or "utf-8"  # a model may write what the other end has no letter for
     click.echo(visible_lines(piece).encode(encoding, "backslashreplace").decode(encoding), nl=False)

@@ -19,7 +19,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     Exit code 1 where something fails that the recipe needs, or where a run has a serious finding.
     """
     from surefoot.recipes import find_recipe, presets
-    from surefoot.run.samples import visible
+    from surefoot.run.visible import visible
 
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(_run(Path(what), as_json))

@@ -45,7 +45,7 @@ def generate(
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
     from surefoot.language.tokens import text_of
-    from surefoot.run.samples import visible_json, visible_lines
+    from surefoot.run.visible import visible_json, visible_lines
 
     language_model = writer(model, trust_remote_code)
     asked: list[Any] = list(prompts)

@@ -18,7 +18,7 @@ def new(name: Path, language: bool) -> None:
     click.echo("Try next:")
     for line in (
         f"cd {shlex.quote(str(name))}",
-        f"{'python -m pytest':<32} # the tests pass; keep them so",
+        f"{'python -m pytest':<32} # the tests pass (pip install pytest); keep them so",
         f"{'surefoot check recipe.toml':<32} # what stands between you and a run",
         "surefoot train recipe.toml",
     ):

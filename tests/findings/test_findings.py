@@ -81,6 +81,13 @@ def test_a_kl_below_zero_for_long_is_no_chance() -> None:
     assert "not drawn from the policy" in found.what
 
 
+def test_a_peak_of_the_first_few_episodes_is_no_gain_that_is_lost() -> None:
+    """A healthy preset's first ten iterations: 5, 17, 25 … episodes; the same curve over twenty is a loss."""
+    earned = [18.6, 26.0, 24.8, 24.7, 25.3, 24.4, 22.4, 21.5, 21.2, 20.2]
+    assert "return_collapsed" not in names(rows_of(10, episode_return=lambda i: earned[i - 1]))
+    assert "return_collapsed" in names(rows_of(20, episode_return=lambda i: earned[(i - 1) // 2]))
+
+
 def test_nearly_constant_returns_excuse_a_critic() -> None:
     """A solved task: hardly any variance is left to explain, so nothing is said about failing to."""
     solved = rows_of(60, value_loss=lambda i: 100.0 if i < 20 else 1e-3, explained_variance=lambda i: 0.9 if i < 20 else -3.0)
@@ -152,3 +159,17 @@ def test_a_run_is_looked_at_by_its_folder_and_its_recipe_names_values(tmp_path: 
     assert [finding.name for finding in of_run(tmp_path / "a")] == ["return_flat", "clip_idle"]
     with pytest.raises(surefoot.SurefootError, match="no such run"):
         of_run(tmp_path / "b")
+
+
+def test_a_rule_that_fails_ends_no_training_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("surefoot.findings.watch.diagnose", broken)
+    said: list[str] = []
+    watch = Watch(find_recipe("CartPole-v1", {"steps": 4_096}), said.append)
+    for row in rows_of(40):
+        watch.add(row)
+    watch.end(None)
+    assert len(said) == 1
+    assert "a rule failed (ZeroDivisionError: division by zero)" in said[0]

@@ -166,6 +166,9 @@ def test_a_server_that_repeats_the_token_has_it_hidden(server: Server, monkeypat
 def test_a_token_that_is_missing_or_can_t_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
     assert "token_from='REWARD_TOKEN': this environment variable is not set" in refusal("http://x", token_from="REWARD_TOKEN")
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    text = refusal("http://rewards.example/score", token_from="REWARD_TOKEN")
+    assert "token_from='REWARD_TOKEN': would send the token unencrypted to another machine; give an https:// url" in text
     monkeypatch.setenv("REWARD_TOKEN", "two\nlines")
     text = refusal("http://x", token_from="REWARD_TOKEN")
     assert "must be printable ASCII" in text

@@ -11,7 +11,8 @@ from surefoot.recipes import find_recipe
 from surefoot.rollout import LearnerState
 from surefoot.run.dashboard import SHOWN, Dashboard, Lines
 from surefoot.run.metrics import METRICS
-from surefoot.run.samples import SampleFolder, line_of, some, visible
+from surefoot.run.samples import SampleFolder, line_of, some
+from surefoot.run.visible import visible
 
 HOSTILE = "[bold red]no[/] \x1b[31mred\x1b[0m \x9b2J\x07\r\b \u202eback\u2028 tab\t end\nnew \ud800 [link=http://x]y"
 METRIC_ROWS = {name: 0.1 for name in SHOWN if name in METRICS}

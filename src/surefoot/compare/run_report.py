@@ -16,7 +16,7 @@ from surefoot.config import to_toml
 from surefoot.errors import missing_extra
 from surefoot.findings import Finding
 from surefoot.run.folder import write_bytes, write_text
-from surefoot.run.samples import visible
+from surefoot.run.visible import visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 SAMPLES = 12

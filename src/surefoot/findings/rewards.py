@@ -119,7 +119,8 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
 def return_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
     """Most of what had been gained is lost again."""
     earned = earnings(story, recipe)
-    if len(earned) < 2 * story.long(0.1, 5):
+    # Two values in each tenth: the first ones of a run are means over a handful of episodes, and alone make a peak.
+    if len(earned) < 2 * story.long(0.1, 10):
         return None
     blocks = earned.blocks()
     means = [float(block.values.mean()) for block in blocks]

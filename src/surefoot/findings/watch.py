@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from surefoot.errors import cause_of
 from surefoot.findings import diagnose
 from surefoot.findings.finding import Finding
 from surefoot.findings.story import Story
@@ -25,6 +26,7 @@ class Watch:
         self.story = Story(budget=recipe.steps)
         self.told: set[str] = set()
         self.looked = 0
+        self.failed = False
 
     def begin(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take in what a resumed run has done before; what held then has been told."""
@@ -52,7 +54,14 @@ class Watch:
             self.say(f"findings: {', '.join(names)}{more}")
 
     def _alarms(self) -> list[Finding]:
-        return [finding for finding in diagnose(self.story, self.recipe) if finding.severity != "note"]
+        try:
+            found = diagnose(self.story, self.recipe)
+        except Exception as error:  # who looks after a run must never be what ends it
+            found = []
+            if not self.failed:
+                self.failed = True
+                self.say(f"! findings are not complete, a rule failed ({cause_of(error)})")
+        return [finding for finding in found if finding.severity != "note"]
 
     def _look(self) -> int:
         return LOOKS * self.story.steps // self.recipe.steps

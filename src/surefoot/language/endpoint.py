@@ -82,6 +82,10 @@ class Endpoint:
                 )
             if not (token.isascii() and token.isprintable()):
                 raise SurefootError(f"token_from={self.token_from!r}: its value can't be sent: it must be printable ASCII")
+            if not (self.url.startswith("https:") or is_local(self.url)):
+                raise SurefootError(
+                    f"token_from={self.token_from!r}: would send the token unencrypted to another machine; give an https:// url"
+                )
             self.secrets = (token, token.rpartition(" ")[2])
             self.headers = {"Authorization": token if " " in token else f"Bearer {token}"}
 
@@ -135,7 +139,7 @@ class Endpoint:
             else:
                 if answer.is_success:
                     return answer
-                trouble = f"answered {answer.status_code} {answer.reason_phrase}".rstrip()
+                trouble = self._hidden(f"answered {answer.status_code} {answer.reason_phrase}".rstrip())
                 if answer.status_code < 500 and answer.status_code not in TRY_AGAIN:
                     raise SurefootError(f"{trouble}{self._said(answer)}; {self._remedy(answer.status_code)}, {THEN}")
                 asked = seconds_asked(answer.headers.get("Retry-After"))

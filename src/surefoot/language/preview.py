@@ -15,7 +15,7 @@ from surefoot.language.models import context_of, load_model
 from surefoot.language.rows import Row
 from surefoot.language.tokens import Tokens
 from surefoot.language.trained import model_folder
-from surefoot.run.samples import visible
+from surefoot.run.visible import visible
 
 TRAINED, READ = "bold green", "dim"
 

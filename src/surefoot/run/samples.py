@@ -4,7 +4,6 @@ The text is a model's and may be anything: whatever would move a cursor or chang
 """
 
 import json
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from surefoot.errors import SurefootError
 from surefoot.run.folder import write_text
+from surefoot.run.visible import visible
 
 Sample = dict[str, Any]
 """``prompt`` and ``response``, ``reward`` and whatever else is known: numbers, or None"""
@@ -22,7 +22,6 @@ Sample = dict[str, Any]
 FEW = 3
 SCORES = ("reward", "gold")
 ARROW = " → "
-MARKS = {"\n": "⏎", "\t": "⇥"}
 
 
 class SampleFolder:
@@ -46,27 +45,6 @@ class SampleFolder:
             write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
         except OSError as error:
             raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
-
-
-def visible(text: str) -> str:
-    """The same text in one line, in which what is not printed has a mark or a number: ``⏎``, ``\\x1b``, ``\\u202e``."""
-    return "".join(c if c.isprintable() else _mark(c) for c in text)
-
-
-def visible_lines(text: str) -> str:
-    """The same with its line breaks and tabs as they are: what may go to a terminal in more than one line."""
-    return "".join(c if c.isprintable() or c in "\n\t" else _mark(c) for c in text)
-
-
-def visible_json(value: Any) -> str:
-    """JSON of one line that says the same and can be printed: what is not printed in it is escaped."""
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(value, ensure_ascii=False))
-
-
-def _mark(c: str) -> str:
-    if unicodedata.category(c) == "Zs":
-        return " "
-    return MARKS.get(c) or c.encode("unicode_escape").decode()
 
 
 def some(samples: Sequence[Sample], count: int = FEW) -> list[Sample]:
