@@ -55,7 +55,13 @@ def trained(seed: int) -> dict[str, Any]:
         shutil.rmtree(hacked, ignore_errors=True)
         train("reviews", seed=seed, run_dir=hacked, **online(folder, anchored=False))
     without = judged(hacked, folder / "data")
-    return told | {"without_anchor": {of: {k: v for k, v in found.items() if k != "samples"} for of, found in without.items()}}
+    kept = {of: numbers(found) for of, found in without.items()}
+    return {**told, **{of: numbers(told[of]) for of in OF}, "without_anchor": kept}
+
+
+def numbers(found: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, without answers and without the places of files."""
+    return {name: value for name, value in found.items() if name in ("start", "trained", "rows") or name.startswith("win_rate")}
 
 
 def spread(values: list[float]) -> str:
