@@ -1,6 +1,8 @@
 """What all tests share: one torch thread, and the command line."""
 
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from surefoot import cli
+from surefoot import cli, sandbox
+from surefoot.errors import SurefootError
 
 os.environ.setdefault("MUJOCO_GL", "disable")
 sys.path.insert(0, str(Path(__file__).parent / "run"))
@@ -35,3 +38,15 @@ def command(
         return int(leaving.value.code or 0), said.out, said.err
 
     return run
+
+
+@pytest.fixture
+def sandboxed() -> None:
+    """For tests that run programs in a sandbox: skipped where a machine has no namespaces for it, and never where it has."""
+    try:
+        sandbox.check()
+    except SurefootError as error:
+        empty = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+        if shutil.which("bwrap") and subprocess.run(empty, capture_output=True, timeout=60).returncode == 0:
+            pytest.fail(f"bubblewrap works here, and the sandbox does not: {error}")
+        pytest.skip(str(error))

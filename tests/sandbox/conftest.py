@@ -1,14 +1,8 @@
-"""Every test here runs programs in a sandbox, and is skipped where there is none."""
+"""Every test here runs programs in a sandbox."""
 
 import pytest
 
-from surefoot import sandbox
-from surefoot.errors import SurefootError
-
 
 @pytest.fixture(autouse=True)
-def _needs_a_sandbox() -> None:
-    try:
-        sandbox.run("")
-    except SurefootError as error:
-        pytest.skip(str(error))
+def _needs_a_sandbox(sandboxed: None) -> None:
+    """What is skipped without one, and when it may be, is said where all tests read it."""

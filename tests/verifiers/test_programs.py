@@ -17,15 +17,7 @@ ADD = [{"call": "add", "args": [1, 2], "expected": 3}, {"call": "add", "kwargs":
 ECHO = [{"stdin": "1\n2\n", "stdout": "3\n"}, {"stdin": "4\n5", "stdout": "9"}]
 
 
-@pytest.fixture
-def _sandbox() -> None:
-    try:
-        sandbox.check()
-    except SurefootError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.usefixtures("sandboxed")
 def test_code_is_judged_by_all_of_its_tests() -> None:
     right, half, wrong = "def add(a, b): return a + b", "def add(a, b): return 3", "def add(a, b)"
     assert code([right, half, wrong], [ADD] * 3) == [1, 0, 0]
@@ -33,26 +25,26 @@ def test_code_is_judged_by_all_of_its_tests() -> None:
     assert code([right], [json.dumps(ADD)]) == [1]
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.usefixtures("sandboxed")
 def test_the_last_fenced_block_is_the_code() -> None:
     answer = "First:\n```\n1/0\n```\nNo, so:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
     assert code([answer], [ADD]) == [1]
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.usefixtures("sandboxed")
 def test_scripts_are_judged_by_what_they_print() -> None:
     right = "print(int(input()) + int(input()), ' ')\nprint()"
     assert code([right, "print(3)", "print(3); 1/0"], [ECHO] * 3, partial=True) == [1, 0.5, 0]
     assert code([right], [[*ECHO, {"call": "none", "expected": 0}]]) == [0]
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.usefixtures("sandboxed")
 def test_a_bomb_costs_one_response() -> None:
     right, bomb = "def add(a, b): return a + b", "while True: pass"
     assert code([right, bomb, right], [ADD] * 3, seconds=0.5) == [1, 0, 1]
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.usefixtures("sandboxed")
 def test_it_is_a_reward_function_with_arguments() -> None:
     reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True})
     assert reward(["add: "], ["def add(a, b): return 3"], {"tests": [ADD]}).total.tolist() == [0.5]
