@@ -108,7 +108,11 @@ def settled(scores: Scores, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
 
 def earlier(scores: Scores, mask: Tensor) -> Tensor:
     """What turns before the last one earned, token by token; nothing in a response of one turn.   [N, T]"""
-    return torch.zeros(mask.shape).to(mask.device) if scores.dense is None else scores.dense.masked_fill(last_turn(mask), 0.0)
+    return (
+        mask.new_zeros(mask.shape, dtype=torch.float32)
+        if scores.dense is None
+        else scores.dense.masked_fill(last_turn(mask), 0.0)
+    )
 
 
 def placed(scores: Scores, total: Tensor, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
