@@ -12,19 +12,17 @@ from surefoot.algorithms import Objective
 from surefoot.batches import chosen, global_count, moments_of, normalised, rows_of, shuffled, slices
 from surefoot.engine import Attempt, CompiledStep
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.functional import adapt_kl_penalty, masked_moments
+from surefoot.functional import adapt_kl_penalty
 from surefoot.natural_step import NaturalStep
 from surefoot.objective import Batch, loss, mean_old_kl, outermost
 from surefoot.optimizer import AdamSettings, FlatAdam, finite
 from surefoot.rollout import Beside, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
-from surefoot.run.distributed import all_max, all_sum, merge_across_ranks
+from surefoot.run.distributed import all_sum
 from surefoot.traces import Recorder, Recording
+from surefoot.trail import Trail, check_ratio_at_start, of_credit
 
 Schedule = Literal["constant", "linear", "cosine"]
 Optimizers = Mapping[str, FlatAdam | NaturalStep]
-
-START_TOLERANCE = 1e-4
-"""how far the ratio may be from 1 before anything moved, where the policy computes in float32"""
 
 BETA_RANGE = 2.0**20
 """how far from its start an adapted β may go, as a factor both ways. The paper has no bound; without one, a KL that β does
@@ -106,7 +104,7 @@ class Learner:
         assert batch.old_log_probs is not None or objective.reuse is None, "reusing a batch needs its old_log_probs"
         if objective.normalise_advantages == "batch":
             batch = self._normalised(batch)
-        trail = _Trail()
+        trail = Trail()
         if objective.constraint is None:
             epochs, stopped = self._epochs(batch, self.optimizers, trail, rollout, state)
         else:
@@ -118,7 +116,7 @@ class Learner:
         return self._metrics(trail, epochs, stopped, rollout, credit, state)
 
     def _epochs(
-        self, batch: Batch, moving: Optimizers, trail: "_Trail", rollout: Rollout, state: LearnerState
+        self, batch: Batch, moving: Optimizers, trail: Trail, rollout: Rollout, state: LearnerState
     ) -> tuple[int, bool]:
         """Passes over the batch, a step of ``moving`` per minibatch: how many were finished, and whether the KL ended them."""
         objective = self.objective
@@ -126,7 +124,7 @@ class Learner:
         for epoch in range(epochs):
             for attempt in self._attempts(batch, minibatches, moving, state):
                 if not trail.seen:
-                    trail.ratio_at_start = _check_ratio_at_start(attempt.ratios, rollout, self.policy.exact)
+                    trail.ratio_at_start = check_ratio_at_start(attempt.ratios, rollout, self.policy.exact)
                 trail.add(attempt.terms, attempt.ratios)
                 if objective.target_kl is not None and self._kl(attempt.terms) > 1.5 * objective.target_kl:
                     return epoch, True
@@ -176,7 +174,7 @@ class Learner:
             minibatch = self._normalised(minibatch)
         recording.visit(minibatch, self.policy(minibatch.inputs, minibatch.actions), state.updates)
 
-    def _natural_step(self, batch: Batch, trail: "_Trail", rollout: Rollout, state: LearnerState) -> None:
+    def _natural_step(self, batch: Batch, trail: Trail, rollout: Rollout, state: LearnerState) -> None:
         """Move the policy by one step on the whole batch, and leave the critic alone."""
         optimizer = self.optimizers["policy"]
         assert isinstance(optimizer, NaturalStep)
@@ -184,7 +182,7 @@ class Learner:
             batch = self._normalised(batch)  # the only minibatch there is
         moving: Optimizers = {"policy": optimizer}
         terms, ratios = self._gradient(batch, moving, state)
-        trail.ratio_at_start = _check_ratio_at_start(ratios, rollout, self.policy.exact)
+        trail.ratio_at_start = check_ratio_at_start(ratios, rollout, self.policy.exact)
         norms = {"policy": optimizer.gradient_norm()}
         self._check_finite(terms, norms, state)
         trail.took(norms)
@@ -193,7 +191,7 @@ class Learner:
         trail.add(end.terms, end.ratios)
         state.updates += int(trail.outcome["step_taken"] or 0)
 
-    def _adapt_penalty(self, batch: Batch, trail: "_Trail", state: LearnerState) -> None:
+    def _adapt_penalty(self, batch: Batch, trail: Trail, state: LearnerState) -> None:
         """Once per batch: how far θ has gone from θ_old over the whole of it, and what β is next."""
         penalty = self.objective.penalty
         assert penalty is not None
@@ -275,7 +273,7 @@ class Learner:
         return terms[name]
 
     def _metrics(
-        self, trail: "_Trail", epochs: int, stopped: bool, rollout: Rollout, credit: Credit, state: LearnerState
+        self, trail: Trail, epochs: int, stopped: bool, rollout: Rollout, credit: Credit, state: LearnerState
     ) -> Metrics:
         metrics = trail.summary() | trail.outcome
         metrics["epochs"] = float(epochs)
@@ -284,12 +282,7 @@ class Learner:
             if isinstance(adam, FlatAdam):  # the policy's where it has one
                 metrics["learning_rate"] = adam.settings.learning_rate * self._rate_scale(state)
                 break
-        if self.objective.baseline == "critic":
-            metrics["explained_variance"] = _explained_variance(rollout, credit)
-        moments = merge_across_ranks(masked_moments(credit.advantages, rollout.mask))
-        metrics["advantage_mean"] = number(moments.mean)
-        metrics["advantage_std"] = number(moments.var.sqrt())
-        return metrics
+        return metrics | of_credit(rollout, credit, critic=self.objective.baseline == "critic")
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of every optimizer."""
@@ -301,78 +294,9 @@ class Learner:
             optimizer.load_state_dict(state[name])
 
 
-class _Trail:
-    """What the updates on one rollout did."""
-
-    def __init__(self) -> None:
-        self.terms: list[dict[str, float]] = []
-        self.ratios: list[tuple[float, float]] = []
-        self.norms: dict[str, list[float]] = {}
-        self.ratio_at_start = 1.0
-        self.outcome: Metrics = {}
-
-    @property
-    def seen(self) -> bool:
-        return bool(self.terms)
-
-    def add(self, terms: dict[str, float], ratios: tuple[float, float]) -> None:
-        self.terms.append(terms)
-        self.ratios.append(ratios)
-
-    def took(self, norms: dict[str, float]) -> None:
-        for name, norm in norms.items():
-            self.norms.setdefault(name, []).append(norm)
-
-    def summary(self) -> Metrics:
-        metrics: Metrics = {name: number(sum(t[name] for t in self.terms) / len(self.terms)) for name in self.terms[0]}
-        smallest, largest = zip(*self.ratios, strict=True)
-        metrics["ratio_min"], metrics["ratio_max"] = over_ranks(min(smallest), max(largest))
-        metrics["ratio_at_start"] = self.ratio_at_start
-        for name, norms in self.norms.items():
-            metrics[f"gradient_norm_{name}"] = sum(norms) / len(norms)
-        return metrics
-
-
 def rate_scale(state: LearnerState, schedule: Schedule, warmup: float) -> float:
     """What the learning rate is multiplied by now; 0 on the first batch of a warm-up."""
     if (done := 1 - state.remaining) < warmup:
         return done / warmup
     left = state.remaining / (1 - warmup)
     return {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[schedule]
-
-
-def over_ranks(smallest: float, largest: float) -> tuple[float, float]:
-    """The smallest and the largest over all ranks."""
-    lowest, highest = all_max(torch.tensor([-smallest, largest])).tolist()
-    return -lowest, highest
-
-
-def number(tensor: Tensor | float) -> float | None:
-    """A metric's value; None (null) where it is not defined, such as the explained variance of constant returns."""
-    value = float(tensor)
-    return value if math.isfinite(value) else None
-
-
-def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
-    """That of the critic at the rollout, over all ranks."""
-    residual = merge_across_ranks(masked_moments(credit.returns - rollout.values, rollout.mask))
-    spread = merge_across_ranks(masked_moments(credit.returns, rollout.mask))
-    return number(1 - residual.var / spread.var) if spread.var > 0 else None
-
-
-def _check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool) -> float:
-    """The ratio furthest from 1 before anything moved. It is 1 unless something is wrong, so it is checked on every batch.
-
-    ``exact``: whether the policy computes in float32 or better.
-    """
-    smallest, largest = over_ranks(*ratios)
-    furthest = largest if largest - 1 > 1 - smallest else smallest
-    if rollout.old_log_probs is None:
-        return 1.0
-    exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
-    if exact and abs(furthest - 1) > START_TOLERANCE:
-        raise SurefootError(
-            f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± 1e-4); the policy scores "
-            "actions differently in training than in the rollout (dropout, batch-dependent layers, or a changed normaliser)"
-        )
-    return furthest

@@ -8,7 +8,7 @@ from surefoot.config import to_table
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.findings.watch import Watch
 from surefoot.kinds import Recipe
-from surefoot.learner import START_TOLERANCE, Learner
+from surefoot.learner import Learner
 from surefoot.loop import run_loop
 from surefoot.optimizer import AdamSettings
 from surefoot.rollout import LearnerState, Metrics, Policy
@@ -20,6 +20,7 @@ from surefoot.run.stopping import StopOnSignal
 from surefoot.run.traces import TraceFolder
 from surefoot.run.tracking import Tracker, read_metrics
 from surefoot.traces import Recorder
+from surefoot.trail import START_TOLERANCE
 from surefoot.worlds import World
 
 Callback = Callable[[Metrics], bool | None]

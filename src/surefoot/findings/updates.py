@@ -4,7 +4,7 @@ from surefoot.findings.finding import Finding, in_words
 from surefoot.findings.rewards import CLEAR, earnings, ends, rise
 from surefoot.findings.story import Curve, Story
 from surefoot.kinds import ControlRecipe, LanguageRecipe, Recipe
-from surefoot.learner import START_TOLERANCE
+from surefoot.trail import START_TOLERANCE
 
 NORMAL = 1.4189
 """nats of entropy of a normal density of standard deviation 1"""

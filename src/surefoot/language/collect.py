@@ -36,10 +36,10 @@ from surefoot.language.steps import pieces
 from surefoot.language.tokens import Tokens, text_of
 from surefoot.language.turns import Environments
 from surefoot.language.walk import Walk
-from surefoot.learner import START_TOLERANCE
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.run.distributed import all_sum, rank, world_size
 from surefoot.seeding import derived_seed
+from surefoot.trail import START_TOLERANCE
 
 ANCHOR = "reference_beta"
 """where ``LearnerState.coefficients`` keeps an adapted β"""
