@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError, api
+from surefoot.errors import to_install
 from surefoot.recipes import find_recipe
 from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
 
@@ -213,11 +215,24 @@ def test_json_that_is_no_manifest_is_refused(command, run):
         refused(command("resume", str(run), "--steps", "1024"), "512")
 
 
+def test_what_to_install_fits_how_surefoot_is_installed(tmp_path):
+    installed = tmp_path / "lib" / "python3.11" / "site-packages" / "surefoot" / "errors.py"
+    assert to_install("plots", installed) == "pip install 'surefoot[plots]'"
+    checkout = tmp_path / "my checkout"
+    code = checkout / "src" / "surefoot" / "errors.py"
+    code.parent.mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (checkout / name).touch()
+    assert to_install("plots", code, here=checkout) == "pip install -c constraints.txt -e '.[plots]'"
+    words = shlex.split(to_install("plots,atari", code, here=tmp_path))
+    assert words == ["pip", "install", "-c", f"{checkout}/constraints.txt", "-e", f"{checkout}[plots,atari]"]
+
+
 def test_a_missing_extra_names_what_to_install(monkeypatch):
     def make():
         raise gymnasium.error.DependencyNotInstalled('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`')
 
-    with pytest.raises(SurefootError, match=r"pip install 'surefoot\[mujoco\]'"):
+    with pytest.raises(SurefootError, match=r"pip install .*\[mujoco\]'"):
         api.train(make, steps=10)
 
 

@@ -134,13 +134,15 @@ def _finish(session: Session, world: World) -> Any:
     return world.result
 
 
-def load(folder: str | Path) -> Any:
+def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The agent, or the model of language, in a folder: one that was saved, a checkpoint, or a run (its best, else its latest).
+
+    trust_remote_code   let the own code of an adapter's base run
 
     Raises SurefootError when there is none, or when a file is damaged; pickles are never read.
     """
     checkpoint = checkpoint_to_load(Path(folder))
-    return load_result(load_checkpoint(checkpoint), checkpoint)
+    return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code)
 
 
 def evaluate(

@@ -52,7 +52,14 @@ def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[B
 
 
 def order_of(count: int, generator: torch.Generator) -> Tensor:
-    """A random order of so many rows, drawn on the CPU.   [count]"""
+    """A random order of so many rows, drawn on the CPU.   [count]
+
+    Of several ranks, which may have unequal shares, each takes one number from ``generator`` whatever its ``count``. So it
+    stands at the same place on all of them, and one checkpoint is enough.
+    """
+    if world_size() > 1:
+        drawn = int(torch.randint(2**62, (), generator=generator))
+        generator = torch.Generator().manual_seed(drawn)
     return torch.randperm(count, generator=generator)
 
 

@@ -128,13 +128,14 @@ def accuracy(
     """Tell how often a model answers the prompts of FILE rightly before it is trained: greedily, and by sampling."""
     from surefoot.config import parse_value
     from surefoot.language.accuracy import accuracy as accuracy_of
+    from surefoot.language.endpoint import REPEAT
     from surefoot.language.rewards import FunctionReward
     from surefoot.language.trained import writer
 
     given = parse_value(arguments)
     if not isinstance(given, dict):
         raise SurefootError(f"--arguments {arguments}: must be a table, such as {{ tolerance = 0.1 }}")
-    reward = FunctionReward(function, arguments=given, field="--function")
+    reward = FunctionReward(function, arguments=given, field="--function", then=REPEAT)
     options = {"prompts": rows, "samples": samples, "max_tokens": max_tokens, "seed": seed}
     found = accuracy_of(writer(model, trust_remote_code), file, reward, temperature=temperature, **options)
     for line in found.lines():

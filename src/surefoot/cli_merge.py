@@ -11,7 +11,8 @@ from surefoot.errors import SurefootError
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; an older model is replaced.")
-def merge(run: Path, out: Path) -> None:
+@click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
+def merge(run: Path, out: Path, trust_remote_code: bool) -> None:
     """Write the model of RUN, or of one of its checkpoints, as one folder for transformers: an adapter merged into its base.
 
     A run with an [adapter] leaves such a folder when it ends, unless adapter.merge = false. Of a run, the best checkpoint
@@ -21,7 +22,7 @@ def merge(run: Path, out: Path) -> None:
     from surefoot.language.models import RewardModel
     from surefoot.language.trained import LanguageModel
 
-    found = load(run)
+    found = load(run, trust_remote_code=trust_remote_code)
     if not isinstance(found, LanguageModel | RewardModel):
         raise SurefootError(f"{run}: holds an agent of control, which has no adapter; see surefoot export")
     found.save(out)

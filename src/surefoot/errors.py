@@ -1,7 +1,9 @@
 """The errors a user can cause, or be told of. Each message is one line: what is wrong, why, and the remedy."""
 
 import difflib
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 LONGEST_CAUSE = 500
 """characters of a foreign exception that still make a line"""
@@ -42,7 +44,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def missing_extra(package: str, extra: str, purpose: str) -> SurefootError:
     """The one line for an optional package that is not installed."""
-    return SurefootError(
-        f"{purpose} needs {package}, which is not installed; run: pip install 'surefoot[{extra}]', in a checkout: "
-        f"pip install -c constraints.txt -e '.[{extra}]'"
-    )
+    return SurefootError(f"{purpose} needs {package}, which is not installed; run: {to_install(extra)}")
+
+
+def to_install(extras: str, code: Path = Path(__file__), here: Path | None = None) -> str:
+    """The command that adds extras to Surefoot as it is installed: by its name, or from the checkout that it runs from.
+
+    extras  such as ``"mujoco"`` or ``"mujoco,plots"``
+    code    of Surefoot: a file of ``src/surefoot``, if it is a checkout's
+    here    where the command is to be typed; none: the working folder
+    """
+    root = code.resolve().parents[2]
+    if not ((root / "pyproject.toml").is_file() and (root / "src" / "surefoot").is_dir()):
+        return f"pip install {shlex.quote(f'surefoot[{extras}]')}"
+    there = Path() if root == (here or Path.cwd()).resolve() else root
+    pinned = there / "constraints.txt"
+    bounds = f"-c {shlex.quote(str(pinned))} " if (root / "constraints.txt").is_file() else ""
+    return f"pip install {bounds}-e {shlex.quote(f'{there}[{extras}]')}"

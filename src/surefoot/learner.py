@@ -84,7 +84,7 @@ class Learner:
         """who traces some of the updates; it changes none of them"""
         self.recording: Recording | None = None
         self.beside: Beside | None = None
-        """whose gradient is added to that of every minibatch, where there is one"""
+        """whose gradient is added to that of every minibatch that moves the policy, where there is one"""
         self.compiled = None
         if compiled_rows is not None:
             adams = {name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatAdam)}
@@ -149,7 +149,7 @@ class Learner:
             if self.objective.normalise_advantages == "minibatch":
                 minibatch = self._normalised(minibatch)
             terms, ratios = self._gradient(minibatch, moving, state)
-            if self.beside is not None:
+            if self.beside is not None and "policy" in moving:  # what the critic alone learns from has no part in it
                 terms |= self.beside.add_gradient()
             norms = {name: optimizer.gradient_norm() for name, optimizer in moving.items()}
 

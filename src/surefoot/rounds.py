@@ -6,6 +6,7 @@ folder: ``round-1/pairs.jsonl``, ``reward/``, ``ppo/``, ``round.json``.
 """
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from surefoot.config import make_recipe, read_toml, to_table
+from surefoot.config import make_recipe, read_toml, to_table, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import LanguageRecipe, Recipe
 from surefoot.language import data
@@ -28,7 +29,8 @@ from surefoot.language.rows import read_rows, write_rows
 from surefoot.language.trained import model_folder, named, writer
 from surefoot.language.walk import Walk
 from surefoot.run.dashboard import Display
-from surefoot.run.folder import FINISHED, differences, write_text
+from surefoot.run.distributed import world_size
+from surefoot.run.folder import FINISHED, FREE, differences, write_text
 from surefoot.seeding import derived_seed
 
 HELD_OUT = 5
@@ -109,15 +111,27 @@ def go_rounds(
     display_for   who shows the training of a recipe in a folder
     say           is told of what else takes time
 
-    Raises SurefootError when the folder holds rounds of another plan, and what training raises.
+    Raises SurefootError when the folder holds rounds of another plan, where there are several ranks, and what training raises.
     """
+    check_alone()
     if not (folder / "rounds.json").is_file():
-        reward_from([plan.judge], plan.recipe.device)  # one that can't be loaded claims no folder
+        _judge(plan)  # one that can't be loaded claims no folder
     _claim(plan, folder)
     try:
         return [_round(plan, folder, number, display_for, say) for number in range(1, rounds + 1)]
     except Interrupted as stop:
         raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to go on") from None
+
+
+def check_alone() -> None:
+    """Raise SurefootError where several processes would make the same rounds into one folder, as ``torchrun`` has them."""
+    told = os.environ.get("WORLD_SIZE", "")
+    ranks = max(world_size(), int(told) if told.isdecimal() else 1)
+    if ranks > 1:
+        raise SurefootError(
+            f"surefoot rounds: has been started in {ranks} processes, and makes rounds in one; start it without torchrun "
+            "(WORLD_SIZE unset)"
+        )
 
 
 def ppo_recipe(plan: Plan, folder: Path, number: int) -> LanguageRecipe:
@@ -131,11 +145,17 @@ def ppo_recipe(plan: Plan, folder: Path, number: int) -> LanguageRecipe:
         {**term, "model": new} if term.get("model", "none") != "none" else term for term in table["reward"]["terms"]
     ]
     start = table["critic"].get("start", "none")
-    if start != "none" and Path(start).expanduser() == plan.first_reward:
+    if start != "none" and _same_model(start, plan.first_reward):
         table["critic"]["start"] = new
     made = make_recipe(table)
     assert isinstance(made, LanguageRecipe)
     return made
+
+
+def _same_model(name: str, run: Path) -> bool:
+    """Whether a name means the model of a run, however it is spelled: by another path, or as the folder that the run left."""
+    place, run = Path(name).expanduser().resolve(), run.resolve()
+    return place == run or (place.parent == run and place.name in ("model", "adapter"))
 
 
 def reward_recipe(plan: Plan, here: Path, pairs: int) -> Recipe:
@@ -163,8 +183,8 @@ def _claim(plan: Plan, folder: Path) -> None:
     try:
         if path.is_file():
             before = json.loads(path.read_text("utf-8"))
-            changed = differences(before, json.loads(json.dumps(told)))
-            if changed:
+            found = differences(before, json.loads(json.dumps(told)))
+            if changed := [line for line in found if not line.startswith(tuple(f"recipe.{name}: " for name in FREE))]:
                 raise SurefootError(f"{folder}: holds other rounds ({'; '.join(changed)}); undo that, or choose another --name")
             return
         if folder.exists() and any(folder.iterdir()):
@@ -205,11 +225,23 @@ def _trained(recipe: Callable[[], Recipe], run: Path, display_for: Shows) -> Non
 
     if (run / FINISHED).is_file():
         return
-    if (run / "config.toml").is_file():
-        api.resume(run, display=display_for(make_recipe(read_toml(run / "config.toml")), run))
-        return
     made = recipe()
+    if (run / "config.toml").is_file():
+        begun = to_table(make_recipe(read_toml(run / "config.toml")))
+        if isinstance(made, LanguageRecipe):
+            begun["reward"]["deadline"] = made.reward.deadline  # raised, perhaps, because it was too short
+            write_text(run / "config.toml", to_toml(make_recipe(begun)))
+        api.resume(run, display=display_for(make_recipe(begun), run))
+        return
     api.start(made, run, display=display_for(made, run))
+
+
+def _judge(plan: Plan) -> Reward:
+    """Who labels pairs, within the bounds of the recipe's rewards."""
+    settings = plan.recipe.reward
+    return reward_from(
+        [plan.judge], plan.recipe.device, flag="--judge", deadline=settings.deadline, tolerated=settings.tolerated
+    )
 
 
 def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
@@ -223,7 +255,7 @@ def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
     for _ in range(number):
         chosen = walk.next(plan.pairs)
     asked = repeated(prompts, chosen)
-    judge = reward_from([plan.judge], recipe.device)
+    judge = _judge(plan)
     for part in parts_of(judge):
         if isinstance(part, FunctionReward):
             part.check_columns(asked.columns)

@@ -111,7 +111,7 @@ def check_device(device: str) -> None:
         raise SurefootError(f"device={device!r}: can't be used here ({reason}); set device = 'cpu'") from None
 
 
-def load_result(trees: dict[str, Any], where: Path) -> Any:
+def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:
     """What a checkpoint's trees hold, as training gave it back: an agent, or a model of language."""
     if trees["recipe"].get("kind", "control") == "control":
         from surefoot.control.agent import Agent
@@ -119,4 +119,4 @@ def load_result(trees: dict[str, Any], where: Path) -> Any:
         return Agent.from_trees(trees, where)
     from surefoot.language.trained import from_trees
 
-    return from_trees(trees, where)
+    return from_trees(trees, where, trust_remote_code)

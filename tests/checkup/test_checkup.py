@@ -51,7 +51,7 @@ def test_every_extra_is_known() -> None:
 
 def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
     assert check_python((3, 9)).state == "failed"
-    assert check_extras({"moon": ("no_such_module",)}).fix == "pip install 'surefoot[moon]'"
+    assert check_extras({"moon": ("no_such_module",)}).fix.endswith("[moon]'")
     assert [check_disk(free=size).state for size in (1e6, 1e9, 1e12)] == ["failed", "warning", "ok"]
     assert check_device("cuda:77").state == "failed"
     assert "device = 'cpu'" in check_device("cuda:77").fix
@@ -125,6 +125,22 @@ def test_the_command_tells_a_runs_findings(command: Any) -> None:
     assert told["findings"][0]["evidence"][0]["metric"] == "episode_return"
     (Path("runs/idle") / "metrics.jsonl").write_text("")
     assert command("check", "runs/idle")[0] == 2
+
+
+def test_an_environment_that_fails_in_its_turns_is_a_line_among_the_others(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a: "}\n')
+    (tmp_path / "talk.py").write_text(
+        "class Broken:\n    def reset(self, row):\n        return 'hi'\n"
+        "    def step(self, response):\n        raise RuntimeError('no network')\n"
+    )
+    (tmp_path / "recipe.toml").write_text(
+        'kind = "language"\nmodel = "pocket"\nsteps = 64\ndata = { train = "rows.jsonl" }\nsampling = { max_tokens = 4 }\n'
+        'turns = { environment = "talk.py:Broken" }\n'
+    )
+    code, out, err = command("check", "recipe.toml")
+    assert (code, err) == (1, "")
+    assert re.search(r"^✗ answers .*no network", out, flags=re.M), out
 
 
 def test_a_reward_is_tried_on_samples(command: Any, tmp_path: Path) -> None:

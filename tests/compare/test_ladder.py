@@ -155,7 +155,7 @@ def test_doing_it_again_trains_nothing_and_gives_the_same(climbed, monkeypatch, 
     again = climb("CartPole-v1", changes, 1, folder, rungs=[3, 0, 5], batches=6, episodes=2, jobs=2)
     assert asdict(again)["results"] == report.results
     assert again.plot is None
-    assert "for the plot run: pip install 'surefoot[plots]'" in again.last_line
+    assert "[plots]', and repeat" in again.last_line
 
 
 def test_the_ladder_from_the_command_line(command, no_plots, tmp_path):

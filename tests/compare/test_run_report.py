@@ -15,7 +15,7 @@ from surefoot.compare.run_comparison import difference_interval
 from surefoot.compare.run_plots import binned, smoothed
 from surefoot.compare.run_report import page
 from surefoot.compare.runs import fields_of, grouped, read_run
-from surefoot.config import to_table
+from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
 from surefoot.run.samples import SampleFolder
 
@@ -93,6 +93,16 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: list[Path]) ->
     found = grouped([read_run(run) for run in runs])
     assert [[run.recipe.seed for run in group] for group in found] == [[1, 2], [3]]
     assert "seed" not in fields_of(found[0][0].recipe)
+
+
+def test_when_a_run_is_judged_tells_runs_apart_only_where_patience_may_end_it(runs: list[Path]) -> None:
+    table = to_table(read_run(runs[0]).recipe)
+
+    def fields(every: int, patience: int | str) -> dict[str, Any]:
+        return fields_of(make_recipe({**table, "evaluation": {**table["evaluation"], "every": every, "patience": patience}}))
+
+    assert fields(64, "none") == fields(128, "none")
+    assert fields(64, 2) != fields(128, 2)
 
 
 def test_compare_tells_differences_results_and_intervals(runs: list[Path], command: Any) -> None:

@@ -309,5 +309,5 @@ def test_arguments_that_would_undo_the_preprocessing_are_refused(arguments: dict
 def test_a_missing_package_is_answered_with_the_extra_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(SurefootError, match=r"task='ALE/Breakout-v5': needs an extra .*pip install 'surefoot\[atari\]'"):
+    with pytest.raises(SurefootError, match=r"task='ALE/Breakout-v5': needs an extra .*pip install .*\[atari\]'"):
         looped(BREAKOUT)

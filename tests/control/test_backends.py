@@ -327,7 +327,7 @@ def test_whole_episodes_are_refused_before_anything_is_made(backend: str) -> Non
 
 def test_a_missing_envpool_is_answered_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
-    refused("CartPole-v1", "envpool", "envpool, which is not installed", "pip install 'surefoot[envpool]'")
+    refused("CartPole-v1", "envpool", "envpool, which is not installed", "[envpool]'")
 
 
 def test_an_id_that_envpool_does_not_have_is_refused_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:

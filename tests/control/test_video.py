@@ -252,7 +252,7 @@ def test_any_environment_that_draws_can_be_filmed(tmp_path: Path) -> None:
         (lambda: Painted(ValueError("paint ran out"), "rgb_array"), r"raised ValueError: paint ran out in render\(\)"),
         (
             lambda: Painted(gymnasium.error.DependencyNotInstalled("pygame is not installed"), "rgb_array"),
-            r"needs pygame, which is not installed; run: pip install 'surefoot\[video\]'",
+            r"needs pygame, which is not installed; run: pip install .*\[video\]'",
         ),
     ],
 )
@@ -373,8 +373,6 @@ def test_a_run_without_a_checkpoint_is_refused(command: Any, run: Path, tmp_path
 def test_without_the_encoder_the_extra_is_named(command: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     code, _, err = command("watch", str(run))
-    assert (code, err) == (
-        2,
-        "surefoot: a video needs imageio-ffmpeg, which is not installed; run: pip install 'surefoot[video]', in a "
-        "checkout: pip install -c constraints.txt -e '.[video]'\n",
-    )
+    assert code == 2
+    assert err.startswith("surefoot: a video needs imageio-ffmpeg, which is not installed; run: pip install ")
+    assert err.endswith("[video]'\n")

@@ -468,6 +468,35 @@ def test_the_critic_is_fitted_as_a_separate_critic_of_any_other_algorithm_is() -
     assert not torch.equal(ends[0], actor_and_critic(TinyPolicy())[1])
 
 
+class Told:
+    """A loss beside the objective's, which counts how often it is asked for its gradient."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def add_gradient(self) -> dict[str, float]:
+        self.asked += 1
+        return {"sft_loss": 1.0}
+
+
+def test_a_loss_beside_has_no_part_in_what_the_critic_alone_learns_from() -> None:
+    ends = []
+    for beside in (None, Told()):
+        policy = TinyPolicy()
+        learner = Learner(policy, BATCHED, ADAM)
+        learner.beside = beside
+        metrics = update(learner, random_rollout(policy, 0))
+        ends.append((parameters(policy), metrics))
+    assert beside is not None
+    assert beside.asked == 0
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    learner = Learner(TinyPolicy(), replace(PPO_UNCLIPPED, reuse=Reuse(2, 1)), ADAM, AdamSettings(0.02))
+    learner.beside = beside
+    update(learner, random_rollout(TinyPolicy(), 0))
+    assert beside.asked == 2, "where the policy moves too it is asked for each step"
+
+
 def test_a_linear_schedule_is_the_critics() -> None:
     """The policy's step has no learning rate, and is the same whatever is left of the budget."""
     ends, rates = [], []

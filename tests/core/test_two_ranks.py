@@ -31,6 +31,7 @@ from surefoot import (
     Reuse,
 )
 from surefoot.batches import normalised, rows_of
+from surefoot.control.normalise import RewardNormaliser
 from surefoot.credit import assign_credit
 from surefoot.learner import Learner
 from surefoot.loop import run_loop
@@ -162,6 +163,8 @@ def answers(rank: int) -> Answers:
     found["adaptive"] = trained(share(rank), ADAPTIVE, seed=rank, updates=4)
     for unit in ("step", "row"):
         found[f"natural {unit}"] = trained(share(rank, unit), NATURAL, seed=rank, micro_batch=4 if rank else None)
+    rewards, kept = share(rank).rewards, share(rank).mask
+    found["at limit"] = RewardNormaliser(gamma=0.99, clip=1.0).at_limit(rewards, kept)
     found["loop"] = looped(share(rank), total=100)
     broken = share(rank)
     found["broken"] = refusal(replace(broken, rewards=broken.rewards * (torch.inf if rank else 1.0)), policy())
@@ -296,6 +299,13 @@ def test_the_natural_step_is_that_of_one_process_and_the_same_on_both_ranks_bit_
 def test_explained_variance_is_that_of_one_process(ranks: list[Answers]) -> None:
     whole = trained(both(), replace(PPO_CLIP, reuse=Reuse(1, 1)), seed=0, updates=1)[1][0]["explained_variance"]
     assert ranks[0]["many updates"][1][0]["explained_variance"] == pytest.approx(whole, rel=1e-10)
+
+
+def test_the_share_that_is_clipped_is_that_of_both_ranks(ranks: list[Answers]) -> None:
+    shares = [RewardNormaliser(gamma=0.99, clip=1.0).at_limit(share(rank).rewards, share(rank).mask) for rank in range(RANKS)]
+    assert shares[0] != shares[1]
+    whole = float((both().rewards[both().mask].abs() >= 1.0).double().mean())
+    assert [found["at limit"] for found in ranks] == [whole, whole]
 
 
 def test_the_budget_counts_the_steps_of_both_ranks(ranks: list[Answers]) -> None:

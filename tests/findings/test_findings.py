@@ -8,6 +8,7 @@ import pytest
 
 import surefoot
 from surefoot.findings import RULES, findings_of, of_run
+from surefoot.findings.finding import in_words
 from surefoot.findings.story import WATCHED, Story
 from surefoot.findings.watch import Watch
 from surefoot.recipes import find_recipe
@@ -135,6 +136,18 @@ def test_missing_and_undefined_numbers_are_no_findings() -> None:
     assert names(rows_of(30)) == []
     assert names(rows_of(30, **dict.fromkeys(WATCHED))) == []
     assert names(rows_of(30, **{name: float("nan") for name in WATCHED})) == []
+
+
+def test_a_metric_that_is_nowhere_known_is_no_finding() -> None:
+    """A mean of nothing is no number, and comparing with it says nothing."""
+    assert "clip_idle" not in names(rows_of(50, clip_active=0.0, kl=1e-4))
+    rows = rows_of(40, epochs=lambda i: 0.0 if i > 20 else None, stopped_early=lambda i: 1.0 if i <= 20 else None)
+    assert "passes_end_at_once" not in names(rows)
+
+
+def test_numbers_in_words_are_rounded_before_they_are_called_large() -> None:
+    said = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
+    assert {value: in_words(value) for value in said} == said
 
 
 def test_rules_read_metrics_that_there_are() -> None:

@@ -26,7 +26,7 @@ from surefoot.language.trained import from_trees
 from surefoot.language.world import LanguageWorld
 from surefoot.objective import Batch, loss
 from surefoot.rollout import LearnerState
-from surefoot.run.checkpoint import load_checkpoint
+from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.run.folder import checkpoint_to_load
 from surefoot.sections import AdapterSettings
 from surefoot.session import make_learner
@@ -366,8 +366,12 @@ def test_a_base_that_has_changed_or_gone_is_refused(files: dict[str, str], folde
         surefoot.load(tmp_path / "run")
 
 
-def test_a_checkpoint_does_not_let_the_code_of_its_base_run(
-    files: dict[str, str], folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_code_of_a_checkpoints_base_runs_only_where_who_loads_it_says_so(
+    files: dict[str, str],
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., tuple[int, str, str]],
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -385,6 +389,12 @@ def test_a_checkpoint_does_not_let_the_code_of_its_base_run(
     assert not (tmp_path / "ran").exists()
     with pytest.raises(SurefootError, match="RuntimeError: ran"):
         from_trees(trees, where, trust_remote_code=True)
+    (tmp_path / "ran").unlink()
+    save_checkpoint(where, trees)
+    words = ("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))
+    assert "program code that comes with it, which is not run" in command(*words)[2]
+    assert not (tmp_path / "ran").exists()
+    assert "RuntimeError: ran" in command(*words, "--trust-remote-code")[2]
 
 
 def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
@@ -449,9 +459,7 @@ def test_without_peft_the_extra_is_named(
 
     real = optional.importlib.util.find_spec
     monkeypatch.setattr(optional.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
-    with pytest.raises(
-        SurefootError, match=r"adapter needs peft, which is not installed; run: pip install 'surefoot\[adapters\]'"
-    ):
+    with pytest.raises(SurefootError, match=r"adapter needs peft, which is not installed; run: pip install .*\[adapters\]'"):
         SupervisedWorld(make_recipe(table("sft", files, folders["llama"])))  # type: ignore[arg-type]
 
 

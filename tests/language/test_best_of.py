@@ -10,7 +10,7 @@ import pytest
 import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language import data
-from surefoot.language.best_of import Drawing, best_of_n, chosen_row, term_from
+from surefoot.language.best_of import Drawing, best_of_n, chosen_row, reward_from, term_from
 from surefoot.language.models import load_model
 from surefoot.language.rewards import FunctionReward
 from surefoot.language.rows import write_rows
@@ -133,6 +133,22 @@ def test_rows_of_conversations_are_conversations() -> None:
         "reward": 0.0,
     }
     assert chosen_row(talk, ["a", "b"], [0.0, 1.0], [False, False], None, worst=False) is None
+
+
+def test_where_there_is_no_checkpoint_nothing_is_said_of_one(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "import time\ndef raises(responses):\n    raise RuntimeError('down')\n"
+        "def slow(responses):\n    time.sleep(5)\n    return [0.0] * len(responses)\n"
+    )
+    said = []
+    for name, term in (("raises", ""), ("slow", ""), ("url", "{ url = 'http://127.0.0.1:9/x', retries = 0 }")):
+        with pytest.raises(SurefootError) as raised:
+            reward_from([term or f"{tmp_path}/bad.py:{name}"], deadline=0.2)(["p"], ["r"], {})
+        said.append(str(raised.value))
+        assert said[-1].startswith("--reward=")
+        assert "checkpoint" not in said[-1]
+        assert said[-1].endswith(", then repeat the command")
+    assert "took longer than 0.2 s for 1 responses; make it faster, or give it fewer at a time" in said[1]
 
 
 def test_a_term_is_a_folder_a_function_or_a_table(tmp_path: Path) -> None:

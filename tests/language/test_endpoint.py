@@ -187,6 +187,38 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
     assert "s3cret" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "key=s3cret",
+        "model=judge&api_key=s3cret",
+        "apiKey=s3cret",
+        "access-token=s3cret",
+        "X-Amz-Signature=s3cret",
+        "subscription-key=s3cret",
+        "code=s3cret0123456789abcdefgh",
+        "s3cret0123456789abcdefgh",
+    ],
+)
+def test_a_secret_in_the_query_of_an_address_is_refused_and_not_repeated(query: str) -> None:
+    with pytest.raises(SurefootError) as raised:
+        reward(f"https://host/score?{query}")
+    assert str(raised.value).startswith("reward.terms[0].url='https://host/score': its query holds ")
+    assert "name an environment variable by token_from" in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("query", ["model=judge-70b-instruct", "max_tokens=8", "keyword=blue", "monkey=1", "v=1.2.3"])
+def test_what_is_no_secret_may_stand_in_a_query(query: str) -> None:
+    assert endpoint.url_complaint(f"https://host/score?{query}") == ""
+
+
+def test_what_no_server_gets_is_refused() -> None:
+    with pytest.raises(SurefootError, match=r"url='https://host/score': has a part behind '#', which no server gets") as raised:
+        reward("https://host/score#s3cret")
+    assert "s3cret" not in str(raised.value)
+
+
 # ---- down, flaky, slow ----------------------------------------------------------------------------------------------------
 
 

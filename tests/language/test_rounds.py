@@ -158,6 +158,46 @@ def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_a
         assert made.model_dump(exclude=rest) == plan.recipe.model_dump(exclude=rest)
 
 
+@pytest.mark.parametrize("spelled", ["./reward", "sub/../reward", "link", "reward/model", "reward"])
+def test_the_critic_follows_the_refreshed_reward_model_however_it_is_spelled(
+    spelled: str, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(start)
+    (start / "sub").mkdir()
+    (start / "link").symlink_to(start / "reward")
+    plan, folder = Plan(recipe_of(start, critic={"own_model": True, "start": spelled}), "j:j"), start / "r"
+    assert ppo_recipe(plan, folder, 2).critic.start == str(folder / "round-2" / "reward")
+    other = recipe_of(start, critic={"own_model": True, "start": "elsewhere"})
+    assert ppo_recipe(Plan(other, "j:j"), folder, 2).critic.start == "elsewhere"
+
+
+def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no_other_plan(
+    start: Path, command: Command
+) -> None:
+    text = (start / "ppo.toml").read_text()
+    source = "\ndef slow(responses):\n    import time\n    time.sleep(0.6)\n    return judge(responses)\n"
+    (start / "judge.py").write_text(SOURCE + source)
+    words = ("rounds", "ppo.toml", "--rounds", "1", "--pairs", "20", "--name", "r", "--quiet", "--judge", "judge.py:slow")
+    for seconds in (0.3, 30):
+        (start / "ppo.toml").write_text(text.replace("missing_eos", f"deadline = {seconds}\n        missing_eos"))
+        code, _, err = command(*words)
+        if seconds < 1:
+            assert code == 2
+            assert "--judge='judge.py:slow': took longer than reward.deadline=0.3 s for 20 responses" in err
+            assert "raise that, then repeat the command" in err
+    assert code == 0, err
+
+
+def test_rounds_are_refused_where_several_processes_would_make_them(
+    start: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = command("rounds", "ppo.toml", "--name", "many")
+    assert code == 2
+    assert "has been started in 2 processes, and makes rounds in one; start it without torchrun" in err
+    assert not (start / "runs").exists()
+
+
 def test_without_noise_the_better_answer_is_chosen_and_with_it_as_bradley_and_terry_say() -> None:
     draw = random.Random(1)
     assert (prefers_first(2, 1, 0, draw), prefers_first(1, 2, 0, draw), prefers_first(1, 1, 0, draw)) == (True, False, None)

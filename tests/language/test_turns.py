@@ -497,6 +497,25 @@ def test_nothing_is_learned_from_a_conversation_whose_environment_fails_and_the_
     assert [said["reward"] is None for said in made.collector.said] == failed.tolist()
 
 
+def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+    """A function that pays for an empty answer, and would be glad of a conversation that never began."""
+    (tmp_path / "golden.py").write_text(
+        "seen = []\n"
+        "def gold(responses):\n    seen.append(len(responses))\n    return [float(len(text)) for text in responses]\n"
+    )
+    function = f"{tmp_path}/golden.py:gold"
+    reward = {"tolerated": 0.4, "missing_eos": "none", "gold": function, "terms": [{"function": function}]}
+    made = world(files, folders["llama"], "Wordy", reward=reward)
+    r = collected(made)
+    assert made.gold is not None
+    failed = ~r.mask.any(-1)
+    assert 0 < failed.sum() < 6
+    assert [said["gold"] is None for said in made.collector.said] == failed.tolist()
+    known = [said["gold"] for said in made.collector.said if said["gold"] is not None]
+    assert r.metrics["gold"] == pytest.approx(sum(known) / len(known))
+    assert set(made.gold.function.__globals__["seen"]) == {12 - int(failed.sum())}, "nor is it asked about them"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -2,6 +2,7 @@
 
 import json
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.rollout import LearnerState, Rollout
+from surefoot.run.checkpoint import latest_checkpoint
+from surefoot.run.dashboard import Silent
 from surefoot.run.distributed import total
-from surefoot.session import make_learner
+from surefoot.run.folder import RunFolder
+from surefoot.session import Session, make_learner
 from surefoot.worlds import World, make_world
 
 from .tiny import write_folder
@@ -63,6 +67,22 @@ def mixed(folder: Path) -> Recipe:
     return make_recipe({**table, "mixing": mixing})
 
 
+def with_dropout(folder: Path) -> Recipe:
+    """Adapters whose inputs are dropped: three rows of unequal length on one rank, two on the other."""
+    table = supervised(folder).model_dump(exclude_unset=True)
+    return make_recipe({**table, "steps": 20, "adapter": {"rank": 2, "dropout": 0.3}, "optimizer": {"learning_rate": 1e-2}})
+
+
+def shuffling(folder: Path) -> Recipe:
+    """Two passes in two minibatches each over a batch of which one rank has four rows, the other two."""
+    table = online(folder).model_dump(exclude_unset=True)
+    sampling, reuse = {"prompts": 3, "samples": 2, "max_tokens": 6}, {"epochs": 2, "minibatches": 2}
+    return make_recipe({**table, "steps": 24, "algorithm": "PPO_CLIP", "sampling": sampling, "objective": {"reuse": reuse}})
+
+
+RESUMED = {"with dropout": with_dropout, "shuffling": shuffling}
+
+
 RECIPES = {"online": online, "mixed": mixed, "supervised": supervised, "in groups": in_groups}
 
 
@@ -79,15 +99,44 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
     learner.beside = world.beside
-    found: dict[str, Any] = {"rows": [], "rounds": 0}
+    found: dict[str, Any] = {"rows": [], "rounds": 0, "told": []}
     for _ in range(3):
         rollout = world.collector.collect(state)
         assert recipe.kind == "sft" or len(rollout.mask) >= 4, "no rank is without rows"
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         state.steps += total(rollout.steps, rollout.rewards)
         found["rows"].append(said(rollout))
+        found["told"].append({name: rollout.metrics[name] for name in ("reward", "score_std") if name in rollout.metrics})
         found["rounds"] = max(found["rounds"], rollout.metrics.get("sampling_rounds") or 0)
     return {**found, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
+
+
+def resumed(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
+    """Weights after four iterations: at one go, and where both ranks go on from what the first one wrote after two."""
+
+    def trained_by(path: Path, last: int) -> dict[str, Any]:
+        world = make_world(recipe)
+        own = None
+        if dist.get_rank() == 0:
+            own = RunFolder.open(path) if path.exists() else RunFolder.create(path, recipe)
+        session = Session(recipe, world, own, Silent(), lambda metrics: bool(metrics["steps"] >= last))
+        dist.barrier()
+        found = latest_checkpoint(path / "checkpoints")
+        if found is not None:
+            session.restore(found, allow_changes=False)
+        session.run()
+        if own is not None:
+            own.close()
+        dist.barrier()
+        return dict(world.policy.state_dict())
+
+    whole = trained_by(folder / "whole", recipe.steps)
+    trained_by(folder / "cut", recipe.steps // 2)
+    return [whole, trained_by(folder / "cut", recipe.steps)]
+
+
+def makeable(name: str) -> bool:
+    return name != "with dropout" or find_spec("peft") is not None
 
 
 def work(rank: int, folder: str) -> None:
@@ -96,6 +145,7 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
     try:
         found: dict[str, Any] = {name: trained(make(Path(folder))) for name, make in RECIPES.items()}
+        found |= {name: resumed(make(Path(folder)), Path(folder) / name) for name, make in RESUMED.items() if makeable(name)}
         recipe = supervised(Path(folder))
         table = recipe.model_dump() | {"data": {**recipe.model_dump()["data"], "batch": 1}}
         try:
@@ -143,8 +193,27 @@ def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
         for name, weights in alone["weights"].items():
             torch.testing.assert_close(rank[kind]["weights"][name], weights, rtol=1e-4, atol=2e-6)
     assert ranks[0][kind]["beta"] == ranks[1][kind]["beta"]
+    assert ranks[0][kind]["told"] == ranks[1][kind]["told"]
+    for ours, whole in zip(ranks[0][kind]["told"], alone["told"], strict=True):
+        assert ours == pytest.approx(whole, rel=1e-5)
+    assert kind == "supervised" or min(whole["score_std"] for whole in alone["told"]) > 0
 
 
 def test_fewer_rows_than_ranks_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     """On one alone, the others would wait for it."""
     assert [rank["too few"] for rank in ranks] == ["1 rows in each batch: too few for 2 ranks; take at least one for each"] * 2
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_ranks_that_continue_from_the_checkpoint_of_one_go_on_as_if_nothing_had_been(
+    kind: str, ranks: list[dict[str, Any]]
+) -> None:
+    if not makeable(kind):
+        pytest.skip("peft is not installed")
+    for rank in ranks:
+        whole, cut = rank[kind]
+        for name, weights in whole.items():
+            assert torch.equal(weights, cut[name]), name
+    assert any(not torch.equal(weights, torch.zeros_like(weights)) for name, weights in whole.items() if "lora_B" in name) or (
+        kind != "with dropout"
+    )

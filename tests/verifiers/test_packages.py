@@ -114,7 +114,5 @@ def test_a_schema_that_is_none_is_the_rows_fault(schema: Any, what: str) -> None
 @pytest.mark.parametrize(("name", "package"), [("math", "math-verify"), ("json", "jsonschema")])
 def test_a_missing_package_is_one_line_before_training(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    with pytest.raises(
-        SurefootError, match=rf"needs {package}, which is not installed; run: pip install 'surefoot\[verifiers\]'"
-    ):
+    with pytest.raises(SurefootError, match=rf"needs {package}, which is not installed; run: pip install .*\[verifiers\]'"):
         FunctionReward(f"surefoot.verifiers:{name}")

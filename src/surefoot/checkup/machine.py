@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from surefoot.checkup.check import Check
+from surefoot.errors import to_install
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "mujoco": ("mujoco",),
@@ -95,15 +96,13 @@ def check_extras(extras: dict[str, tuple[str, ...]] = EXTRAS) -> Check:
     what = f"{', '.join(there) or 'none'}"
     if not lacking:
         return Check("extras", "ok", what)
-    return Check("extras", "absent", f"{what}; not here: {', '.join(lacking)}", f"pip install 'surefoot[{','.join(lacking)}]'")
+    return Check("extras", "absent", f"{what}; not here: {', '.join(lacking)}", to_install(",".join(lacking)))
 
 
 def check_drawing(seconds: float = 30.0) -> Check:
     """Whether MuJoCo can draw without a display, tried in a process of its own: a driver may end it."""
     if importlib.util.find_spec("mujoco") is None:
-        return Check(
-            "drawing", "absent", "MuJoCo is not installed; other environments need no display", "pip install 'surefoot[mujoco]'"
-        )
+        return Check("drawing", "absent", "MuJoCo is not installed; other environments need no display", to_install("mujoco"))
     backend = os.environ.get("MUJOCO_GL") or "egl"
     try:
         done = subprocess.run(
@@ -128,7 +127,7 @@ def check_drawing(seconds: float = 30.0) -> Check:
 def check_atari() -> Check:
     """Whether the games are there."""
     if not all(map(importlib.util.find_spec, EXTRAS["atari"])):
-        return Check("Atari", "absent", "not installed", "pip install 'surefoot[atari]'")
+        return Check("Atari", "absent", "not installed", to_install("atari"))
     import ale_py
     import gymnasium
 

@@ -22,7 +22,10 @@ def check_reward(world: LanguageWorld) -> list[Check]:
     prompts = repeated(everything, range(min(PROMPTS, len(everything.ids))), samples)
     seeds = [derived_seed(recipe.seed, "check", row) for row in range(len(prompts.ids))]
     begun = time.perf_counter()
-    answers = world.collector.answer(prompts, seeds, samples)
+    try:
+        answers = world.collector.answer(prompts, seeds, samples)
+    except SurefootError as error:  # an environment that answers turns, for one
+        return [_failed("answers", error)]
     sampled = time.perf_counter() - begun
     count = len(answers.responses)
     ended = float(answers.samples.ended.double().mean())
@@ -32,8 +35,7 @@ def check_reward(world: LanguageWorld) -> list[Check]:
     try:
         scores = answers.scores(world.reward)
     except SurefootError as error:
-        wrong, _, fix = str(error).rpartition("; ")
-        return [*found, Check("reward", "failed", wrong or fix, fix if wrong else "")]
+        return [*found, _failed("reward", error)]
     seconds = time.perf_counter() - begun
     known = scores.total[scores.valid]
     told = f"{len(known)} numbers for {count} answers in {seconds:.2g} s"
@@ -65,6 +67,11 @@ def check_reward(world: LanguageWorld) -> list[Check]:
     else:
         found.append(Check("reward", "ok", told))
     return [*found, *_treated(world, settled(scores, answers.samples, recipe), scores.valid, ended)]
+
+
+def _failed(name: str, error: SurefootError) -> Check:
+    wrong, _, fix = str(error).rpartition("; ")
+    return Check(name, "failed", wrong or fix, fix if wrong else "")
 
 
 def _answers(count: int, ended: float, length: float, seconds: float, recipe: LanguageRecipe) -> Check:

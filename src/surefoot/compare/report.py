@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.compare.statistics import bootstrap_interval, interquartile_mean, markdown_table, mean
+from surefoot.errors import to_install
 from surefoot.kinds import ControlRecipe
 from surefoot.run.folder import write_text
 
@@ -36,7 +37,7 @@ class Report:
         if self.plot is not None:
             return f"plot, report.md and results.json are in {self.folder}/"
         return (
-            f"report.md and results.json are in {self.folder}/; for the plot run: pip install 'surefoot[plots]', "
+            f"report.md and results.json are in {self.folder}/; for the plot run: {to_install('plots')}, "
             "and repeat the command (nothing is trained again)"
         )
 

@@ -124,11 +124,12 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:
-    """The fields by which runs are told apart."""
+    """The fields by which runs are told apart. Where patience may end a run, when it is judged and on what are among them."""
+    free = tuple(name for name in FREE if recipe.evaluation.patience is None or not name.startswith("evaluation."))
     return {
         name: value
         for name, value in flat(to_table(recipe))
-        if not any(name == free or name.startswith(f"{free}.") for free in FREE)
+        if not any(name == other or name.startswith(f"{other}.") for other in free)
     }
 
 

@@ -20,7 +20,7 @@ from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
 from surefoot.control.vector import check_infos, said, score_and_life, stated_mode
 from surefoot.dotted import imported
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, to_install
 from surefoot.seeding import derived_seed
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
@@ -380,5 +380,5 @@ def making_failed(name: str, error: Exception) -> SurefootError:
     if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
         extra = next((value for key, value in extras.items() if key in text.lower()), None)
         if extra:
-            return SurefootError(f"task={name!r}: needs an extra that is not installed; run: pip install 'surefoot[{extra}]'")
+            return SurefootError(f"task={name!r}: needs an extra that is not installed; run: {to_install(extra)}")
     return SurefootError(f"task={name!r}: could not be made ({type(error).__name__}: {text})")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.functional import Moments, masked_moments, merge_moments
-from surefoot.run.distributed import merge_across_ranks
+from surefoot.run.distributed import all_sum, merge_across_ranks
 
 Normalise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -35,8 +35,14 @@ class RunningMoments(nn.Module):
             buffer.copy_(value)
 
     def at_limit(self, x: Tensor, mask: Tensor) -> float:
-        """The share of the kept normalised entries that are at ±clip: what the network can't tell apart.   [B, T, *], [B, T]"""
-        return float((x[mask].abs() >= self.clip).double().mean())
+        """The share of the kept normalised entries of all ranks that are at ±clip: what the network can't tell apart.
+
+        x  [B, T, *], mask [B, T]
+        """
+        kept = x[mask]
+        cut = (kept.abs() >= self.clip).sum()
+        at_limit, count = all_sum(torch.stack([cut, cut.new_tensor(kept.numel())])).tolist()
+        return at_limit / count if count else math.nan
 
     @property
     def scale(self) -> Tensor:

@@ -66,5 +66,5 @@ class Finding:
 
 def in_words(value: float) -> str:
     """A number of any size in about three digits, with a true minus."""
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    text = f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
     return text.replace("-", "−", 1) if value < 0 and not text.startswith("0") else text

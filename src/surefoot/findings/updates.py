@@ -177,7 +177,7 @@ def clip_idle(story: Story, recipe: Recipe | None) -> Finding | None:
     if len(active) < story.long(0.2, 20):
         return None
     middle = active.part(len(active) // 10, len(active) - len(active) // 5)
-    if middle.values.mean() > 1e-4 or outside.values.mean() > 1e-3:
+    if middle.values.mean() > 1e-4 or not len(outside) or outside.values.mean() > 1e-3:
         return None
     kl = story.curve("kl")
     return Finding(
@@ -260,7 +260,8 @@ def passes_end_at_once(story: Story, recipe: Recipe | None) -> Finding | None:
     if len(stopped) < width or len(epochs) != len(stopped):
         return None
     worst = epochs.window(width, largest=False)
-    if worst.values.mean() > 0.1 or stopped.after(worst.steps[0] - 1).until(worst.steps[-1]).values.mean() < 0.9:
+    meanwhile = stopped.after(worst.steps[0] - 1).until(worst.steps[-1])
+    if worst.values.mean() > 0.1 or not len(meanwhile) or meanwhile.values.mean() < 0.9:
         return None
     target = "" if recipe is None else f" = {recipe.objective.target_kl:g}" if recipe.objective.target_kl else ""
     return Finding(

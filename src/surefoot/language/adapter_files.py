@@ -37,13 +37,8 @@ def adapted(recipe: ModelRecipe, model: "PreTrainedModel", name: str) -> SharedB
 
 
 def base_record(base: SharedBase | None) -> dict[str, Any]:
-    """The tree of a checkpoint that holds adapters alone: where the base is, and how it is known again; and where the noise of
-    dropout stands. Empty without a base.
-    """
-    if base is None:
-        return {}
-    noise = None if base.noise is None else base.noise.state
-    return {"base": {"model": base.source, "print": base.print, "noise": noise}}
+    """The tree of a checkpoint that holds adapters alone: where the base is, and how it is known again. Empty without one."""
+    return {} if base is None else {"base": {"model": base.source, "print": base.print}}
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.optional import needed
 from surefoot.language.sources import weights_print
+from surefoot.run.distributed import rank
 from surefoot.seeding import derived_seed, stream
 
 if TYPE_CHECKING:
@@ -189,29 +190,26 @@ class RoleTrunk(nn.Module):
 
 
 class Noise:
-    """A stream of random numbers on the device of whoever asks, that can be saved and continued."""
+    """A stream of random numbers on the device of whoever asks, that begins anew with every batch.
+
+    Where it begins is derived from the run's seed, the batch and the rank. So there is nothing to save: one checkpoint is
+    enough for all ranks, though each draws as many numbers as its own rows need.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.begin(0, 0)
+
+    def begin(self, iteration: int, faults: int) -> None:
+        """The next batch: after so many iterations, and so many updates in a row that were not taken."""
+        self._now = derived_seed(self.seed, "batch", iteration, faults, rank())
         self._generator: torch.Generator | None = None
-        self._state: Tensor | None = None
 
     def on(self, device: torch.device) -> torch.Generator:
         """The generator; always asked for on one device."""
         if self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(self.seed)
-            if self._state is not None:
-                self._generator.set_state(self._state)
+            self._generator = torch.Generator(device).manual_seed(self._now)
         return self._generator
-
-    @property
-    def state(self) -> Tensor | None:
-        """Where it stands; None before the first number."""
-        return self._state if self._generator is None else self._generator.get_state()
-
-    @state.setter
-    def state(self, found: Tensor | None) -> None:
-        self._generator, self._state = None, found
 
 
 class Dropout(nn.Module):

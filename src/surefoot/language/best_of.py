@@ -84,19 +84,22 @@ class Best:
         return told
 
 
-def reward_from(texts: Sequence[str], device: str = "cpu") -> Reward:
-    """What ``--reward`` names: a term of a recipe's ``reward.terms``, or several, whose sum it is.
+def reward_from(
+    texts: Sequence[str], device: str = "cpu", *, flag: str = "--reward", deadline: float = 60.0, tolerated: float = 0.1
+) -> Reward:
+    """What ``--reward``, or another ``flag``, names: a term of a recipe's ``reward.terms``, or several, whose sum it is.
 
     texts   each a folder or run of a reward model, ``module:function``, ``file.py:function``, an address, or a term as a
             recipe has it: ``{ function = "surefoot.verifiers:numeric", arguments = { after = "####" }, weight = 2.0 }``
 
     Raises SurefootError for what is no such term, or can't be loaded.
     """
-    rewards = [reward_of(term_from(text), "--reward", device=device, named=False) for text in texts]
+    given: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "device": device}
+    rewards = [reward_of(term_from(text, flag), flag, named=False, **given) for text in texts]
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
 
-def term_from(text: str) -> RewardTerm:
+def term_from(text: str, flag: str = "--reward") -> RewardTerm:
     """One ``--reward`` as a term: a table as it stands, else a function where there is a colon and no such folder."""
     given = parse_value(text)
     if not isinstance(given, dict):
@@ -107,14 +110,14 @@ def term_from(text: str) -> RewardTerm:
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known) or f"; there are: {', '.join(known)}"
-            raise SurefootError(f"--reward {text}: a term has no {name!r}{hint}")
+            raise SurefootError(f"{flag} {text}: a term has no {name!r}{hint}")
     try:
         term = RewardTerm(**given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        raise SurefootError(f"--reward {text}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise SurefootError(f"{flag} {text}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if complaint := term_complaint(term):
-        raise SurefootError(f"--reward {text}{complaint}")
+        raise SurefootError(f"{flag} {text}{complaint}")
     return term
 
 

@@ -31,7 +31,7 @@ from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeate
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, Reward, Scores, is_dense, scored
 from surefoot.language.sampler import Samples, sample
-from surefoot.language.scores import joined_scores
+from surefoot.language.scores import joined_scores, over_all_ranks, scattered
 from surefoot.language.steps import pieces
 from surefoot.language.tokens import Tokens, text_of
 from surefoot.language.turns import Environments
@@ -84,9 +84,17 @@ class Answers:
         return [(text_of(prompt), said) for prompt, said in zip(self.prompts.prompts, self.responses, strict=True)]
 
     def scores(self, reward: Reward, earned: bool = True) -> Scores:
-        """What they earn, whether they ended or not, on the device of the samples; ``earned`` adds what environments paid."""
+        """What they earn, whether they ended or not, on the device of the samples; ``earned`` adds what environments paid.
+        A conversation whose environment failed is not scored: nobody knows what its end would have been.
+        """
         tokens = [pieces(self.tokens.decode, ids) for ids in self.scored] if is_dense(reward) else None
-        scores = scored(reward, self.prompts.prompts, self.responses, self.prompts.columns, tokens)
+        everyone = range(len(self.responses))
+        fine = [row for row in everyone if self.talks is None or self.talks[row].failure is None]
+        asked = fine or everyone  # what a reward is made of is known from its scores, whosever they are
+        some, told = repeated(self.prompts, asked), None if tokens is None else [tokens[row] for row in asked]
+        scores = scored(reward, some.prompts, [self.responses[row] for row in asked], some.columns, told)
+        if len(fine) < len(everyone):
+            scores = scattered(scores, fine, len(everyone)) if fine else map_tensors(torch.zeros_like, scores)
         if self.talks is not None and earned:
             scores = with_earned(scores, self.talks, self.samples.mask.shape)
         found: Scores = map_tensors(lambda x: x.to(self.samples.mask.device), scores)
@@ -342,11 +350,12 @@ class LanguageCollector:
         """What all sampled responses are like, and what they earned, whether they are learned from or not."""
         answers, scores, total = found.answers, found.scores, found.total
         drawn = answers.samples
-        told: Metrics = {"reward": scores.mean_of(total), "score_std": scores.spread_of(total)}
+        mean, spread = over_all_ranks(scores, total)
+        told: Metrics = {"reward": mean, "score_std": spread}
         if len(scores.parts) > 1:
-            told |= {f"reward_{name}": scores.mean_of(part) for name, part in scores.parts.items()}
+            told |= {f"reward_{name}": over_all_ranks(scores, part)[0] for name, part in scores.parts.items()}
         if gold is not None:
-            told["gold"] = gold.mean_of(gold.total)
+            told["gold"] = over_all_ranks(gold, gold.total)[0]
         if answers.talks is not None:
             told["turns"] = mean_turns(answers.talks)
         if self.recipe.reward.overlong is not None:

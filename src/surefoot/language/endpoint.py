@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.deadline import Overdue
@@ -28,7 +28,13 @@ TRY_AGAIN = (408, 425, 429)
 """answers of a server that is busy, besides 5xx"""
 SHOWN = 80
 """characters of an answer that still make a line"""
-THEN = "then resume from the last checkpoint"
+RESUME, REPEAT = "then resume from the last checkpoint", "then repeat the command"
+"""what remains to be done once a reward is mended: in a run, and in a command that has no checkpoint"""
+SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "pwd", "auth", "authorization", "credential", "credentials"}
+SECRET |= {"sig", "signature", "sas", "jwt", "bearer", "accesskey", "accesstoken", "subscriptionkey"}
+"""words that name a secret in the query of an address"""
+RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{20,}")
+"""a value that nobody chose: so long a run of letters and digits, with both of them"""
 
 
 class Endpoint:
@@ -41,11 +47,12 @@ class Endpoint:
     retries     further tries of a request that does not get through, or is answered with 408, 425, 429 or 5xx
     deadline    seconds that all requests of a call may take, waiting included
     arguments   sent with every request
+    then        what messages say is to be done once all is mended
 
     A server on this machine is never asked through a proxy that the environment names. Redirections are not followed.
     """
 
-    mend = f"mend what answers there, {THEN}"
+    mend = "mend what answers there"
 
     def __init__(
         self,
@@ -56,12 +63,18 @@ class Endpoint:
         retries: int = 5,
         deadline: float = 60.0,
         arguments: Mapping[str, Any] | None = None,
+        then: str = RESUME,
     ) -> None:
         self.url, self.batch, self.token_from, self.retries, self.deadline = url, batch, token_from, retries, deadline
-        self.arguments = dict(arguments or {})
+        self.arguments, self.then = dict(arguments or {}), then
         self.headers: dict[str, str] = {}
         self.secrets: tuple[str, ...] = ()
-        self.__qualname__ = re.sub(r"//[^/@]*@", "//", url.partition("?")[0])  # for messages
+        self.__qualname__ = re.sub(r"//[^/@]*@", "//", re.split(r"[?#]", url)[0])  # for messages
+
+    @property
+    def mended(self) -> str:
+        """What is to be done where an answer is wrong."""
+        return f"{self.mend}, {self.then}"
 
     @property
     def name(self) -> str:
@@ -135,21 +148,23 @@ class Endpoint:
             except httpx2.TransportError as error:
                 trouble = f"can't be reached ({self._hidden(cause_of(error))})"
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                raise SurefootError(f"gave no answer that can be read ({self._hidden(cause_of(error))}); {self.mend}") from None
+                raise SurefootError(
+                    f"gave no answer that can be read ({self._hidden(cause_of(error))}); {self.mended}"
+                ) from None
             else:
                 if answer.is_success:
                     return answer
                 trouble = self._hidden(f"answered {answer.status_code} {answer.reason_phrase}".rstrip())
                 if answer.status_code < 500 and answer.status_code not in TRY_AGAIN:
-                    raise SurefootError(f"{trouble}{self._said(answer)}; {self._remedy(answer.status_code)}, {THEN}")
+                    raise SurefootError(f"{trouble}{self._said(answer)}; {self._remedy(answer.status_code)}, {self.then}")
                 asked = seconds_asked(answer.headers.get("Retry-After"))
             if tried > self.retries:
-                raise SurefootError(f"{trouble}, {tried} times; see whether the server runs, {THEN}")
+                raise SurefootError(f"{trouble}, {tried} times; see whether the server runs, {self.then}")
             pause = max(asked, waiting(tried))
             if time.monotonic() + pause >= ends:
                 raise SurefootError(
                     f"{trouble}, and waiting {pause:.3g} s to try again would pass reward.deadline={self.deadline:g} s; "
-                    f"see to the server, {THEN}"
+                    f"see to the server, {self.then}"
                 )
             time.sleep(pause)
 
@@ -159,12 +174,12 @@ class Endpoint:
         try:
             found = answer.json()
         except (ValueError, RecursionError):
-            raise SurefootError(f"answered what is no JSON{self._said(answer)}; it must answer {form}; {self.mend}") from None
+            raise SurefootError(f"answered what is no JSON{self._said(answer)}; it must answer {form}; {self.mended}") from None
         scores = found.get("scores") if isinstance(found, dict) else found
         if not isinstance(scores, list):
-            raise SurefootError(f"answered no scores{self._said(answer)}; it must answer {form}; {self.mend}")
+            raise SurefootError(f"answered no scores{self._said(answer)}; it must answer {form}; {self.mended}")
         if len(scores) != count:
-            raise SurefootError(f"answered {len(scores)} scores for {count} responses, and not one for each; {self.mend}")
+            raise SurefootError(f"answered {len(scores)} scores for {count} responses, and not one for each; {self.mended}")
         return scores
 
     def _said(self, answer: "httpx2.Response") -> str:
@@ -198,7 +213,26 @@ def url_complaint(url: str) -> str:
         return "holds a user or a password, which would be written into every run; name an environment variable by token_from"
     if parts.scheme not in ("http", "https") or not host:
         return "is no address of a server; give one such as http://localhost:8000/score"
+    if (name := secret_in(parts.query)) is not None:
+        return (
+            f"its query holds {name!r}, which looks like a secret and would be written into every run; name an environment "
+            "variable by token_from, and what is no secret in arguments"
+        )
+    if parts.fragment:
+        return "has a part behind '#', which no server gets; leave it out"
     return ""
+
+
+def secret_in(query: str) -> str | None:
+    """The first name in a query that is a word for a secret, or whose value looks like one; None where there is none."""
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        words = re.sub(r"([a-z\d])([A-Z])", r"\1 \2", name).lower()
+        named = SECRET & {*re.findall(r"[a-z]+", words), re.sub(r"[^a-z]", "", words)}
+        if named or RANDOM.search(value):
+            return name if not RANDOM.search(name) else "…"
+        if not value and RANDOM.search(name):  # a query that is nothing but the secret
+            return "…"
+    return None
 
 
 def is_local(url: str) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from surefoot.dotted import imported
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.deadline import Overdue, within
-from surefoot.language.endpoint import Endpoint
+from surefoot.language.endpoint import REPEAT, RESUME, Endpoint
 from surefoot.language.model_reward import BATCH_TOKENS as BATCH_TOKENS
 from surefoot.language.model_reward import ModelReward as ModelReward
 from surefoot.language.models import RewardModel
@@ -28,8 +28,6 @@ from surefoot.language.scores import Reward as Reward
 from surefoot.language.scores import Scores as Scores
 from surefoot.language.steps import Mark, Per, dense_of, marks_from, steps_of
 from surefoot.sections import term_complaint
-
-MEND = "mend the function, then resume from the last checkpoint"
 
 
 class Term(Protocol):
@@ -73,6 +71,7 @@ class FunctionReward:
     tolerated   share of a call's responses for which numbers may be missing (NaN, infinite, None, text): those are not valid
     name        of the part; default: the function's own
     field       of the recipe that names it, for messages
+    then        what messages say is to be done once the function is mended
 
     A function may have an attribute ``ready``, which is called now: it raises SurefootError where the function can't work here.
 
@@ -92,6 +91,7 @@ class FunctionReward:
         tolerated: float = 0.1,
         name: str | None = None,
         field: str = "reward.function",
+        then: str = RESUME,
     ) -> None:
         self.field = field
         self.weight, self.deadline, self.tolerated = weight, deadline, tolerated
@@ -100,7 +100,8 @@ class FunctionReward:
         if not callable(self.function):
             raise SurefootError(f"{field}={self.path!r}: is a {type(self.function).__name__}, not a function")
         self.name = name or self.path.rpartition(":")[2].rpartition(".")[2]
-        self.mend = getattr(self.function, "mend", MEND)
+        self.then = then
+        self.mend = f"{getattr(self.function, 'mend', 'mend the function')}, {then}"
         self.per: Per = getattr(self.function, "per", "response") if per is None else per
         if self.per not in get_args(Per):
             raise self._refusal(f"its attribute per is {self.per!r}; it may be one of {', '.join(get_args(Per))}")
@@ -145,6 +146,22 @@ class FunctionReward:
         if self.per != "response" and tokens is not None:
             dense = self.weight * dense_of(marks, tokens, self.per)
         return Scores(self.weight * raw, {self.name: raw}, valid, dense)
+
+    def longest(self, count: int) -> float | None:
+        """Seconds that so many responses take if each takes all the time it may; None where the function does not say."""
+        told = getattr(self.function, "longest", None)
+        return float(told(count, self.arguments)) if callable(told) else None
+
+    def late(self, count: int) -> list[str]:
+        """A line where so many responses may take longer than the deadline, which would end the run; else none."""
+        longest = self.longest(count)
+        if longest is None or longest <= self.deadline:
+            return []
+        return [
+            f"{self.field}={self.path!r}: {count} responses that all hang would take {longest:.0f} s, and end the run at "
+            f"reward.deadline={self.deadline:g} s; set reward.deadline = {math.ceil(1.25 * longest)}, or lower "
+            "arguments.seconds"
+        ]
 
     def _found(self, returned: list[Any], responses: Sequence[str], tokens: Pieces | None) -> list[list[Mark] | str]:
         """What each response earns and where, or in a word what came in place of a number."""
@@ -191,9 +208,10 @@ class FunctionReward:
         try:
             returned = within(self.deadline, lambda: _rows(self.function(**arguments), tokens if self.per == "token" else None))
         except Overdue:
+            fewer = self.field in ("--reward", "--function")  # where there is no recipe whose deadline could be raised
+            limit, raised = ("", "give it fewer at a time") if fewer else ("reward.deadline=", "raise that")
             raise self._refusal(
-                f"took longer than reward.deadline={self.deadline:g} s for {count} responses; make it faster, or raise that, "
-                "then resume from the last checkpoint"
+                f"took longer than {limit}{self.deadline:g} s for {count} responses; make it faster, or {raised}, {self.then}"
             ) from None
         except SurefootError as error:  # one of our own functions, whose line says it all
             raise self._refusal(str(error)) from None
@@ -280,7 +298,9 @@ def reward_of(
     read: Callable[[str], RewardModel | None] | None = None,
     named: bool = True,
 ) -> Reward:
-    """One term, about which there is no complaint. ``named``: messages name the key of the term, too."""
+    """One term, about which there is no complaint. ``named``: messages name the key of the term, too, which is a recipe's; else
+    they are about a flag.
+    """
 
     def key(name: str) -> str:
         return f"{field}.{name}" if named else field
@@ -288,13 +308,16 @@ def reward_of(
     if term.model is not None:
         steps: dict[str, Any] = {"per": term.per or "response", "separator": term.separator}
         return ModelReward(term.model, term.weight, device=device, field=key("model"), read=read, **steps)
+    then = RESUME if named else REPEAT
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
+    shared["then"] = then
     if term.url is not None:
         asked: dict[str, Any] = {
             "batch": term.batch,
             "token_from": term.token_from,
             "retries": term.retries,
             "arguments": term.arguments,
+            "then": then,
         }
         server = Endpoint(term.url, deadline=deadline, **asked)
         return FunctionReward(server, term.weight, name=server.name, field=key("url"), **shared)

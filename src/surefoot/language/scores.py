@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from surefoot.functional import masked_moments
 from surefoot.language.tokens import Messages
+from surefoot.run.distributed import merge_across_ranks, world_size
 
 Columns = Mapping[str, Sequence[Any]]
 Prompt = str | Messages
@@ -66,6 +68,25 @@ class Reward(Protocol):
         ``tokens`` is given where one of the rewards is dense: whoever gets it says in ``Scores.dense`` where what is earned.
         """
         ...
+
+
+def over_all_ranks(scores: Scores, x: Tensor) -> tuple[float | None, float | None]:
+    """Mean and standard deviation over the responses of all ranks that have a score; None where none has.   [N]"""
+    if world_size() == 1:
+        return scores.mean_of(x), scores.spread_of(x)
+    moments = merge_across_ranks(masked_moments(x.double(), scores.valid))
+    return (float(moments.mean), float(moments.var.sqrt())) if moments.n else (None, None)
+
+
+def scattered(scores: Scores, rows: Sequence[int], count: int) -> Scores:
+    """Scores of some of ``count`` responses, those of ``rows``, with the others as not valid.   [len(rows)] -> [count]"""
+    at = torch.tensor(rows)
+
+    def spread(x: Tensor) -> Tensor:
+        return x.new_zeros(count, *x.shape[1:]).index_copy(0, at.to(x.device), x)
+
+    dense = None if scores.dense is None else spread(scores.dense)
+    return Scores(spread(scores.total), {name: spread(x) for name, x in scores.parts.items()}, spread(scores.valid), dense)
 
 
 def joined_scores(parts: Sequence[Scores]) -> Scores:

@@ -18,6 +18,7 @@ from surefoot.errors import SurefootError
 from surefoot.kinds import DemonstrationRecipe, DpoRecipe, RewardRecipe, SftRecipe
 from surefoot.language import data
 from surefoot.language.adapter_files import adapted, base_record, load_trained, trained_weights
+from surefoot.language.adapters import Noise
 from surefoot.language.anchored import Anchor, AnchoredPairPolicy, Reference, answer_rows, judged, trained_tokens
 from surefoot.language.demonstrations import Batch, Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
@@ -34,13 +35,27 @@ from surefoot.worlds import Judgement, check_device
 
 
 class RowCollector:
-    """The next rows of a walk, as a rollout in which every action is worth 1; or of a pair's two labels, each its ``worth``."""
+    """The next rows of a walk, as a rollout in which every action is worth 1; or of a pair's two labels, each its ``worth``.
 
-    def __init__(self, rows: Rows, batch: int, seed: int, device: str = "cpu", worth: Sequence[float] | None = None) -> None:
+    ``noise`` is what learning from them draws from.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        batch: int,
+        seed: int,
+        device: str = "cpu",
+        worth: Sequence[float] | None = None,
+        noise: Noise | None = None,
+    ) -> None:
         self.rows, self.batch, self.walk, self.device, self.worth = rows, batch, Walk(rows.count, seed), device, worth
+        self.noise = noise
 
     def collect(self, state: LearnerState) -> Rollout:
         """No sampling: the rows are what the policy should have done."""
+        if self.noise is not None:
+            self.noise.begin(state.iteration, state.faults)
         inputs, actions, mask = self.rows.tensors(self.walk.next(self.batch))
         tokens = float(mask.sum()) if self.worth is None else trained_tokens(inputs)
         inputs, actions, mask = map_tensors(lambda x: x.to(self.device), (inputs, actions, mask))
@@ -141,7 +156,9 @@ class SupervisedWorld:
             if self.held_out is not None:
                 Anchor(self.held_out, reference.ask, recipe.evaluation.rows)
         self.policy.to(recipe.device)
-        self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, worth)
+        self.collector = RowCollector(
+            train, recipe.data.batch, recipe.seed, recipe.device, worth, None if self.base is None else self.base.noise
+        )
 
     def _demonstrated(self) -> list[list[int]]:
         """What a reward model's scores are to have mean 0 and standard deviation 1 on."""
@@ -207,8 +224,6 @@ class SupervisedWorld:
         check_count(self.recipe.data.train, trees["collector"]["count"], self.collector.rows.count)
         check_same(trees.get("sources", {}), self.sources)
         load_trained(self.policy, trees["agent"], where)
-        if self.base is not None and self.base.noise is not None:
-            self.base.noise.state = trees["base"].get("noise")
         if self.anchor is not None:
             self.anchor.known = trees["reference"]["log_probs"]
         self.collector.load_state_dict(trees["collector"])

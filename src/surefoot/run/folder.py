@@ -29,6 +29,8 @@ from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
 
 FINISHED = "finished.json"
+FREE = ("check_memory", "reward.deadline")
+"""fields of a recipe that change no number that a run produces, only whether it goes on"""
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
 
@@ -190,7 +192,7 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
 
 def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
-    free = ("steps: ", "check_memory: ")
+    free = tuple(f"{name}: " for name in ("steps", *FREE))
     return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
 
 
