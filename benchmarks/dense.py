@@ -1,27 +1,29 @@
 """Rewards of steps: PPO, which learns from each step where it is earned, beside GRPO, which learns from their sum.
 
-    python benchmarks/dense.py                      seeds 1 to 3, and docs/benchmarks/dense.md from the results
-    python benchmarks/dense.py --seeds 1            one of them
+    python benchmarks/dense.py                      8 and 20 digits, seeds 1 to 3, and docs/benchmarks/dense.md from the results
+    python benchmarks/dense.py --digits 8 --seeds 1 some of them
     python benchmarks/dense.py table                the page alone
 
-Each cell (method, seed) is one JSON file in benchmarks/results/dense; one that exists is skipped. The task is
-``surefoot.language.tasks.successors``: eight digits, each followed by the next, by a model whose every digit is right about
-half of the time. Both methods start from the same model of their seed, get the same reward function and sample as many
-responses.
+Each cell (digits, method, learning rate, seed) is one JSON file in benchmarks/results/dense; one that exists is skipped. The
+task is ``surefoot.language.tasks.successors``: so many digits, each followed by the next, by a model whose every digit is
+right about half of the time. All methods start from the same model of their seed, get the same reward function and sample as
+many responses.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from surefoot.compare.statistics import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "dense.md", ROOT / "benchmarks" / "results" / "dense"
-DIGITS, RESPONSES, BATCH, EVALUATIONS = 8, 5_120, 128, 8
+RESPONSES, BATCH, EVALUATIONS = 5_120, 128, 8
 PPO: dict[str, Any] = {
     "algorithm": "PPO_CLIP",
     "sampling": {"prompts": BATCH, "samples": 1},
@@ -35,28 +37,28 @@ METHODS: dict[str, dict[str, Any]] = {
 STEPS, WHOLE = "surefoot.language.tasks.successors:steps", "surefoot.language.tasks:verify"
 
 
-def start(folder: Path, seed: int) -> Path:
+def start(folder: Path, seed: int, digits: int) -> Path:
     """A model that has seen a teacher guess every other digit."""
     import surefoot
     from surefoot.language import tasks
     from surefoot.language.rows import write_rows
 
-    write_rows(folder / "demonstrations.jsonl", tasks.demonstrations("successors", 16_000, seed, DIGITS, sloppy=1.0))
-    write_rows(folder / "train.jsonl", tasks.rows("successors", 4_000, seed, DIGITS))
-    write_rows(folder / "test.jsonl", tasks.rows("successors", 256, seed, DIGITS, test=True))
+    write_rows(folder / "demonstrations.jsonl", tasks.demonstrations("successors", 16_000, seed, digits, sloppy=1.0))
+    write_rows(folder / "train.jsonl", tasks.rows("successors", 4_000, seed, digits))
+    write_rows(folder / "test.jsonl", tasks.rows("successors", 256, seed, digits, test=True))
     surefoot.train(
         "sft",
         model="pocket",
         seed=seed,
         steps=16_000,
         run_dir=folder / "sft",
-        data={"train": str(folder / "demonstrations.jsonl"), "max_length": 32, "batch": 64},
+        data={"train": str(folder / "demonstrations.jsonl"), "max_length": 2 * digits + 16, "batch": 64},
         optimizer={"learning_rate": 2e-3, "schedule": "cosine"},
     )
     return folder / "sft"
 
 
-def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float) -> dict[str, Any]:
+def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, digits: int) -> dict[str, Any]:
     """Train, and tell held-out accuracy by steps and by whole answers as responses grow in number."""
     import surefoot
     from surefoot.run.tracking import read_metrics
@@ -70,9 +72,9 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float) 
         seed=seed,
         steps=RESPONSES,
         run_dir=run,
-        data={"train": str(folder / "train.jsonl"), "held_out": str(folder / "test.jsonl"), "max_length": 32},
-        sampling={**METHODS[method]["sampling"], "max_tokens": DIGITS + 2},
-        reward={"terms": [{"function": STEPS, "weight": 1 / DIGITS}], "missing_eos": "none", "gold": WHOLE},
+        data={"train": str(folder / "train.jsonl"), "held_out": str(folder / "test.jsonl"), "max_length": 2 * digits + 16},
+        sampling={**METHODS[method]["sampling"], "max_tokens": digits + 2},
+        reward={"terms": [{"function": STEPS, "weight": 1 / digits}], "missing_eos": "none", "gold": WHOLE},
         reference={"beta": 0.0},
         objective={**METHODS[method].get("objective", {}), "reuse": {"epochs": 1, "minibatches": 2}},
         optimizer={"learning_rate": learning_rate, "schedule": "linear"},
@@ -81,6 +83,7 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float) 
     judged = [row for row in read_metrics(run / "metrics.jsonl") if row.get("held_out_reward") is not None]
     curve = [[row["steps"], row["held_out_reward"], row["held_out_gold"]] for row in judged]
     return {
+        "digits": digits,
         "method": method,
         "seed": seed,
         "learning_rate": learning_rate,
@@ -94,7 +97,7 @@ def named(method: str, learning_rate: float) -> str:
     return f"{method.replace(', γ = ', '_gamma_')}-{learning_rate:g}"
 
 
-def before(folder: Path, sft: Path) -> dict[str, Any]:
+def before(folder: Path, sft: Path, digits: int) -> dict[str, Any]:
     """What the start samples."""
     from surefoot.language.accuracy import accuracy
     from surefoot.language.rewards import FunctionReward
@@ -102,70 +105,69 @@ def before(folder: Path, sft: Path) -> dict[str, Any]:
 
     model, rows = writer(str(sft)), folder / "test.jsonl"
     found = [
-        accuracy(model, rows, FunctionReward(name, w), prompts=256, max_tokens=DIGITS + 2)
-        for name, w in ((STEPS, 1 / DIGITS), (WHOLE, 1))
+        accuracy(model, rows, FunctionReward(name, w), prompts=256, max_tokens=digits + 2)
+        for name, w in ((STEPS, 1 / digits), (WHOLE, 1))
     ]
     return {"steps": found[0].sampled, "whole": found[1].sampled}
 
 
-def fill(seeds: list[int], learning_rates: list[float]) -> None:
+def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> None:
     """Every cell that is missing."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    for seed in seeds:
+    for digits, seed in product(lengths, seeds):
+        results = RESULTS / str(digits)
+        results.mkdir(parents=True, exist_ok=True)
         wanted = {f"{named(method, rate)}-{seed}": (method, rate) for method in METHODS for rate in learning_rates}
-        missing = {name: what for name, what in wanted.items() if not (RESULTS / f"{name}.json").exists()}
+        missing = {name: what for name, what in wanted.items() if not (results / f"{name}.json").exists()}
         if not missing:
             continue
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            sft = start(folder, seed)
-            began = before(folder, sft)
+            sft = start(folder, seed, digits)
+            began = before(folder, sft, digits)
             for name, (method, rate) in missing.items():
-                found = cell(folder, sft, method, seed, rate) | {"start": began}
-                (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-                print(name, began, found["curve"][-1], f"{found['cpu_seconds']:.0f} s", flush=True)
+                found = cell(folder, sft, method, seed, rate, digits) | {"start": began}
+                (results / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+                print(digits, name, began, found["curve"][-1], f"{found['cpu_seconds']:.0f} s", flush=True)
 
 
 def table() -> str:
-    """A line for each method and seed: the start, half-way, and the end."""
-    rows = []
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
+    """A line for each length, learning rate and method: means over seeds half-way and at the end, and the end of each seed."""
+    cells: dict[tuple[int, float, int], list[dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob("*/*.json")):
         found = json.loads(path.read_text())
-        half, end = found["curve"][len(found["curve"]) // 2 - 1], found["curve"][-1]
+        key = (found["digits"], -found["learning_rate"], list(METHODS).index(found["method"]))
+        cells.setdefault(key, []).append(found)
+    rows = []
+    for (digits, rate, method), found in sorted(cells.items()):
+        half, end = ([one["curve"][at] for one in found] for at in (EVALUATIONS // 2 - 1, -1))
         rows.append(
             [
-                found["method"],
-                f"{found['learning_rate']:g}",
-                str(found["seed"]),
-                *(f"{found['start'][key]:.3f}" for key in ("steps", "whole")),
-                *(f"{value:.3f}" for value in (*half[1:], *end[1:])),
-                f"{found['cpu_seconds']:.0f}",
+                str(digits),
+                f"{-rate:g}",
+                list(METHODS)[method],
+                f"{mean(one['start']['steps'] for one in found):.3f}",
+                f"{mean(steps for _, steps, _ in half):.3f}",
+                f"{mean(steps for _, steps, _ in end):.3f}",
+                ", ".join(f"{steps:.3f}" for _, steps, _ in end),
+                f"{mean(whole for *_, whole in end):.3f}",
+                ", ".join(f"{whole:.3f}" for *_, whole in end),
+                f"{mean(one['cpu_seconds'] for one in found):.0f}",
             ]
         )
-    head = [
-        "method",
-        "learning rate",
-        "seed",
-        "start: steps",
-        "whole",
-        "half-way: steps",
-        "whole",
-        "end: steps",
-        "whole",
-        "CPU s",
-    ]
-    return markdown_table(head, rows)
+    head = ["digits", "learning rate", "method", "start: steps", "half-way: steps", "end: steps", "each seed"]
+    return markdown_table([*head, "end: whole", "each seed", "CPU s"], rows)
 
 
 def main() -> None:
     """Parse, fill, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["all", "table"], default="all")
+    parser.add_argument("--digits", type=int, nargs="+", default=[8, 20])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3])
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-4])
     given = parser.parse_args()
     if given.what == "all":
-        fill(given.seeds, given.learning_rates)
+        fill(given.digits, given.seeds, given.learning_rates)
     text = PAGE.read_text("utf-8")
     begin, end = "<!-- begin: benchmarks/dense.py -->", "<!-- end -->"
     PAGE.write_text(f"{text.partition(begin)[0]}{begin}\n{table()}\n{end}{text.partition(end)[2]}", "utf-8")

@@ -133,7 +133,7 @@ def test_a_step_of_successors_is_right_at_its_place() -> None:
     found = successors.steps(["3917="] * 4, ["4028", "4x2", "402811", ""])
     assert found[0] == [(1, 1), (2, 1), (3, 1), (4, 1)]
     assert found[1] == [(1, 1), (2, 0), (3, 1)]
-    assert found[2] == found[0], "nothing is earned beyond the last place"
+    assert found[2] == [*found[0], (5, -1), (6, -1)], "a model that writes on is told so"
     assert found[3] == []
 
 

@@ -26,11 +26,12 @@ def slip(draw: random.Random, row: Row) -> str:
 
 
 def steps(prompts: Sequence[str], responses: Sequence[str]) -> list[list[tuple[int, float]]]:
-    """1 for each digit that is right at its place, 0 for another: a reward of steps. Nothing is earned beyond the last."""
+    """A reward of steps: 1 for each digit that is right at its place, 0 for another, −1 for each sign too many."""
     found = []
     for prompt, response in zip(prompts, responses, strict=True):
-        pairs = zip(prompt.removesuffix("="), response, strict=False)
-        found.append([(place + 1, float(after(digit) == said)) for place, (digit, said) in enumerate(pairs)])
+        right = [float(after(digit) == said) for digit, said in zip(prompt.removesuffix("="), response, strict=False)]
+        worth = right + [-1.0] * (len(response) - len(right))
+        found.append([(place + 1, value) for place, value in enumerate(worth)])
     return found
 
 
