@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, and the command line."""
+"""What all tests share: folders in memory, one torch thread, and the command line."""
 
 import os
 import shutil
@@ -15,6 +15,18 @@ from surefoot.errors import SurefootError
 
 os.environ.setdefault("MUJOCO_GL", "disable")
 sys.path.insert(0, str(Path(__file__).parent / "run"))
+
+
+def _folders_in_memory(memory: str = "/dev/shm", room: float = 4e9) -> None:
+    """Put temporary folders into memory where there is enough: a run waits for the disk at each of its checkpoints."""
+    if "PYTEST_DEBUG_TEMPROOT" in os.environ or not os.access(memory, os.W_OK | os.X_OK):
+        return
+    found = os.statvfs(memory)
+    if found.f_bavail * found.f_frsize >= room and not found.f_flag & os.ST_NOEXEC:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = memory
+
+
+_folders_in_memory()
 
 
 @pytest.fixture(autouse=True)

@@ -100,13 +100,21 @@ def test_worlds_know_no_session() -> None:
     assert {"surefoot.control", "surefoot.language"} <= set(FILES)
 
 
-def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_used() -> None:
+@pytest.fixture(scope="module")
+def loaded() -> set[str]:
+    """What is loaded in a new process by all of language and by the ladder: one process, since torch takes seconds."""
+    modules = ", ".join(name for name in FILES if inside(name, "surefoot.language"))
+    command = f"import sys, surefoot.compare.ladder, {modules}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    found = set(done.stdout.split())
+    assert {"torch", "surefoot.compare.ladder", "surefoot.language.models"} <= found
+    return found
+
+
+def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_used(loaded: set[str]) -> None:
     packages = ("transformers", "tokenizers", "pyarrow", "datasets", "huggingface_hub")
     assert [line for line in offences("surefoot", packages) if not line.startswith("surefoot.language.")] == []
-    modules = ", ".join(name for name in FILES if inside(name, "surefoot.language"))
-    command = f"import sys, {modules}; print(sorted(set({packages}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]", "control runs, and messages come, without the extra"
+    assert loaded & set(packages) == set(), "control runs, and messages come, without the extra"
 
 
 def test_verifiers_and_the_sandbox_know_nothing_of_training() -> None:
@@ -160,14 +168,12 @@ def test_only_the_command_line_knows_the_inspector_and_it_knows_no_world() -> No
     }
 
 
-def test_matplotlib_is_imported_where_plots_are_drawn_and_nowhere_else() -> None:
+def test_matplotlib_is_imported_where_plots_are_drawn_and_nowhere_else(loaded: set[str]) -> None:
     assert {line.split()[0] for line in offences("surefoot", "matplotlib")} == {
         "surefoot.compare.plots",
         "surefoot.compare.run_plots",
     }
-    command = "import sys, surefoot.compare.ladder; print('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "False", "without a plot to draw it need not be there"
+    assert "matplotlib" not in loaded, "without a plot to draw it need not be there"
 
 
 @pytest.mark.parametrize("name", LIGHT)

@@ -4,8 +4,6 @@ import gc
 import importlib.util
 import io
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,17 +274,16 @@ def changed(table: dict[str, Any], path: list[str], value: Any) -> dict[str, Any
     return {**table, head: changed(table.get(head, {}), rest, value) if rest else value}
 
 
-def test_a_refused_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path) -> None:
+def test_a_refused_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "run.toml").write_text(
         f'kind = "sft"\nmodel = "{here / "llama"}"\nsteps = 8\n'
         f'[data]\ntrain = "{here / "demonstrations.jsonl"}"\nbatch = 4000000\n'
     )
-    command = [sys.executable, "-m", "surefoot", "train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "surefoot: memory: this run needs " in done.stderr
-    assert "set optimizer.micro_batch_tokens = " in done.stderr
+    code, _, said = command("train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run"))
+    assert code == 2, said
+    assert said.count("\n") == 1
+    assert "surefoot: memory: this run needs " in said
+    assert "set optimizer.micro_batch_tokens = " in said
     assert not (tmp_path / "run").exists()
 
 
@@ -409,10 +406,11 @@ def test_a_card_holds_what_is_no_larger(here: Path) -> None:
     assert fits(replace(found, always={"policy": {"weights": 50 * 10**9}})) == [80, 141]
 
 
-def test_the_command_prints_json(here: Path) -> None:
+def test_the_command_prints_json(here: Path, command: Any) -> None:
     options = ["--kind", "sft", "--batch", "4", "--prompt-tokens", "16", "--max-tokens", "8"]
-    command = [sys.executable, "-m", "surefoot", "memory", str(here / "llama" / "config.json"), *options]
-    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=True).stdout)
+    code, said, _ = command("memory", str(here / "llama" / "config.json"), *options, "--json")
+    assert code == 0
+    told = json.loads(said)
     assert told["setup"]["response_tokens"] == 8
     assert set(told["always"]) == {"policy", "data"}
     assert told["always"]["policy"]["weights"] == 4 * told["parameters"]

@@ -19,6 +19,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "video": ("imageio_ffmpeg", "pygame"),
     "export": ("onnx", "onnxscript"),
     "plots": ("matplotlib",),
+    "notebook": ("ipykernel", "nbclient"),
     "language": ("transformers", "pyarrow"),
     "verifiers": ("math_verify", "jsonschema"),
     "reasoning-gym": ("reasoning_gym",),
