@@ -35,7 +35,7 @@ docs: .venv/dev
 	touch .venv/core
 
 .venv/demo: .venv/core
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[language]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[language,inspector]'
 	touch .venv/demo
 
 .venv/dev: .venv/core

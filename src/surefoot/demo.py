@@ -28,6 +28,7 @@ def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {folder}/")
     here = command_here()
     print("Try next:")
+    print(f"  {here} inspect {folder}                         # every step and its arithmetic, in a browser")
     print(f"  {here} evaluate {folder} --episodes 100 --json")
     print(f"  {here} train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
     print(f"  {here} train Acrobot-v1 --name swing               # a harder one; kill it, then: {here} resume runs/swing")

@@ -113,6 +113,7 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> d
         print(f"  {row['prompt'].strip():12} SFT: {row['start']}\n{'':15}PPO: {row['response']}")
     print("\nTry next:")
     here = command_here()
+    print(f"  {here} inspect {ppo}       # every token and its arithmetic, in a browser")
     print(f"  {here} demo language --no-anchor       # β = 0: watch the reward being hacked")
     print(f"  {here} generate {ppo} --prompt 'new tent: ' --samples 5")
     print(f"  {here} evaluate {ppo} --json")

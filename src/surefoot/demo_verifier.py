@@ -120,6 +120,7 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
     ppo, folder = runs["PPO"], stages.folder
     here = command_here()
     print("\nTry next:")
+    print(f"  {here} inspect {ppo}       # every token and its arithmetic, in a browser")
     print(f"  {here} generate {ppo} --prompt '52814=' --samples 5")
     print(f"  {here} evaluate {ppo} --data {test} --samples {SAMPLES}")
     print(f"  {here} train sorting --algorithm DAPO --sampling.prompts 32 --model {sft} \\")

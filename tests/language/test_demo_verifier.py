@@ -84,8 +84,8 @@ def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert attempts_at(folder / "grpo", test)["start"] == told["SFT"], "both begin where SFT ended"
     _, _, proposed = printed.partition("Try next:\n")
     commands = [shlex.split(line) for line in proposed.replace("\\\n", " ").splitlines()]
-    assert [command[1] for command in commands] == ["generate", "evaluate", "train"]
-    for _, *arguments in commands:
+    assert [command[1] for command in commands] == ["inspect", "generate", "evaluate", "train"]
+    for _, *arguments in commands[1:]:
         short = ["--steps", "64", "--sampling.prompts", "8", "--quiet"] if arguments[0] == "train" else []
         assert not cli.main([*arguments, *short], standalone_mode=False)
 
