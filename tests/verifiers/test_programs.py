@@ -1,7 +1,6 @@
 """Code against tests: what tests may look like, what passes, what scores what. The battery of attacks is in tests/sandbox."""
 
 import json
-import threading
 import time
 from typing import Any
 
@@ -55,14 +54,21 @@ def test_scripts_that_hang_take_the_time_of_one_unless_each_counts() -> None:
 
 
 @pytest.mark.usefixtures("sandboxed")
-def test_after_the_deadline_no_further_script_runs() -> None:
-    reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True, "seconds": 0.3}, deadline=0.5)
-    before, begun = set(threading.enumerate()), time.monotonic()
+def test_after_the_deadline_no_further_script_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[float] = []
+
+    def run(*given: Any, **limits: Any) -> Any:
+        began.append(time.monotonic())
+        return sandbox.run(*given, **limits)
+
+    monkeypatch.setattr("surefoot.verifiers.programs.run", run)
+    reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True, "seconds": 0.2}, deadline=0.5)
     with pytest.raises(SurefootError, match=r"took longer than reward\.deadline"):
         reward([""], ["while True: pass"], {"tests": [[{"stdin": "", "stdout": "1"}] * 20]})
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
-    assert time.monotonic() - begun < 4, "twenty of them would take 6 s at least"
+    refused = time.monotonic()
+    time.sleep(0.8)  # time for two or three more
+    assert began
+    assert max(began) < refused
 
 
 @pytest.mark.parametrize("name", ["code", "math", "json"])
