@@ -140,6 +140,7 @@ class Watched:
         with self.tracker:
             world = make_world(self.recipe)
             learner = make_learner(self.recipe, world.policy)
+            learner.beside = world.beside
             state = LearnerState.seeded(self.recipe.seed, self.recipe.steps)
             held = [world.policy, *(getattr(world, name) for name in ("reference",) if hasattr(world, name))]
             for part in getattr(getattr(world, "reward", None), "rewards", [getattr(world, "reward", None)]):
@@ -162,6 +163,9 @@ class Watched:
                 with self.phase("learning"):
                     learner.update(rollout, assign_credit(rollout, learner.objective), state)
                 state.steps += rollout.steps
+                if getattr(world, "demonstrations", None) is not None:
+                    with self.phase("evaluating"):
+                        world.evaluate()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

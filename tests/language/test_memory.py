@@ -169,6 +169,43 @@ def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case:
     assert max(peaks.values()) > 1.15 * stays, "else the passes would not have been tried"
 
 
+@pytest.mark.parametrize("optimizer", [{}, {"micro_batch_tokens": 120}])
+def test_long_demonstrations_that_are_watched_or_mixed_in_are_counted_within_15_percent(
+    optimizer: dict[str, Any], here: Path
+) -> None:
+    """More tokens in a row than answers have, and more rows than a minibatch."""
+    shown = here / "long.jsonl"
+    shown.write_text("".join(json.dumps({"prompt": "ab" * 10, "completion": "c" * 39}) + "\n" for _ in range(24)))
+    table = online(here, evaluation={"demonstrations": str(shown), "rows": 20}, optimizer=optimizer)
+    table["mixing"] = {"sft_coefficient": 0.5, "demonstrations": str(shown), "batch": 12}
+    table["check_memory"] = True
+    world = surefoot.worlds.make_world(make_recipe(table))
+    full = world.memory.full  # type: ignore[attr-defined]
+    assert full is not None
+    assert (full.demonstrated, full.mixed) == (passes.Parts(20, 60, 40), passes.Parts(12, 60, 40))
+    found = estimated(full)
+    assert found.uncounted == ()
+    del world
+    peaks = watched(table).peaks
+    for phase in ("evaluating", "learning"):
+        assert found.at(phase) == pytest.approx(peaks[phase], rel=0.15)
+    if not optimizer:
+        assert found.at("learning") > 1.2 * estimated(replace(full, mixed=None)).at("learning")
+
+
+def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
+    table = online(here, algorithm="GRPO", sampling={"prompts": 4, "samples": 4, "rounds": 3})
+    setup = planned(make_recipe(table), prompt=PROMPT, response=TOKENS)
+    assert setup.rounds == 3
+    found, alone = estimated(setup), estimated(replace(setup, rounds=1))
+    world = surefoot.worlds.make_world(make_recipe(table))
+    drawn = world.collector._answers_to_next(4, 0).samples  # type: ignore[attr-defined]
+    held = [drawn.prompt, drawn.prompt_mask, drawn.actions, drawn.mask, drawn.log_probs]
+    for phase in ("sampling", "scoring"):
+        assert found.at(phase) - alone.at(phase) == pytest.approx(2 * sum(x.nbytes for x in held), rel=0.15)
+    assert found.at("learning") == alone.at("learning")
+
+
 @pytest.mark.parametrize("adapter", [None, {"rank": 8}])
 @pytest.mark.parametrize(("kind", "rows"), [("sft", "demonstrations"), ("reward", "pairs")])
 def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, adapter: Any, here: Path) -> None:

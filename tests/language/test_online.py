@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.config import make_recipe
+from surefoot.config import make_recipe, to_table
 from surefoot.credit import assign_credit
 from surefoot.errors import SurefootError
 from surefoot.language.models import load_model, scalar_model
 from surefoot.language.world import LanguageWorld
 from surefoot.recipes import find_recipe
 from surefoot.rollout import LearnerState, Rollout
+from surefoot.run.folder import recipe_differences
 from surefoot.run.tracking import read_metrics
 from surefoot.session import make_learner
 
@@ -36,6 +37,11 @@ def length(responses):
 
 def nothing(responses):
     return [None] * len(responses)
+
+def patient(responses):
+    return length(responses)
+
+patient.longest = lambda count, arguments: 2.5 * count
 
 def turns(prompts):
     return [float(len(prompt)) for prompt in prompts]
@@ -69,6 +75,28 @@ def world(files: dict[str, str], model: Path, function: str = "vowels", **change
 
 def collected(made: LanguageWorld) -> Rollout:
     return made.collector.collect(LearnerState.seeded(1, 64))
+
+
+def test_a_run_says_when_it_begins_that_hanging_responses_would_end_it(files: dict[str, str], folders: dict[str, Path]) -> None:
+    held_out = {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32}
+    made = world(files, folders["llama"], "patient", data=held_out, evaluation={"rows": 30})
+    said = [note for note in made.notes if "all hang" in note]
+    assert len(said) == 1
+    assert "patient': 30 responses that all hang would take 75 s, and end the run at reward.deadline=60 s" in said[0]
+    made = world(files, folders["llama"], "patient", evaluation={"rows": 30})
+    assert not [note for note in made.notes if "all hang" in note], "of 16 responses at a time none is too late"
+
+
+def test_a_run_goes_on_with_another_deadline_and_with_no_other_tolerance(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    table = to_table(make_recipe({"kind": "language", **fields(files, folders["llama"])}))
+
+    def changed(**settings: Any) -> list[str]:
+        return recipe_differences(table, make_recipe({**table, "reward": {**table["reward"], **settings}}))
+
+    assert changed(deadline=90.0) == []
+    assert changed(tolerated=0.2) == ["reward.tolerated: 0.1 -> 0.2"]
 
 
 # ---- what a rollout holds -----------------------------------------------------------------------------------------------

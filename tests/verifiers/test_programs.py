@@ -1,13 +1,14 @@
 """Code against tests: what tests may look like, what passes, what scores what. The battery of attacks is in tests/sandbox."""
 
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot import sandbox
+from surefoot import sandbox, verifiers
 from surefoot.errors import SurefootError
 from surefoot.language.rewards import FunctionReward
 from surefoot.verifiers import code
@@ -42,6 +43,48 @@ def test_scripts_are_judged_by_what_they_print() -> None:
 def test_a_bomb_costs_one_response() -> None:
     right, bomb = "def add(a, b): return a + b", "while True: pass"
     assert code([right, bomb, right], [ADD] * 3, seconds=0.5) == [1, 0, 1]
+
+
+@pytest.mark.usefixtures("sandboxed")
+def test_scripts_that_hang_take_the_time_of_one_unless_each_counts() -> None:
+    hangs, scripts = "while True: pass", [{"stdin": "", "stdout": "1"}] * 8
+    begun = time.monotonic()
+    assert code([hangs], [scripts], seconds=0.4) == [0]
+    assert time.monotonic() - begun < 2.4, "eight of them would take 3.2 s at least"
+
+
+@pytest.mark.usefixtures("sandboxed")
+def test_after_the_deadline_no_further_script_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[float] = []
+
+    def run(*given: Any, **limits: Any) -> Any:
+        began.append(time.monotonic())
+        return sandbox.run(*given, **limits)
+
+    monkeypatch.setattr("surefoot.verifiers.programs.run", run)
+    reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True, "seconds": 0.2}, deadline=0.5)
+    with pytest.raises(SurefootError, match=r"took longer than reward\.deadline"):
+        reward([""], ["while True: pass"], {"tests": [[{"stdin": "", "stdout": "1"}] * 20]})
+    refused = time.monotonic()
+    time.sleep(0.8)  # time for two or three more
+    assert began
+    assert max(began) < refused
+
+
+@pytest.mark.parametrize("name", ["code", "math", "json"])
+def test_how_long_hanging_responses_may_take_is_known_and_said_where_it_is_too_long(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.verifiers.ready.cores", lambda: 2)
+    monkeypatch.setattr(getattr(verifiers, name), "ready", None)
+    reward = FunctionReward(f"surefoot.verifiers:{name}")
+    assert reward.longest(9) == 5 * 5.0
+    assert FunctionReward(f"surefoot.verifiers:{name}", arguments={"seconds": 2, "workers": 9}).longest(10) == 2 * 2.0
+    assert reward.late(24) == []
+    (said,) = reward.late(64)
+    assert "64 responses that all hang would take 160 s, and end the run at reward.deadline=60 s" in said
+    assert "set reward.deadline = 200, or lower arguments.seconds" in said
+    assert FunctionReward("surefoot.verifiers:exact").late(10**9) == []
 
 
 @pytest.mark.usefixtures("sandboxed")

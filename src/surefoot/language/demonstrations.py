@@ -35,6 +35,11 @@ class Rows:
         self.count, self.tensors, self.print = len(lengths), tensors, rows_print(content)
         self.lengths, self.trained, self.dropped = lengths, trained, dropped
 
+    def first(self, count: int) -> tuple[int, int, int]:
+        """Of the first ``count`` rows, as far as there are so many: how many, and the most tokens and trained ones in a row."""
+        lengths, trained = self.lengths[:count], self.trained[:count]
+        return len(lengths), max(lengths, default=0), max(trained, default=0)
+
 
 def demonstration_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
     """The demonstrations in a file that have at most ``limit`` tokens; ``said`` is how a message says that (``data.room``).

@@ -90,11 +90,17 @@ class LanguageWorld:
         self.demonstrations = None
         if recipe.evaluation.demonstrations is not None:
             self.demonstrations = self._demonstrations(recipe.evaluation.demonstrations, context)
+        held_out = [] if self.held_out is None else self.held_out.ids
+        evaluated = min(len(held_out), recipe.evaluation.rows)
+        self.mixed = None
+        if recipe.mixing.sft_coefficient:
+            assert recipe.mixing.demonstrations is not None
+            self.mixed = self._demonstrations(recipe.mixing.demonstrations, context)
         for part in (*parts_of(self.reward), *([] if self.gold is None else [self.gold])):
             if isinstance(part, FunctionReward):
+                self.notes += part.late(max(recipe.responses, evaluated))
                 for prompts in (train, *([] if self.held_out is None else [self.held_out])):
                     part.check_columns(prompts.columns)
-        held_out = [] if self.held_out is None else self.held_out.ids
         self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
         if self.environments is not None:
             self.longest = longest if limit in (None, sys.maxsize) else limit or longest
@@ -102,7 +108,9 @@ class LanguageWorld:
             prompt=max(1, surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples)),
             response=1,
             most=recipe.longest,
-            evaluated=min(len(held_out), recipe.evaluation.rows),
+            evaluated=evaluated,
+            demonstrated=None if self.demonstrations is None else self.demonstrations.first(recipe.evaluation.rows),
+            mixed=None if self.mixed is None else (recipe.mixed_rows, *self._mixed_tokens(self.mixed)),
         )
         bf16 = recipe.precision == "bfloat16"
         critic: Literal["head"] | Critic | None = "head" if recipe.objective.baseline == "critic" else None
@@ -120,7 +128,7 @@ class LanguageWorld:
         self.reference = self._reference(bf16).to(recipe.device)
         roles = (self.policy, self.reference, self.reward, self.gold)
         self.collector = LanguageCollector(recipe, *roles, train, self.tokens, self.environments)
-        self.beside = self._mixing(context)
+        self.beside = self._mixing()
 
     def _prompts(self, path: str) -> data.Prompts:
         if self.environments is not None:
@@ -137,16 +145,18 @@ class LanguageWorld:
             self.notes.append(f"{path}: dropped, because longer than {limit} tokens: {rows.dropped} rows")
         return rows
 
-    def _mixing(self, context: int | None) -> Mixing | None:
-        recipe, settings = self.recipe, self.recipe.mixing
-        if not settings.sft_coefficient:
+    def _mixed_tokens(self, rows: Rows) -> tuple[int, int]:
+        """Tokens of the longest demonstration that is surely mixed in, and those of a mean one that are trained."""
+        recipe, reuse = self.recipe, self.recipe.objective.reuse
+        updates = -(-recipe.steps // recipe.responses) * (reuse.epochs * reuse.minibatches if reuse else 1)
+        return surely_read(rows.lengths, updates * recipe.mixed_rows), sum(rows.trained) // rows.count
+
+    def _mixing(self) -> Mixing | None:
+        if self.mixed is None:
             return None
-        assert settings.demonstrations is not None
-        rows = self._demonstrations(settings.demonstrations, context)
-        seed = derived_seed(recipe.seed, "mixing")
-        return Mixing(
-            self._supervised(), rows, recipe.mixed_rows, settings.sft_coefficient, seed, recipe.device, *self.collector.budget
-        )
+        recipe, coefficient = self.recipe, self.recipe.mixing.sft_coefficient
+        policy, seed = self._supervised(), derived_seed(recipe.seed, "mixing")
+        return Mixing(policy, self.mixed, recipe.mixed_rows, coefficient, seed, recipe.device, *self.collector.budget)
 
     def _supervised(self) -> LanguagePolicy:
         """The model as SFT has it: at temperature 1, without a critic."""

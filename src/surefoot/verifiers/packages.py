@@ -8,7 +8,7 @@ from surefoot.errors import SurefootError
 from surefoot.verifiers.answers import texts
 from surefoot.verifiers.extract import following
 from surefoot.verifiers.killable import check_package, judged
-from surefoot.verifiers.ready import ready
+from surefoot.verifiers.ready import bounded, ready
 
 
 def _math_ready() -> None:
@@ -20,6 +20,7 @@ def _json_ready() -> None:
 
 
 @ready(_math_ready)
+@bounded
 def math(
     responses: Sequence[str], answer: Sequence[Any], *, after: str = "", seconds: float = 5.0, workers: int = 0
 ) -> list[float]:
@@ -36,6 +37,7 @@ def math(
 
 
 @ready(_json_ready)
+@bounded
 def json(responses: Sequence[str], schema: Sequence[Any], *, seconds: float = 5.0, workers: int = 0) -> list[float]:
     """1 for each response that is JSON and fits its schema (``jsonschema``): its last fenced block, else all of it.
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from surefoot.errors import SurefootError
 from surefoot.sandbox import Call, Limits, Outcome, check, run
 from surefoot.verifiers.extract import fenced
 from surefoot.verifiers.killable import cores
-from surefoot.verifiers.ready import ready
+from surefoot.verifiers.ready import bounded, ready
 
 CLOSE = 1e-9
 """by what share two floats of one test may differ"""
@@ -29,6 +30,7 @@ class Verdict:
 
 
 @ready(check)
+@bounded
 def code(
     responses: Sequence[str],
     tests: Sequence[Any],
@@ -44,7 +46,8 @@ def code(
                 (with ``kwargs`` and an absolute ``tolerance`` where wanted), and of scripts
                 ``{"stdin": "1 2", "stdout": "3"}``, compared line by line without blanks at the ends
     partial     the share of tests that pass, instead of all or nothing
-    seconds     that all calls of a response may take together, and each script
+    seconds     that all calls of a response may take together, and each script. After the first script that fails no other
+                runs, unless ``partial`` counts them
     megabytes   of memory
     workers     sandboxes at a time; 0: one for each core
 
@@ -53,16 +56,31 @@ def code(
     """
     limits = Limits(seconds=seconds, memory=megabytes * 2**20)
     wanted = [parsed(column, f"tests (of response {row + 1})") for row, column in enumerate(tests)]
+    over = threading.Event()
     with ThreadPoolExecutor(workers or cores()) as threads:
         try:
-            verdicts = list(threads.map(lambda response, its: judge(response, its, limits), responses, wanted))
+            verdicts = list(
+                threads.map(lambda response, its: judge(response, its, limits, every=partial, over=over), responses, wanted)
+            )
         finally:
+            over.set()
             threads.shutdown(wait=False, cancel_futures=True)
     return [sum(v.passed) / len(v.passed) if partial else float(all(v.passed)) for v in verdicts]
 
 
-def judge(response: str, tests: Sequence[Mapping[str, Any]], limits: Limits | None = None) -> Verdict:
-    """Run a response's code on tests as ``parsed`` gives them, and compare."""
+def judge(
+    response: str,
+    tests: Sequence[Mapping[str, Any]],
+    limits: Limits | None = None,
+    *,
+    every: bool = True,
+    over: threading.Event | None = None,
+) -> Verdict:
+    """Run a response's code on tests as ``parsed`` gives them, and compare.
+
+    every   False: what comes after a script that failed has not passed either, and does not run
+    over    once set, nobody waits for the verdict, and no further script runs
+    """
     source = fenced(response)
     passed: dict[int, bool] = {}
     outcomes = []
@@ -76,7 +94,9 @@ def judge(response: str, tests: Sequence[Mapping[str, Any]], limits: Limits | No
         for index, (row, test) in enumerate(called.items()):
             passed[row] = whole and _returns(lines[index], test)
     for row, test in enumerate(tests):
-        if "stdin" in test:
+        if "stdin" in test and ((over is not None and over.is_set()) or not (every or all(passed.values()))):
+            passed[row] = False
+        elif "stdin" in test:
             outcome = run(source, stdin=test["stdin"], limits=limits)
             outcomes.append(outcome)
             passed[row] = outcome.ended == "done" and _lines(outcome.output.decode(errors="replace")) == _lines(test["stdout"])

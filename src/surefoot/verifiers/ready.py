@@ -1,7 +1,10 @@
-"""Saying before training begins whether a reward function can work here."""
+"""Saying before training begins whether a reward function can work here, and how long it may take."""
 
-from collections.abc import Callable
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from surefoot.verifiers.killable import cores
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -14,3 +17,17 @@ def ready(check: Callable[[], None]) -> Callable[[Function], Function]:
         return function
 
     return marked
+
+
+def bounded(function: Function) -> Function:
+    """Give a function with ``seconds`` for each response and so many ``workers`` the attribute ``longest``: how many seconds so
+    many responses take if each of them takes all of its time.
+    """
+    usual = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+    def longest(count: int, arguments: Mapping[str, Any]) -> float:
+        given = {**usual, **arguments}
+        return -(-count // (given["workers"] or cores())) * float(given["seconds"])
+
+    function.longest = longest  # type: ignore[attr-defined]
+    return function

@@ -17,6 +17,7 @@ from surefoot.errors import SurefootError
 from surefoot.kinds import DemonstrationRecipe, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
 from surefoot.language.adapter_files import BASE, adapter_folder
 from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, fewer, staying, staying_bytes
+from surefoot.language.memory.passes import Parts
 from surefoot.language.memory.room import available
 from surefoot.language.memory.shapes import counted, depth
 from surefoot.language.models import config_of
@@ -51,22 +52,35 @@ class Room:
         if need > self.available:
             self._refuse(self.setup, need, "for weights, gradients and Adam's moments alone", staying_bytes)
 
-    def check(self, *, prompt: int, response: int, most: int, evaluated: int) -> list[str]:
+    def check(
+        self,
+        *,
+        prompt: int,
+        response: int,
+        most: int,
+        evaluated: int,
+        demonstrated: tuple[int, int, int] | None = None,
+        mixed: tuple[int, int, int] | None = None,
+    ) -> list[str]:
         """Refuse what can't fit, and warn of what may not.
 
         prompt     tokens of the longest prompt that is surely read
         response   tokens that are surely learned from in a row
         most       tokens that may be learned from in a row
         evaluated  held-out rows
+        demonstrated  demonstrations whose likelihood is watched: how many, and tokens and trained tokens of the longest
+        mixed         those that every update learns from, in the same way
 
         Returns a line where the run fits only if responses stay short. Raises SurefootError when it does not fit in any case.
         """
         if self.setup is None or self.available is None:
             return []
-        full = self.full = replace(self.setup, prompt=prompt, response=most, evaluated=evaluated)
+        shown, taught = (None if rows is None else Parts(*rows) for rows in (demonstrated, mixed))
+        full = replace(self.setup, prompt=prompt, response=most, evaluated=evaluated, demonstrated=shown, mixed=taught)
+        self.full = full
         if rough(full) <= self.available:
             return []
-        least = replace(full, response=response)
+        least = replace(full, response=response, rounds=1)
         found = estimated(least)
         if surely(found) > self.available:
             self._refuse(least, running(found), f"({told(found)})", lambda other: running(estimated(other)))
@@ -192,6 +206,7 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         rows=recipe.responses // (reuse.minibatches if reuse else 1),
         responses=recipe.responses,
         samples=recipe.sampling.samples,
+        rounds=recipe.sampling.rounds,
         prompt=1,
         response=1,
         max_tokens=recipe.longest,
@@ -248,7 +263,9 @@ def rough(setup: Setup) -> int:
         learned, width = setup.micro(max(setup.rows, setup.evaluated)), setup.prompt + max(setup.response, setup.max_tokens)
         texts = setup.responses + setup.evaluated
         tokens = 2 * learned.rows * width + texts * width + BATCH_TOKENS
+        shown, mixed = setup.at_once(setup.demonstrated, setup.rows), setup.at_once(setup.mixed)
+        tokens += shown.rows * shown.width + 2 * mixed.rows * mixed.width
         each = layers * (40 * wide + 8 * heads * width)
         logits = 8 * (texts * known.vocabulary + CHUNK) + 8 * known.total
         largest += 4 * (tokens * each + logits)
-    return staying_bytes(setup) + largest
+    return staying_bytes(setup) + largest + setup.held

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.algorithms import Objective
+from surefoot.algorithms import REINFORCE, Objective
 from surefoot.language.memory import passes
 from surefoot.language.memory.passes import Parts, Passing, Switches
 from surefoot.language.memory.shapes import Counted, adapter_size, counted
@@ -45,6 +45,8 @@ ROLLOUT_BYTES = {"language": 47, "sft": 35, "reward": 35, "dpo": 70}
 """of a response's token in a rollout and its credit: 8 for the action, 4 for each number, 1 for each flag"""
 BATCH_BYTES = 29
 """of a response's token in the shuffled copy that an epoch is cut from"""
+HELD_BYTES = 13
+"""of a response's token once it is drawn: its id, its log-probability, and its mask"""
 SAMPLE_BYTES = 28
 """of a response's token while it is drawn: two of its id, its random number (float64), its log-probability"""
 
@@ -81,6 +83,12 @@ class Setup:
     """tokens of a response at most: room for them is taken before the first is drawn"""
     evaluated: int = 0
     """held-out rows"""
+    demonstrated: Parts | None = None
+    """demonstrations whose likelihood is watched, all of them"""
+    mixed: Parts | None = None
+    """demonstrations that every update learns from"""
+    rounds: int = 1
+    """of sampling, at most, in an iteration"""
     micro_batch: int | None = None
     micro_batch_tokens: int | None = None
     adapter: "AdapterSettings | None" = None
@@ -97,6 +105,19 @@ class Setup:
     def sides(self) -> int:
         """Answers in a row."""
         return 2 if self.kind in ("reward", "dpo") else 1
+
+    def at_once(self, rows_of: Parts | None, batch: int | None = None) -> Parts:
+        """What is read at once of demonstrations, of which ``batch`` are padded together."""
+        found = rows_of or Parts(0, 1, 0)
+        rows = min(found.rows, self.micro_batch or batch or found.rows)
+        if self.micro_batch_tokens is not None:
+            rows = min(rows, max(1, self.micro_batch_tokens // max(1, found.width)))
+        return replace(found, rows=rows)
+
+    @property
+    def held(self) -> int:
+        """Bytes of what further rounds have sampled, beside one batch: kept until groups enough have a signal."""
+        return (self.rounds - 1) * self.responses * (PROMPT_BYTES * self.prompt + HELD_BYTES * self.max_tokens)
 
     def micro(self, rows: int) -> Parts:
         """What is read at once of so many rows of full length."""
@@ -236,6 +257,8 @@ class _Estimating:
         found = {"learning": self.learning()}
         if s.kind == "language":
             found |= {"sampling": self.sampling(), "scoring": self.scoring()}
+            if s.demonstrated is not None:
+                found["evaluating"] = self.watching()
         elif s.evaluated:
             found["evaluating"] = self.evaluating()
         if s.kind == "dpo":
@@ -258,6 +281,10 @@ class _Estimating:
             found = self.tried("learning", lambda: passes.choosing(s.policy, s.objective, s.switches(), s.micro(s.rows)))
         else:
             found = self.tried("learning", lambda: passes.learning(s.policy, s.objective, s.switches(), s.micro(s.rows)))
+        if s.mixed is not None:
+            read = s.at_once(s.mixed)
+            beside = self.tried("learning", lambda: passes.learning(s.policy, REINFORCE, self._plain, read))
+            found = max(found, beside, key=lambda passing: passing.peak)
         parts = {f"{role} activations": size for role, size in found.kept.items()}
         copies = 0
         if s.rows < s.responses:
@@ -277,7 +304,8 @@ class _Estimating:
         phases = [self._drawing(s.responses // s.samples, s.samples)]
         if s.evaluated > s.responses // s.samples:  # else it takes no more than sampling for training
             phases.append(self._drawing(s.evaluated, 1))
-        return max(phases, key=lambda phase: phase.total)
+        found = max(phases, key=lambda phase: phase.total)
+        return Phase({**found.parts, "earlier rounds": s.held}) if s.held else found
 
     def _drawing(self, prompts: int, samples: int) -> Phase:
         s = self.setup
@@ -303,7 +331,7 @@ class _Estimating:
         for adapter in s.reward_adapters:
             count = partial(passes.judging, s.policy, texts, adapter)
             found.append(self.tried("scoring", count).peak)
-        return Phase({"passes": max(found), "batch": self.rollout})
+        return Phase({"passes": max(found), "batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})})
 
     def evaluating(self) -> Phase:
         s = self.setup
@@ -313,6 +341,17 @@ class _Estimating:
         else:
             found = self.tried("evaluating", lambda: passes.scoring(s.policy, s.switches(), read))
         return Phase({"passes": found.peak})
+
+    def watching(self) -> Phase:
+        """How likely demonstrations are: as in SFT, without a critic."""
+        s = self.setup
+        read = s.at_once(s.demonstrated, s.rows)
+        return Phase({"passes": self.tried("evaluating", lambda: passes.scoring(s.policy, self._plain, read)).peak})
+
+    @property
+    def _plain(self) -> Switches:
+        """Of the policy as SFT has it."""
+        return replace(self.setup.switches(), critic=None, head=False, value_role=False, temperature=1.0)
 
     def tried(self, phase: str, count: Any) -> Passing:
         """A pass, or 0 for a family whose layers ask for contents: then that is said, and nothing is invented."""
