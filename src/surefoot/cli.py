@@ -265,6 +265,7 @@ def compare_algorithms(
 @click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
 @click.option("--task", help="Watch it on another task than the one trained on.")
 @click.option("--no-caption", is_flag=True, help="Leave out the small print: step, reward, return so far.")
+@click.option("--traced", metavar="last|all|STEPS", help="Film the episodes in the run's traces instead, for surefoot inspect.")
 def watch(
     run: Path,
     episodes: int,
@@ -276,12 +277,21 @@ def watch(
     checkpoint: str | None,
     task: str | None,
     no_caption: bool,
+    traced: str | None,
 ) -> None:
     """Film greedy episodes of the agent in RUN as an MP4. Needs no display."""
     from surefoot.control.video import film, size_from_text
     from surefoot.run.folder import chosen_checkpoint, output_file
 
     pixels = size_from_text(size)
+    if traced is not None:
+        from surefoot.control.traced_film import film_traces
+
+        if out or checkpoint or task:
+            raise SurefootError("--traced: films what the run did in training; leave out --out, --checkpoint and --task")
+        for line in film_traces(run, traced, size=pixels, fps=fps, caption=not no_caption):
+            click.echo(line)
+        return
     found = chosen_checkpoint(run, checkpoint)
     agent = agent_in(found)
     path = out or output_file(run, found, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")

@@ -37,8 +37,8 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
     except OSError as error:
         raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --out") from None
     click.echo(f"{path}: the clip table{', with samples' if runs else ''}; open it in any browser, it needs no network")
-    if not no_browser:
-        open_if_watched(path.absolute().as_uri())
+    if not no_browser and watched():
+        webbrowser.open(path.absolute().as_uri())
 
 
 def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
@@ -46,21 +46,26 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise missing_extra(package, "inspector", "the inspector")
+    from surefoot.inspector.doorway import Doorway
     from surefoot.inspector.server import serve
+
+    door = Doorway()
 
     def ready(address: str) -> None:
         click.echo(
             f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C ends the inspector."
         )
-        if not no_browser:
-            open_if_watched(address)
+        if not no_browser and watched() and (file := door.make(address)):
+            webbrowser.open(file)
 
-    with contextlib.suppress(KeyboardInterrupt):
-        serve(runs, port, ready)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(runs, port, ready, door.remove)
+    finally:
+        door.remove()
 
 
-def open_if_watched(address: str) -> None:
-    """Show a page to whoever sits at a terminal with a desktop around it; elsewhere nothing."""
+def watched() -> bool:
+    """Whether somebody sits at a terminal with a desktop around it."""
     desktop = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if sys.stdout.isatty() and desktop:
-        webbrowser.open(address)
+    return sys.stdout.isatty() and bool(desktop)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from surefoot.control.episodes import Moment
 from surefoot.control.pictures import FONT, caption_height, captioned, fitted
-from surefoot.control.video import _small_print, size_from_text
+from surefoot.control.video import size_from_text, small_print
 from surefoot.errors import SurefootError
 
 SIDES = st.integers(1, 400)
@@ -59,7 +59,7 @@ def read(bar, times):
 
 
 @pytest.mark.parametrize(("height", "times"), [(96, 1), (240, 1), (480, 2), (720, 3)])
-def test_the_small_print_says_what_it_was_told_and_leaves_the_picture_alone(height, times):
+def test_thesmall_print_says_what_it_was_told_and_leaves_the_picture_alone(height, times):
     room = height - caption_height(height)
     picture = np.random.default_rng(1).integers(0, 256, (room, 320 * times, 3), np.uint8)
     text = "episode 2/3 step 17 reward -0.50 return 1.2e+06"
@@ -73,7 +73,7 @@ def test_every_letter_looks_different():
     assert len(set(FONT.values())) == len(FONT)
 
 
-def test_small_print_too_long_for_its_picture_is_cut_off():
+def testsmall_print_too_long_for_its_picture_is_cut_off():
     picture = np.zeros((64 - caption_height(64), 64, 3), np.uint8)
     assert read(captioned(picture, "step 1234567890", 64)[len(picture) :], 1) == "step 12345"
 
@@ -81,18 +81,18 @@ def test_small_print_too_long_for_its_picture_is_cut_off():
 @given(st.integers(0, 10**9), st.floats(), st.floats(), st.integers(0, 999))
 def test_any_step_reward_and_return_can_be_printed(step, reward, total, episode):
     for episodes in (1, 1000):
-        text = _small_print(Moment(step, None, reward, total, False), episode, episodes)
+        text = small_print(Moment(step, None, reward, total, False), episode, episodes)
         assert set(text) <= set(FONT)
         assert text.split()[-6::2] == ["step", "reward", "return"]
 
 
 @given(st.integers(0, 9999), st.floats(-999, 999), st.floats(-99_999, 99_999), st.integers(0, 8))
 def test_what_is_usual_fits_into_the_usual_width(step, reward, total, episode):
-    assert 2 + 6 * len(_small_print(Moment(step, None, reward, total, False), episode, 9)) <= 320
+    assert 2 + 6 * len(small_print(Moment(step, None, reward, total, False), episode, 9)) <= 320
 
 
 def test_a_sum_that_rounds_to_zero_is_not_minus_zero():
-    assert "-0" not in _small_print(Moment(1, None, -1e-9, -1e-9, False), 0, 1)
+    assert "-0" not in small_print(Moment(1, None, -1e-9, -1e-9, False), 0, 1)
 
 
 @pytest.mark.parametrize(("text", "size"), [("320x240", (320, 240)), (" 640X480 ", (640, 480)), ("64x4096", (64, 4096))])

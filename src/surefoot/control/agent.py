@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -94,18 +95,8 @@ class Agent(nn.Module):
         return act
 
     def sender(self) -> Callable[[Tensor], Array]:
-        """What an environment gets for actions as stored: within a Box's bounds, counted from a start, of the space's shape."""
-        space = self.action_space
-        if isinstance(space, spaces.Discrete):
-            start = int(space.start)
-            return lambda actions: actions.numpy() + start if start else actions.numpy()
-        if isinstance(space, spaces.Box):
-            low, high = torch.from_numpy(space.low.reshape(-1)), torch.from_numpy(space.high.reshape(-1))
-            if len(space.shape) == 1 and space.dtype == np.float32:
-                return lambda actions: torch.minimum(torch.maximum(actions, low), high).numpy()
-            return lambda actions: _shaped(torch.minimum(torch.maximum(actions, low), high).numpy(), space)
-        first = space.start.reshape(-1) if isinstance(space, spaces.MultiDiscrete) else 0
-        return lambda actions: _shaped(actions.numpy() + first, space)
+        """What an environment gets for actions as stored."""
+        return sender_for(self.action_space)
 
     @torch.no_grad()
     def values(self, observations: Mapping[str, Array], memory: Tensor | None = None, starts: Array | None = None) -> Tensor:
@@ -231,6 +222,20 @@ def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array 
     if memory is None:
         return inputs
     return inputs | {REMEMBERED: memory, STARTS: torch.tensor(starts, device=memory.device)}
+
+
+def sender_for(space: gymnasium.Space[Any]) -> Callable[[Tensor], Array]:
+    """From actions as stored to what an environment gets: within a Box's bounds, counted from a start, of the space's shape."""
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return lambda actions: actions.numpy() + start if start else actions.numpy()
+    if isinstance(space, spaces.Box):
+        low, high = torch.from_numpy(space.low.reshape(-1)), torch.from_numpy(space.high.reshape(-1))
+        if len(space.shape) == 1 and space.dtype == np.float32:
+            return lambda actions: torch.minimum(torch.maximum(actions, low), high).numpy()
+        return lambda actions: _shaped(torch.minimum(torch.maximum(actions, low), high).numpy(), space)
+    first = space.start.reshape(-1) if isinstance(space, spaces.MultiDiscrete) else 0
+    return lambda actions: _shaped(actions.numpy() + first, space)
 
 
 def _shaped(actions: Array, space: Any) -> Array:

@@ -16,6 +16,7 @@ from surefoot.control.agent import Agent
 from surefoot.control.environments import Environments, Step
 from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.observations import broken_parts, not_finite
+from surefoot.control.replay import Replayable, Seen
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import NotFiniteError
 from surefoot.functional import successor_values
@@ -48,6 +49,7 @@ class ControlCollector:
         self.lost: list[int] = []
         self.memory = agent.policy.nothing_remembered(count)
         self.starts = np.ones(count, bool)  # whose next observation may be the first of an episode
+        self.seen: Seen | None = None
 
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout under the current policy.
@@ -57,6 +59,8 @@ class ControlCollector:
         """
         agent, count = self.agent, self.environments.count
         self._check_start()
+        if isinstance(self.environments, Replayable):
+            self.environments.mark()
         act = agent.actor(state.generators["sample"])
         observed: list[Observations] = []
         taken: list[Tensor] = []
@@ -86,6 +90,7 @@ class ControlCollector:
             if self.at_least is None or kept >= self.at_least:  # what has begun is finished: no episode counts in part
                 remaining -= step.over.astype(int)
         together = {path: np.stack([seen[path] for seen in observed], 1) for path in self.observations}
+        self.seen = Seen(dict(together), np.stack([step.over for step in outcomes], 1))
         if before is not None:  # an ignored row shows the observation that the episode before it ended on
             together[STARTS] = np.stack(starts, 1) & ~np.stack([step.ignored for step in outcomes], 1)
         return self._rollout(together, torch.stack(taken, 1), outcomes, before, at_cuts)

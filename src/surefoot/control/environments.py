@@ -107,6 +107,7 @@ class LoopedEnvironments:
         self.observations = self.reader.empty()
         self.episodes = [-1] * count
         self.actions: list[list[Any]] = [[] for _ in range(count)]
+        self.marked: list[tuple[int, list[Any], int]] = []
         self._discrete = isinstance(self.action_space, spaces.Discrete)
         self.first = 0  # the number of environment 0, where these are a part of more
         self.place: Any = [0, -1, -1]  # environment, episode and step of the last call, for whoever must say what went wrong
@@ -136,7 +137,7 @@ class LoopedEnvironments:
         rewards, scores, finals = np.zeros(count, np.float32), np.zeros(count, np.float32), {}
         terminated, truncated, going_on = np.zeros(count, bool), np.zeros(count, bool), np.zeros(count, bool)
         for index in range(count) if active is None else np.flatnonzero(active).tolist():
-            rewards[index], term, trunc, scores[index], life_lost = self._act(index, actions[index])
+            rewards[index], term, trunc, scores[index], life_lost = self.act(index, actions[index])
             going_on[index] = life_lost and not (term or trunc)
             terminated[index], truncated[index] = term or going_on[index], trunc
             if term or trunc:
@@ -146,7 +147,14 @@ class LoopedEnvironments:
         ignored = np.zeros(count, bool) if active is None else ~active
         return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, going_on)
 
-    def _act(self, index: int, action: Any) -> tuple[float, bool, bool, float, bool]:
+    def mark(self) -> None:
+        self.marked = [(episode, log, len(log)) for episode, log in zip(self.episodes, self.actions, strict=True)]
+
+    def led_to_mark(self, index: int) -> tuple[int, Array]:
+        episode, log, count = self.marked[index]
+        return episode, np.array(log[:count], self.action_space.dtype)
+
+    def act(self, index: int, action: Any) -> tuple[float, bool, bool, float, bool]:
         """One action in one environment, remembered for replay: reward, terminated, truncated, score, life lost."""
         action = int(action) if self._discrete else np.asarray(action)
         self.actions[index].append(np.copy(action))  # the environment may change what it is given
@@ -201,7 +209,7 @@ class LoopedEnvironments:
     def _replays(self, index: int, actions: Array) -> bool:
         """Whether the episode takes the same actions again without ending or failing."""
         try:
-            return not any(terminated or truncated for _, terminated, truncated, *_ in (self._act(index, a) for a in actions))
+            return not any(terminated or truncated for _, terminated, truncated, *_ in (self.act(index, a) for a in actions))
         except SurefootError:
             return False
 

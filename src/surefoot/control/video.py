@@ -83,16 +83,16 @@ def film(
     arguments = (agent.recipe.environment if task is None else {}) if arguments is None else arguments
     task = agent.recipe.task if task is None else task
     name = task_name(task)
-    with closing(_drawable(task, name, arguments)) as environment:
+    with closing(drawable(task, name, arguments)) as environment:
         check_same_spaces(agent, environment, name)
         room = height - caption_height(height) if caption else height
-        _prepare_mujoco(environment, name, width, room)
+        prepare_mujoco(environment, name, width, room)
         ends: list[Moment] = []
-        with Encoder(path, width, height, fps or _frames_per_second(environment, seed)) as encoder:
+        with Encoder(path, width, height, fps or frames_per_second(environment, seed)) as encoder:
             for episode in range(episodes):
                 for moment in greedy_episode(agent, environment, name, seed, episode, max_steps):
-                    picture = fitted(_picture(environment, name), width, room)
-                    encoder.add(captioned(picture, _small_print(moment, episode, episodes), height) if caption else picture)
+                    picture = fitted(picture_of(environment, name), width, room)
+                    encoder.add(captioned(picture, small_print(moment, episode, episodes), height) if caption else picture)
                 ends.append(moment)
     returns, lengths = [end.total for end in ends], [end.step for end in ends]
     return Film(path, returns, lengths, not all(end.over for end in ends), encoder.frames, encoder.fps)
@@ -118,7 +118,8 @@ def size_from_text(text: str) -> tuple[int, int]:
     return size
 
 
-def _small_print(moment: Moment, episode: int, episodes: int) -> str:
+def small_print(moment: Moment, episode: int = 0, episodes: int = 1) -> str:
+    """What stands below a picture."""
     which = f"episode {episode + 1}/{episodes} " if episodes > 1 else ""
     return f"{which}step {moment.step:<4} reward {_short(moment.reward, 2):<7} return {_short(moment.total, 1)}"
 
@@ -131,16 +132,18 @@ def _short(value: float, decimals: int) -> str:
 # ---- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def _drawable(task: str | MakeEnvironment, name: str, arguments: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+def drawable(
+    task: str | MakeEnvironment, name: str, arguments: Mapping[str, Any], purpose: str = "evaluation"
+) -> gymnasium.Env[Any, Any]:
     """One environment of a task that draws into arrays."""
     plain = dict(arguments)
     try:
         with warnings.catch_warnings():  # said below, as an error
             warnings.filterwarnings("ignore", ".*not in the possible render_modes")
             try:
-                environment = maker(task, {**plain, "render_mode": "rgb_array"}, "evaluation")()
+                environment = maker(task, {**plain, "render_mode": "rgb_array"}, purpose)()
             except TypeError:  # it takes no such argument; perhaps it draws without being asked to
-                environment = maker(task, plain, "evaluation")()
+                environment = maker(task, plain, purpose)()
     except SurefootError as error:
         raise SurefootError(f"{error}; or name another with --task") from None
     except Exception as error:
@@ -160,7 +163,7 @@ def _drawable(task: str | MakeEnvironment, name: str, arguments: Mapping[str, An
     return environment
 
 
-def _picture(environment: gymnasium.Env[Any, Any], name: str) -> Array:
+def picture_of(environment: gymnasium.Env[Any, Any], name: str) -> Array:
     """What the environment draws, [h, w, 3] bytes."""
     try:
         picture = environment.render()
@@ -176,7 +179,7 @@ def _picture(environment: gymnasium.Env[Any, Any], name: str) -> Array:
     return picture
 
 
-def _prepare_mujoco(environment: gymnasium.Env[Any, Any], name: str, width: int, height: int) -> None:
+def prepare_mujoco(environment: gymnasium.Env[Any, Any], name: str, width: int, height: int) -> None:
     """Let a MuJoCo environment draw in the size of the film, without shadows and reflections: the physics don't change.
 
     Drawn in software, as on most machines without a display, shadows take most of the time.
@@ -221,7 +224,7 @@ def _no_opengl(name: str, error: Exception) -> SurefootError:
     return SurefootError(f"task={name!r}: MuJoCo can't draw with MUJOCO_GL={used!r} ({reason}); {remedy}")
 
 
-def _frames_per_second(environment: gymnasium.Env[Any, Any], seed: int) -> float:
+def frames_per_second(environment: gymnasium.Env[Any, Any], seed: int) -> float:
     """How fast to play. An Atari step is several frames of an emulator that shows 60 a second; count them in one step."""
     emulator = getattr(environment.unwrapped, "ale", None)
     if emulator is None:

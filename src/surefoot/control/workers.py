@@ -102,9 +102,17 @@ class WorkerEnvironments:
         self._seen = [step.observations for step in steps]
         return joined_steps(steps, [worker.first for worker in self._crew])
 
+    def mark(self) -> None:
+        self._all("mark")
+
+    def led_to_mark(self, index: int) -> tuple[int, Array]:
+        _, worker = self._worker_of(index)
+        self._tell(worker, "led_to_mark", (index - worker.first,))
+        found: tuple[int, Array] = self._answer(worker, self.deadline)
+        return found
+
     def restart(self, index: int) -> tuple[Any, list[int]]:
-        number = next(i for i, worker in enumerate(self._crew) if index < worker.first + worker.count)
-        worker = self._crew[number]
+        number, worker = self._worker_of(index)
         self._tell(worker, "restart", (index - worker.first,))
         self._seen[number], began = self._answer(worker, self.deadline)
         return joined(self._seen), [worker.first + local for local in began]
@@ -133,6 +141,9 @@ class WorkerEnvironments:
     def close(self) -> None:
         """End every worker; one that does not close its environments within seconds is killed."""
         self._end()
+
+    def _worker_of(self, index: int) -> tuple[int, Worker]:
+        return next((i, worker) for i, worker in enumerate(self._crew) if index < worker.first + worker.count)
 
     def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Tell all, then hear all: they work at the same time. Whatever cuts this short ends them."""

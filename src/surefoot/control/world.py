@@ -9,6 +9,7 @@ from surefoot.control.backends import training_environments
 from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import MakeEnvironment, task_name
 from surefoot.control.evaluate import evaluate_agent
+from surefoot.control.replay import origin
 from surefoot.control.spaces import MASK
 from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Rollout
@@ -76,8 +77,10 @@ class ControlWorld:
         return Judgement(judged.mean_return, {"evaluation_return": judged.mean_return})
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
-        """Nothing: steps of control are their numbers."""
-        return {}
+        """Where they come from, so that they can be replayed, and drawn then: ``surefoot watch RUN --traced last``."""
+        seen = self.collector.seen
+        assert seen is not None, "a rollout was collected"
+        return origin(self.environments, rollout, seen, row, steps, self.agent.sender(), self.recipe.seed)
 
     def finish(self, folder: Path) -> list[str]:
         """Nothing: checkpoints hold all of an agent."""

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,11 +43,12 @@ HEADERS = {
 class Guard:
     """Lets through what reads, from this machine's browser, with the cookie; the first visit brings the token for it.
 
-    port   that the server listens on
+    port      that the server listens on
+    entered   is called when the token was used
     """
 
-    def __init__(self, app: ASGIApp, port: int, token: str) -> None:
-        self.app, self.port = app, port
+    def __init__(self, app: ASGIApp, port: int, token: str, entered: Callable[[], None]) -> None:
+        self.app, self.port, self.tell_entered = app, port, entered
         self.token: str | None = token
         self.secret = secrets.token_urlsafe(32)
         self.cookie = f"surefoot_{port}"
@@ -73,24 +74,28 @@ class Guard:
             return PlainTextResponse("wrong host\n", 403)
         if any(origin not in {f"http://{host}" for host in self.hosts} for origin in origins):
             return PlainTextResponse("wrong origin\n", 403)
-        if headers.get("sec-fetch-site") == "cross-site":
+        elsewhere = headers.get("sec-fetch-site") == "cross-site"
+        if elsewhere and scope["path"] != "/enter":  # there a file may lead to, and the token is what counts
             return PlainTextResponse("wrong origin\n", 403)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("this only shows\n", 405, {"allow": "GET, HEAD"})
         known = same(request.cookies.get(self.cookie, ""), self.secret)
         if scope["path"] == "/enter":
-            return self.entered(request.query_params.get("token", ""), known)
+            return self.entered(request.query_params.get("token", ""), known, elsewhere)
         return None if known else PlainTextResponse("use the address that surefoot inspect printed, once\n", 403)
 
-    def entered(self, token: str, known: bool) -> Response:
+    def entered(self, token: str, known: bool, elsewhere: bool) -> Response:
         """A token for a cookie, once."""
+        # A strict cookie does not go along a redirect that began elsewhere, in a file for one; it goes where our own page leads.
+        inside = HTMLResponse('<!doctype html><meta http-equiv="refresh" content="0;url=/">') if elsewhere else None
+        answer: Response = inside or RedirectResponse("/", 303)
         if known:
-            return RedirectResponse("/", 303)
+            return answer
         if self.token is None or not same(token, self.token):
             return PlainTextResponse("this address was used already or is wrong; start surefoot inspect again\n", 403)
         self.token = None
-        answer = RedirectResponse("/", 303)
         answer.set_cookie(self.cookie, self.secret, httponly=True, samesite="strict", path="/")
+        self.tell_entered()
         return answer
 
 
@@ -99,8 +104,8 @@ def same(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
 
 
-def application(store: Store, port: int, token: str) -> ASGIApp:
-    """The whole of it."""
+def application(store: Store, port: int, token: str, entered: Callable[[], None] = lambda: None) -> ASGIApp:
+    """The whole of it; ``entered`` is called when the token was used."""
 
     def number(request: Request, name: str) -> int:
         return int(request.path_params[name])
@@ -147,15 +152,11 @@ def application(store: Store, port: int, token: str) -> ASGIApp:
     def samples(request: Request) -> Any:
         return store.samples(number(request, "run"), number(request, "steps"))
 
-    async def video(request: Request) -> Response:
-        at = number(request, "number")
-        try:
-            films = store.videos(number(request, "run"))
-        except NotThere as error:
-            return JSONResponse({"error": str(error)}, 404)
-        if at >= len(films):
-            return JSONResponse({"error": f"video={at}: there are {len(films)}"}, 404)
-        return FileResponse(films[at], media_type="video/mp4")
+    def video(request: Request) -> Path:
+        return store.video(number(request, "run"), number(request, "number"))
+
+    def film(request: Request) -> Path:
+        return store.film(number(request, "run"), number(request, "steps"), number(request, "row"))
 
     told: dict[str, Callable[[Request], Any]] = {
         "/api/runs": runs,
@@ -167,9 +168,12 @@ def application(store: Store, port: int, token: str) -> ASGIApp:
         "/api/runs/{run:int}/samples/{steps:int}": samples,
     }
     routes = [Route(path, as_json(tell)) for path, tell in told.items()]
-    routes += [Route("/api/runs/{run:int}/videos/{number:int}", video)]
+    routes += [
+        Route("/api/runs/{run:int}/videos/{number:int}", as_film(video)),
+        Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}/film", as_film(film)),
+    ]
     routes += [Route(f"/{'' if name == 'index.html' else name}", as_file(file)) for name, file in front_end().items()]
-    return Guard(Starlette(routes=routes), port, token)
+    return Guard(Starlette(routes=routes), port, token, entered)
 
 
 def front_end() -> dict[str, Path]:
@@ -191,6 +195,19 @@ def as_json(tell: Callable[[Request], Any]) -> Callable[[Request], Any]:
     return answer
 
 
+def as_film(find: Callable[[Request], Path]) -> Callable[[Request], Any]:
+    """An MP4, of which a browser may ask for parts."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return FileResponse(await run_in_threadpool(find, request), media_type="video/mp4")
+        except (SurefootError, FileNotFoundError) as error:
+            said = str(error) if isinstance(error, SurefootError) else "it is not there any more"
+            return JSONResponse({"error": said}, 404)
+
+    return answer
+
+
 def as_file(file: Path) -> Callable[[Request], Any]:
     """A file of the front end."""
 
@@ -200,11 +217,12 @@ def as_file(file: Path) -> Callable[[Request], Any]:
     return answer
 
 
-def serve(runs: list[Path], port: int, ready: Callable[[str], None]) -> None:
+def serve(runs: list[Path], port: int, ready: Callable[[str], None], entered: Callable[[], None] = lambda: None) -> None:
     """Show some runs until Ctrl-C.
 
-    port    0 for any that is free
-    ready   is told the address, when it can be visited
+    port      0 for any that is free
+    ready     is told the address, when it can be visited
+    entered   is called when a browser has used it
 
     Raises SurefootError when a path is no run, or the port is taken.
     """
@@ -215,7 +233,7 @@ def serve(runs: list[Path], port: int, ready: Callable[[str], None]) -> None:
         raise SurefootError(f"--port {port}: can't be listened on ({error.strerror}); choose another, or 0 for any") from None
     port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
     config = uvicorn.Config(
-        application(store, port, token), log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False
+        application(store, port, token, entered), log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False
     )
     threading.Thread(target=store.read_ahead, daemon=True).start()
     ready(f"http://127.0.0.1:{port}/enter?token={token}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -18,13 +19,14 @@ from surefoot.inspector.samples import has_ratios, passes, rule_of, to_json
 from surefoot.run.dashboard import SHOWN
 from surefoot.run.folder import FINISHED, check_is_run
 from surefoot.run.metrics import METRICS
-from surefoot.run.traces import read_trace, traces_in
+from surefoot.run.traces import film_of, read_trace, traces_in
 from surefoot.traces import BRANCHES, Trace, TracedRow
 
 SHOWN_SAMPLES, SHOWN_STEPS, LONGEST_TEXT = 20_000, 4_096, 20_000
 KEPT_TRACES = 6
 PER_STEP = ("rewards", "values", "next_values", "td_residuals", "advantages", "returns", "old_log_probs", "ref_log_probs")
 PER_VISIT = ("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values")
+NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 FINDS = ("clipped", "ratio", "best", "worst", "truncated")
 
 
@@ -168,12 +170,38 @@ class Store:
             "start": row.start,
             "first": first,
             "length": count,
-            "beyond": float(row.advantages[after]) if after < count else None,
+            "beyond": finite(row.advantages[after : after + 1])[0] if after < count else None,
             "tokens": None if tokens is None else [str(token) for token in tokens[part]],
             "prompt": shortened(row.about.get("prompt"), LONGEST_TEXT),
             "reference_beta": row.about.get("reference_beta"),
+            "episode": row.about.get("episode"),
+            "episode_step": row.about.get("step"),
+            "filmed": self._film(run, trace, index) is not None,
+            "to_film": self._to_film(run, trace, index),
         }
         return told
+
+    def film(self, run: int, steps: int, index: int) -> Path:
+        """The film of a row.
+
+        Raises NotThere when there is none.
+        """
+        trace = self.trace(run, steps)
+        found = self._film(run, trace, index) if index < len(trace.rows) else None
+        if found is None:
+            raise NotThere(f"row={index}: is not filmed")
+        return found
+
+    def _film(self, run: int, trace: Trace, index: int) -> Path | None:
+        path = film_of(self.path(run), trace.steps, index, trace.rows[index])
+        return path if path is not None and path.is_file() and not path.is_symlink() else None
+
+    def _to_film(self, run: int, trace: Trace, index: int) -> str | None:
+        """The command that makes it; None where it can't be made."""
+        path = self.path(run)
+        if film_of(path, trace.steps, index, trace.rows[index]) is None:
+            return None
+        return f"surefoot watch {shlex.quote(str(path))} --traced {trace.steps}"
 
     def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
         """The samples of a pass, or of all of them where the number is −1, thinned to what a screen shows."""
@@ -221,6 +249,16 @@ class Store:
         """The films of a run, by name."""
         return sorted(file for file in (self.path(run) / "videos").glob("*.mp4") if file.is_file() and not file.is_symlink())
 
+    def video(self, run: int, number: int) -> Path:
+        """One of them.
+
+        Raises NotThere when there are not so many.
+        """
+        films = self.videos(run)
+        if number >= len(films):
+            raise NotThere(f"video={number}: there are {len(films)}")
+        return films[number]
+
 
 def described(names: list[str]) -> dict[str, dict[str, str]]:
     """What a metric is called, and what it means."""
@@ -259,20 +297,24 @@ def said(text: Any) -> str:
     return shortened(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), LONGEST_TEXT) or ""
 
 
-def exact(x: Tensor | None, part: slice) -> list[float | None] | None:
-    """As float32 has it; None for what is not finite.   [T]"""
+Told = float | str | None
+"""a number in JSON, which has no words for what is not finite: "NaN", "Infinity" and "-Infinity" are those of JavaScript"""
+
+
+def exact(x: Tensor | None, part: slice) -> list[Told] | None:
+    """As float32 has it.   [T]"""
     return None if x is None else finite(x[part])
 
 
-def exact_rows(x: Tensor | None, part: slice) -> list[list[float | None]] | None:
+def exact_rows(x: Tensor | None, part: slice) -> list[list[Told]] | None:
     """The same of each pass.   [K, T]"""
     return None if x is None else [finite(line[part]) for line in x]
 
 
-def finite(x: Tensor) -> list[float | None]:
+def finite(x: Tensor) -> list[Told]:
     """Nine digits say all that a float32 holds, and make a shorter text than all of a float64's."""
     values = x.double().tolist()
-    return [float(f"{v:.9g}") if abs(v) < float("inf") else None for v in values]
+    return [float(f"{v:.9g}") if abs(v) < float("inf") else NOT_FINITE[str(v)] for v in values]
 
 
 def numbers_exact(grid: Any) -> list[float]:
@@ -289,11 +331,11 @@ def _outstanding(row: TracedRow, what: str, limit: int) -> list[tuple[float, int
         at = (row.truncated & row.mask).nonzero().flatten().tolist()
         return [(1.0, 0, t) for t in at]
     if what in ("best", "worst"):
-        score = row.advantages.double() * (1 if what == "best" else -1)
+        score = _nan_first(row.advantages.double() * (1 if what == "best" else -1))
         score = torch.where(row.mask.bool(), score, -torch.inf)
         top = score.topk(min(limit, len(score)))
         return [(rank, 0, t) for rank, t in zip(top.values.tolist(), top.indices.tolist(), strict=True) if rank > -float("inf")]
-    score = row.visits.ratio.double()
+    score = _nan_first(row.visits.ratio.double())
     if what == "clipped":  # those first whose ratio went furthest
         score = torch.where(seen & ~row.visits.gradient_flows, score.log().abs(), -torch.inf)
     else:
@@ -302,6 +344,11 @@ def _outstanding(row: TracedRow, what: str, limit: int) -> list[tuple[float, int
     top = best.topk(min(limit, len(best)))
     chosen = zip(top.values.tolist(), top.indices.tolist(), strict=True)
     return [(rank, int(visit[t]), t) for rank, t in chosen if rank > -float("inf")]
+
+
+def _nan_first(score: Tensor) -> Tensor:
+    """What is no number stands out most."""
+    return torch.where(score.isnan(), torch.inf, score)
 
 
 def _told(row: TracedRow, visit: int, t: int) -> dict[str, Any]:

@@ -9,16 +9,23 @@ export async function ask(path) {
 
 export const steps = (x) => Math.round(x).toLocaleString("en");
 
+// JSON has no numbers that are not finite; the server says them in words.
+export const real = (x) => (Array.isArray(x) ? x.map(real) : typeof x === "string" ? Number(x) : x);
+
+const special = (x) => (Number.isNaN(x) ? "NaN" : x === Infinity ? "∞" : x === -Infinity ? "−∞" : null);
+
 // A number of a curve or a trace, short enough for a label.
-export function short(x) {
-  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+export function short(told) {
+  if (told === null || told === undefined) return "–";
+  const x = real(told);
+  if (!Number.isFinite(x)) return special(x);
   const size = Math.abs(x);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return x.toExponential(2).replace("e+", "e").replace(/-/g, "−");
   return String(Number(x.toPrecision(4))).replace("-", "−");
 }
 
 // A ratio or a bound of the band: what matters is how far from 1 it is.
-export const fine = (x) => String(Number(x.toPrecision(6))).replace("-", "−");
+export const fine = (x) => special(x) ?? String(Number(x.toPrecision(6))).replace("-", "−");
 
 // What would move a cursor or turn the direction of writing is shown as its number.
 export function visible(text) {

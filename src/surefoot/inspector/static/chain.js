@@ -7,6 +7,7 @@ import { judge } from "./surrogate.js";
 const TOLERANCE = 2e-5; // of float32 sums, beside the largest number in them
 
 export function agrees(value, recorded, ...parts) {
+  if (!Number.isFinite(recorded) || !Number.isFinite(value)) return Object.is(value, recorded);
   return Math.abs(value - recorded) <= TOLERANCE * (1 + Math.max(Math.abs(recorded), ...parts.map(Math.abs)));
 }
 

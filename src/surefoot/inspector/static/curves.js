@@ -10,6 +10,7 @@ const FIRST = ["evaluation_return", "episode_return", "reward", "gold", "held_ou
   "response_length", "steps_per_second", "tokens_per_second"];
 const POINTS = 400;
 const WAIT = 150;
+const BUDGET = 8; // ms of a frame, of which there are 16: the last chart that fits may take a while
 
 export function makeCurves(state) {
   const chosen = { smoothing: 0.02, log: false, range: null, extra: [] };
@@ -18,6 +19,8 @@ export function makeCurves(state) {
   let asked = 0;
   let timer = 0;
   let frame = 0;
+  let counted = "";
+  const behind = new Set();
 
   const smooth = h("input", { type: "range", id: "smoothing", min: 0, max: 20, step: 1, value: 4 });
   smooth.addEventListener("input", () => {
@@ -108,7 +111,7 @@ export function makeCurves(state) {
   }
 
   function draw(one) {
-    one.late = false;
+    one.late = one.fresh = false;
     if (!one.data) return;
     const positive = (line) => (chosen.log ? line.map((x) => (x !== null && x > 0 ? x : null)) : line);
     const rows = one.data.points.flatMap((line) => {
@@ -149,17 +152,31 @@ export function makeCurves(state) {
   function look(range) {
     chosen.range = range;
     back.hidden = range === null;
-    cancelAnimationFrame(frame);
-    frame = requestAnimationFrame(() => {
-      const begun = performance.now();
-      for (const one of charts.values()) {
-        if (!one.plot) continue;
-        if (!one.seen) one.late = true;
-        else if (range) one.plot.batch(() => one.plot.setScale("x", { min: range[0], max: range[1] })); // now, not in a task of its own
-      }
-      window.surefoot.frames.push(performance.now() - begun);
-    });
+    for (const one of charts.values()) {
+      if (one.plot && !one.seen) one.late = true;
+      else if (one.plot && range) behind.add(one); // those that are behind already keep their place before the others
+    }
+    work();
     fetchSoon(WAIT);
+  }
+
+  function work() {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(catchUp);
+  }
+
+  // As many charts as a frame has time for; the others in the next one, by the range of then.
+  function catchUp() {
+    const begun = performance.now();
+    for (const one of behind) {
+      behind.delete(one);
+      if (one.fresh) draw(one);
+      else if (one.plot && chosen.range) one.plot.batch(() => one.plot.setScale("x", { min: chosen.range[0], max: chosen.range[1] })); // now, not in a task of its own
+      if (performance.now() - begun > BUDGET) break;
+    }
+    window.surefoot.frames.push(performance.now() - begun);
+    if (behind.size) work();
+    else if (counted) element.dataset.iterations = counted;
   }
 
   function fetchSoon(wait) {
@@ -184,10 +201,12 @@ export function makeCurves(state) {
       const one = charts.get(name);
       if (!one) continue;
       one.data = { steps: found.steps, points: found.curves[name] };
-      if (one.seen || !one.plot) draw(one);
+      one.fresh = true;
+      if (one.seen || !one.plot) behind.add(one);
       else one.late = true;
     }
-    element.dataset.iterations = found.iterations.join(",");
+    counted = found.iterations.join(",");
+    work();
   }
 
   function fill() {
@@ -203,6 +222,7 @@ export function makeCurves(state) {
   function drop(name, one) {
     observer.unobserve(one.element);
     one.plot?.destroy();
+    behind.delete(one);
     charts.delete(name);
   }
 
@@ -237,6 +257,7 @@ export function makeCurves(state) {
       observer.disconnect();
       sizes.disconnect();
       clearTimeout(timer);
+      cancelAnimationFrame(frame);
       document.removeEventListener("keydown", keys);
       document.removeEventListener("themechange", rebuild);
       for (const one of charts.values()) one.plot?.destroy();

@@ -1,8 +1,9 @@
 // Down to a step or a token: a row of a trace, coloured by what its steps have, and the whole chain of the one that is chosen.
 
-import { ask, fine, short, steps, visible } from "./api.js";
+import { ask, fine, real, short, steps, visible } from "./api.js";
 import { audit, credit, visit } from "./chain.js";
 import { h, set, show } from "./dom.js";
+import { makeFrame } from "./frame_view.js";
 import { judge, pushed, reason } from "./surrogate.js";
 
 const COLOURS = {
@@ -14,6 +15,7 @@ const COLOURS = {
   ratio: { title: "ratio", of: (row, t, k) => Math.log(row.visits.ratio[k][t]), shown: (row, t, k) => row.visits.ratio[k][t], visit: true },
   branch: { title: "branch", visit: true },
 };
+const NUMBERS = ["rewards", "values", "next_values", "td_residuals", "advantages", "returns", "old_log_probs", "ref_log_probs", "beyond"];
 const FINDS = { clipped: "clipped", ratio: "largest ratio", best: "best advantage", worst: "worst advantage", truncated: "truncated" };
 
 export function makeSteps(state, at) {
@@ -40,6 +42,7 @@ export function makeSteps(state, at) {
   const chain = h("div", { id: "chain", class: "chain", "aria-live": "polite" });
   const visits = h("div", { id: "visits", class: "scroll" });
   const paging = h("p", { class: "hint" });
+  const frame = makeFrame((t) => choose({ t }));
 
   const current = () => state.runs[chosen.run];
 
@@ -77,6 +80,8 @@ export function makeSteps(state, at) {
     const found = await ask(`api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}?from=${from}`);
     if (number !== asked) return;
     row = found;
+    for (const name of NUMBERS) row[name] = real(row[name]);
+    for (const part of [row.reward_parts, row.visits]) for (const name of Object.keys(part)) part[name] = real(part[name]);
     [...rows.children].forEach((button, i) => button.setAttribute("aria-selected", String(i === chosen.index)));
     const text = row.tokens !== null;
     prompt.hidden = !text;
@@ -97,6 +102,7 @@ export function makeSteps(state, at) {
     show(checked, result.wrong.length
       ? `${steps(result.wrong.length)} of ${steps(result.count)} numbers do not add up, the first at ${result.wrong[0].t}: ${result.wrong[0].name}`
       : `✓ ${steps(result.count)} numbers of this row worked out again from those below them: all add up.`);
+    frame.load(row, `api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}/film`);
     choose({ t: Math.min(Math.max(0, t - row.first), row.mask.length - 1), k: Math.min(k ?? row.visits.updates.length - 1, row.visits.updates.length - 1) });
   }
 
@@ -112,6 +118,7 @@ export function makeSteps(state, at) {
       cell.tabIndex = i === chosen.t ? 0 : -1;
     });
     explain();
+    frame.seek(chosen.t);
   }
 
   function paint() {
@@ -150,11 +157,12 @@ export function makeSteps(state, at) {
       return;
     }
     const lines = [credit(trace, row, t, current().value_lambda), visit(trace, row, t, k)];
-    const it = trace.rule && row.visits.updates[k]?.[t] >= 0 && row.old_log_probs ? judge(row.visits.ratio[k][t], row.visits.advantages[k][t], trace.rule) : null;
+    const finite = [row.visits.ratio[k]?.[t], row.visits.advantages[k]?.[t]].every(Number.isFinite);
+    const it = trace.rule && row.visits.updates[k]?.[t] >= 0 && row.old_log_probs && finite ? judge(row.visits.ratio[k][t], row.visits.advantages[k][t], trace.rule) : null;
     show(chain, h("h3", {}, name, end), h("dl", {}, lines[0].map(written)),
       h("h3", {}, lines[1].length ? `Pass ${k + 1}, after ${steps(row.visits.updates[k][t])} updates` : `Pass ${k + 1}: not visited`),
       h("dl", {}, lines[1].map(written), it ? h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", {}, pushed(it))), h("dd")) : null),
-      it ? h("p", { class: "why" }, reason(it, trace.rule)) : null);
+      finite ? (it ? h("p", { class: "why" }, reason(it, trace.rule)) : null) : h("p", { class: "why" }, "What the loss read here is not finite: nothing can be learned from it."));
     const seen = row.visits;
     show(visits, h("table", { class: "visits" },
       h("thead", {}, h("tr", {}, ["pass", "ρ", "Â", "J", "branch", ...(seen.values ? ["V"] : [])].map((title) => h("th", { scope: "col" }, title)))),
@@ -199,7 +207,7 @@ export function makeSteps(state, at) {
     h("div", { class: "columns" },
       h("aside", {}, h("h2", {}, "Rows"), rows, h("h2", {}, "Find"), find, hits),
       h("div", {}, h("div", { class: "byline" }, h("span", { class: "hint" }, "colour by"), colours), prompt, cells, scale, paging, checked,
-        h("div", { class: "halves even" }, chain, visits))));
+        h("div", { class: "halves even" }, chain, h("div", {}, frame.element, visits)))));
   go(at);
   return {
     element, go,

@@ -49,6 +49,7 @@ export function count(ratios, advantages, rule) {
   const [low, high] = [1 - rule.low, 1 + rule.high];
   for (let i = 0; i < ratios.length; i++) {
     const [ratio, advantage] = [ratios[i], advantages[i]];
+    if (!Number.isFinite(ratio) || !Number.isFinite(advantage)) continue;
     if (advantage === 0) {
       found.zero++;
       continue;

@@ -1,0 +1,153 @@
+"""A traced piece of an episode can be replayed and filmed; what comes out otherwise than in training is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import surefoot
+from surefoot import SurefootError, read_trace
+from surefoot.control.agent import sender_for
+from surefoot.control.environments import LoopedEnvironments
+from surefoot.control.replay import NotTheSameError, replay
+from surefoot.control.traced_film import film_traces
+from surefoot.run.traces import film_of, to_bytes, traces_in
+from surefoot.traces import TracedRow
+
+from .test_video import decoded
+
+QUICK: dict[str, Any] = {"evaluation": {"episodes": 0}, "display": None}
+SHORT: dict[str, Any] = {"rollout": {"environments": 2, "steps": 32}, "traces": {"every": 1, "rows": 2}, **QUICK}
+
+
+def rows_of(run: Path) -> list[TracedRow]:
+    return [row for file in traces_in(run / "traces") for row in read_trace(file).rows]
+
+
+def replayed(row: TracedRow, task: str, seed: int = 1) -> list[Any]:
+    environments = LoopedEnvironments(lambda: gymnasium.make(task), 1, seed, task)
+    return list(replay(row, environments, sender_for(environments.action_space)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rollouts so short that many a piece begins in the middle of an episode."""
+    path = tmp_path_factory.mktemp("replayed") / "run"
+    surefoot.train("CartPole-v1", steps=512, seed=1, run_dir=path, **SHORT)
+    return path
+
+
+def test_every_traced_piece_can_be_replayed_from_wherever_in_its_episode_it_begins(run: Path) -> None:
+    rows = rows_of(run)
+    assert len(rows) == 16
+    for row in rows:
+        moments = replayed(row, "CartPole-v1")
+        first = row.about["step"]
+        assert [moment.step for moment in moments] == list(range(first, first + len(row.rewards) + 1))
+        assert moments[-1].total == moments[-1].step, "every step of CartPole pays 1"
+    assert sum(row.about["step"] > 0 for row in rows) >= 4
+    assert sum(row.about["episode"] > 0 and row.about["step"] == 0 for row in rows) >= 4
+
+
+def test_so_can_actions_that_an_environment_gets_clipped(tmp_path: Path) -> None:
+    surefoot.train("Pendulum-v1", steps=192, seed=3, run_dir=tmp_path / "run", **SHORT, objective={"reuse": {"minibatches": 4}})
+    rows = rows_of(tmp_path / "run")
+    assert max(float(row.actions.abs().max()) for row in rows) > 2, "nothing was clipped"
+    assert {row.about["step"] for row in rows} == {0, 32, 64}
+    for row in rows:
+        assert len(replayed(row, "Pendulum-v1", 3)) == 33
+
+
+def test_a_person_can_replay_it_with_gymnasium_alone(run: Path) -> None:
+    row = next(row for row in rows_of(run) if row.about["step"] > 0)
+    environment = gymnasium.make("CartPole-v1")
+    environment.reset(seed=row.about["seed"])
+    ends = [environment.step(int(action))[2] for action in [*row.about["before"], *row.actions]]
+    assert not any(ends[:-1])
+    assert ends[-1] == bool(row.terminated[-1])
+
+
+@pytest.mark.parametrize("wrong", ["actions", "before", "episode", "reward", "end", "observed"])
+def test_a_replay_that_comes_out_otherwise_is_refused(run: Path, wrong: str) -> None:
+    row = next(row for row in rows_of(run) if row.about["step"] > 0)
+    about = row.about
+    changed = {
+        "actions": lambda: replace(row, actions=1 - row.actions),
+        "before": lambda: replace(row, about={**about, "before": 1 - about["before"]}),
+        "episode": lambda: replace(row, about={**about, "episode": about["episode"] + 1}),
+        "reward": lambda: replace(row, reward_parts={"environment": row.rewards + 0.5}),
+        "end": lambda: replace(row, terminated=~row.terminated),
+        "observed": lambda: replace(row, about={**about, "observed": "0" * 64}),
+    }[wrong]()
+    with pytest.raises(NotTheSameError):
+        replayed(changed, "CartPole-v1")
+    with pytest.raises(NotTheSameError):
+        replayed(row, "CartPole-v1", seed=2)
+
+
+def test_worker_processes_note_the_same(run: Path, tmp_path: Path) -> None:
+    settings = {**SHORT, "rollout": {**SHORT["rollout"], "backend": "workers", "workers": 2}}
+    surefoot.train("CartPole-v1", steps=512, seed=1, run_dir=tmp_path / "run", **settings)
+    here, there = ([file.read_bytes() for file in traces_in(path / "traces")] for path in (run, tmp_path / "run"))
+    assert here == there
+
+
+def test_a_vector_environment_that_cannot_be_replayed_has_no_film(tmp_path: Path) -> None:
+    settings = {**SHORT, "rollout": {**SHORT["rollout"], "backend": "native"}}
+    surefoot.train("CartPole-v1", steps=64, seed=1, run_dir=tmp_path / "run", **settings)
+    assert [row.about for row in rows_of(tmp_path / "run")][:2] == [{}, {}]
+    with pytest.raises(SurefootError, match=r"no traced episode could be filmed; traces/\d+.safetensors, row 1: .*vector"):
+        list(film_traces(tmp_path / "run"))
+    assert not (tmp_path / "run" / "videos").exists()
+
+
+def test_a_film_has_a_frame_before_every_step_and_one_after_the_last(run: Path) -> None:
+    told = list(film_traces(run, "last", size=(96, 64), caption=False))
+    last = traces_in(run / "traces")[-1]
+    rows = read_trace(last).rows
+    assert len(told) == len(rows) == 2
+    for index, row in enumerate(rows):
+        path = film_of(run, int(last.stem), index, row)
+        assert path is not None
+        about, pictures = decoded(path)
+        assert (len(pictures), ", 50 fps," in about) == (len(row.rewards) + 1, True)
+        environment = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+        environment.reset(seed=row.about["seed"])
+        for action in [*row.about["before"], *row.actions]:
+            environment.step(int(action))
+        drawn = np.asarray(environment.render(), np.float64)[::5, ::5].mean((0, 2))
+        shown = pictures[-1].mean((0, 2))
+        across = np.linspace(0, 1, 50)
+        of_both = [np.interp(across, np.linspace(0, 1, len(x)), 255 - x) for x in (drawn, shown)]
+        centres = [float((across * x).sum() / x.sum()) for x in of_both]
+        assert centres[0] == pytest.approx(centres[1], abs=0.02), "the cart stands elsewhere"
+    assert all(line.endswith("is there already") for line in film_traces(run, "last", size=(96, 64)))
+    assert not list((run / "videos" / "traces").glob(".*"))
+
+
+def test_what_did_not_happen_is_not_filmed(run: Path, tmp_path: Path, command: Any) -> None:
+    other = tmp_path / "other"
+    (other / "traces").mkdir(parents=True)
+    (other / "config.toml").write_text((run / "config.toml").read_text())
+    last = traces_in(run / "traces")[-1]
+    trace = read_trace(last)
+    rows = [replace(row, actions=torch.zeros_like(row.actions)) for row in trace.rows[:1]]
+    (other / "traces" / last.name).write_bytes(to_bytes(replace(trace, rows=rows + trace.rows[1:])))
+    code, said, _ = command("watch", str(other), "--traced", "all", "--size", "96x80")
+    assert code == 0
+    first, second = said.strip().split("\n")
+    assert "row 0: not filmed; " in first
+    assert "replayed; " in second
+    assert len(list((other / "videos" / "traces").iterdir())) == 1
+    for flags, remedy in (
+        (["--traced", "7"], "must be last, all, or the steps of a trace: 512"),
+        (["--task", "x"], "leave out"),
+    ):
+        code, _, said = command("watch", str(other), "--traced", "last", *flags)
+        assert code == 2
+        assert remedy in said
+        assert said.count("\n") == 1

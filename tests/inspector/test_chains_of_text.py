@@ -1,0 +1,165 @@
+"""The chain of a token where rewards are dense and where others speak between the model's turns, in a real browser."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language.tiny import model, tokenizer
+
+import surefoot
+from surefoot import read_trace
+from surefoot.language.rows import write_rows
+from surefoot.language.tasks import rows
+from surefoot.run.traces import traces_in
+from surefoot.traces import Trace, TracedRow
+
+from .test_inspector import bold, number, settled
+
+Begin = Callable[[list[Path]], str]
+
+
+def says(folder: Path, chances: Mapping[str, float]) -> Path:
+    """A model that says these characters about as often as told, the empty one being its end, nearly whatever it has read."""
+    words, made = tokenizer(), model("gpt2")
+    wanted = {words.eos_token_id if not text else words.convert_tokens_to_ids(text): p for text, p in chances.items()}
+    with torch.no_grad():
+        made.transformer.ln_f.weight.fill_(0.02)
+        made.transformer.ln_f.bias.zero_()[0] = 1.0
+        made.transformer.wte.weight[:, 0] = -30.0
+        for token, p in wanted.items():
+            made.transformer.wte.weight[token, 0] = math.log(p)
+    made.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def train(folder: Path, start: Path, prompts: list[dict[str, Any]], **fields: Any) -> Path:
+    write_rows(folder / "rows.jsonl", prompts)
+    surefoot.train(
+        "language",
+        run_dir=folder / "run",
+        model=str(start),
+        steps=24,
+        data={"train": str(folder / "rows.jsonl"), "max_length": 24},
+        optimizer={"learning_rate": 1e-2, "micro_batch_tokens": 4096},
+        evaluation={"every": 0},
+        traces={"every": 1, "rows": 12},
+        display=None,
+        **fields,
+    )
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits of which each is right or wrong by itself."""
+    folder = tmp_path_factory.mktemp("dense")
+    start = says(folder / "start", {"2": 0.45, "3": 0.45, "": 0.1})
+    prompts = [{"prompt": f"{i:04b}=".replace("0", "2")} for i in range(16)]
+    return train(
+        folder,
+        start,
+        prompts,
+        sampling={"prompts": 12, "max_tokens": 6},
+        reward={"terms": [{"function": "surefoot.language.tasks.successors:steps"}], "missing_eos": "none"},
+        reference={"beta": 0.2},
+    )
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Games of guessing a number, most of them of several turns."""
+    folder = tmp_path_factory.mktemp("turns")
+    start = says(folder / "start", {**{str(digit): 0.07 for digit in range(1, 8)}, "": 0.5})
+    return train(
+        folder,
+        start,
+        rows("guess", 48, 1, 3),
+        sampling={"prompts": 12, "max_tokens": 3},
+        turns={"environment": "surefoot.language.tasks.guess:Guess", "max_turns": 3},
+        reward={"missing_eos": "penalty", "missing_eos_value": -0.5},
+        reference={"beta": 0.2},
+    )
+
+
+def opened(page: Any, run: Path, begin: Begin) -> Trace:
+    """The steps of a run's last trace."""
+    page.goto(begin([run]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    return read_trace(traces_in(run / "traces")[-1])
+
+
+def pick(page: Any, index: int) -> None:
+    button = f"#rows button:nth-child({index + 1})"
+    if page.get_attribute(button, "aria-selected") != "true":
+        page.click(button)
+        page.wait_for_selector(f"{button}[aria-selected=true]")
+
+
+def every_row_adds_up(page: Any, trace: Trace) -> None:
+    for index, row in enumerate(trace.rows):
+        pick(page, index)
+        assert page.locator("#steps [data-t]").count() == len(row.mask)
+        assert page.get_attribute("#audit", "data-wrong") == "0", page.inner_text("#audit")
+        kept, passes = int(row.mask.sum()), len(row.visits.updates)
+        assert int(page.get_attribute("#audit", "data-count")) >= kept * (4 + 4 * passes), "every token, in every pass"
+
+
+def choose(page: Any, trace: Trace, index: int, t: int) -> TracedRow:
+    pick(page, index)
+    page.click(f"#steps [data-t='{t}']")
+    return trace.rows[index]
+
+
+def test_a_step_earns_on_its_own_token_and_the_chain_adds_up(page: Any, dense: Path, inspector: Begin) -> None:
+    trace = opened(page, dense, inspector)
+    every_row_adds_up(page, trace)
+    inside = [
+        (index, t)
+        for index, row in enumerate(trace.rows)
+        for t, score in enumerate(row.reward_parts["score"][:-1].tolist())
+        if score == 1
+    ]
+    assert len(inside) > 5, "right digits before the last token"
+    for index, t in inside[:3]:
+        row = choose(page, trace, index, t)
+        assert row.about["tokens"][t] in "23"
+        assert "r = score − β · KL = 1 − 0.2 · " in page.inner_text('#chain [data-term="reward"]')
+        assert bold(page, "reward") == pytest.approx(float(row.rewards[t]), abs=1e-3)
+        assert bold(page, "advantage") == pytest.approx(float(row.advantages[t]), abs=1e-3)
+        after = page.inner_text('#chain [data-term="advantage"]').split("= ")[1].split(" · ")[-1]
+        assert number(after.strip("( )")) == pytest.approx(float(row.advantages[t + 1]), rel=2e-3), "one step of the same response on"
+
+
+def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(page: Any, turns: Path, inspector: Begin) -> None:
+    trace = opened(page, turns, inspector)
+    every_row_adds_up(page, trace)
+    gaps = [
+        (index, t)
+        for index, row in enumerate(trace.rows)
+        for t in range(len(row.mask) - 1)
+        if row.mask[t] and not row.mask[t + 1]
+    ]
+    assert len(gaps) > 3, "conversations of several turns"
+    for index, t in gaps[:3]:
+        row = choose(page, trace, index, t)
+        back = next(i for i in range(t + 1, len(row.mask)) if row.mask[i])
+        heard = "".join(row.about["tokens"][t + 1 : back])
+        assert "higher" in heard or "lower" in heard
+        shown = page.query_selector_all("#steps .masked")
+        assert "".join(cell.text_content() for cell in shown).replace("⏎", "\n").count(heard) >= 1
+        terms = page.inner_text('#chain [data-term="advantage"]')
+        assert number(terms.split("= ")[1].split(" · ")[-1].strip("( )")) == pytest.approx(float(row.advantages[back]), rel=2e-3)
+        assert bold(page, "TD residual") == pytest.approx(
+            float(row.rewards[t] + trace.gamma * row.values[back] - row.values[t]), abs=2e-3
+        ), "V′ is that of the model's next token"
+        page.click(f"#steps [data-t='{t + 1}']")
+        assert "not the policy’s" in page.inner_text("#chain")
+        assert page.locator("#visits tr").count() == 0
+    won = next((i, int(row.mask.nonzero()[-1])) for i, row in enumerate(trace.rows) if row.reward_parts["score"].max() == 1)
+    choose(page, trace, *won)
+    assert "r = score − β · KL = 1 − 0.2 · " in page.inner_text('#chain [data-term="reward"]')
