@@ -25,8 +25,7 @@ from surefoot.algorithms import ALGORITHMS, Objective
 from surefoot.cli import cli
 from surefoot.config import recipe_fields
 from surefoot.inspector.page import clip_table_page
-from surefoot.run.dashboard import SHOWN
-from surefoot.run.metrics import METRICS, TIMING, Metric
+from surefoot.run.metrics import METRICS, SHOWN, TIMING, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"

@@ -164,7 +164,7 @@ def train(
 def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> None:
     """Continue the interrupted RUN exactly, or extend a finished one."""
     from surefoot import api
-    from surefoot.run.folder import check_is_run
+    from surefoot.run.places import check_is_run
 
     check_is_run(run)
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))

@@ -41,7 +41,7 @@ def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False) -> "Di
 
 def final_line(recipe: Recipe, folder: Path) -> tuple[str, float | None]:
     """How a run ended, from its own metrics."""
-    from surefoot.run.dashboard import SHOWN
+    from surefoot.run.metrics import SHOWN
     from surefoot.run.tracking import read_metrics
 
     last = read_metrics(folder / "metrics.jsonl")[-1]

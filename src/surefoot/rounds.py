@@ -30,7 +30,8 @@ from surefoot.language.trained import model_folder, named, writer
 from surefoot.language.walk import Walk
 from surefoot.run.dashboard import Display
 from surefoot.run.distributed import world_size
-from surefoot.run.folder import FINISHED, FREE, differences, write_text
+from surefoot.run.folder import FREE, differences, write_text
+from surefoot.run.places import FINISHED
 from surefoot.seeding import derived_seed
 
 HELD_OUT = 5

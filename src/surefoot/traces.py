@@ -67,7 +67,8 @@ class TracedRow:
     start: int
     """which of its steps is the first here"""
     about: dict[str, Any]
-    """what the world says of it; of text, ``prompt`` and ``tokens``, a string for each"""
+    """what the world says of it; of text, ``prompt`` and ``tokens``, a string for each; of environments, ``episode``, ``step``,
+    ``seed``, ``before`` and ``observed``: from which reset and actions it can be replayed"""
     actions: Tensor
     """[T] or [T, action]; tokens of text"""
     mask: Tensor

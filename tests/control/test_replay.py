@@ -15,7 +15,8 @@ from surefoot.control.agent import sender_for
 from surefoot.control.environments import LoopedEnvironments
 from surefoot.control.replay import NotTheSameError, replay
 from surefoot.control.traced_film import film_traces
-from surefoot.run.traces import film_of, to_bytes, traces_in
+from surefoot.run.places import film_of, traces_in
+from surefoot.run.traces import to_bytes
 from surefoot.traces import TracedRow
 
 from .test_video import decoded

@@ -13,7 +13,7 @@ import surefoot
 from surefoot import read_trace
 from surefoot.language.rows import write_rows
 from surefoot.language.tasks import rows
-from surefoot.run.traces import traces_in
+from surefoot.run.places import traces_in
 from surefoot.traces import Trace, TracedRow
 
 from .test_inspector import bold, number, settled
@@ -132,10 +132,14 @@ def test_a_step_earns_on_its_own_token_and_the_chain_adds_up(page: Any, dense: P
         assert bold(page, "reward") == pytest.approx(float(row.rewards[t]), abs=1e-3)
         assert bold(page, "advantage") == pytest.approx(float(row.advantages[t]), abs=1e-3)
         after = page.inner_text('#chain [data-term="advantage"]').split("= ")[1].split(" · ")[-1]
-        assert number(after.strip("( )")) == pytest.approx(float(row.advantages[t + 1]), rel=2e-3), "one step of the same response on"
+        assert number(after.strip("( )")) == pytest.approx(float(row.advantages[t + 1]), rel=2e-3), (
+            "one step of the same response on"
+        )
 
 
-def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(page: Any, turns: Path, inspector: Begin) -> None:
+def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(
+    page: Any, turns: Path, inspector: Begin
+) -> None:
     trace = opened(page, turns, inspector)
     every_row_adds_up(page, trace)
     gaps = [
@@ -153,7 +157,9 @@ def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(p
         shown = page.query_selector_all("#steps .masked")
         assert "".join(cell.text_content() for cell in shown).replace("⏎", "\n").count(heard) >= 1
         terms = page.inner_text('#chain [data-term="advantage"]')
-        assert number(terms.split("= ")[1].split(" · ")[-1].strip("( )")) == pytest.approx(float(row.advantages[back]), rel=2e-3)
+        assert number(terms.split("= ")[1].split(" · ")[-1].strip("( )")) == pytest.approx(
+            float(row.advantages[back]), rel=2e-3
+        )
         assert bold(page, "TD residual") == pytest.approx(
             float(row.rewards[t] + trace.gamma * row.values[back] - row.values[t]), abs=2e-3
         ), "V′ is that of the model's next token"

@@ -10,10 +10,11 @@ import pytest
 
 import surefoot
 from surefoot import read_trace
-from surefoot.run.traces import traces_in
+from surefoot.run.places import traces_in
 from surefoot.run.tracking import read_metrics
 
 from .conftest import HOSTILE
+from .test_server import spoiled
 
 Begin = Callable[[list[Path]], str]
 
@@ -177,6 +178,26 @@ def test_the_same_over_the_steps_of_an_episode(page: Any, cart: Path, inspector:
     page.click("nav a[data-view=clip]")
     page.wait_for_selector("[data-counter=good-inside] b")
     assert page.locator("#cells td").count() == 99
+
+
+def test_numbers_that_are_not_finite_are_shown_and_nothing_is_learned_from_them(
+    page: Any, cart: Path, tmp_path: Path, inspector: Begin
+) -> None:
+    copy = tmp_path / "cart"
+    shutil.copytree(cart, copy)
+    spoiled(copy)
+    page.goto(inspector([copy]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    for t, shown in ((0, "NaN"), (1, "∞"), (2, "−∞")):
+        page.click(f"#steps [data-t='{t}']")
+        assert page.get_attribute(f"#steps [data-t='{t}']", "aria-label").endswith(f"advantage {shown}")
+        assert shown in page.inner_text("#chain")
+        assert "not finite: nothing can be learned" in page.inner_text("#chain")
+    assert int(page.get_attribute("#audit", "data-wrong")) > 0, "they follow from nothing below them"
+    page.click("[data-find=best]")
+    page.wait_for_selector("#hits li")
+    assert "A NaN" in "".join(page.locator("#hits li").all_inner_texts()[:3])
 
 
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("REINFORCE", "A2C", "PPO_UNCLIPPED")]

@@ -2,14 +2,20 @@
 
 import http.client
 import json
+import math
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+import torch
 from chain import check_chain
 from starlette.testclient import TestClient
 
@@ -17,7 +23,9 @@ from surefoot import read_trace
 from surefoot.errors import SurefootError
 from surefoot.inspector.server import application, front_end
 from surefoot.inspector.store import Store, run_names
-from surefoot.run.traces import traces_in
+from surefoot.inspector.traced import FINDS
+from surefoot.run.places import traces_in
+from surefoot.run.traces import to_bytes
 from surefoot.traces import BRANCHES
 
 PORT, TOKEN = 8123, "the-token"
@@ -238,3 +246,61 @@ def test_it_listens_on_this_machine_alone(served: str) -> None:
     for other in others - {"127.0.0.1", "::1"}:
         with pytest.raises(OSError, match=r"refused|unreachable"):
             socket.create_connection((other, port), timeout=2).close()
+
+
+def test_what_is_not_finite_is_told_in_words(cart: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(cart, run)
+    steps = spoiled(run)
+    inside = client(Store([run]))
+    inside.get(f"/enter?token={TOKEN}")
+    row = inside.get(f"/api/runs/0/traces/{steps}/rows/0").json()
+    assert row["advantages"][:3] == ["NaN", "Infinity", "-Infinity"]
+    assert row["beyond"] == "NaN", "the first of the next part"
+    assert row["visits"]["ratio"][0][2] == "Infinity"
+    assert inside.get(f"/api/runs/0/traces/{steps}").json()["rows"][0]["reward"] == "NaN"
+    for what in FINDS:
+        assert inside.get(f"/api/runs/0/find/{what}").status_code == 200
+    best = [hit["advantage"] for hit in inside.get("/api/runs/0/find/best").json()]
+    assert set(best[:3]) == {"NaN", "Infinity"}, "what is no number stands out most"
+    assert inside.get(f"/api/runs/0/traces/{steps}/passes/0").status_code == 200
+
+
+def test_curves_are_told_before_torch_is_imported(cart: Path) -> None:
+    """It takes longer than drawing them."""
+    program = f"""
+import sys
+from pathlib import Path
+from surefoot.inspector.server import application, described
+from surefoot.inspector.store import Store
+store = Store([Path({str(cart)!r})])
+application(store, 1, "x")
+found = store.runs()[0]
+assert found["iterations"] == 8 and described(found["metrics"])["kl"]["title"]
+assert store.curves([0], ["kl"], 0, 1e9, 400, 0)["curves"]["kl"]
+print("torch" in sys.modules, "pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def spoiled(run: Path) -> int:
+    """Give a run a long row in its last trace in which some numbers are not finite; the steps of it."""
+    file = traces_in(run / "traces")[-1]
+    trace = read_trace(file)
+
+    def grown(x: Any) -> Any:
+        return x if not isinstance(x, torch.Tensor) else x.repeat(*([1] * (x.ndim - 1)), 5000 // x.shape[-1] + 1)
+
+    first = trace.rows[0]
+    visits = replace(first.visits, **{name: grown(x) for name, x in vars(first.visits).items()})
+    parts = {name: grown(x) for name, x in first.reward_parts.items()}
+    long = {name: grown(x) for name, x in vars(first).items() if isinstance(x, torch.Tensor)}
+    row = replace(first, **long, visits=visits, reward_parts=parts)
+    row.advantages[:3] = torch.tensor([math.nan, math.inf, -math.inf])
+    row.advantages[4096] = math.nan
+    row.rewards[0] = math.nan
+    row.visits.ratio[:, 2] = math.inf
+    row.visits.advantages[:, :2] = torch.tensor([math.nan, math.inf])
+    file.write_bytes(to_bytes(replace(trace, rows=[row, *trace.rows[1:]])))
+    return trace.steps

@@ -22,7 +22,8 @@ from surefoot.language.steps import pieces, steps_of
 from surefoot.language.tokens import Tokens
 from surefoot.language.world import LanguageWorld
 from surefoot.rollout import LearnerState, Rollout
-from surefoot.run.traces import read_trace, traces_in
+from surefoot.run.places import traces_in
+from surefoot.run.traces import read_trace
 
 TEXTS = ["a;bb;c", "été;日本;🙂!", "", ";; ;", "no separator", "  two  spaces ", "end;"]
 TOKENS = [["a", ";b", "b;c", ""], ["x", ";", ""]]

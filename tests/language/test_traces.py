@@ -11,7 +11,7 @@ import surefoot
 from surefoot import read_trace
 from surefoot.language.models import load_model
 from surefoot.language.tokens import Tokens
-from surefoot.run.traces import traces_in
+from surefoot.run.places import traces_in
 
 REWARD = """
 def vowels(responses):

@@ -26,7 +26,7 @@ from surefoot.language.tasks.guess import Guess
 from surefoot.language.tokens import Tokens
 from surefoot.language.world import LanguageWorld
 from surefoot.rollout import LearnerState, Rollout
-from surefoot.run.traces import traces_in
+from surefoot.run.places import traces_in
 from surefoot.run.tracking import read_metrics
 
 from . import tiny

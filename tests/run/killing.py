@@ -16,7 +16,7 @@ from surefoot import api
 from surefoot.recipes import find_recipe
 from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.run.metrics import TIMING
-from surefoot.run.traces import traces_in
+from surefoot.run.places import traces_in
 from surefoot.run.tracking import read_metrics
 
 RECIPES: dict[str, dict[str, Any]] = {

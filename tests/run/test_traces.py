@@ -12,7 +12,8 @@ from surefoot import SurefootError, api, read_trace
 from surefoot.config import make_recipe
 from surefoot.recipes import find_recipe
 from surefoot.run.dashboard import Silent
-from surefoot.run.traces import TraceFolder, to_bytes, traces_in
+from surefoot.run.places import traces_in
+from surefoot.run.traces import TraceFolder, to_bytes
 from surefoot.run.tracking import read_metrics
 
 

@@ -11,7 +11,7 @@ from surefoot.config import make_recipe, read_toml, to_table
 from surefoot.errors import SurefootError
 from surefoot.findings import Finding, findings_of
 from surefoot.kinds import Recipe
-from surefoot.run.folder import check_is_run
+from surefoot.run.places import check_is_run
 from surefoot.run.tracking import read_metrics
 
 JUDGED = (

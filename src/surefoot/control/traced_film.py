@@ -18,8 +18,8 @@ from surefoot.control.replay import NO_ORIGIN, NotTheSameError, replay
 from surefoot.control.video import choose_headless, drawable, frames_per_second, picture_of, prepare_mujoco, small_print
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
-from surefoot.run.folder import check_is_run
-from surefoot.run.traces import film_of, read_trace, traces_in
+from surefoot.run.places import check_is_run, film_of, traces_in
+from surefoot.run.traces import read_trace
 
 
 def film_traces(

@@ -15,7 +15,7 @@ from surefoot.findings.rewards import REWARD_RULES
 from surefoot.findings.story import Story
 from surefoot.findings.updates import UPDATE_RULES
 from surefoot.kinds import Recipe
-from surefoot.run.folder import check_is_run
+from surefoot.run.places import check_is_run
 from surefoot.run.tracking import read_metrics
 
 RULES = (*REWARD_RULES, *UPDATE_RULES)

@@ -2,10 +2,9 @@
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 Column = NDArray[np.float64]
+AT_A_TIME = 2**20
+"""bytes"""
 
 
 class Columns:
@@ -44,18 +45,17 @@ class Columns:
                 return 0
             text = text[: text.rfind(b"\n") + 1]
             self.offset += len(text)
-            if rows := _objects(text):
-                self._append(rows)
+            self._append([_block(rows) for rows in _objects(text) if rows])
             return self.rows
 
-    def _append(self, rows: list[dict[str, Any]]) -> None:
-        names = list(dict.fromkeys(chain(self.columns, *rows)))
+    def _append(self, blocks: list["Block"]) -> None:
+        if not blocks:
+            return
         columns: dict[str, Column] = {}
-        for name, new in zip(names, _columns(rows, names), strict=True):
-            old = self.columns.get(name)
-            if new is not None or old is not None:
-                columns[name] = np.append(_or_nothing(old, self.rows), _or_nothing(new, len(rows)))
-        self.rows += len(rows)
+        for name in dict.fromkeys(chain(self.columns, *(block.columns for block in blocks))):
+            parts = [_or_nothing(self.columns.get(name), self.rows)] if self.rows else []
+            columns[name] = np.concatenate([*parts, *(_or_nothing(block.columns.get(name), block.rows) for block in blocks)])
+        self.rows += sum(block.rows for block in blocks)
         self.columns = columns  # at once: who draws them meanwhile has all of the old ones, of one length
 
     def names(self) -> list[str]:
@@ -63,15 +63,37 @@ class Columns:
         return [name for name, column in self.columns.items() if not np.isnan(column).all()]
 
 
-def _columns(rows: list[dict[str, Any]], names: list[str]) -> list[Column | None]:
-    """The numbers of each name, NaN where a row has none; None for what is no number.   each [N]"""
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # as a rule every row has the same keys, and numbers alone
-        if len(names) > 1:
-            return list(np.array(list(map(itemgetter(*names), rows)), dtype=np.float64).T.copy())
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive iterations: the numbers of each name, NaN where one has none.   each [N]"""
+
+    rows: int
+    columns: dict[str, Column]
+
+
+def _block(rows: list[dict[str, Any]]) -> Block:
+    """Columns of rows, of which as a rule many have the same keys, and numbers alone."""
+    shapes: dict[tuple[str, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        shapes.setdefault(tuple(row), []).append(index)
+    columns: dict[str, Column] = {}
+    for names, at in shapes.items():
+        alike = rows if len(at) == len(rows) else [rows[index] for index in at]
+        for name, values in zip(names, _values(alike, names), strict=True):
+            if values is not None:
+                columns.setdefault(name, np.full(len(rows), np.nan))[at] = values
+    return Block(len(rows), columns)
+
+
+def _values(rows: list[dict[str, Any]], names: tuple[str, ...]) -> Sequence[Column | None]:
+    """The numbers of rows that have these keys in this order; None for what is no number.   each [N]"""
+    with contextlib.suppress(TypeError, ValueError):
+        flat = np.array(list(chain.from_iterable(map(dict.values, rows))), dtype=np.float64)
+        return list(flat.reshape(len(rows), len(names)).T)
     found: list[Column | None] = []
     for name in names:
         try:
-            found.append(np.array([row.get(name) for row in rows], dtype=np.float64))
+            found.append(np.array([row[name] for row in rows], dtype=np.float64))
         except (TypeError, ValueError):
             found.append(None)
     return found
@@ -81,16 +103,21 @@ def _or_nothing(column: Column | None, rows: int) -> Column:
     return np.full(rows, np.nan) if column is None else column
 
 
-def _objects(text: bytes) -> list[dict[str, Any]]:
-    lines = text.splitlines()
-    try:
-        rows = from_json(b"[" + b",".join(lines) + b"]", cache_strings="keys")
-    except ValueError:
-        rows = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                rows.append(from_json(line))
-    return [row for row in rows if isinstance(row, dict) and "steps" in row]
+def _objects(text: bytes) -> Iterator[list[dict[str, Any]]]:
+    """The objects in whole lines, some at a time: what fits into the processor's cache is read twice as fast."""
+    start = 0
+    while start < len(text):
+        end = text.rfind(b"\n", start, start + AT_A_TIME) + 1 or text.index(b"\n", start) + 1
+        lines = text[start : end - 1]
+        start = end
+        try:
+            rows = from_json(b"[" + lines.replace(b"\n", b",") + b"]", cache_strings="keys")
+        except ValueError:
+            rows = []
+            for line in lines.split(b"\n"):
+                with contextlib.suppress(ValueError):
+                    rows.append(from_json(line))
+        yield [row for row in rows if isinstance(row, dict) and "steps" in row]
 
 
 @dataclass(frozen=True)

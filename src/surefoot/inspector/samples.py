@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.run.traces import read_trace, traces_in
+from surefoot.run.places import traces_in
+from surefoot.run.traces import read_trace
 from surefoot.traces import Trace
 
 ON_A_PAGE = 200_000

@@ -86,7 +86,7 @@ class Guard:
 
     def entered(self, token: str, known: bool, elsewhere: bool) -> Response:
         """A token for a cookie, once."""
-        # A strict cookie does not go along a redirect that began elsewhere, in a file for one; it goes where our own page leads.
+        # A strict cookie does not go along a redirect that began elsewhere, in a file for one, but to where our own page leads.
         inside = HTMLResponse('<!doctype html><meta http-equiv="refresh" content="0;url=/">') if elsewhere else None
         answer: Response = inside or RedirectResponse("/", 303)
         if known:
@@ -135,19 +135,19 @@ def application(store: Store, port: int, token: str, entered: Callable[[], None]
             ) from None
 
     def rows(request: Request) -> Any:
-        return store.rows(number(request, "run"), number(request, "steps"))
+        return store.traces.rows(number(request, "run"), number(request, "steps"))
 
     def row(request: Request) -> Any:
         start = request.query_params.get("from", "0")
-        return store.row(
+        return store.traces.row(
             number(request, "run"), number(request, "steps"), number(request, "row"), int(start) if start.isdecimal() else 0
         )
 
     def clip(request: Request) -> Any:
-        return store.clip_samples(number(request, "run"), number(request, "steps"), number(request, "number") - 1)
+        return store.traces.clip_samples(number(request, "run"), number(request, "steps"), number(request, "number") - 1)
 
     def find(request: Request) -> Any:
-        return store.find(number(request, "run"), request.path_params["what"])
+        return store.traces.find(number(request, "run"), request.path_params["what"])
 
     def samples(request: Request) -> Any:
         return store.samples(number(request, "run"), number(request, "steps"))
@@ -156,7 +156,7 @@ def application(store: Store, port: int, token: str, entered: Callable[[], None]
         return store.video(number(request, "run"), number(request, "number"))
 
     def film(request: Request) -> Path:
-        return store.film(number(request, "run"), number(request, "steps"), number(request, "row"))
+        return store.traces.film(number(request, "run"), number(request, "steps"), number(request, "row"))
 
     told: dict[str, Callable[[Request], Any]] = {
         "/api/runs": runs,
@@ -233,7 +233,12 @@ def serve(runs: list[Path], port: int, ready: Callable[[str], None], entered: Ca
         raise SurefootError(f"--port {port}: can't be listened on ({error.strerror}); choose another, or 0 for any") from None
     port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
     config = uvicorn.Config(
-        application(store, port, token, entered), log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False
+        application(store, port, token, entered),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
     )
     threading.Thread(target=store.read_ahead, daemon=True).start()
     ready(f"http://127.0.0.1:{port}/enter?token={token}")

@@ -2,32 +2,23 @@
 
 import json
 import re
-import shlex
 import threading
-from collections import OrderedDict
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from surefoot.config import read_toml
 from surefoot.errors import SurefootError
 from surefoot.inspector.curves import Columns, curve, grid_of, numbers
-from surefoot.inspector.samples import has_ratios, passes, rule_of, to_json
-from surefoot.run.dashboard import SHOWN
-from surefoot.run.folder import FINISHED, check_is_run
-from surefoot.run.metrics import METRICS
-from surefoot.run.traces import film_of, read_trace, traces_in
-from surefoot.traces import BRANCHES, Trace, TracedRow
+from surefoot.run.metrics import METRICS, SHOWN
+from surefoot.run.places import FINISHED, check_is_run, traces_in
 
-SHOWN_SAMPLES, SHOWN_STEPS, LONGEST_TEXT = 20_000, 4_096, 20_000
-KEPT_TRACES = 6
-PER_STEP = ("rewards", "values", "next_values", "td_residuals", "advantages", "returns", "old_log_probs", "ref_log_probs")
-PER_VISIT = ("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values")
-NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-FINDS = ("clipped", "ratio", "best", "worst", "truncated")
+if TYPE_CHECKING:
+    from surefoot.inspector.traced import Traces
+
+LONGEST_TEXT = 20_000
 
 
 class NotThere(SurefootError):
@@ -47,12 +38,26 @@ class Store:
         self.names = run_names(paths)
         self.columns = [Columns(path / "metrics.jsonl") for path in paths]
         self.lock = threading.Lock()
-        self.traces: OrderedDict[tuple[Path, int], Trace] = OrderedDict()
+        self.drawn = threading.Event()
+        self._traces: Traces | None = None
 
     def read_ahead(self) -> None:
-        """Read all metrics now, so that whoever asks first waits less."""
+        """Read all metrics now, so that whoever asks first waits less; and once curves are drawn, get ready for traces."""
         for columns in self.columns:
             columns.read_on()
+        self.drawn.wait()
+        time.sleep(1)  # whoever draws needs the processor too
+        _ = self.traces
+
+    @property
+    def traces(self) -> "Traces":
+        """Of all runs."""
+        with self.lock:
+            if self._traces is None:
+                from surefoot.inspector.traced import Traces
+
+                self._traces = Traces(self)
+            return self._traces
 
     def path(self, run: int) -> Path:
         if not 0 <= run < len(self.paths):
@@ -103,132 +108,8 @@ class Store:
                 told[name].append(
                     {"high": numbers(drawn.high), "low": None if same else numbers(drawn.low), "smooth": numbers(drawn.smooth)}
                 )
+        self.drawn.set()
         return {"steps": numbers_exact(grid), "curves": told, "iterations": counts}
-
-    # ---- traces
-
-    def trace(self, run: int, steps: int) -> Trace:
-        """A trace; the last few are kept."""
-        path = self.path(run) / "traces" / f"{steps}.safetensors"
-        if steps not in [int(file.stem) for file in traces_in(path.parent)]:
-            raise NotThere(f"steps={steps}: {self.names[run]} has no trace there")
-        key = (path, path.stat().st_mtime_ns)
-        with self.lock:
-            if key not in self.traces:
-                self.traces[key] = read_trace(path)
-                while len(self.traces) > KEPT_TRACES:
-                    self.traces.popitem(last=False)
-            self.traces.move_to_end(key)
-            return self.traces[key]
-
-    def rows(self, run: int, steps: int) -> dict[str, Any]:
-        """What an iteration is: its numbers, and a line for each of its rows."""
-        trace = self.trace(run, steps)
-        longest = max((len(row.visits.updates) for row in trace.rows), default=0)
-        numbers_of = ("iteration", "steps", "gamma", "gae_lambda", "baseline", "clip", "clip_high", "dual_clip", "ratio")
-        return {
-            **{name: getattr(trace, name) for name in numbers_of},
-            "rule": rule_of(trace),
-            "passes": longest if has_ratios(trace) else 0,
-            "visits": longest,
-            "rows": [self._line(row) for row in trace.rows],
-        }
-
-    def _line(self, row: TracedRow) -> dict[str, Any]:
-        seen = row.visits.updates >= 0
-        return {
-            "row": row.row,
-            "start": row.start,
-            "length": len(row.rewards),
-            "reward": finite(row.rewards.sum().reshape(1))[0],
-            "ratio_max": finite(row.visits.ratio[seen].max().reshape(1))[0] if seen.any() else None,
-            "stopped": int((seen & ~row.visits.gradient_flows).sum()),
-            "visits": int(seen.sum()),
-            "truncated": bool(row.truncated.any()),
-            "prompt": shortened(row.about.get("prompt"), 200),
-        }
-
-    def row(self, run: int, steps: int, index: int, start: int = 0) -> dict[str, Any]:
-        """A row with every number of up to 4,096 of its steps, from ``start`` on."""
-        trace = self.trace(run, steps)
-        if not 0 <= index < len(trace.rows):
-            raise NotThere(f"row={index}: the trace has {len(trace.rows)}")
-        row = trace.rows[index]
-        count = len(row.rewards)
-        first = max(0, min(start, count - 1))
-        part = slice(first, first + SHOWN_STEPS)
-        tokens = row.about.get("tokens")
-        told: dict[str, Any] = {name: exact(getattr(row, name), part) for name in PER_STEP}
-        told |= {name: getattr(row, name)[part].tolist() for name in ("mask", "terminated", "truncated")}
-        told["reward_parts"] = {name: exact(x, part) for name, x in row.reward_parts.items()}
-        told["actions"] = row.actions[part].tolist() if row.actions.ndim == 1 else [numbers(x) for x in row.actions[part]]
-        told["visits"] = {name: exact_rows(getattr(row.visits, name), part) for name in PER_VISIT}
-        told["branches"] = BRANCHES
-        after = first + SHOWN_STEPS
-        told |= {
-            "row": row.row,
-            "start": row.start,
-            "first": first,
-            "length": count,
-            "beyond": finite(row.advantages[after : after + 1])[0] if after < count else None,
-            "tokens": None if tokens is None else [str(token) for token in tokens[part]],
-            "prompt": shortened(row.about.get("prompt"), LONGEST_TEXT),
-            "reference_beta": row.about.get("reference_beta"),
-            "episode": row.about.get("episode"),
-            "episode_step": row.about.get("step"),
-            "filmed": self._film(run, trace, index) is not None,
-            "to_film": self._to_film(run, trace, index),
-        }
-        return told
-
-    def film(self, run: int, steps: int, index: int) -> Path:
-        """The film of a row.
-
-        Raises NotThere when there is none.
-        """
-        trace = self.trace(run, steps)
-        found = self._film(run, trace, index) if index < len(trace.rows) else None
-        if found is None:
-            raise NotThere(f"row={index}: is not filmed")
-        return found
-
-    def _film(self, run: int, trace: Trace, index: int) -> Path | None:
-        path = film_of(self.path(run), trace.steps, index, trace.rows[index])
-        return path if path is not None and path.is_file() and not path.is_symlink() else None
-
-    def _to_film(self, run: int, trace: Trace, index: int) -> str | None:
-        """The command that makes it; None where it can't be made."""
-        path = self.path(run)
-        if film_of(path, trace.steps, index, trace.rows[index]) is None:
-            return None
-        return f"surefoot watch {shlex.quote(str(path))} --traced {trace.steps}"
-
-    def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
-        """The samples of a pass, or of all of them where the number is −1, thinned to what a screen shows."""
-        found = passes(self.trace(run, steps))
-        if not -1 <= number < len(found):
-            raise NotThere(f"pass={number}: the trace has {len(found)}")
-        chosen = found if number < 0 else [found[number]]
-        return {"parts": [to_json(part, max(1, SHOWN_SAMPLES // len(chosen))) for part in chosen]}
-
-    def find(self, run: int, what: str, limit: int = 40) -> list[dict[str, Any]]:
-        """The steps of all traces of a run that stand out most.
-
-        Raises NotThere when nobody can look for that.
-        """
-        if what not in FINDS:
-            raise NotThere(f"find={what!r}: is not one of {', '.join(FINDS)}")
-        found: list[tuple[float, dict[str, Any]]] = []
-        for file in traces_in(self.path(run) / "traces"):
-            try:
-                trace = self.trace(run, int(file.stem))
-            except (NotThere, FileNotFoundError):  # made room for another since
-                continue
-            for index, row in enumerate(trace.rows):
-                for rank, visit, t in _outstanding(row, what, limit):
-                    found.append((rank, {"steps": trace.steps, "index": index, "visit": visit, "t": t, **_told(row, visit, t)}))
-        found.sort(key=lambda pair: (-pair[0], -pair[1]["steps"]))
-        return [told for _, told in found[:limit]]
 
     # ---- what a model said, and what an agent did
 
@@ -297,68 +178,6 @@ def said(text: Any) -> str:
     return shortened(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), LONGEST_TEXT) or ""
 
 
-Told = float | str | None
-"""a number in JSON, which has no words for what is not finite: "NaN", "Infinity" and "-Infinity" are those of JavaScript"""
-
-
-def exact(x: Tensor | None, part: slice) -> list[Told] | None:
-    """As float32 has it.   [T]"""
-    return None if x is None else finite(x[part])
-
-
-def exact_rows(x: Tensor | None, part: slice) -> list[list[Told]] | None:
-    """The same of each pass.   [K, T]"""
-    return None if x is None else [finite(line[part]) for line in x]
-
-
-def finite(x: Tensor) -> list[Told]:
-    """Nine digits say all that a float32 holds, and make a shorter text than all of a float64's."""
-    values = x.double().tolist()
-    return [float(f"{v:.9g}") if abs(v) < float("inf") else NOT_FINITE[str(v)] for v in values]
-
-
 def numbers_exact(grid: Any) -> list[float]:
     """Steps, which have more than six digits."""
     return [float(x) for x in grid]
-
-
-def _outstanding(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, int]]:
-    """(rank, visit, t) of the steps of a row that stand out."""
-    seen = row.visits.updates >= 0
-    if not seen.any():
-        return []
-    if what == "truncated":
-        at = (row.truncated & row.mask).nonzero().flatten().tolist()
-        return [(1.0, 0, t) for t in at]
-    if what in ("best", "worst"):
-        score = _nan_first(row.advantages.double() * (1 if what == "best" else -1))
-        score = torch.where(row.mask.bool(), score, -torch.inf)
-        top = score.topk(min(limit, len(score)))
-        return [(rank, 0, t) for rank, t in zip(top.values.tolist(), top.indices.tolist(), strict=True) if rank > -float("inf")]
-    score = _nan_first(row.visits.ratio.double())
-    if what == "clipped":  # those first whose ratio went furthest
-        score = torch.where(seen & ~row.visits.gradient_flows, score.log().abs(), -torch.inf)
-    else:
-        score = torch.where(seen, score, -torch.inf)
-    best, visit = score.max(0)
-    top = best.topk(min(limit, len(best)))
-    chosen = zip(top.values.tolist(), top.indices.tolist(), strict=True)
-    return [(rank, int(visit[t]), t) for rank, t in chosen if rank > -float("inf")]
-
-
-def _nan_first(score: Tensor) -> Tensor:
-    """What is no number stands out most."""
-    return torch.where(score.isnan(), torch.inf, score)
-
-
-def _told(row: TracedRow, visit: int, t: int) -> dict[str, Any]:
-    tokens = row.about.get("tokens")
-    return {
-        "row": row.row,
-        "step": row.start + t,
-        "ratio": finite(row.visits.ratio[visit, t : t + 1])[0],
-        "advantage": finite(row.advantages[t : t + 1])[0],
-        "reward": finite(row.rewards[t : t + 1])[0],
-        "branch": BRANCHES[int(row.visits.branch[visit, t])],
-        "text": None if tokens is None else str(tokens[t]),
-    }

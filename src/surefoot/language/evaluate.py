@@ -19,7 +19,8 @@ from surefoot.language.sources import check_same
 from surefoot.language.supervised import SupervisedWorld
 from surefoot.language.world import LanguageWorld
 from surefoot.run.checkpoint import load_checkpoint
-from surefoot.run.folder import check_is_run, checkpoint_to_load
+from surefoot.run.folder import checkpoint_to_load
+from surefoot.run.places import check_is_run
 from surefoot.worlds import make_world
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}

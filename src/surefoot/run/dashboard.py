@@ -15,39 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.rollout import LearnerState, Metrics
-from surefoot.run.metrics import complaints
+from surefoot.run.metrics import SHOWN, complaints
 from surefoot.run.samples import FEW, Sample, line_of, sample_table, some
-
-SHOWN = {
-    "episode_return": ("return, last 100", "{:,.1f}"),
-    "evaluation_return": ("return, greedy", "{:,.1f}"),
-    "episode_length": ("episode length", "{:,.0f}"),
-    "reward": ("reward", "{:+.3f}"),
-    "gold": ("gold", "{:+.3f}"),
-    "held_out_reward": ("reward, held out", "{:+.3f}"),
-    "held_out_gold": ("gold, held out", "{:+.3f}"),
-    "held_out_loss": ("loss, held out", "{:.4f}"),
-    "held_out_log_likelihood": ("log π, held out", "{:+.3f}"),
-    "held_out_accuracy": ("accuracy, held out", "{:.1%}"),
-    "kl_reference_response": ("KL to reference, nats", "{:.2f}"),
-    "response_length": ("response length", "{:.1f}"),
-    "eos_rate": ("ended by EOS", "{:.1%}"),
-    "distinct_2": ("distinct bigrams", "{:.2f}"),
-    "data_epochs": ("epochs of the data", "{:.2f}"),
-    "tokens_per_second": ("tokens/s, sampling", "{:,.0f}"),
-    "steps_per_second": ("steps/s", "{:,.0f}"),
-    "policy_loss": ("policy loss", "{:+.4f}"),
-    "sft_loss": ("loss of demonstrations", "{:.4f}"),
-    "value_loss": ("value loss", "{:.4f}"),
-    "kl": ("KL to π_old (k3)", "{:.4f}"),
-    "kl_after": ("KL after the batch", "{:.4f}"),
-    "beta": ("β of the penalty", "{:.3g}"),
-    "step_taken": ("step taken", "{:.0f}"),
-    "ratio_outside": ("ratio outside clip", "{:.1%}"),
-    "clip_active": ("clip active", "{:.1%}"),
-    "explained_variance": ("explained variance", "{:+.2f}"),
-    "entropy": ("entropy, nats", "{:.3f}"),
-}
 
 JUDGED = ("evaluation_", "held_out_")
 """what metrics of an evaluation begin with: they stay on display until the next one"""

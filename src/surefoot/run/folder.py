@@ -27,8 +27,8 @@ from surefoot.config import make_recipe, read_toml, to_table, to_toml
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
+from surefoot.run.places import FINISHED, check_is_run
 
-FINISHED = "finished.json"
 FREE = ("check_memory", "reward.deadline")
 """fields of a recipe that change no number that a run produces, only whether it goes on"""
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
@@ -110,18 +110,6 @@ class RunFolder:
     def close(self) -> None:
         """Let others write."""
         self._lock.release()
-
-
-def check_is_run(path: Path) -> None:
-    """Raise SurefootError unless ``path`` is a run folder."""
-    if not path.exists():
-        raise SurefootError(f"{path}: no such run folder; see what there is with: ls {path.parent}")
-    if not path.is_dir():
-        raise SurefootError(f"{path}: is a file; a run is a folder, such as runs/cartpole-v1-ppo_clip-1")
-    if not any(p.name != ".lock" for p in path.iterdir()):
-        raise SurefootError(f"{path}: is empty; begin a run with: surefoot train TASK --run-dir {path}")
-    if not (path / "config.toml").is_file():
-        raise SurefootError(f"{path}: is not a run folder (no config.toml)")
 
 
 def checkpoint_to_load(path: Path) -> Path:

@@ -4,7 +4,6 @@ Each file is written whole or not at all, and holds no pickle. The same run writ
 """
 
 import json
-import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from torch import Tensor
 from surefoot.errors import SurefootError, cause_of
 from surefoot.run.checkpoint import pack, unpack
 from surefoot.run.folder import write_bytes
+from surefoot.run.places import TRACE as ENDING
+from surefoot.run.places import traces_in
 from surefoot.traces import Trace, TracedRow, Visits
 
 FORMAT = 1
 HEADER = "surefoot"
-ENDING = ".safetensors"
 
 
 class TraceFolder:
@@ -70,22 +70,6 @@ class TraceFolder:
                 break
             total -= path.stat().st_size
             path.unlink()
-
-
-def traces_in(folder: Path) -> list[Path]:
-    """The files of a folder of traces, oldest first; none where there is no such folder."""
-    return sorted((path for path in folder.glob(f"*{ENDING}") if path.stem.isdigit()), key=lambda path: int(path.stem))
-
-
-def film_of(run: Path, steps: int, index: int, row: TracedRow) -> Path | None:
-    """Where the film of a traced piece of an episode is, if ``surefoot watch --traced`` made one; None where none can be made.
-
-    The name holds a digest of what was observed, so that a film is never taken for that of another episode.
-    """
-    observed = str(row.about.get("observed", ""))
-    if not re.fullmatch(r"[0-9a-f]{64}", observed):
-        return None
-    return run / "videos" / "traces" / f"{steps}-{index}-{observed[:16]}.mp4"
 
 
 def to_bytes(trace: Trace) -> bytes:

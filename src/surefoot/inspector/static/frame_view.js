@@ -10,6 +10,7 @@ export function makeFrame(choose) {
   const element = h("figure", { id: "frame", hidden: true }, video, h("figcaption", {}, play, caption));
   let row = null;
   let wanted = 0;
+  let following = false; // the steps follow the film, which is not to be sought back to them
 
   const shown = () => Math.min(row.length, Math.floor((video.currentTime / video.duration) * (row.length + 1)));
 
@@ -30,6 +31,7 @@ export function makeFrame(choose) {
   }
 
   function seek(t) {
+    if (following) return;
     wanted = row.first + t;
     if (!row.filmed || !(video.duration > 0)) return; // "loadedmetadata" will
     if (shown() === wanted) return tell();
@@ -44,7 +46,9 @@ export function makeFrame(choose) {
     const t = at - row.first;
     if (at !== wanted && t >= 0 && t < row.mask.length) { // whoever plays the film walks along the steps
       wanted = at;
+      following = true;
       choose(t);
+      following = false;
     }
   }
 
@@ -52,5 +56,6 @@ export function makeFrame(choose) {
   video.addEventListener("seeked", () => video.duration > 0 && tell());
   for (const event of ["play", "pause"]) video.addEventListener(event, () => show(play, video.paused ? "Play" : "Pause"));
   video.addEventListener("timeupdate", () => !video.paused && video.duration > 0 && tell());
+  video.addEventListener("ended", tell);
   return { element, load, seek };
 }

@@ -1,0 +1,98 @@
+"""No program gets the address with the token as an argument: a file that its owner alone can read leads a browser there."""
+
+import re
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import pytest
+import uvicorn
+
+from surefoot import cli_inspect
+from surefoot.inspector.doorway import Doorway
+
+from .test_server import remembering
+
+
+def file_of(uri: str) -> Path:
+    return Path(url2pathname(urlsplit(uri).path))
+
+
+def test_a_browser_gets_in_by_the_file_once_and_the_cookie_stays_strict(
+    chromium: Any, page: Any, cart: Path, tmp_path: Path, inspector: Callable[[list[Path]], str]
+) -> None:
+    address = inspector([cart])
+    uri = Doorway(tmp_path).make(address)
+    assert uri is not None
+    assert uri.startswith("file:")
+    assert "once" not in uri
+    assert stat.S_IMODE(file_of(uri).stat().st_mode) == 0o600
+    page.goto(uri)
+    page.wait_for_selector(".chart canvas")
+    assert page.url.split("#")[0] == address.split("enter")[0]
+    (cookie,) = page.context.cookies()
+    assert (cookie["sameSite"], cookie["httpOnly"]) == ("Strict", True)
+    other = chromium.new_context().new_page()
+    other.goto(uri)
+    other.wait_for_url("http:**")
+    assert "was used already" in other.inner_text("body")
+    other.context.close()
+
+
+@pytest.fixture
+def opened(cart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What a browser was told by the command, and how to end the inspector."""
+    servers: list[uvicorn.Server] = []
+    told: list[str] = []
+    known = threading.Event()
+    monkeypatch.setattr(uvicorn.Server, "__init__", remembering(uvicorn.Server.__init__, servers))
+    monkeypatch.setattr(cli_inspect, "watched", lambda: True)
+    monkeypatch.setattr(cli_inspect.webbrowser, "open", lambda uri: (told.append(uri), known.set()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    thread = threading.Thread(target=cli_inspect.show_runs, args=([cart], 0, False))
+    thread.start()
+    assert known.wait(20)
+
+    def end() -> None:
+        servers[0].should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+    yield told[0], end
+    end()
+
+
+def test_the_file_goes_as_soon_as_somebody_is_inside(opened: tuple[str, Callable[[], None]], tmp_path: Path) -> None:
+    file = file_of(opened[0])
+    assert file.parent == tmp_path, "a home folder, which browsers in a sandbox can read"
+    found = re.search(r"url=http://127\.0\.0\.1:(\d+)(/enter\?token=[\w-]{32})\"", file.read_text())
+    assert found is not None
+    assert found[2].split("=")[1] not in opened[0]
+    connection = HTTPConnection("127.0.0.1", int(found[1]), timeout=10)
+    connection.request("GET", "/enter?token=wrong")
+    answer = connection.getresponse()
+    answer.read()
+    assert answer.status == 403
+    assert file.exists(), "nobody is inside yet"
+    connection.request("GET", found[2])
+    answer = connection.getresponse()
+    answer.read()
+    assert answer.status == 303
+    assert not file.exists()
+    connection.close()
+
+
+def test_the_file_goes_with_an_inspector_that_nobody_visited(opened: tuple[str, Callable[[], None]]) -> None:
+    file = file_of(opened[0])
+    assert file.exists()
+    opened[1]()
+    assert not file.exists()
+
+
+def test_where_no_file_can_be_made_no_browser_is_opened(tmp_path: Path) -> None:
+    assert Doorway(tmp_path / "nowhere").make("http://127.0.0.1:1/enter?token=x") is None

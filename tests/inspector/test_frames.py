@@ -1,0 +1,124 @@
+"""The frame beside a traced step is of that very step: real films, decoded by a real browser."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from surefoot import read_trace
+from surefoot.control.traced_film import film_traces
+from surefoot.inspector.store import Store
+from surefoot.run.places import traces_in
+from surefoot.traces import TracedRow
+
+from .test_inspector import settled, until
+from .test_server import TOKEN, client
+
+Begin = Callable[[list[Path]], str]
+PROFILES = """() => {
+  const [film, canvas] = [document.getElementById("film"), document.createElement("canvas")];
+  [canvas.width, canvas.height] = [film.videoWidth, film.videoHeight];
+  const pen = canvas.getContext("2d");
+  pen.drawImage(film, 0, 0);
+  const { data, width, height } = pen.getImageData(0, 0, canvas.width, canvas.height);
+  const found = new Array(width + height).fill(0);
+  for (let y = 0; y < height; y++) for (let x = 0; x < width; x++) {
+    const light = (data[4 * (y * width + x)] + data[4 * (y * width + x) + 1] + data[4 * (y * width + x) + 2]) / 3;
+    found[x] += light / height;
+    found[width + y] += light / width;
+  }
+  return found;
+}"""
+"""how light each column and each row of the shown frame is"""
+
+
+@pytest.fixture(scope="module")
+def filmed(cart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, with films of its last trace."""
+    copy = tmp_path_factory.mktemp("filmed") / "cart"
+    shutil.copytree(cart, copy)
+    assert len(list(film_traces(copy, "last", size=(600, 400), caption=False))) == 3
+    return copy
+
+
+def pictures(row: TracedRow) -> np.ndarray:
+    """The states before each step and after the last as Gymnasium draws them: columns and rows.   [T + 1, 600 + 400]"""
+    environment = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    environment.reset(seed=row.about["seed"])
+    for action in row.about["before"]:
+        environment.step(int(action))
+    drawn = [environment.render()]
+    for action in row.actions:
+        environment.step(int(action))
+        drawn.append(environment.render())
+    light = np.stack(drawn).astype(float).mean(-1)  # type: ignore[arg-type]
+    return np.concatenate([light.mean(1), light.mean(2)], 1)
+
+
+def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: Any, filmed: Path, inspector: Begin) -> None:
+    trace = read_trace(traces_in(filmed / "traces")[-1])
+    index = max(range(3), key=lambda i: len(trace.rows[i].rewards))
+    row = trace.rows[index]
+    known, last = pictures(row), len(row.rewards) - 1
+    assert last > 10
+    page.goto(inspector([filmed]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    if index:
+        page.click(f"#rows button:nth-child({index + 1})")
+        page.wait_for_selector(f"#rows button:nth-child({index + 1})[aria-selected=true]")
+    for t in (last // 2, last, 0, last - 3):
+        page.click(f"#steps [data-t='{t}']")
+        page.wait_for_selector(f"#frame[data-step='{t}']")
+        shown = np.array(page.evaluate(PROFILES))
+        assert int(np.abs(known - shown).mean(1).argmin()) == t, "another moment of the episode looks more like it"
+        assert f"Before step {row.about['step'] + t} of episode {row.about['episode']}" in page.inner_text("#frame")
+    page.click("#steps [data-t='0']")
+    page.wait_for_selector("#frame[data-step='0']")
+    page.click("#play")
+    page.wait_for_selector(f"#frame[data-step='{last + 1}']")
+    assert "After the last step" in page.inner_text("#frame")
+    until(page, "document.getElementById('play').textContent === 'Play'")
+    chosen = int(page.get_attribute("#steps [aria-selected=true]", "data-t"))
+    assert chosen > last // 2, "whoever plays the film walks along the steps"
+    assert page.get_attribute("#audit", "data-wrong") == "0"
+
+
+def test_what_is_not_filmed_says_how_it_can_be(page: Any, filmed: Path, spoken: Path, inspector: Begin) -> None:
+    first = traces_in(filmed / "traces")[0].stem
+    page.goto(inspector([filmed, spoken]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    page.wait_for_selector("#film")
+    page.locator("#iteration").fill("0")
+    until(page, f"location.hash.startsWith('#steps/0/{first}/')")
+    assert page.inner_text("#frame code") == f"surefoot watch {filmed} --traced {first}"
+    assert page.locator("#film").is_hidden()
+    page.select_option("#steps-run", "1")
+    until(page, "location.hash.startsWith('#steps/1/')")
+    assert page.locator("#frame").is_hidden(), "text has no frames"
+
+
+def test_a_film_is_sent_in_parts_to_whoever_is_inside_and_only_of_its_own_row(filmed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(filmed, run)
+    steps = traces_in(run / "traces")[-1].stem
+    inside = client(Store([run]))
+    path = f"/api/runs/0/traces/{steps}/rows/1/film"
+    assert inside.get(path).status_code == 403
+    assert inside.get(f"/enter?token={TOKEN}").status_code == 303
+    part = inside.get(path, headers={"range": "bytes=4-7"})
+    assert (part.status_code, part.content, part.headers["content-type"]) == (206, b"ftyp", "video/mp4")
+    assert inside.get(f"/api/runs/0/traces/{steps}/rows/9/film").status_code == 404
+    assert inside.get(f"/api/runs/0/traces/{traces_in(run / 'traces')[0].stem}/rows/1/film").status_code == 404
+    film = next((run / "videos" / "traces").glob(f"{steps}-1-*.mp4"))
+    film.rename(film.with_name(film.name.replace(f"{steps}-1-", f"{steps}-1-0")))
+    assert inside.get(path).status_code == 404, "it is not known to be of this episode"
+    film.symlink_to(run / "config.toml")
+    assert inside.get(path).status_code == 404
+    assert isinstance(inside, TestClient)
