@@ -27,7 +27,7 @@ def steps_of(page: Any, run: Path, begin: Begin, height: int) -> None:
 
 
 def test_a_token(page: Any, inspector: Begin) -> None:
-    steps_of(page, LANGUAGE, inspector, 860)
+    steps_of(page, LANGUAGE, inspector, 1140)
     page.click("[data-find=clipped]")
     page.wait_for_selector("#hits li")
     page.click("#hits li:first-child button")
@@ -47,9 +47,10 @@ def test_curves(page: Any, inspector: Begin) -> None:
 def test_a_frame(page: Any, inspector: Begin) -> None:
     check_is_run(CONTROL)
     list(film_traces(CONTROL, "last", size=(480, 320), caption=False))
-    steps_of(page, CONTROL, inspector, 860)
-    page.click("#steps [data-t='60']")
-    page.wait_for_selector("#frame[data-step='60']")
+    steps_of(page, CONTROL, inspector, 960)
+    middle = page.locator("#steps [data-t]").count() // 2
+    page.click(f"#steps [data-t='{middle}']")
+    page.wait_for_selector(f"#frame[data-step='{middle}']")
     page.screenshot(path=IMAGES / "inspector-frames.png")
 
 

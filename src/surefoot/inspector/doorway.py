@@ -27,7 +27,7 @@ class Doorway:
 
     def make(self, address: str) -> str | None:
         """The file's own address; None where no file can be made."""
-        for folder in [self.folder] if self.folder else [Path("~").expanduser(), None]:
+        for folder in [self.folder] if self.folder else [os.path.expanduser("~"), None]:
             with contextlib.suppress(OSError):
                 handle, name = tempfile.mkstemp(".html", "surefoot-", folder)  # readable by its owner alone
                 self.path = Path(name).absolute()
