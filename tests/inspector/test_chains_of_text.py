@@ -45,7 +45,6 @@ def train(folder: Path, start: Path, prompts: list[dict[str, Any]], **fields: An
         steps=24,
         data={"train": str(folder / "rows.jsonl"), "max_length": 24},
         optimizer={"learning_rate": 1e-2, "micro_batch_tokens": 4096},
-        evaluation={"every": 0},
         traces={"every": 1, "rows": 12},
         display=None,
         **fields,
