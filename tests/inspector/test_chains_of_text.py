@@ -114,6 +114,11 @@ def choose(page: Any, trace: Trace, index: int, t: int) -> TracedRow:
     return trace.rows[index]
 
 
+def following(page: Any) -> float:
+    """A′ of A = δ + γλ A′, as it is written out."""
+    return number(page.inner_text('#chain [data-term="advantage"]').split("= ")[2].split(" · ")[-1].strip("( )"))
+
+
 def test_a_step_earns_on_its_own_token_and_the_chain_adds_up(page: Any, dense: Path, inspector: Begin) -> None:
     trace = opened(page, dense, inspector)
     every_row_adds_up(page, trace)
@@ -130,10 +135,7 @@ def test_a_step_earns_on_its_own_token_and_the_chain_adds_up(page: Any, dense: P
         assert "r = score − β · KL = 1 − 0.2 · " in page.inner_text('#chain [data-term="reward"]')
         assert bold(page, "reward") == pytest.approx(float(row.rewards[t]), abs=1e-3)
         assert bold(page, "advantage") == pytest.approx(float(row.advantages[t]), abs=1e-3)
-        after = page.inner_text('#chain [data-term="advantage"]').split("= ")[1].split(" · ")[-1]
-        assert number(after.strip("( )")) == pytest.approx(float(row.advantages[t + 1]), rel=2e-3), (
-            "one step of the same response on"
-        )
+        assert following(page) == pytest.approx(float(row.advantages[t + 1]), rel=2e-3), "one step of the same response on"
 
 
 def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(
@@ -155,10 +157,7 @@ def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(
         assert "higher" in heard or "lower" in heard
         shown = page.query_selector_all("#steps .masked")
         assert "".join(cell.text_content() for cell in shown).replace("⏎", "\n").count(heard) >= 1
-        terms = page.inner_text('#chain [data-term="advantage"]')
-        assert number(terms.split("= ")[1].split(" · ")[-1].strip("( )")) == pytest.approx(
-            float(row.advantages[back]), rel=2e-3
-        )
+        assert following(page) == pytest.approx(float(row.advantages[back]), rel=2e-3)
         assert bold(page, "TD residual") == pytest.approx(
             float(row.rewards[t] + trace.gamma * row.values[back] - row.values[t]), abs=2e-3
         ), "V′ is that of the model's next token"

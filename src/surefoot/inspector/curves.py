@@ -77,8 +77,8 @@ def _block(rows: list[dict[str, Any]]) -> Block:
     for index, row in enumerate(rows):
         shapes.setdefault(tuple(row), []).append(index)
     columns: dict[str, Column] = {}
-    for names, at in shapes.items():
-        alike = rows if len(at) == len(rows) else [rows[index] for index in at]
+    for names, places in shapes.items():
+        alike, at = [rows[index] for index in places], np.array(places)
         for name, values in zip(names, _values(alike, names), strict=True):
             if values is not None:
                 columns.setdefault(name, np.full(len(rows), np.nan))[at] = values
