@@ -1,13 +1,16 @@
 """Columns follow a file that grows and is cut back; few points of many iterations lose no extreme."""
 
 import json
+import math
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from surefoot.inspector.curves import Columns, curve, grid_of, numbers, running_mean
+from surefoot.inspector import curves
+from surefoot.inspector.curves import AT_A_TIME, Columns, curve, grid_of, numbers, running_mean
 
 
 def write(path: Path, rows: list[dict[str, Any]], mode: str = "a") -> None:
@@ -47,6 +50,25 @@ def test_columns_stay_of_one_length_whatever_a_line_holds(columns: Columns) -> N
     assert np.isnan(columns.columns["kl"][7:9]).all()
     assert columns.columns["kl"][9:].tolist() == [1 / 10, 1 / 11]
     assert {len(column) for column in drawn.values()} == {7}, "what is being drawn does not grow"
+
+
+def test_rows_with_other_keys_and_in_another_order_keep_their_own_numbers(tmp_path: Path) -> None:
+    """Whatever the keys and however many rows are read at a time."""
+    draw = random.Random(1)
+    written = []
+    for i in range(20_000):
+        chosen = draw.sample(["kl", "entropy", "reward", "gold"], draw.choice([2, 2, 2, 4]))
+        written.append({"steps": i} | {name: draw.choice([None, float(i), -1.0]) for name in chosen})
+    write(tmp_path / "metrics.jsonl", written)
+    assert (tmp_path / "metrics.jsonl").stat().st_size > AT_A_TIME // 2
+    for at_a_time in (AT_A_TIME, 5_000, 10):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(curves, "AT_A_TIME", at_a_time)
+            columns = Columns(tmp_path / "metrics.jsonl")
+            assert columns.read_on() == len(written)
+        for name in ("steps", "kl", "entropy", "reward", "gold"):
+            wanted = [math.nan if row.get(name) is None else row[name] for row in written]
+            np.testing.assert_array_equal(columns.columns[name], wanted)
 
 
 def test_a_line_is_read_when_it_is_whole(columns: Columns) -> None:

@@ -9,8 +9,8 @@ from rich.console import Console
 from surefoot import api
 from surefoot.recipes import find_recipe
 from surefoot.rollout import LearnerState
-from surefoot.run.dashboard import SHOWN, Dashboard, Lines
-from surefoot.run.metrics import METRICS
+from surefoot.run.dashboard import Dashboard, Lines
+from surefoot.run.metrics import METRICS, SHOWN
 from surefoot.run.samples import SampleFolder, line_of, some
 from surefoot.run.visible import visible
 

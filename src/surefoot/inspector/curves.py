@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -72,30 +73,26 @@ class Block:
 
 
 def _block(rows: list[dict[str, Any]]) -> Block:
-    """Columns of rows, of which as a rule many have the same keys, and numbers alone."""
-    shapes: dict[tuple[str, ...], list[int]] = {}
-    for index, row in enumerate(rows):
-        shapes.setdefault(tuple(row), []).append(index)
+    """Columns of rows, of which as a rule those with as many keys have the same ones."""
+    sizes = np.fromiter(map(len, rows), np.int64)
     columns: dict[str, Column] = {}
-    for names, places in shapes.items():
-        alike, at = [rows[index] for index in places], np.array(places)
-        for name, values in zip(names, _values(alike, names), strict=True):
-            if values is not None:
-                columns.setdefault(name, np.full(len(rows), np.nan))[at] = values
+    for size in np.unique(sizes):
+        at = np.flatnonzero(sizes == size)
+        for name, values in _values([rows[index] for index in at]).items():
+            columns.setdefault(name, np.full(len(rows), np.nan))[at] = values
     return Block(len(rows), columns)
 
 
-def _values(rows: list[dict[str, Any]], names: tuple[str, ...]) -> Sequence[Column | None]:
-    """The numbers of rows that have these keys in this order; None for what is no number.   each [N]"""
-    with contextlib.suppress(TypeError, ValueError):
-        flat = np.array(list(chain.from_iterable(map(dict.values, rows))), dtype=np.float64)
-        return list(flat.reshape(len(rows), len(names)).T)
-    found: list[Column | None] = []
-    for name in names:
-        try:
-            found.append(np.array([row[name] for row in rows], dtype=np.float64))
-        except (TypeError, ValueError):
-            found.append(None)
+def _values(rows: list[dict[str, Any]]) -> dict[str, Column]:
+    """The numbers of rows with as many keys; what is no number is left out.   each [N]"""
+    names = tuple(rows[0])
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        if len(names) > 1:
+            return dict(zip(names, np.array(list(map(itemgetter(*names), rows)), dtype=np.float64).T, strict=True))
+    found: dict[str, Column] = {}
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        with contextlib.suppress(TypeError, ValueError):
+            found[name] = np.array([row.get(name) for row in rows], dtype=np.float64)
     return found
 
 
