@@ -287,8 +287,11 @@ def watch(
     if traced is not None:
         from surefoot.control.traced_film import film_traces
 
-        if out or checkpoint or task:
-            raise SurefootError("--traced: films what the run did in training; leave out --out, --checkpoint and --task")
+        source = click.get_current_context().get_parameter_source
+        for name in ("episodes", "seed", "out", "max_steps", "checkpoint", "task"):
+            if source(name) is click.core.ParameterSource.COMMANDLINE:
+                flag = name.replace("_", "-")
+                raise SurefootError(f"--{flag}: --traced films what the run did in training; leave --{flag} out")
         for line in film_traces(run, traced, size=pixels, fps=fps, caption=not no_caption):
             click.echo(line)
         return
