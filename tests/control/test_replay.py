@@ -146,7 +146,7 @@ def test_what_did_not_happen_is_not_filmed(run: Path, tmp_path: Path, command: A
     assert len(list((other / "videos" / "traces").iterdir())) == 1
     for flags, remedy in (
         (["--traced", "7"], "must be last, all, or the steps of a trace: 512"),
-        (["--task", "x"], "leave out"),
+        (["--episodes", "1"], "leave --episodes out"),
     ):
         code, _, said = command("watch", str(other), "--traced", "last", *flags)
         assert code == 2
