@@ -164,6 +164,14 @@ def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(
         page.click(f"#steps [data-t='{t + 1}']")
         assert "not the policy’s" in page.inner_text("#chain")
         assert page.locator("#visits tr").count() == 0
-    won = next((i, int(row.mask.nonzero()[-1])) for i, row in enumerate(trace.rows) if row.reward_parts["score"].max() == 1)
-    choose(page, trace, *won)
-    assert "r = score − β · KL = 1 − 0.2 · " in page.inner_text('#chain [data-term="reward"]')
+    paid = [
+        (index, t, score)
+        for index, row in enumerate(trace.rows)
+        for t, score in enumerate(row.reward_parts["score"].tolist())
+        if score != 0
+    ]
+    assert paid, "games that were won, or cut"
+    index, t, score = paid[0]
+    assert choose(page, trace, index, t).mask[t]
+    shown = {1.0: "1", -0.5: "−0.5"}[score]
+    assert f"r = score − β · KL = {shown} − 0.2 · " in page.inner_text('#chain [data-term="reward"]')
