@@ -251,7 +251,7 @@ def test_it_listens_on_this_machine_alone(served: str) -> None:
 def test_what_is_not_finite_is_told_in_words(cart: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(cart, run)
-    steps = spoiled(run)
+    steps = spoiled(run, 5000)
     inside = client(Store([run]))
     inside.get(f"/enter?token={TOKEN}")
     row = inside.get(f"/api/runs/0/traces/{steps}/rows/0").json()
@@ -284,13 +284,13 @@ print("torch" in sys.modules, "pandas" in sys.modules)
     assert done.stdout.split() == ["False", "False"]
 
 
-def spoiled(run: Path) -> int:
-    """Give a run a long row in its last trace in which some numbers are not finite; the steps of it."""
+def spoiled(run: Path, length: int) -> int:
+    """Give a run a row of this length or more in its last trace in which some numbers are not finite; the steps of it."""
     file = traces_in(run / "traces")[-1]
     trace = read_trace(file)
 
     def grown(x: Any) -> Any:
-        return x if not isinstance(x, torch.Tensor) else x.repeat(*([1] * (x.ndim - 1)), 5000 // x.shape[-1] + 1)
+        return x if not isinstance(x, torch.Tensor) else x.repeat(*([1] * (x.ndim - 1)), length // x.shape[-1] + 1)
 
     first = trace.rows[0]
     visits = replace(first.visits, **{name: grown(x) for name, x in vars(first.visits).items()})
@@ -298,7 +298,7 @@ def spoiled(run: Path) -> int:
     long = {name: grown(x) for name, x in vars(first).items() if isinstance(x, torch.Tensor)}
     row = replace(first, **long, visits=visits, reward_parts=parts)
     row.advantages[:3] = torch.tensor([math.nan, math.inf, -math.inf])
-    row.advantages[4096] = math.nan
+    row.advantages[4096:4097] = math.nan
     row.rewards[0] = math.nan
     row.visits.ratio[:, 2] = math.inf
     row.visits.advantages[:, :2] = torch.tensor([math.nan, math.inf])
