@@ -22,7 +22,7 @@ import click
 import griffe
 
 from surefoot.algorithms import ALGORITHMS, Objective
-from surefoot.cli import cli
+from surefoot.cli import COMMANDS, cli
 from surefoot.config import recipe_fields
 from surefoot.inspector.page import clip_table_page
 from surefoot.run.metrics import METRICS, SHOWN, TIMING, Metric
@@ -362,7 +362,7 @@ def is_recipe_flag(option: click.Option) -> bool:
 
 
 def cli_page() -> str:
-    commands = [command_part(name, cli.commands[name]) for name in sorted(cli.commands)]
+    commands = [command_part(name, cli.get_command(click.Context(cli), name)) for name in sorted(COMMANDS)]
     return page(
         "Command line",
         "`surefoot --help` and `surefoot COMMAND --help` say the same on a terminal; `-h` is short for `--help`. "

@@ -7,14 +7,16 @@ import sys
 import tomllib
 from dataclasses import fields, replace
 
+import click
 import pytest
 
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
 from surefoot.algorithms import TRUST_REGIONS, switches_between
-from surefoot.cli import fail
-from surefoot.config import make_recipe, parse_value, recipe_fields, to_toml
+from surefoot.cli import COMMANDS, cli, fail
+from surefoot.config import make_recipe, recipe_fields, to_toml
 from surefoot.demo_stages import command_here
 from surefoot.recipes import find_recipe, presets, recipe_for
+from surefoot.toml import parse_value
 
 
 @pytest.fixture
@@ -33,6 +35,20 @@ def test_help_waits_for_neither_torch_nor_gymnasium():
     code = "import sys; from surefoot.cli import cli; cli.main(['train', '--help'], standalone_mode=False); "
     code += "assert not {'torch', 'gymnasium'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_who_only_looks_waits_for_no_recipes():
+    code = "import sys; from surefoot.cli import cli; cli.main(['inspect', '--help'], standalone_mode=False); "
+    code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'surefoot.kinds'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_command_is_where_the_table_says_under_its_own_name():
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        assert command.name == name
+    assert cli.get_command(click.Context(cli), "no-such") is None
 
 
 def test_version(surefoot):

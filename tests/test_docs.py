@@ -25,7 +25,8 @@ from typing import Any
 import click
 import pytest
 
-from surefoot.cli import changes_from, cli, main
+from surefoot.cli import COMMANDS, cli, main
+from surefoot.cli_train import changes_from
 from surefoot.recipes import find_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,10 +91,12 @@ def check_command(command: str) -> None:
 def check_surefoot(words: list[str]) -> None:
     """Parse the arguments as the command line does; for ``train``, make the recipe as well."""
     name = next((word for word in words if not word.startswith("-")), None)
-    assert name is None or name in cli.commands, f"{name!r} is no command of surefoot"
+    assert name is None or name in COMMANDS, f"{name!r} is no command of surefoot"
     if name is None or "--help" in words:
         return
-    with cli.commands[name].make_context(name, words[words.index(name) + 1 :]) as context:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    with command.make_context(name, words[words.index(name) + 1 :]) as context:
         given = dict(context.params)
     if name == "train" and (not given["what"].endswith(".toml") or Path(given["what"]).exists()):
         own = {"what", "seeds", "run_dir", "name", "checkpoint_every", "dry_run", "quiet"}

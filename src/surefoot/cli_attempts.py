@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from surefoot.errors import SurefootError
-from surefoot.sections import MAX_SEED
+from surefoot.seeding import MAX_SEED
 
 if TYPE_CHECKING:
     from surefoot.language.attempts import Attempts

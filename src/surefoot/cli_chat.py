@@ -10,7 +10,7 @@ import click
 
 from surefoot.cli_attempts import Finite
 from surefoot.errors import SurefootError
-from surefoot.sections import MAX_SEED
+from surefoot.seeding import MAX_SEED
 
 if TYPE_CHECKING:
     from surefoot.language.chat import Chat

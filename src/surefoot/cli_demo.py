@@ -6,7 +6,7 @@ import click
 
 from surefoot.cli_runs import display_for
 from surefoot.errors import SurefootError
-from surefoot.sections import MAX_SEED
+from surefoot.seeding import MAX_SEED
 
 DEMOS = ("control", "language", "verifier")
 

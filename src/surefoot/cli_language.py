@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from surefoot.errors import SurefootError
-from surefoot.sections import MAX_SEED
+from surefoot.seeding import MAX_SEED
 
 
 @click.command()
@@ -126,11 +126,11 @@ def accuracy(
     trust_remote_code: bool,
 ) -> None:
     """Tell how often a model answers the prompts of FILE rightly before it is trained: greedily, and by sampling."""
-    from surefoot.config import parse_value
     from surefoot.language.accuracy import accuracy as accuracy_of
     from surefoot.language.endpoint import REPEAT
     from surefoot.language.rewards import FunctionReward
     from surefoot.language.trained import writer
+    from surefoot.toml import parse_value
 
     given = parse_value(arguments)
     if not isinstance(given, dict):

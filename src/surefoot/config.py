@@ -6,7 +6,6 @@ What a recipe holds is in ``kinds``. No torch is imported here, so that ``--help
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -185,27 +184,6 @@ def to_table(recipe: Recipe) -> dict[str, Any]:
 def to_toml(recipe: Recipe) -> str:
     """The resolved recipe as TOML."""
     return tomli_w.dumps(to_table(recipe))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises SurefootError when it is missing, a folder, or not TOML (with the line).
-    """
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SurefootError(f"{path}: not TOML ({error})") from None
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be read ({error.strerror})") from None
-
-
-def parse_value(text: str) -> Any:
-    """A flag's text as TOML would read it (0.9, true, [64, 64]); a bare word is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 @dataclass(frozen=True)

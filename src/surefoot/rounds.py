@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from surefoot.config import make_recipe, read_toml, to_table, to_toml
+from surefoot.config import make_recipe, to_table, to_toml
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import LanguageRecipe, Recipe
 from surefoot.language import data
@@ -33,6 +33,7 @@ from surefoot.run.distributed import world_size
 from surefoot.run.folder import FREE, differences, write_text
 from surefoot.run.places import FINISHED
 from surefoot.seeding import derived_seed
+from surefoot.toml import read_toml
 
 HELD_OUT = 5
 """one fresh pair in so many is not trained on in its round, but judges the reward models; later rounds train on it"""

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import ConfigDict, Field
 
-MAX_SEED = 2**53
+from surefoot.seeding import MAX_SEED
+
 Steps = Annotated[int, Field(ge=1)]
 
 

@@ -11,6 +11,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+MAX_SEED = 2**53
+"""the largest that a recipe may have: whole numbers up to there survive a float64, and so any JSON"""
+
 
 def derived_seed(*words: int | str) -> int:
     """A 32-bit seed that depends on every word and on their order (numpy's SeedSequence; names enter as their CRC-32)."""

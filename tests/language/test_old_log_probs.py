@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.config import make_recipe, read_toml
+from surefoot.config import make_recipe
 from surefoot.errors import SurefootError
 from surefoot.language.world import LanguageWorld
 from surefoot.rollout import LearnerState
 from surefoot.run.dashboard import Silent
 from surefoot.run.tracking import read_metrics
+from surefoot.toml import read_toml
 
 BOTH = pytest.mark.parametrize("whose", ["trainer", "sampler"])
 

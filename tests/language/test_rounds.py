@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 import surefoot
-from surefoot.config import make_recipe, read_toml
+from surefoot.config import make_recipe
 from surefoot.errors import SurefootError
 from surefoot.kinds import LanguageRecipe
 from surefoot.language.pairs import prefers_first
 from surefoot.language.rows import read_rows, write_rows
 from surefoot.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
 from surefoot.run.tracking import read_metrics
+from surefoot.toml import read_toml
 
 Command = Callable[..., tuple[int, str, str]]
 

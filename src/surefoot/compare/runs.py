@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import make_recipe, read_toml, to_table
+from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
 from surefoot.findings import Finding, findings_of
 from surefoot.kinds import Recipe
 from surefoot.run.places import check_is_run
 from surefoot.run.tracking import read_metrics
+from surefoot.toml import read_toml
 
 JUDGED = (
     "evaluation_return",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from surefoot.config import make_recipe, read_toml
+from surefoot.config import make_recipe
 from surefoot.control.agent import sender_for
 from surefoot.control.encoder import Encoder, program
 from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, task_name
@@ -20,6 +20,7 @@ from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.run.places import check_is_run, film_of, traces_in
 from surefoot.run.traces import read_trace
+from surefoot.toml import read_toml
 
 
 def film_traces(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import make_recipe, read_toml
+from surefoot.config import make_recipe
 from surefoot.findings.finding import SEVERITIES, Evidence, Finding
 from surefoot.findings.rewards import REWARD_RULES
 from surefoot.findings.story import Story
@@ -17,6 +17,7 @@ from surefoot.findings.updates import UPDATE_RULES
 from surefoot.kinds import Recipe
 from surefoot.run.places import check_is_run
 from surefoot.run.tracking import read_metrics
+from surefoot.toml import read_toml
 
 RULES = (*REWARD_RULES, *UPDATE_RULES)
 """every rule: a story and a recipe (or None) in, a finding or None out"""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surefoot.config import read_toml
 from surefoot.errors import SurefootError
 from surefoot.inspector.curves import Columns, curve, grid_of, numbers
 from surefoot.run.metrics import METRICS, SHOWN
 from surefoot.run.places import FINISHED, check_is_run, traces_in
+from surefoot.toml import read_toml
 
 if TYPE_CHECKING:
     from surefoot.inspector.traced import Traces

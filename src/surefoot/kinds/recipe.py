@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from surefoot.algorithms import Objective
-from surefoot.sections import MAX_SEED, CheckpointSettings, EvaluationSettings, OptimizerSettings, Section, Steps, TraceSettings
+from surefoot.sections import CheckpointSettings, EvaluationSettings, OptimizerSettings, Section, Steps, TraceSettings
+from surefoot.seeding import MAX_SEED
 
 
 class Recipe(Section):

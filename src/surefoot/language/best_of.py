@@ -9,7 +9,6 @@ import pydantic
 import torch
 from torch import Tensor
 
-from surefoot.config import parse_value
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.language import data
 from surefoot.language.collect import repeated
@@ -21,6 +20,7 @@ from surefoot.language.sampler import before, sample
 from surefoot.language.trained import LanguageModel
 from surefoot.sections import RewardTerm, term_complaint
 from surefoot.seeding import derived_seed
+from surefoot.toml import parse_value
 
 NEVER = 2**53
 """more tokens than any prompt has"""

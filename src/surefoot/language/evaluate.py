@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from surefoot.config import make_recipe, read_toml, to_table
+from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.language.adapter_files import load_trained
@@ -21,6 +21,7 @@ from surefoot.language.world import LanguageWorld
 from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.folder import checkpoint_to_load
 from surefoot.run.places import check_is_run
+from surefoot.toml import read_toml
 from surefoot.worlds import make_world
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}

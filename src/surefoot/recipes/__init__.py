@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.algorithms import ALGORITHMS, PPO_CLIP, Objective, algorithm_name, switches_between
-from surefoot.config import make_recipe, merged, none_from_text, read_toml
+from surefoot.config import make_recipe, merged, none_from_text
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 from surefoot.kinds import Recipe
+from surefoot.toml import read_toml
 
 
 def presets() -> dict[str, dict[str, Any]]:

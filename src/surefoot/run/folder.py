@@ -23,11 +23,12 @@ from typing import Any
 
 import filelock
 
-from surefoot.config import make_recipe, read_toml, to_table, to_toml
+from surefoot.config import make_recipe, to_table, to_toml
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
 from surefoot.run.places import FINISHED, check_is_run
+from surefoot.toml import read_toml
 
 FREE = ("check_memory", "reward.deadline")
 """fields of a recipe that change no number that a run produces, only whether it goes on"""
