@@ -51,6 +51,20 @@ def test_every_command_is_where_the_table_says_under_its_own_name():
     assert cli.get_command(click.Context(cli), "no-such") is None
 
 
+def test_a_command_that_is_misspelled_is_suggested(command):
+    code, out, err = command("trian", "CartPole-v1")
+    assert (code, out) == (2, "")
+    assert err.strip() == "surefoot: trian: no such command; did you mean 'train'? (see: surefoot --help)"
+
+
+@pytest.mark.parametrize("group", [(), ("data",)])
+def test_a_group_by_itself_shows_its_commands_line_by_line(command, group):
+    code, out, err = command(*group)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: surefoot")
+    assert len(err.splitlines()) > 6
+
+
 def test_version(surefoot):
     assert surefoot("--version").strip().endswith("0.1.0")
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import click
 
 from surefoot import __version__
-from surefoot.errors import Interrupted, SurefootError
+from surefoot.errors import Interrupted, SurefootError, did_you_mean
 from surefoot.run.visible import visible
 
 COMMANDS = {
@@ -48,6 +48,9 @@ def main() -> NoReturn:
         fail(str(error), 2)
     except click.exceptions.Exit as leaving:
         sys.exit(leaving.exit_code)
+    except click.exceptions.NoArgsIsHelpError as nothing:  # a group by itself: there is no mistake to tell in one line
+        click.echo(nothing.format_message(), err=True)
+        sys.exit(2)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "surefoot"
         fail(f"{error.format_message()} (see: {command} --help)", 2)
@@ -78,6 +81,11 @@ class Commands(click.Group):
         module, _, name = COMMANDS[cmd_name].partition(":")
         found: click.Command = getattr(importlib.import_module(module), name)
         return found
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS:
+            raise click.UsageError(f"{args[0]}: no such command{did_you_mean(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
