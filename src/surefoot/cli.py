@@ -41,7 +41,7 @@ def main() -> NoReturn:
     """Run the command line and exit: 0, 2 for anything the user can mend, 130 after Ctrl-C or SIGTERM."""
     sys.path.insert(0, os.getcwd())  # so that module:function finds the user's own file, as with python -m
     try:
-        sys.exit(cli.main(standalone_mode=False) or 0)
+        sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
     except Interrupted as stop:
         fail(str(stop), 130)
     except SurefootError as error:
