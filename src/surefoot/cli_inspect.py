@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
 import webbrowser
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
     from surefoot.inspector.server import serve
 
     door = Doorway()
+    if threading.current_thread() is threading.main_thread():
+        door.remove_when_killed()
 
     def ready(address: str) -> None:
         click.echo(

@@ -105,6 +105,15 @@ def test_when_a_run_is_judged_tells_runs_apart_only_where_patience_may_end_it(ru
     assert fields(64, 2) != fields(128, 2)
 
 
+def test_what_changes_no_number_tells_no_runs_apart() -> None:
+    def fields(deadline: float, memory: bool) -> dict[str, Any]:
+        reward = {"terms": [{"function": "rewards.py:score"}], "deadline": deadline}
+        table = {"kind": "language", "model": "pocket", "steps": 64, "data": {"train": "prompts.jsonl"}, "reward": reward}
+        return fields_of(make_recipe({**table, "check_memory": memory}))
+
+    assert fields(60, True) == fields(90, False)
+
+
 def test_compare_tells_differences_results_and_intervals(runs: list[Path], command: Any) -> None:
     code, out, _ = command("compare", *map(str, runs))
     assert code == 0

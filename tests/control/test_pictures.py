@@ -59,7 +59,7 @@ def read(bar, times):
 
 
 @pytest.mark.parametrize(("height", "times"), [(96, 1), (240, 1), (480, 2), (720, 3)])
-def test_thesmall_print_says_what_it_was_told_and_leaves_the_picture_alone(height, times):
+def test_the_small_print_says_what_it_was_told_and_leaves_the_picture_alone(height, times):
     room = height - caption_height(height)
     picture = np.random.default_rng(1).integers(0, 256, (room, 320 * times, 3), np.uint8)
     text = "episode 2/3 step 17 reward -0.50 return 1.2e+06"
@@ -73,7 +73,7 @@ def test_every_letter_looks_different():
     assert len(set(FONT.values())) == len(FONT)
 
 
-def testsmall_print_too_long_for_its_picture_is_cut_off():
+def test_small_print_too_long_for_its_picture_is_cut_off():
     picture = np.zeros((64 - caption_height(64), 64, 3), np.uint8)
     assert read(captioned(picture, "step 1234567890", 64)[len(picture) :], 1) == "step 12345"
 

@@ -1,7 +1,11 @@
 """No program gets the address with the token as an argument: a file that its owner alone can read leads a browser there."""
 
+import os
 import re
+import signal
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
@@ -92,6 +96,25 @@ def test_the_file_goes_with_an_inspector_that_nobody_visited(opened: tuple[str, 
     assert file.exists()
     opened[1]()
     assert not file.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_file_goes_with_an_inspector_that_is_killed(number: signal.Signals, cart: Path, tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from surefoot import cli_inspect
+cli_inspect.watched = lambda: True
+cli_inspect.webbrowser.open = lambda uri: print("opened", flush=True)
+cli_inspect.show_runs([Path({str(cart)!r})], 0, False)
+"""
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert any(line == "opened\n" for line in process.stdout)
+        assert len(list(tmp_path.glob("surefoot-*.html"))) == 1
+        process.send_signal(number)
+        assert process.wait(20) == -number
+    assert not list(tmp_path.glob("surefoot-*.html"))
 
 
 def test_where_no_file_can_be_made_no_browser_is_opened(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from surefoot.errors import SurefootError
 from surefoot.functional import gae
 from surefoot.language import tasks
 from surefoot.language.calibration import place_of
+from surefoot.language.conversations import Conversation, with_earned
 from surefoot.language.evaluate import evaluate_run
 from surefoot.language.models import load_model
 from surefoot.language.rows import write_rows
+from surefoot.language.scores import Scores, scattered
 from surefoot.language.tasks.guess import Guess
 from surefoot.language.tokens import Tokens
 from surefoot.language.world import LanguageWorld
@@ -539,6 +541,18 @@ def test_a_broken_environment_is_one_line(name: str, said: str, files: dict[str,
     assert str(error.value).startswith(f"turns.environment='{files['others']}:{name}': ")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_last_turn_of_what_has_failed_may_be_longer_than_any_that_steps_were_scored_of() -> None:
+    fine = Conversation({}, 1, ids=[7, 8], own=[True] * 2, ends=[1], rewards=[0.25])
+    failed = Conversation({}, 2, ids=[7] * 5, own=[True] * 5, ends=[4], failure="raised")
+    one = torch.ones(1)
+    scores = Scores(one, {"steps": one}, one.bool(), torch.tensor([[0.5, 0.5]]))
+    found = with_earned(scattered(scores, [0], 2), [fine, failed], (2, 6))
+    assert found.total.tolist() == [1.25, 0.0]
+    assert found.valid.tolist() == [True, False]
+    assert found.dense is not None
+    assert found.dense.tolist() == [[0.5, 0.75, 0, 0, 0, 0], [0] * 6]
 
 
 def test_every_environment_is_closed_those_that_failed_too(files: dict[str, str], folders: dict[str, Path]) -> None:

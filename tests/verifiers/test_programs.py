@@ -85,6 +85,9 @@ def test_how_long_hanging_responses_may_take_is_known_and_said_where_it_is_too_l
     assert "64 responses that all hang would take 160 s, and end the run at reward.deadline=60 s" in said
     assert "set reward.deadline = 200, or lower arguments.seconds" in said
     assert FunctionReward("surefoot.verifiers:exact").late(10**9) == []
+    for wrong in ({"workers": "2"}, {"seconds": "long"}, {"seconds": float("inf")}):
+        with pytest.raises(SurefootError, match=rf"surefoot\.verifiers:{name}'.*longest"):
+            FunctionReward(f"surefoot.verifiers:{name}", arguments=wrong).late(64)
 
 
 @pytest.mark.usefixtures("sandboxed")

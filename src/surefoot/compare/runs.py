@@ -11,6 +11,7 @@ from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
 from surefoot.findings import Finding, findings_of
 from surefoot.kinds import Recipe
+from surefoot.run.folder import FREE as CHANGE_NOTHING
 from surefoot.run.places import check_is_run
 from surefoot.run.tracking import read_metrics
 from surefoot.toml import read_toml
@@ -27,7 +28,7 @@ JUDGED = (
     "held_out_loss",
 )
 """metrics by which runs are compared, where they have them"""
-FREE = ("seed", "device", "threads", "check_memory", "checkpoint", "traces", "evaluation.seed", "evaluation.every")
+FREE = ("seed", "device", "threads", *CHANGE_NOTHING, "checkpoint", "traces", "evaluation.seed", "evaluation.every")
 """fields in which runs of one group may differ: none of them changes what is learned from a given stream of randomness"""
 
 

@@ -6,8 +6,10 @@ that only its owner can read, which leads to the address and is removed as soon 
 
 import contextlib
 import os
+import signal
 import tempfile
 from pathlib import Path
+from types import FrameType
 
 PAGE = """<!doctype html>
 <meta charset="utf-8"><meta name="referrer" content="no-referrer"><meta http-equiv="refresh" content="0;url={address}">
@@ -35,6 +37,18 @@ class Doorway:
                     file.write(PAGE.format(address=address))
                 return self.path.as_uri()
         return None
+
+    def remove_when_killed(self) -> None:
+        """Remove it, too, where a signal ends the program, which ends as it would have. From the main thread alone."""
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is ignored
+                signal.signal(number, self._killed)
+
+    def _killed(self, number: int, frame: FrameType | None) -> None:
+        self.remove()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     def remove(self) -> None:
         """Once somebody is inside, or nobody can get inside any more."""

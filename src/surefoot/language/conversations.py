@@ -135,6 +135,8 @@ def with_earned(scores: Scores, talks: Sequence[Conversation], shape: Sequence[i
     earned = torch.tensor([sum(talk.rewards) for talk in talks]).where(fine, 0.0)
     valid, dense = scores.valid & fine, torch.zeros(tuple(shape))
     for row, talk in enumerate(talks):
+        if talk.failure is not None:  # nobody scored it, so ``scores.dense`` may be too narrow for its last turn
+            continue
         for place, reward in zip(talk.ends, talk.rewards, strict=False):
             dense[row, place] += reward
         if (last := talk.last) and scores.dense is None:

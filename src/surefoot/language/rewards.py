@@ -148,9 +148,22 @@ class FunctionReward:
         return Scores(self.weight * raw, {self.name: raw}, valid, dense)
 
     def longest(self, count: int) -> float | None:
-        """Seconds that so many responses take if each takes all the time it may; None where the function does not say."""
+        """Seconds that so many responses take if each takes all the time it may; None where the function does not say.
+
+        Raises SurefootError where it can't, or says no finite number.
+        """
         told = getattr(self.function, "longest", None)
-        return float(told(count, self.arguments)) if callable(told) else None
+        if not callable(told):
+            return None
+        try:
+            seconds = float(told(count, self.arguments))
+        except Exception as error:  # as a rule because of arguments that are none
+            raise self._refusal(
+                f"can't tell how long {count} responses take: its attribute longest raised {cause_of(error)}; mend arguments"
+            ) from None
+        if not math.isfinite(seconds):
+            raise self._refusal(f"its attribute longest gave {seconds}, and not a number of seconds; mend arguments")
+        return seconds
 
     def late(self, count: int) -> list[str]:
         """A line where so many responses may take longer than the deadline, which would end the run; else none."""
