@@ -87,7 +87,10 @@ def test_every_route_wants_the_cookie_the_host_and_the_origin(store: Store, insi
     for origin in ("http://evil.example", "null", f"https://127.0.0.1:{PORT}", "http://127.0.0.1", f"{HERE}.evil.example"):
         assert inside.get(path, headers={"origin": origin}).status_code == 403, origin
     assert inside.get(path, headers={"origin": HERE}).status_code == 200
-    assert inside.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    for site in ("cross-site", "same-site"):
+        assert inside.get(path, headers={"sec-fetch-site": site}).status_code == 403, site
+    for site in ("same-origin", "none"):
+        assert inside.get(path, headers={"sec-fetch-site": site}).status_code == 200, site
     assert inside.get(path, headers={"host": f"localhost:{PORT}"}).status_code == 200
 
 

@@ -74,7 +74,7 @@ class Guard:
             return PlainTextResponse("wrong host\n", 403)
         if any(origin not in {f"http://{host}" for host in self.hosts} for origin in origins):
             return PlainTextResponse("wrong origin\n", 403)
-        elsewhere = headers.get("sec-fetch-site") == "cross-site"
+        elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")  # the latter: another port
         if elsewhere and scope["path"] != "/enter":  # there a file may lead to, and the token is what counts
             return PlainTextResponse("wrong origin\n", 403)
         if scope["method"] not in ("GET", "HEAD"):

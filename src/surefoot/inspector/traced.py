@@ -104,8 +104,8 @@ class Traces:
             "reference_beta": row.about.get("reference_beta"),
             "episode": row.about.get("episode"),
             "episode_step": row.about.get("step"),
-            "filmed": self._film(run, trace, index) is not None,
-            "to_film": self._to_film(run, trace, index),
+            "filmed": self._film(run, steps, trace, index) is not None,
+            "to_film": self._to_film(run, steps, trace, index),
         }
         return told
 
@@ -115,21 +115,21 @@ class Traces:
         Raises NotThere when there is none.
         """
         trace = self.trace(run, steps)
-        found = self._film(run, trace, index) if index < len(trace.rows) else None
+        found = self._film(run, steps, trace, index) if index < len(trace.rows) else None
         if found is None:
             raise NotThere(f"row={index}: is not filmed")
         return found
 
-    def _film(self, run: int, trace: Trace, index: int) -> Path | None:
-        path = film_of(self.store.path(run), trace.steps, index, trace.rows[index])
+    def _film(self, run: int, steps: int, trace: Trace, index: int) -> Path | None:
+        path = film_of(self.store.path(run), steps, index, trace.rows[index])
         return path if path is not None and path.is_file() and not path.is_symlink() else None
 
-    def _to_film(self, run: int, trace: Trace, index: int) -> str | None:
+    def _to_film(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
         """The command that makes it; None where it can't be made."""
         path = self.store.path(run)
-        if film_of(path, trace.steps, index, trace.rows[index]) is None:
+        if film_of(path, steps, index, trace.rows[index]) is None:
             return None
-        return f"surefoot watch {shlex.quote(str(path))} --traced {trace.steps}"
+        return f"surefoot watch {shlex.quote(str(path))} --traced {steps}"
 
     def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
         """The samples of a pass, or of all of them where the number is −1, thinned to what a screen shows."""
@@ -148,13 +148,14 @@ class Traces:
             raise NotThere(f"find={what!r}: is not one of {', '.join(FINDS)}")
         found: list[tuple[float, dict[str, Any]]] = []
         for file in traces_in(self.store.path(run) / "traces"):
+            steps = int(file.stem)  # its name, which is what leads to it, and not what a file of someone else's says inside
             try:
-                trace = self.trace(run, int(file.stem))
+                trace = self.trace(run, steps)
             except (NotThere, FileNotFoundError):  # made room for another since
                 continue
             for index, row in enumerate(trace.rows):
                 for rank, visit, t in _outstanding(row, what, limit):
-                    found.append((rank, {"steps": trace.steps, "index": index, "visit": visit, "t": t, **_told(row, visit, t)}))
+                    found.append((rank, {"steps": steps, "index": index, "visit": visit, "t": t, **_told(row, visit, t)}))
         found.sort(key=lambda pair: (-pair[0], -pair[1]["steps"]))
         return [told for _, told in found[:limit]]
 
