@@ -6,9 +6,8 @@ Streams differ by name, never by adding to the seed: seed 1's second stream must
 import zlib
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 MAX_SEED = 2**53
@@ -24,8 +23,10 @@ def stream(*words: int | str) -> "torch.Generator":
     """A CPU generator of its own for the run's seed and the stream's name: ``stream(seed, "weights")``."""
     import torch  # not above: a worker process needs seeds and no torch, which takes seconds and 200 MB
 
-    return torch.Generator().manual_seed(int(_sequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    return torch.Generator().manual_seed(int(_sequence(words).generate_state(1, "uint64")[0]) >> 1)
 
 
-def _sequence(words: tuple[int | str, ...]) -> np.random.SeedSequence:
+def _sequence(words: tuple[int | str, ...]) -> "np.random.SeedSequence":
+    import numpy as np  # not above: a command line needs MAX_SEED and no numpy
+
     return np.random.SeedSequence([zlib.crc32(word.encode()) if isinstance(word, str) else word for word in words])
