@@ -101,8 +101,10 @@ def test_the_file_goes_with_an_inspector_that_nobody_visited(opened: tuple[str, 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_file_goes_with_an_inspector_that_is_killed(number: signal.Signals, cart: Path, tmp_path: Path) -> None:
     program = f"""
+import signal
 from pathlib import Path
 from surefoot import cli_inspect
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started with: nohup leaves it ignored, and it stays so
 cli_inspect.watched = lambda: True
 cli_inspect.webbrowser.open = lambda uri: print("opened", flush=True)
 cli_inspect.show_runs([Path({str(cart)!r})], 0, False)
@@ -113,7 +115,10 @@ cli_inspect.show_runs([Path({str(cart)!r})], 0, False)
         assert any(line == "opened\n" for line in process.stdout)
         assert len(list(tmp_path.glob("surefoot-*.html"))) == 1
         process.send_signal(number)
-        assert process.wait(20) == -number
+        try:
+            assert process.wait(20) == -number
+        finally:
+            process.kill()
     assert not list(tmp_path.glob("surefoot-*.html"))
 
 
