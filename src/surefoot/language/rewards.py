@@ -147,8 +147,9 @@ class FunctionReward:
             dense = self.weight * dense_of(marks, tokens, self.per)
         return Scores(self.weight * raw, {self.name: raw}, valid, dense)
 
-    def longest(self, count: int) -> float | None:
-        """Seconds that so many responses take if each takes all the time it may; None where the function does not say.
+    def longest(self, count: int, columns: Columns) -> float | None:
+        """Seconds that so many responses to prompts with these columns take, if each takes all the time it may; None where the
+        function does not say.
 
         Raises SurefootError where it can't, or says no finite number.
         """
@@ -156,7 +157,9 @@ class FunctionReward:
         if not callable(told):
             return None
         try:
-            seconds = float(told(count, self.arguments))
+            seconds = float(told(count, self.arguments, columns))
+        except SurefootError as error:  # one of our own, of a row
+            raise self._refusal(str(error)) from None
         except Exception as error:  # as a rule because of arguments that are none
             raise self._refusal(
                 f"can't tell how long {count} responses take: its attribute longest raised {cause_of(error)}; mend arguments"
@@ -165,10 +168,14 @@ class FunctionReward:
             raise self._refusal(f"its attribute longest gave {seconds}, and not a number of seconds; mend arguments")
         return seconds
 
-    def late(self, count: int) -> list[str]:
-        """A line where so many responses may take longer than the deadline, which would end the run; else none."""
-        longest = self.longest(count)
-        if longest is None or longest <= self.deadline:
+    def late(self, *calls: tuple[int, Columns]) -> list[str]:
+        """A line where one of some calls may take longer than the deadline, which would end the run; else none.
+
+        calls   the number of responses in each, and the columns of the prompts that they may be to
+        """
+        told = [(seconds, count) for count, columns in calls if (seconds := self.longest(count, columns)) is not None]
+        longest, count = max(told, default=(0.0, 0))
+        if longest <= self.deadline:
             return []
         return [
             f"{self.field}={self.path!r}: {count} responses that all hang would take {longest:.0f} s, and end the run at "

@@ -39,6 +39,7 @@ from surefoot.language.trained import (
 )
 from surefoot.language.turns import Environments
 from surefoot.rollout import Metrics, Rollout
+from surefoot.run.distributed import world_size
 from surefoot.seeding import derived_seed
 from surefoot.worlds import Judgement, check_device
 
@@ -92,15 +93,17 @@ class LanguageWorld:
             self.demonstrations = self._demonstrations(recipe.evaluation.demonstrations, context)
         held_out = [] if self.held_out is None else self.held_out.ids
         evaluated = min(len(held_out), recipe.evaluation.rows)
+        asked = [(train, -(-recipe.sampling.prompts // world_size()) * recipe.sampling.samples)]  # by each rank, of a reward
+        asked += [] if self.held_out is None else [(self.held_out, evaluated)]
         self.mixed = None
         if recipe.mixing.sft_coefficient:
             assert recipe.mixing.demonstrations is not None
             self.mixed = self._demonstrations(recipe.mixing.demonstrations, context)
         for part in (*parts_of(self.reward), *([] if self.gold is None else [self.gold])):
             if isinstance(part, FunctionReward):
-                self.notes += part.late(max(recipe.responses, evaluated))
-                for prompts in (train, *([] if self.held_out is None else [self.held_out])):
+                for prompts, _ in asked:
                     part.check_columns(prompts.columns)
+                self.notes += part.late(*((count, prompts.columns) for prompts, count in asked))
         self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
         if self.environments is not None:
             self.longest = longest if limit in (None, sys.maxsize) else limit or longest

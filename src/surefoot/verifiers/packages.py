@@ -20,7 +20,7 @@ def _json_ready() -> None:
 
 
 @ready(_math_ready)
-@bounded
+@bounded()
 def math(
     responses: Sequence[str], answer: Sequence[Any], *, after: str = "", seconds: float = 5.0, workers: int = 0
 ) -> list[float]:
@@ -37,7 +37,7 @@ def math(
 
 
 @ready(_json_ready)
-@bounded
+@bounded()
 def json(responses: Sequence[str], schema: Sequence[Any], *, seconds: float = 5.0, workers: int = 0) -> list[float]:
     """1 for each response that is JSON and fits its schema (``jsonschema``): its last fenced block, else all of it.
 

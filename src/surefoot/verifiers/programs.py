@@ -29,8 +29,16 @@ class Verdict:
     """of the sandboxes that it took: one for all calls, one for each script"""
 
 
+def _times(arguments: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]) -> int:
+    """How many sandboxes that hang a response may take: one, or where all count, those of the most demanding tests."""
+    if not arguments["partial"]:
+        return 1
+    rows = [parsed(tests, f"tests (of row {row})") for row, tests in enumerate(columns.get("tests", ()), 1)]
+    return max((any("call" in test for test in tests) + sum("stdin" in test for test in tests) for tests in rows), default=1)
+
+
 @ready(check)
-@bounded
+@bounded(_times)
 def code(
     responses: Sequence[str],
     tests: Sequence[Any],
