@@ -9,13 +9,14 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from surefoot.config import make_recipe, to_table, to_toml
+from surefoot.config import make_recipe, to_table
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import LanguageRecipe, Recipe
 from surefoot.language import data
@@ -30,7 +31,7 @@ from surefoot.language.trained import model_folder, named, writer
 from surefoot.language.walk import Walk
 from surefoot.run.dashboard import Display
 from surefoot.run.distributed import world_size
-from surefoot.run.folder import FREE, differences, write_text
+from surefoot.run.folder import FREE, RunFolder, differences, write_text
 from surefoot.run.places import FINISHED
 from surefoot.seeding import derived_seed
 from surefoot.toml import read_toml
@@ -229,10 +230,11 @@ def _trained(recipe: Callable[[], Recipe], run: Path, display_for: Shows) -> Non
         return
     made = recipe()
     if (run / "config.toml").is_file():
-        begun = to_table(make_recipe(read_toml(run / "config.toml")))
-        if isinstance(made, LanguageRecipe):
-            begun["reward"]["deadline"] = made.reward.deadline  # raised, perhaps, because it was too short
-            write_text(run / "config.toml", to_toml(make_recipe(begun)))
+        with closing(RunFolder.open(run)) as folder:  # refused where another process is at it
+            begun = to_table(folder.recipe())
+            if isinstance(made, LanguageRecipe):
+                begun["reward"]["deadline"] = made.reward.deadline  # raised, perhaps, because it was too short
+                folder.write_recipe(make_recipe(begun))
         api.resume(run, display=display_for(make_recipe(begun), run))
         return
     api.start(made, run, display=display_for(made, run))

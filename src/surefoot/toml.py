@@ -17,7 +17,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SurefootError(f"{path}: not TOML ({error})") from None
     except OSError as error:
-        raise SurefootError(f"{path}: can't be read ({error.strerror})") from None
+        raise SurefootError(f"{path}: can't be read ({error.strerror}); check the path") from None
 
 
 def parse_value(text: str) -> Any:

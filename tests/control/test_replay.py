@@ -1,5 +1,6 @@
 """A traced piece of an episode can be replayed and filmed; what comes out otherwise than in training is refused."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,15 @@ def test_what_did_not_happen_is_not_filmed(run: Path, tmp_path: Path, command: A
     first, second = said.strip().split("\n")
     assert "row 0: not filmed; " in first
     assert "replayed; " in second
-    assert len(list((other / "videos" / "traces").iterdir())) == 1
+    films = other / "videos" / "traces"
+    (note,) = films.glob("*.txt")
+    assert len(list(films.iterdir())) == 2
+    assert note.name.startswith(f"{last.stem}-0-")
+    assert note.read_text().strip() in first
+    shutil.copy(last, other / "traces" / last.name)  # as on a machine where it comes out as it did in training
+    note.rename(films / film_of(run, int(last.stem), 0, trace.rows[0]).with_suffix(".txt").name)  # type: ignore[union-attr]
+    assert command("watch", str(other), "--traced", "all", "--size", "96x80")[0] == 0
+    assert sorted(file.suffix for file in films.iterdir()) == [".mp4", ".mp4"]
     for flags, remedy in (
         (["--traced", "7"], "must be last, all, or the steps of a trace: 512"),
         (["--episodes", "1"], "leave --episodes out"),

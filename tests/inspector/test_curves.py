@@ -81,6 +81,13 @@ def test_a_line_is_read_when_it_is_whole(columns: Columns) -> None:
     assert columns.columns["kl"][-1] == 0.5
 
 
+@pytest.mark.parametrize("steps", [None, "80", 8.5, True, [80]])
+def test_a_line_whose_steps_are_no_number_is_passed_over(columns: Columns, steps: Any) -> None:
+    write(columns.path, [{"iteration": 8, "steps": steps, "kl": 1.0}])
+    assert columns.read_on() == 7
+    assert columns.columns["steps"][-1] == 70
+
+
 def test_a_file_that_a_resumed_run_cut_back_is_read_anew(columns: Columns, tmp_path: Path) -> None:
     assert columns.read_on() == 7
     write(tmp_path / "other", rows(1, 4), "w")

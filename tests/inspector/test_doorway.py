@@ -1,5 +1,6 @@
 """No program gets the address with the token as an argument: a file that its owner alone can read leads a browser there."""
 
+import errno
 import os
 import re
 import signal
@@ -120,6 +121,16 @@ cli_inspect.show_runs([Path({str(cart)!r})], 0, False)
         finally:
             process.kill()
     assert not list(tmp_path.glob("surefoot-*.html"))
+
+
+def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, *mode: str, **encoding: str) -> Any:
+        os.close(handle)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("surefoot.inspector.doorway.os.fdopen", full)
+    assert Doorway(tmp_path).make("http://127.0.0.1:1/enter?token=x") is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_no_file_can_be_made_no_browser_is_opened(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from surefoot import read_trace
 from surefoot.control.traced_film import film_traces
 from surefoot.inspector.store import Store
-from surefoot.run.places import traces_in
+from surefoot.run.places import film_of, refusal_of, traces_in
 from surefoot.traces import TracedRow
 
 from .test_inspector import settled, until
@@ -99,6 +99,12 @@ def test_what_is_not_filmed_says_how_it_can_be(page: Any, filmed: Path, spoken: 
     until(page, f"location.hash.startsWith('#steps/0/{first}/')")
     assert page.inner_text("#frame code") == f"surefoot watch {filmed} --traced {first}"
     assert page.locator("#film").is_hidden()
+    row = read_trace(traces_in(filmed / "traces")[0]).rows[0]
+    refusal_of(film_of(filmed, int(first), 0, row)).write_text("<b>the reward</b> of step 3 came out otherwise\n")  # type: ignore[arg-type]
+    page.reload()
+    settled(page)
+    until(page, "document.querySelector('#frame figcaption').textContent.includes('Not filmed: <b>the reward</b> of step 3')")
+    assert page.inner_text("#frame code") == f"surefoot watch {filmed} --traced {first}"
     page.select_option("#steps-run", "1")
     until(page, "location.hash.startsWith('#steps/1/')")
     assert page.locator("#frame").is_hidden(), "text has no frames"

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from surefoot.kinds import LanguageRecipe
 from surefoot.language.pairs import prefers_first
 from surefoot.language.rows import read_rows, write_rows
 from surefoot.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
+from surefoot.run.folder import RunFolder
 from surefoot.run.tracking import read_metrics
 from surefoot.toml import read_toml
 
@@ -25,6 +27,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 SOURCE = """
 import os, signal
+from contextlib import closing
 from pathlib import Path
 
 def judge(responses):
@@ -125,6 +128,12 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     assert code == 130
     assert "repeat the command to go on" in err
     assert not (second / "round.json").exists()
+    begun, recipe = (second / "ppo" / "config.toml").read_text(), (start / "ppo.toml").read_text()
+    (start / "ppo.toml").write_text(recipe.replace("missing_eos", "deadline = 90\n        missing_eos"))
+    with closing(RunFolder.open(second / "ppo")):
+        assert "ppo: in use by another process" in command(*words)[2]
+    assert (second / "ppo" / "config.toml").read_text() == begun, "who holds the run says what it is"
+    (start / "ppo.toml").write_text(recipe)
     Path("STOP").unlink()
     code, again, _ = command(*words)
     assert code == 0

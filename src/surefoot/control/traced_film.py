@@ -1,7 +1,7 @@
 """Films of the very episodes in a run's traces: each is replayed from its seed and its actions, and drawn at every traced step.
 
 A film lies in ``videos/traces/`` under a name that holds the digest of what was observed in training. So it belongs to one
-piece of one episode, whatever becomes of the run.
+piece of one episode, whatever becomes of the run. Where the replay is another episode, a note beside says so.
 """
 
 import re
@@ -18,7 +18,8 @@ from surefoot.control.replay import NO_ORIGIN, NotTheSameError, replay
 from surefoot.control.video import choose_headless, drawable, frames_per_second, picture_of, prepare_mujoco, small_print
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
-from surefoot.run.places import check_is_run, film_of, traces_in
+from surefoot.run.folder import write_text
+from surefoot.run.places import check_is_run, film_of, refusal_of, traces_in
 from surefoot.run.traces import read_trace
 from surefoot.toml import read_toml
 
@@ -73,13 +74,24 @@ def film_traces(
                             encoder.add(captioned(picture, small_print(moment), height) if caption else picture)
                 except NotTheSameError as error:
                     refused = f"traces/{file.name}, row {index}: not filmed; {error}"
+                    if path is not None:
+                        _note(refusal_of(path), f"{error}\n")
                     yield refused
                     continue
                 filmed += 1
+                refusal_of(path).unlink(missing_ok=True)  # of a machine where it came out otherwise
                 told = f"episode {row.about['episode']} of environment {row.row} from its step {row.about['step']} on, replayed"
                 yield f"{path}: {told}; {encoder.frames:,} frames at {encoder.fps:g} a second"
     if not filmed:
         raise SurefootError(f"{run}: no traced episode could be filmed; {refused}")
+
+
+def _note(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be written ({error.strerror}); free space, and repeat the command") from None
 
 
 def chosen_traces(run: Path, which: str) -> list[Path]:

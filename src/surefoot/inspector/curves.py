@@ -114,7 +114,7 @@ def _objects(text: bytes) -> Iterator[list[dict[str, Any]]]:
             for line in lines.split(b"\n"):
                 with contextlib.suppress(ValueError):
                     rows.append(from_json(line))
-        yield [row for row in rows if isinstance(row, dict) and "steps" in row]
+        yield [row for row in rows if isinstance(row, dict) and type(row.get("steps")) is int]
 
 
 @dataclass(frozen=True)

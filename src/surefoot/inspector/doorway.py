@@ -33,8 +33,12 @@ class Doorway:
             with contextlib.suppress(OSError):
                 handle, name = tempfile.mkstemp(".html", "surefoot-", folder)  # readable by its owner alone
                 self.path = Path(name).absolute()
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(PAGE.format(address=address))
+                try:
+                    with os.fdopen(handle, "w", encoding="utf-8") as file:
+                        file.write(PAGE.format(address=address))
+                except OSError:  # the disk is full
+                    self.remove()
+                    raise
                 return self.path.as_uri()
         return None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.samples import has_ratios, passes, rule_of, to_json
 from surefoot.inspector.store import LONGEST_TEXT, NotThere, Store, shortened
-from surefoot.run.places import film_of, traces_in
+from surefoot.run.places import film_of, refusal_of, traces_in
 from surefoot.run.traces import read_trace
 from surefoot.traces import BRANCHES, Trace, TracedRow
 
@@ -106,6 +106,7 @@ class Traces:
             "episode_step": row.about.get("step"),
             "filmed": self._film(run, steps, trace, index) is not None,
             "to_film": self._to_film(run, steps, trace, index),
+            "not_filmed": self._refusal(run, steps, trace, index),
         }
         return told
 
@@ -130,6 +131,13 @@ class Traces:
         if film_of(path, steps, index, trace.rows[index]) is None:
             return None
         return f"surefoot watch {shlex.quote(str(path))} --traced {steps}"
+
+    def _refusal(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
+        """Why there is no film, as far as it was tried to make one."""
+        path = film_of(self.store.path(run), steps, index, trace.rows[index])
+        if path is None or not (note := refusal_of(path)).is_file() or note.is_symlink():
+            return None
+        return shortened(note.read_text("utf-8", errors="replace").strip(), 400)
 
     def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
         """The samples of a pass, or of all of them where the number is −1, thinned to what a screen shows."""

@@ -33,6 +33,8 @@ RESUME, REPEAT = "then resume from the last checkpoint", "then repeat the comman
 SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "pwd", "auth", "authorization", "credential", "credentials"}
 SECRET |= {"sig", "signature", "sas", "jwt", "bearer", "accesskey", "accesstoken", "subscriptionkey"}
 """words that name a secret in the query of an address"""
+HARMLESS = re.compile(r"\b(?:cache|column|foreign|group|index|order|partition|primary|public|row|sort)[\W_]*key\b")
+"""names of keys that open nothing"""
 RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{20,}")
 """a value that nobody chose: so long a run of letters and digits, with both of them"""
 
@@ -226,7 +228,7 @@ def url_complaint(url: str) -> str:
 def secret_in(query: str) -> str | None:
     """The first name in a query that is a word for a secret, or whose value looks like one; None where there is none."""
     for name, value in parse_qsl(query, keep_blank_values=True):
-        words = re.sub(r"([a-z\d])([A-Z])", r"\1 \2", name).lower()
+        words = HARMLESS.sub("", re.sub(r"([a-z\d])([A-Z])", r"\1 \2", name).lower())
         named = SECRET & {*re.findall(r"[a-z]+", words), re.sub(r"[^a-z]", "", words)}
         if named or RANDOM.search(value):
             return name if not RANDOM.search(name) else "…"

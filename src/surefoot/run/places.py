@@ -39,3 +39,8 @@ def film_of(run: Path, steps: int, index: int, row: "TracedRow") -> Path | None:
     if not re.fullmatch(r"[0-9a-f]{64}", observed):
         return None
     return run / "videos" / "traces" / f"{steps}-{index}-{observed[:16]}.mp4"
+
+
+def refusal_of(film: Path) -> Path:
+    """Where it says why there is no such film: the replay came out otherwise when it was last tried."""
+    return film.with_suffix(".txt")

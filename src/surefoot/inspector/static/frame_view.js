@@ -19,7 +19,8 @@ export function makeFrame(choose) {
     element.hidden = row.tokens !== null || !(row.filmed || row.to_film);
     video.hidden = play.hidden = !row.filmed;
     const command = row.filmed || !row.to_film ? null : row.to_film;
-    show(caption, command ? ["Not filmed yet. This draws the very episode, replayed from its seed and actions: ", h("code", {}, command)] : []);
+    const why = row.not_filmed ? `Not filmed: ${row.not_filmed}. To try again: ` : "Not filmed yet. This draws the very episode, replayed from its seed and actions: ";
+    show(caption, command ? [why, h("code", {}, command)] : []);
     delete element.dataset.step;
     if (row.filmed) video.src = source;
     else video.removeAttribute("src");
