@@ -1,9 +1,10 @@
 """Train cells (library x task x seed), one JSON file each, and make the tables of docs/benchmarks from them.
 
-    python benchmarks/control.py train --task Hopper-v5 Swimmer-v5 --seeds 1 2 3 --steps 1000000 --jobs 2
-    python benchmarks/control.py train --library stable-baselines3 --python PEER/bin/python --task ... (the same)
-    python benchmarks/control.py table --task Hopper-v5 Swimmer-v5
+    python benchmarks/control.py train --recipe mujoco --task Hopper-v5 Swimmer-v5 --seeds 1 2 3 --steps 1000000 --jobs 2
+    python benchmarks/control.py train --recipe mujoco --library stable-baselines3 --python PEER/bin/python --task ...
+    python benchmarks/control.py table --recipe mujoco --task Hopper-v5 Swimmer-v5
 
+A task is trained in the recipe that its id brings, or in the one that --recipe names (the peer's setting is in peers/sb3.py).
 Every cell is a process of its own, ``--jobs`` of them at a time. A cell that has its file is skipped, and an interrupted
 Surefoot cell resumes, so the command can be repeated until all is there. The score is the mean return of the last 100
 training episodes (actions sampled, rewards as the task gives them).
@@ -27,23 +28,31 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 
 
-def cell_file(library: str, task: str, seed: int, steps: int) -> Path:
+def cells(task: str, args: argparse.Namespace) -> str:
+    """What the cells of a task have in common, as the name of a folder."""
+    return f"{task}-{args.steps}{args.recipe and f'-{args.recipe}'}"
+
+
+def cell_file(library: str, task: str, seed: int, args: argparse.Namespace) -> Path:
     """Where a cell's result is."""
-    return RESULTS / f"{task}-{steps}" / f"{library}-{seed}.json"
+    return RESULTS / cells(task, args) / f"{library}-{seed}.json"
 
 
-def train_surefoot(task: str, seed: int, steps: int, greedy_episodes: int, engine: str, out: Path) -> None:
-    """One Surefoot cell, in the recipe that the task's id brings; the final agent is judged greedily besides."""
+def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
+    """One Surefoot cell; the final agent is judged greedily besides."""
     import surefoot
+    from surefoot.api import start
+    from surefoot.recipes import find_recipe
     from surefoot.run.folder import RunFolder
     from surefoot.run.tracking import read_metrics
 
-    run = HERE / "runs" / f"{task}-{steps}-{seed}"
+    run = HERE / "runs" / f"{cells(task, args)}-{seed}"
     if (run / "config.toml").exists():
         agent = surefoot.resume(run)
     else:
-        agent = surefoot.train(task, steps=steps, seed=seed, run_dir=run, engine=engine, evaluation={"episodes": 0})
-    greedy = surefoot.evaluate(agent, episodes=greedy_episodes, seed=seed)
+        changes = {"task": task, "steps": args.steps, "seed": seed, "engine": args.engine, "evaluation": {"episodes": 0}}
+        agent = start(find_recipe(args.recipe or task, changes), run)
+    greedy = surefoot.evaluate(agent, episodes=args.greedy_episodes, seed=seed)
     rows = read_metrics(run / "metrics.jsonl")
     seconds = sum(row["seconds_collecting"] + row["seconds_learning"] for row in rows)
     recipe = RunFolder(run).recipe()
@@ -53,19 +62,19 @@ def train_surefoot(task: str, seed: int, steps: int, greedy_episodes: int, engin
         "version": surefoot.__version__,
         "task": task,
         "seed": seed,
-        "steps": steps,
+        "steps": args.steps,
         "engine": recipe.engine,
         "environments": rollout.environments,
         "horizon": rollout.steps,
         "last_100_mean": rows[-1]["episode_return"],
         "greedy_mean": greedy.mean_return,
         "greedy_worst": min(greedy.returns),
-        "greedy_episodes": greedy_episodes,
+        "greedy_episodes": args.greedy_episodes,
         "seconds": seconds,
         "steps_per_second": rows[-1]["steps"] / seconds,
         "curve": [[row["steps"], row["episode_return"]] for row in rows[:: max(1, len(rows) // 200)]],
     }
-    write(out, result)
+    write(cell_file("surefoot", task, seed, args), result)
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
@@ -76,12 +85,12 @@ def write(out: Path, result: dict[str, Any]) -> None:
     partial.rename(out)
 
 
-def table(tasks: list[str], steps: int) -> str:
+def table(args: argparse.Namespace) -> str:
     """The cells of some tasks as a Markdown table."""
     rows = []
-    for task in tasks:
+    for task in args.task:
         by_library: dict[str, list[dict[str, Any]]] = {}
-        for path in sorted((RESULTS / f"{task}-{steps}").glob("*.json")):
+        for path in sorted((RESULTS / cells(task, args)).glob("*.json")):
             result = json.loads(path.read_text())
             by_library.setdefault(f"{result['library']} {result['version']}", []).append(result)
         for library, results in by_library.items():
@@ -97,12 +106,12 @@ def table(tasks: list[str], steps: int) -> str:
 
 def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> str:
     """One cell in its own process; what to tell of it."""
-    out = cell_file(library, task, seed, args.steps)
+    out = cell_file(library, task, seed, args)
     if out.exists():
         return f"{task} {out.stem}: is there"
     if library == "surefoot":
         command = [sys.executable, __file__, "cell", "--engine", args.engine, "--greedy-episodes", str(args.greedy_episodes)]
-        command += ["--task", task, "--seeds", str(seed), "--steps", str(args.steps)]
+        command += ["--task", task, "--seeds", str(seed), "--steps", str(args.steps), "--recipe", args.recipe]
     else:
         command = [args.python, str(HERE / "peers" / "sb3.py"), "--task", task, "--seed", str(seed)]
         command += ["--steps", str(args.steps), "--out", str(out)]
@@ -123,22 +132,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--engine", choices=["eager", "compiled"], default="eager", help="Surefoot's")
     parser.add_argument("--greedy-episodes", type=int, default=20)
+    parser.add_argument("--recipe", default="", help="Surefoot's preset, instead of the one that a task's id brings")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; one per core, and none when speed is measured")
     args = parser.parse_args()
     if args.verb == "table":
-        print(table(args.task, args.steps))
+        print(table(args))
         return
     if args.verb == "cell":
         (task,), (seed,) = args.task, args.seeds
-        train_surefoot(task, seed, args.steps, args.greedy_episodes, args.engine, cell_file("surefoot", task, seed, args.steps))
+        train_surefoot(task, seed, args)
         return
     with ThreadPoolExecutor(args.jobs) as pool:  # threads that wait for processes
-        cells = [
+        submitted = [
             pool.submit(run_cell, library, task, seed, args)
             for task, seed, library in product(args.task, args.seeds, args.library)
         ]
         failures = 0
-        for cell in cells:
+        for cell in submitted:
             print(line := cell.result(), flush=True)
             failures += ": failed: " in line
     sys.exit(int(failures > 0))
