@@ -2,32 +2,22 @@
 
 A network of a dozen small tensors spends its time on the way to the arithmetic. Policy, loss and optimizer are pure functions
 of flat parameters and a batch of static shape, so a whole update (choose the rows, normalise, loss, gradient, clip, Adam) can
-be traced (``make_fx``), exported and compiled to a shared library (AOTInductor). The library is kept in the user's cache: the
-first run of a shape compiles it for some seconds, later ones load it at once.
+be one program.
 """
 
-import hashlib
 import math
-import os
-import platform
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from surefoot.algorithms import Objective
 from surefoot.batches import global_count, normalised, order_of
-from surefoot.errors import SurefootError
 from surefoot.objective import Batch, loss
 from surefoot.optimizer import BETAS, FlatAdam
+from surefoot.program import Program, program_of
 from surefoot.rollout import Policy, leaves, map_tensors
 from surefoot.run.distributed import world_size
 
@@ -57,7 +47,7 @@ class CompiledStep:
 
     def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatAdam], rows: int) -> None:
         self.policy, self.objective, self.optimizers, self.rows = policy, objective, optimizers, rows
-        self.program: Callable[[list[Tensor]], list[Tensor]] | None = None
+        self.program: Program | None = None
         self.names: list[str] = []
 
     def fits(self, batch: Batch) -> bool:
@@ -96,7 +86,7 @@ class CompiledStep:
 
             yield Attempt(terms, (smallest, largest), dict(zip(self.optimizers, norms, strict=True)), take, rows)
 
-    def _compiled(self, batch: Batch, arguments: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _compiled(self, batch: Batch, arguments: list[Tensor]) -> Program:
         names = {id(p): name for name, p in self.policy.named_parameters()}
         optimizers = list(self.optimizers.values())
         places = 3 * len(optimizers)
@@ -132,17 +122,7 @@ class CompiledStep:
                 moved += adam(values, first, second, gradients[index], norms[index], optimizer, *numbers[2 + 2 * index :][:2])
             return (*moved, torch.stack([*shown, *norms]))
 
-        try:
-            with torch.no_grad():
-                traced = make_fx(update)(*arguments)
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise SurefootError(
-                f"engine='compiled': the policy can't be traced ({type(error).__name__}: {reason}); set engine = 'eager'"
-            ) from error
-        traced.graph.eliminate_dead_code()
-        traced.recompile()
-        return compiled(traced, arguments)
+        return program_of(update, arguments)
 
 
 def adam(
@@ -179,41 +159,3 @@ def split(values: Tensor, parameters: Sequence[nn.Parameter], places: dict[int, 
     """Parameters by name as views of their group's flat values."""
     parts = torch.split(values, [p.numel() for p in parameters])
     return {places[id(p)]: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
-
-
-def compiled(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A shared library of the traced program, from the cache or newly compiled."""
-    package = cache_folder() / f"{fingerprint(traced, arguments)}.pt2"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own use of what it has deprecated
-        if not package.exists():
-            require_compiler()
-            exported = torch.export.export(traced, tuple(arguments), strict=False)
-            package.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=package.parent) as folder:
-                new = Path(folder) / package.name
-                torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
-                os.replace(new, package)
-        library = torch._inductor.aoti_load_package(str(package))
-    run: Callable[[list[Tensor]], list[Tensor]] = library.loader.boxed_run  # without the wrapper's walk over argument trees
-    return run
-
-
-def fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:
-    """What decides the library: the program, its constants, shapes, this PyTorch and this processor."""
-    parts: list[Any] = [traced.code, [(tuple(x.shape), x.stride(), str(x.dtype)) for x in arguments]]
-    parts += [(name, x.tolist()) for name, x in sorted(traced.named_buffers())]
-    parts += [(name, x.tolist()) for name, x in sorted(vars(traced).items()) if isinstance(x, Tensor)]
-    parts += [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def cache_folder() -> Path:
-    """Where compiled programs are kept: $XDG_CACHE_HOME/surefoot/engine, by default below ~/.cache. Safe to delete."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "engine"
-
-
-def require_compiler() -> None:
-    """Raise SurefootError unless there is a C++ compiler."""
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name):
-        raise SurefootError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")

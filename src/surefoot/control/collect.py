@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from surefoot.control.agent import Agent
+from surefoot.control.compiled_actor import CompiledActor
 from surefoot.control.environments import Environments, Step
 from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.observations import broken_parts, not_finite
@@ -32,12 +33,20 @@ class ControlCollector:
     agent           its policy acts; its normalisers are applied, frozen, and updated after each rollout
     steps           T, or None to run ``episodes`` whole episodes in each environment
     at_least        with steps = None: whole episodes until the batch has this many steps, instead of a number of them
+    compiled        act by a compiled program
     """
 
     def __init__(
-        self, environments: Environments, agent: Agent, steps: int | None, episodes: int = 1, at_least: int | None = None
+        self,
+        environments: Environments,
+        agent: Agent,
+        steps: int | None,
+        episodes: int = 1,
+        at_least: int | None = None,
+        compiled: bool = False,
     ) -> None:
         self.environments, self.agent, self.steps = environments, agent, steps
+        self.actor = CompiledActor(agent).actor if compiled else agent.actor
         self.episodes, self.at_least = episodes, at_least
         self.observations: Observations = environments.reset()
         count = environments.count
@@ -57,11 +66,11 @@ class ControlCollector:
         Raises NotFiniteError, naming environment and step, when an observation or reward is not finite; that environment
         then begins a new episode.
         """
-        agent, count = self.agent, self.environments.count
+        count = self.environments.count
         self._check_start()
         if isinstance(self.environments, Replayable):
             self.environments.mark()
-        act = agent.actor(state.generators["sample"])
+        act = self.actor(state.generators["sample"])
         observed: list[Observations] = []
         taken: list[Tensor] = []
         outcomes: list[Step] = []
@@ -86,9 +95,10 @@ class ControlCollector:
             self.starts = step.over | (step.ignored & self.starts)
             if self.memory is not None:
                 at_cuts |= {(index, len(outcomes) - 1): self.memory[index] for index in step.final_observations}
-            kept += count - int(step.ignored.sum())
-            if self.at_least is None or kept >= self.at_least:  # what has begun is finished: no episode counts in part
-                remaining -= step.over.astype(int)
+            if self.steps is None:
+                kept += count - int(step.ignored.sum())
+                if self.at_least is None or kept >= self.at_least:  # what has begun is finished: no episode counts in part
+                    remaining -= step.over.astype(int)
         together = {path: np.stack([seen[path] for seen in observed], 1) for path in self.observations}
         self.seen = Seen(dict(together), np.stack([step.over for step in outcomes], 1))
         if before is not None:  # an ignored row shows the observation that the episode before it ended on

@@ -4,6 +4,7 @@ Leading shape is any [...]. Randomness comes from the generator that is passed i
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,24 @@ from torch.nn import functional
 from surefoot.functional import categorical_kl, gaussian_kl, token_entropy, token_log_probs
 
 
+class Sampled(ABC):
+    """Sampling in two halves: what is random, and what is made of it, which is a function like any other."""
+
+    @abstractmethod
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """All randomness that a sample takes, on the CPU; its shape depends on the distribution's alone."""
+
+    @abstractmethod
+    def drawn(self, noise: Tensor) -> Tensor:
+        """The sample that the noise makes."""
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """One action per state."""
+        return self.drawn(self.noise(generator))
+
+
 @dataclass(frozen=True)
-class Categorical:
+class Categorical(Sampled):
     """One of n actions.   logits [..., n]; a logit of −inf is an action that can't be taken."""
 
     logits: Tensor
@@ -32,9 +49,13 @@ class Categorical:
         """Exact KL(self‖other).   [...]"""
         return categorical_kl(self.logits, other.logits)
 
-    def sample(self, generator: torch.Generator) -> Tensor:
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """Exponential variates.   [..., n]"""
+        return _exponential(self.logits, generator)
+
+    def drawn(self, noise: Tensor) -> Tensor:
         """One action per state, by the Gumbel-max trick.   [...] integer"""
-        return _gumbel_max(self.logits, generator)
+        return _gumbel_max(self.logits, noise)
 
     def mode(self) -> Tensor:
         """The likeliest action.   [...] integer"""
@@ -42,7 +63,7 @@ class Categorical:
 
 
 @dataclass(frozen=True)
-class MultiCategorical:
+class MultiCategorical(Sampled):
     """Several independent choices at once.   logits [..., d, n]; −inf is what can't be chosen, and fills choices of fewer."""
 
     logits: Tensor
@@ -59,9 +80,13 @@ class MultiCategorical:
         """Exact KL(self‖other).   [...]"""
         return categorical_kl(self.logits, other.logits).sum(-1)
 
-    def sample(self, generator: torch.Generator) -> Tensor:
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """Exponential variates.   [..., d, n]"""
+        return _exponential(self.logits, generator)
+
+    def drawn(self, noise: Tensor) -> Tensor:
         """Every choice once per state.   [..., d] integer"""
-        return _gumbel_max(self.logits, generator)
+        return _gumbel_max(self.logits, noise)
 
     def mode(self) -> Tensor:
         """The likeliest of every choice.   [..., d] integer"""
@@ -77,15 +102,18 @@ def side_by_side(logits: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack([functional.pad(part, (0, longest - part.shape[-1]), value=-math.inf) for part in parts], -2)
 
 
-def _gumbel_max(logits: Tensor, generator: torch.Generator) -> Tensor:
-    exponential = torch.empty(logits.shape, dtype=logits.dtype).exponential_(generator=generator)
+def _exponential(logits: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.empty(logits.shape, dtype=logits.dtype).exponential_(generator=generator)
     # Were one exactly 0, −inf − log 0 would be NaN, which argmax takes for the largest: a forbidden action.
-    exponential.clamp_(min=torch.finfo(logits.dtype).tiny)
+    return noise.clamp_(min=torch.finfo(logits.dtype).tiny)
+
+
+def _gumbel_max(logits: Tensor, exponential: Tensor) -> Tensor:
     return (logits - exponential.to(logits.device).log()).argmax(-1)
 
 
 @dataclass(frozen=True)
-class DiagonalGaussian:
+class DiagonalGaussian(Sampled):
     """Independent normals.   mean [..., d], log_std [..., d]"""
 
     mean: Tensor
@@ -104,10 +132,13 @@ class DiagonalGaussian:
         """Exact KL(self‖other).   [...]"""
         return gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)
 
-    def sample(self, generator: torch.Generator) -> Tensor:
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """Standard normal variates.   [..., d]"""
+        return torch.randn(self.mean.shape, dtype=self.mean.dtype, generator=generator)
+
+    def drawn(self, noise: Tensor) -> Tensor:
         """One action per state.   [..., d]"""
-        noise = torch.randn(self.mean.shape, dtype=self.mean.dtype, generator=generator).to(self.mean.device)
-        return self.mean + self.log_std.exp() * noise
+        return self.mean + self.log_std.exp() * noise.to(self.mean.device)
 
     def mode(self) -> Tensor:
         """The mean.   [..., d]"""

@@ -7,6 +7,7 @@ where a task masks actions, which its first reset tells, the mask of the next ac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import gymnasium
@@ -44,7 +45,7 @@ class Step:
     going_on: Array | None = None
     """True where ``terminated`` ends the value only and the episode goes on (Atari: a lost life); None where nowhere"""
 
-    @property
+    @cached_property
     def over(self) -> Array:
         """[B] True where an episode ended."""
         ended: Array = self.terminated | self.truncated

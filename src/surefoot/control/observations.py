@@ -102,7 +102,7 @@ def broken_parts(observations: Observations, rewards: Array | None, finals: dict
                 seen = (values, *([finals[index][path]] if index in finals else []))
                 if not all(np.isfinite(part).all() for part in seen):
                     found.setdefault(index, named)
-    if rewards is not None:
+    if rewards is not None and not np.isfinite(rewards).all():
         for index in np.flatnonzero(~np.isfinite(rewards)).tolist():
             found.setdefault(index, "reward")
     return dict(sorted(found.items()))

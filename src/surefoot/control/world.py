@@ -35,7 +35,9 @@ class ControlWorld:
             self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))
             self.policy = self.agent.policy
             steps = None if recipe.objective.needs_whole_episodes else rollout.steps
-            self.collector = ControlCollector(self.environments, self.agent, steps, rollout.episodes, rollout.at_least)
+            self.collector = ControlCollector(
+                self.environments, self.agent, steps, rollout.episodes, rollout.at_least, compiled=recipe.engine == "compiled"
+            )
             self.agent.masked = MASK in self.collector.observations
         except BaseException:
             self.environments.close()  # nobody else could: no process is left behind

@@ -1,0 +1,75 @@
+"""The compiled actor does what the agent does: the same actions from the same noise, whatever was learned in between."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from surefoot.config import make_recipe
+from surefoot.control.compiled_actor import CompiledActor
+from surefoot.control.world import ControlWorld
+from surefoot.credit import assign_credit
+from surefoot.session import make_learner
+
+from .test_spaces import NESTED
+from .tiny import Sampled, fresh_state
+
+VECTOR = spaces.Box(-1, 1, (3,))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs are compiled anew, whatever the user's cache holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("seen", "action", "masked", "normalised"),
+    [
+        (VECTOR, spaces.Box(-1, 1, (2, 2), np.float64), False, True),
+        pytest.param(VECTOR, spaces.Discrete(5, start=-1), True, True, marks=pytest.mark.slow),
+        pytest.param(VECTOR, spaces.MultiDiscrete([2, 4, 3]), True, False, marks=pytest.mark.slow),
+        pytest.param(NESTED, spaces.MultiBinary(3), False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_actor_does_what_the_agent_does_whatever_was_learned_in_between(
+    seen: spaces.Space[Any], action: spaces.Space[Any], masked: bool, normalised: bool
+) -> None:
+    make = partial(Sampled, seen, action, masked=masked)
+    table = {
+        "task": "of:the-test",
+        "rollout": {"environments": 2, "steps": 8},
+        "objective": {"reuse": {"epochs": 2, "minibatches": 1}},
+        "normalise": {"observations": normalised},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    recipe = make_recipe(table)
+    world = ControlWorld(recipe, lambda: make())
+    learner, state, agent = make_learner(recipe, world.policy), fresh_state(), world.agent
+    compiled = CompiledActor(agent)
+    world.collector.actor = compiled.actor
+    starts = np.ones(2, bool)
+    for _ in range(3):
+        rollout = world.collector.collect(state)
+        learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+        ours, theirs = (act(torch.Generator().manual_seed(5)) for act in (compiled.actor, agent.actor))
+        for _ in range(4):  # they draw the same noise, one after the other
+            found, expected = (act(world.collector.observations, None, starts) for act in (ours, theirs))
+            torch.testing.assert_close(found[0], expected[0])
+            np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+            assert found[1].dtype == expected[1].dtype
+    assert compiled.program is not None
+    world.close()
+
+
+def test_the_compiled_engine_acts_by_it_and_the_eager_one_does_not() -> None:
+    for engine, compiled in (("compiled", True), ("eager", False)):
+        world = ControlWorld(make_recipe({"task": "CartPole-v1", "engine": engine}))
+        assert isinstance(getattr(world.collector.actor, "__self__", None), CompiledActor) is compiled
+        world.close()
