@@ -32,10 +32,29 @@ class Sampled(ABC):
 
 
 @dataclass(frozen=True)
-class Categorical(Sampled):
-    """One of n actions.   logits [..., n]; a logit of −inf is an action that can't be taken."""
+class Logits(Sampled):
+    """Choices among n, each of its own.   logits [..., n]; one of −inf is what can't be chosen."""
 
     logits: Tensor
+
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """Exponential variates.   [..., n]"""
+        noise = torch.empty(self.logits.shape, dtype=self.logits.dtype).exponential_(generator=generator)
+        # Were one exactly 0, −inf − log 0 would be NaN, which argmax takes for the largest: a forbidden action.
+        return noise.clamp_(min=torch.finfo(self.logits.dtype).tiny)
+
+    def drawn(self, noise: Tensor) -> Tensor:
+        """Every choice, by the Gumbel-max trick.   [...] integer"""
+        return (self.logits - noise.to(self.logits.device).log()).argmax(-1)
+
+    def mode(self) -> Tensor:
+        """The likeliest choices.   [...] integer"""
+        return self.logits.argmax(-1)
+
+
+@dataclass(frozen=True)
+class Categorical(Logits):
+    """One of n actions.   logits [..., n]"""
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """log π(a).   [...] integer -> [...]"""
@@ -49,24 +68,10 @@ class Categorical(Sampled):
         """Exact KL(self‖other).   [...]"""
         return categorical_kl(self.logits, other.logits)
 
-    def noise(self, generator: torch.Generator) -> Tensor:
-        """Exponential variates.   [..., n]"""
-        return _exponential(self.logits, generator)
-
-    def drawn(self, noise: Tensor) -> Tensor:
-        """One action per state, by the Gumbel-max trick.   [...] integer"""
-        return _gumbel_max(self.logits, noise)
-
-    def mode(self) -> Tensor:
-        """The likeliest action.   [...] integer"""
-        return self.logits.argmax(-1)
-
 
 @dataclass(frozen=True)
-class MultiCategorical(Sampled):
-    """Several independent choices at once.   logits [..., d, n]; −inf is what can't be chosen, and fills choices of fewer."""
-
-    logits: Tensor
+class MultiCategorical(Logits):
+    """Several independent choices at once.   logits [..., d, n]; −inf fills choices of fewer, too."""
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """log π(a), summed over the choices.   [..., d] integer -> [...]"""
@@ -80,18 +85,6 @@ class MultiCategorical(Sampled):
         """Exact KL(self‖other).   [...]"""
         return categorical_kl(self.logits, other.logits).sum(-1)
 
-    def noise(self, generator: torch.Generator) -> Tensor:
-        """Exponential variates.   [..., d, n]"""
-        return _exponential(self.logits, generator)
-
-    def drawn(self, noise: Tensor) -> Tensor:
-        """Every choice once per state.   [..., d] integer"""
-        return _gumbel_max(self.logits, noise)
-
-    def mode(self) -> Tensor:
-        """The likeliest of every choice.   [..., d] integer"""
-        return self.logits.argmax(-1)
-
 
 def side_by_side(logits: Tensor, sizes: Sequence[int]) -> Tensor:
     """The logits of choices among n₁, n₂ …, as rows of equal length filled with −inf.   [..., Σ n] -> [..., d, longest]"""
@@ -100,16 +93,6 @@ def side_by_side(logits: Tensor, sizes: Sequence[int]) -> Tensor:
         return logits.reshape(*logits.shape[:-1], len(sizes), longest)
     parts = torch.split(logits, list(sizes), -1)
     return torch.stack([functional.pad(part, (0, longest - part.shape[-1]), value=-math.inf) for part in parts], -2)
-
-
-def _exponential(logits: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.empty(logits.shape, dtype=logits.dtype).exponential_(generator=generator)
-    # Were one exactly 0, −inf − log 0 would be NaN, which argmax takes for the largest: a forbidden action.
-    return noise.clamp_(min=torch.finfo(logits.dtype).tiny)
-
-
-def _gumbel_max(logits: Tensor, exponential: Tensor) -> Tensor:
-    return (logits - exponential.to(logits.device).log()).argmax(-1)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Recipe(Section):
     threads: int = Field(1, ge=1)
     """torch threads; one is fastest for small networks, and results are exact for a given number"""
     engine: Literal["eager", "compiled"] = "eager"
-    """compiled runs each update, and acting, as compiled programs: faster, once a C++ compiler has made them (under a minute)"""
+    """compiled runs updates, and acting, as compiled programs: faster, once a C++ compiler has made them (under a minute)"""
     objective: Objective
     optimizer: OptimizerSettings = OptimizerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
