@@ -93,10 +93,11 @@ def table(args: argparse.Namespace) -> str:
         for path in sorted((RESULTS / cells(task, args)).glob("*.json")):
             result = json.loads(path.read_text())
             by_library.setdefault(f"{result['library']} {result['version']}", []).append(result)
+        largest = max((abs(result["last_100_mean"]) for results in by_library.values() for result in results), default=0.0)
+        digits = 0 if largest >= 100 else 1
         for library, results in by_library.items():
             scores = [result["last_100_mean"] for result in results]
             low, high = bootstrap_interval(scores)
-            digits = 0 if max(map(abs, scores)) >= 100 else 1
             each = ", ".join(f"{score:,.{digits}f}" for score in scores)
             greedy = ", ".join(f"{result['greedy_mean']:,.{digits}f}" for result in results if "greedy_mean" in result) or "–"
             interval = f"{low:,.{digits}f} to {high:,.{digits}f}"
