@@ -30,7 +30,7 @@ RESULTS = HERE / "results"
 
 def cells(task: str, args: argparse.Namespace) -> str:
     """What the cells of a task have in common, as the name of a folder."""
-    return f"{task}-{args.steps}{args.recipe and f'-{args.recipe}'}"
+    return "-".join([task, str(args.steps), *([Path(args.recipe).stem] if args.recipe else [])])
 
 
 def cell_file(library: str, task: str, seed: int, args: argparse.Namespace) -> Path:
@@ -42,16 +42,20 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     """One Surefoot cell; the final agent is judged greedily besides."""
     import surefoot
     from surefoot.api import start
+    from surefoot.config import to_table
     from surefoot.recipes import find_recipe
-    from surefoot.run.folder import RunFolder
+    from surefoot.run.folder import RunFolder, recipe_differences
     from surefoot.run.tracking import read_metrics
 
     run = HERE / "runs" / f"{cells(task, args)}-{seed}"
+    changes = {"task": task, "steps": args.steps, "seed": seed, "engine": args.engine, "evaluation": {"episodes": 0}}
+    wanted = find_recipe(args.recipe or task, changes)
     if (run / "config.toml").exists():
+        if changed := recipe_differences(to_table(RunFolder(run).recipe()), wanted):
+            sys.exit(f"{run}: was begun by another recipe ({'; '.join(changed)}); move it away")
         agent = surefoot.resume(run)
     else:
-        changes = {"task": task, "steps": args.steps, "seed": seed, "engine": args.engine, "evaluation": {"episodes": 0}}
-        agent = start(find_recipe(args.recipe or task, changes), run)
+        agent = start(wanted, run)
     greedy = surefoot.evaluate(agent, episodes=args.greedy_episodes, seed=seed)
     rows = read_metrics(run / "metrics.jsonl")
     seconds = sum(row["seconds_collecting"] + row["seconds_learning"] for row in rows)
@@ -63,6 +67,7 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
         "task": task,
         "seed": seed,
         "steps": args.steps,
+        "recipe": args.recipe or "the id's own",
         "engine": recipe.engine,
         "environments": rollout.environments,
         "horizon": rollout.steps,

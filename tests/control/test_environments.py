@@ -22,6 +22,7 @@ from surefoot.control.environments import (
     episode_seed,
     make_environments,
 )
+from surefoot.control.observations import Reader
 from surefoot.functional import successor_values
 from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
 
@@ -526,3 +527,13 @@ def test_ends_are_as_the_environments_were_told(mode: str) -> None:
     for env, ends in zip(single, ENDS, strict=True):
         lengths = [sum(step.episode == episode for step in env.log) for episode in range(4)]
         assert lengths == [ends[episode % len(ends)][0] for episode in range(4)]
+
+
+def test_leaves_of_a_vector_environment_lie_in_memory_as_they_are_read_whatever_its_own_layout() -> None:
+    space = spaces.Box(-1, 1, (2,))
+    reader = Reader(space, spaces.Discrete(2), 3, "rows")
+    table = np.arange(6, dtype=np.float32).reshape(3, 2)
+    for seen in (table, np.asfortranarray(table), np.ascontiguousarray(table.T).T):
+        found = reader.all(seen)["observation"]
+        assert found.flags.c_contiguous
+        assert np.array_equal(found, table)

@@ -197,6 +197,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
         "X-Amz-Signature=s3cret",
         "subscription-key=s3cret",
         "x-functions_key=s3cret",
+        "primaryKey=s3cret",
         "code=s3cret0123456789abcdefgh",
         "s3cret0123456789abcdefgh",
     ],
@@ -211,7 +212,7 @@ def test_a_secret_in_the_query_of_an_address_is_refused_and_not_repeated(query: 
 
 @pytest.mark.parametrize(
     "query",
-    ["model=judge-70b-instruct", "max_tokens=8", "keyword=blue", "monkey=1", "v=1.2.3", "sort_key=date", "primaryKey=id"],
+    ["model=judge-70b-instruct", "max_tokens=8", "keyword=blue", "monkey=1", "v=1.2.3", "sort_key=date", "partitionKey=id"],
 )
 def test_what_is_no_secret_may_stand_in_a_query(query: str) -> None:
     assert endpoint.url_complaint(f"https://host/score?{query}") == ""

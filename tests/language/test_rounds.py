@@ -27,7 +27,6 @@ Command = Callable[..., tuple[int, str, str]]
 
 SOURCE = """
 import os, signal
-from contextlib import closing
 from pathlib import Path
 
 def judge(responses):

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from surefoot.control.agent import Act, Agent
 from surefoot.control.distributions import Sampled
-from surefoot.control.spaces import Array, Observations
+from surefoot.control.spaces import MASK, Array, Observations
 from surefoot.program import Program, program_of
 
 
@@ -32,12 +32,12 @@ class CompiledActor:
         acting = _Acting(agent)
         critic = {id(p) for p in agent.policy.critic_parameters()}
         named = {name: x.detach() for name, x in (*acting.named_parameters(), *acting.named_buffers()) if id(x) not in critic}
-        numbers, send = list(named.values()), agent.sender()
+        numbers, send, paths = list(named.values()), agent.sender(), [*agent.leaves, *([MASK] if agent.masked else [])]
 
         def act(observations: Observations, memory: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
-            seen = [torch.from_numpy(values) for values in observations.values()]
+            seen = [torch.from_numpy(observations[path]) for path in paths]
             if self.program is None:
-                self.program = self._compiled(acting, list(named), list(observations), [*numbers, *seen])
+                self.program = self._compiled(acting, list(named), paths, [*numbers, *seen])
             (actions,) = self.program([*numbers, *seen, self.distribution.noise(generator)])
             return actions, send(actions), memory
 

@@ -58,8 +58,10 @@ class Reader:
         return {path: np.array(leaf.read(observation), leaf.dtype) for path, leaf in self.leaves.items()}
 
     def all(self, observations: Any) -> Observations:
-        """Copies of the leaves of what a vector environment gives."""
-        return {path: np.array(leaf.read(observations, (self.count,)), leaf.dtype) for path, leaf in self.leaves.items()}
+        """Copies of the leaves of what a vector environment gives, in memory as they are read, whatever its own layout."""
+        return {
+            path: np.array(leaf.read(observations, (self.count,)), leaf.dtype, order="C") for path, leaf in self.leaves.items()
+        }
 
     def masks(self, infos: dict[str, Any], needed: Array) -> Observations:
         """The masks in a vector environment's infos, all true where none is needed; nothing where the task does not mask."""

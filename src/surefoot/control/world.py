@@ -14,6 +14,7 @@ from surefoot.control.spaces import MASK
 from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Rollout
 from surefoot.run.checkpoint import load_weights
+from surefoot.run.distributed import world_size
 from surefoot.worlds import Judgement, check_device
 
 
@@ -36,7 +37,12 @@ class ControlWorld:
             self.policy = self.agent.policy
             steps = None if recipe.objective.needs_whole_episodes else rollout.steps
             self.collector = ControlCollector(
-                self.environments, self.agent, steps, rollout.episodes, rollout.at_least, compiled=recipe.engine == "compiled"
+                self.environments,
+                self.agent,
+                steps,
+                rollout.episodes,
+                rollout.at_least,
+                compiled=recipe.engine == "compiled" and world_size() == 1,
             )
             self.agent.masked = MASK in self.collector.observations
         except BaseException:

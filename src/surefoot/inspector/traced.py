@@ -135,9 +135,13 @@ class Traces:
     def _refusal(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
         """Why there is no film, as far as it was tried to make one."""
         path = film_of(self.store.path(run), steps, index, trace.rows[index])
-        if path is None or not (note := refusal_of(path)).is_file() or note.is_symlink():
+        if path is None or (note := refusal_of(path)).is_symlink():
             return None
-        return shortened(note.read_text("utf-8", errors="replace").strip(), 400)
+        try:
+            with note.open(encoding="utf-8", errors="replace") as file:
+                return file.read(400).strip()
+        except OSError:  # as a rule there is none
+            return None
 
     def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
         """The samples of a pass, or of all of them where the number is −1, thinned to what a screen shows."""

@@ -33,7 +33,7 @@ RESUME, REPEAT = "then resume from the last checkpoint", "then repeat the comman
 SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "pwd", "auth", "authorization", "credential", "credentials"}
 SECRET |= {"sig", "signature", "sas", "jwt", "bearer", "accesskey", "accesstoken", "subscriptionkey"}
 """words that name a secret in the query of an address"""
-HARMLESS = re.compile(r"\b(?:cache|column|foreign|group|index|order|partition|primary|public|row|sort)[\W_]*key\b")
+HARMLESS = re.compile(r"\b(?:cache|column|foreign|group|index|order|partition|public|row|sort)[\W_]*key\b")
 """names of keys that open nothing"""
 RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{20,}")
 """a value that nobody chose: so long a run of letters and digits, with both of them"""

@@ -162,7 +162,8 @@ class FunctionReward:
             raise self._refusal(str(error)) from None
         except Exception as error:  # as a rule because of arguments that are none
             raise self._refusal(
-                f"can't tell how long {count} responses take: its attribute longest raised {cause_of(error)}; mend arguments"
+                f"can't tell how long {count} responses take: its attribute longest raised {cause_of(error)}; mend that, or "
+                "arguments"
             ) from None
         if not math.isfinite(seconds):
             raise self._refusal(f"its attribute longest gave {seconds}, and not a number of seconds; mend arguments")
