@@ -28,6 +28,7 @@ from surefoot.control.spaces import (
 )
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
+from surefoot.optimizer import flattened
 from surefoot.run.checkpoint import load_weights, save_checkpoint
 from surefoot.seeding import stream
 
@@ -214,7 +215,21 @@ class Agent(nn.Module):
         agent = cls(recipe, *(space_from_json(trees["spaces"][name]) for name in ("observation", "action")))
         agent.masked = trees["spaces"].get("masked")  # older checkpoints don't say
         load_weights(agent, trees["agent"], where)
+        agent._lay_out()
         return agent
+
+    def _lay_out(self) -> None:
+        """Put the weights where a learner has them in memory, side by side in its groups: some processors round a product by
+        where its numbers lie, and a loaded agent gives the very numbers of the trained one.
+        """
+        apart = self.recipe.optimizer.critic_learning_rate is not None or self.recipe.objective.constraint is not None
+        critic = list(self.policy.critic_parameters()) if apart else []
+        of_critic = {id(p) for p in critic}
+        for group in ([p for p in self.policy.parameters() if id(p) not in of_critic], critic):
+            if group:
+                flattened(group)
+                for parameter in group:
+                    parameter.grad = None
 
 
 def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array | None) -> dict[str, Tensor]:
