@@ -23,8 +23,11 @@ def test_cartpole_with_its_tuned_recipe_is_well_on_its_way_after_25000_steps() -
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO], ids=algorithm_name)
 def test_cartpole_with_its_tuned_recipe_and_another_trust_region_is_well_on_its_way_after_25000_steps(algorithm: Any) -> None:
-    agent = surefoot.train("CartPole-v1", algorithm, steps=25_000, seed=2, evaluation={"episodes": 0})
-    assert surefoot.evaluate(agent, episodes=20).mean_return > 150
+    returns = []
+    for seed in (1, 2, 3):  # one alone says little: how a processor rounds makes it another run
+        agent = surefoot.train("CartPole-v1", algorithm, steps=25_000, seed=seed, evaluation={"episodes": 0})
+        returns.append(surefoot.evaluate(agent, episodes=20).mean_return)
+    assert sum(returns) / 3 > 150
 
 
 @pytest.mark.slow
