@@ -17,7 +17,7 @@ from surefoot.algorithms import Objective
 from surefoot.batches import global_count, normalised, order_of
 from surefoot.objective import Batch, loss
 from surefoot.optimizer import BETAS, FlatAdam
-from surefoot.program import Program, program_of
+from surefoot.program import Program, program_of, require_programs
 from surefoot.rollout import Policy, leaves, map_tensors
 from surefoot.run.distributed import world_size
 
@@ -43,12 +43,16 @@ class CompiledStep:
 
     policy, objective, optimizers   as the learner has them; every parameter is in one of the optimizers
     rows                            follows from the recipe alone, so that a resumed run takes the same path
+
+    Raises SurefootError where no program can be had, for want of a compiler.
     """
 
     def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatAdam], rows: int) -> None:
         self.policy, self.objective, self.optimizers, self.rows = policy, objective, optimizers, rows
         self.program: Program | None = None
         self.names: list[str] = []
+        if world_size() == 1:  # several ranks add up between the parts of a step, and compile nothing
+            require_programs()
 
     def fits(self, batch: Batch) -> bool:
         """Whether the program can run this batch: shapes are static, and it adds nothing up over ranks."""

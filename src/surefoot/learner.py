@@ -15,7 +15,7 @@ from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.functional import adapt_kl_penalty
 from surefoot.natural_step import NaturalStep
 from surefoot.objective import Batch, loss, mean_old_kl, outermost
-from surefoot.optimizer import AdamSettings, FlatAdam, finite
+from surefoot.optimizer import AdamSettings, FlatAdam, finite, grouped
 from surefoot.rollout import Beside, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
 from surefoot.run.distributed import all_sum
 from surefoot.traces import Recorder, Recording
@@ -63,23 +63,19 @@ class Learner:
         self.warmup = warmup
         self.micro_batch, self.micro_batch_tokens = micro_batch, micro_batch_tokens
         constraint = objective.constraint
-        everything = [p for p in policy.parameters() if p.requires_grad]
-        if constraint is not None and objective.baseline == "critic":
-            critic_adam = critic_adam or adam
-        critic = [] if critic_adam is None else list(policy.critic_parameters())
-        if critic_adam is not None and not critic:
+        groups = grouped(policy, objective, critic_adam is not None)
+        if not groups.get("critic", True):
             field = "optimizer.critic_learning_rate" if constraint is None else "objective.trust_region='constraint'"
             raise SurefootError(
                 f"{field}: the critic has no parameters of its own to move separately; "
                 "unset it, or set network.shared_trunk = false"
             )
-        own = {id(p) for p in critic}
-        rest = [p for p in everything if id(p) not in own]
+        moved = groups["policy"]
         self.optimizers: dict[str, FlatAdam | NaturalStep] = {
-            "policy": FlatAdam(rest, adam) if constraint is None else NaturalStep(rest, constraint)
+            "policy": FlatAdam(moved, adam) if constraint is None else NaturalStep(moved, constraint)
         }
-        if critic_adam is not None:
-            self.optimizers["critic"] = FlatAdam(critic, critic_adam)
+        if "critic" in groups:
+            self.optimizers["critic"] = FlatAdam(groups["critic"], critic_adam or adam)
         self.recorder: Recorder | None = None
         """who traces some of the updates; it changes none of them"""
         self.recording: Recording | None = None

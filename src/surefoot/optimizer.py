@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surefoot.algorithms import Objective
+from surefoot.rollout import Policy
 from surefoot.run.distributed import all_sum
 
 BETAS = (0.9, 0.999)
@@ -26,6 +28,17 @@ class AdamSettings:
     epsilon: float = 1e-5
     max_grad_norm: float | None = 0.5
     """the gradient of the whole group is scaled down to this norm"""
+
+
+def grouped(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each optimizer, by its name: "policy", and "critic" for what only the value loss reaches, where that
+    has a learning rate of its own (``critic_rate``) or a KL constraint leaves the policy none.
+    """
+    apart = critic_rate or (objective.constraint is not None and objective.baseline == "critic")
+    critic = list(policy.critic_parameters()) if apart else []
+    own = {id(p) for p in critic}
+    rest = [p for p in policy.parameters() if p.requires_grad and id(p) not in own]
+    return {"policy": rest, "critic": critic} if apart else {"policy": rest}
 
 
 def flattened(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:

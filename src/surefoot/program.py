@@ -74,7 +74,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "engine"
 
 
+def compiler() -> str | None:
+    """The C++ compiler, where there is one."""
+    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def require_programs() -> None:
+    """Raise SurefootError where no program can come from anywhere: there is no compiler, and none were kept from before."""
+    if not any(cache_folder().glob("*.pt2")):
+        require_compiler()
+
+
 def require_compiler() -> None:
     """Raise SurefootError unless there is a C++ compiler."""
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name):
+    if compiler() is None:
         raise SurefootError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")

@@ -12,7 +12,6 @@ import pytest
 from gymnasium import spaces
 
 import surefoot
-from surefoot.checkup import machine
 from surefoot.checkup.environment import check_environment
 from surefoot.checkup.machine import EXTRAS, check_compiler, check_device, check_disk, check_extras, check_python
 
@@ -58,7 +57,7 @@ def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
 
 
 def test_a_compiler_is_needed_by_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr("surefoot.program.compiler", lambda: None)
     assert [check_compiler(needed).state for needed in (False, True)] == ["absent", "failed"]
 
 

@@ -172,3 +172,11 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(SurefootError, match=r"engine='compiled': needs a C\+\+ compiler \(g\+\+ or clang\+\+\); install one"):
         trained("compiled", 1)
+
+
+def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("surefoot.program.compiler", lambda: None)
+    with pytest.raises(SurefootError, match=r"needs a C\+\+ compiler"):
+        surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", engine="compiled", **TINY)
+    assert not (tmp_path / "run").exists()

@@ -152,10 +152,9 @@ def check_disk(folder: Path = Path(), free: float | None = None) -> Check:
 
 def check_compiler(needed: bool = False) -> Check:
     """A C++ compiler, which engine = "compiled" wants."""
-    found = next(
-        (path for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name and (path := shutil.which(name))), None
-    )
-    if found:
+    from surefoot.program import compiler
+
+    if found := compiler():
         return Check("compiler", "ok", f"{found}, for engine = 'compiled'")
     what = "no C++ compiler, which engine = 'compiled' needs"
     return Check("compiler", "failed" if needed else "absent", what, "install g++ or clang++, or keep engine = 'eager'")

@@ -28,7 +28,7 @@ from surefoot.control.spaces import (
 )
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
-from surefoot.optimizer import flattened
+from surefoot.optimizer import flattened, grouped
 from surefoot.run.checkpoint import load_weights, save_checkpoint
 from surefoot.seeding import stream
 
@@ -222,14 +222,11 @@ class Agent(nn.Module):
         """Put the weights where a learner has them in memory, side by side in its groups: some processors round a product by
         where its numbers lie, and a loaded agent gives the very numbers of the trained one.
         """
-        apart = self.recipe.optimizer.critic_learning_rate is not None or self.recipe.objective.constraint is not None
-        critic = list(self.policy.critic_parameters()) if apart else []
-        of_critic = {id(p) for p in critic}
-        for group in ([p for p in self.policy.parameters() if id(p) not in of_critic], critic):
-            if group:
-                flattened(group)
-                for parameter in group:
-                    parameter.grad = None
+        critic_rate = self.recipe.optimizer.critic_learning_rate is not None
+        for group in grouped(self.policy, self.recipe.objective, critic_rate).values():
+            flattened(group)
+            for parameter in group:
+                parameter.grad = None
 
 
 def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array | None) -> dict[str, Tensor]:
