@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 
+import gymnasium
 import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from surefoot import Interrupted, SurefootError, api
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
@@ -97,6 +99,31 @@ def _request():
 def test_processes_side_by_side_give_the_same_numbers(whole, tmp_path):
     report = compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
     assert numbers(report) == whole
+
+
+def test_a_training_that_would_stop_before_its_budget_is_refused(tmp_path):
+    with pytest.raises(SurefootError, match=r"A2C: evaluation\.patience=2: would end a training before the budget"):
+        compared(tmp_path / "run", evaluation={"episodes": 2, "every": 64, "patience": 2})
+    assert list(tmp_path.iterdir()) == []
+
+
+def pair() -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def test_agents_that_could_not_be_judged_are_refused_before_training(tmp_path):
+    task, changes = f"{__name__}:pair", {**CHANGES, "steps": 64}
+    with pytest.raises(SurefootError, match="episodes=2: final agents are judged in single environments"):
+        compare_algorithms(task, ["A2C", "PPO_CLIP"], changes, 1, tmp_path / "run", episodes=2)
+    assert list(tmp_path.iterdir()) == []
+    assert compare_algorithms(task, ["A2C"], changes, 1, tmp_path / "run", episodes=0).results["results"]["A2C"]
+
+
+def test_a_training_that_somebody_else_stops_is_an_interruption(tmp_path, monkeypatch):
+    """The process of one may be told by anybody; the command has no result of it then, and says so."""
+    monkeypatch.setattr("surefoot.compare.cells._side_by_side", lambda *arguments: None)
+    with pytest.raises(Interrupted, match="stopped with 0 of 2 trainings finished; repeat the command to continue"):
+        compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
 
 
 def test_another_request_in_the_same_folder_is_refused_and_says_what_differs(tmp_path):

@@ -115,6 +115,33 @@ def test_the_share_is_paired(samples):
     assert half.relative_interval == pytest.approx((0.25, 0.25))
 
 
+def test_large_gradients_are_multiplied_in_parts(monkeypatch):
+    gradients = np.random.default_rng(1).normal(size=(2, 5, 17)).astype(np.float32)
+    whole = noise_of(gradients)
+    monkeypatch.setattr("surefoot.compare.gradients.COLUMNS", 5)
+    for parts, noise in zip(noise_of(gradients), whole, strict=True):
+        assert parts.variance == pytest.approx(noise.variance, rel=1e-12)
+
+
+def test_without_any_gradient_there_is_no_share_of_it():
+    nothing, something = np.zeros((2, 10, 4))
+    something[3] = 1
+    noise = noise_of(np.stack([nothing, nothing, something]))
+    assert [n.relative for n in noise] == [n.relative_interval for n in noise] == [None] * 3
+    assert (noise[0].variance, noise[0].noise_to_signal) == (0, None)
+    assert noise[2].variance > 0
+    rare = noise_of(np.stack([something, something]))  # some resamples never draw the one batch that has a gradient
+    assert rare[1].relative_interval == (1, 1)
+
+
+@pytest.mark.parametrize("task", ["Pendulum-v1", "CartPole-v1"])
+def test_gradients_are_measured_whatever_the_actions_are(task):
+    agent = surefoot.train(task, "PPO_CLIP", steps=512, seed=1, rollout={"environments": 2, "steps": 256}, **TINY)
+    samples = sample_gradients(agent, RUNGS, batches=2, at_least=200, seed=1)
+    assert np.isfinite(samples.gradients).all()
+    assert all(noise.variance > 0 for noise in noise_of(samples.gradients))
+
+
 def test_measuring_changes_nothing_about_the_agent(agent):
     before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
     sample_gradients(agent, RUNGS[:1], batches=2, at_least=20, seed=9, task=corridor)

@@ -12,7 +12,7 @@ from surefoot.algorithms import switches_between
 from surefoot.compare.ladder import NAMES, climb, rung_recipe
 from surefoot.compare.plots import apart
 from surefoot.compare.report import number
-from surefoot.config import to_table
+from surefoot.config import control_recipe, to_table
 from surefoot.recipes import find_recipe
 
 from .conftest import TINY
@@ -67,6 +67,8 @@ def test_a_change_counts_from_the_rung_that_turns_the_switch():
         ({"baseline": "mean"}, "objective.baseline='mean': is what the ladder's second and third rungs turn"),
         ({"normalise_advantages": "batch"}, "would make the first two the same"),
         ({"trust_region": {"clop": 1}}, "objective.trust_region.clop: none of REINFORCE"),
+        ({"trust_region": "none"}, "rung=5: what is set for all rungs turns off what PPO_CLIP adds to PPO_UNCLIPPED"),
+        ({"gae_lambda": 1.0}, "rung=3: what is set for all rungs turns off what A2C adds to ACTOR_CRITIC"),
     ],
 )
 def test_a_change_that_would_take_the_steps_away_is_refused(change, part, tmp_path):
@@ -78,6 +80,23 @@ def test_a_change_that_would_take_the_steps_away_is_refused(change, part, tmp_pa
 def test_a_rung_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(SurefootError, match="rung=9: the ladder has rungs 0 to 5"):
         climb("CartPole-v1", {}, 1, tmp_path / "ladder", rungs=[9])
+
+
+def test_rungs_of_one_environment_have_one_worker():
+    found = recipes(rollout={"backend": "workers", "workers": 2, "environments": 4, "steps": 64})
+    assert [recipe.rollout.workers for recipe in found] == [1, 1, 2, 2, 2, 2]
+    assert [control_recipe(to_table(recipe)) for recipe in found] == found
+
+
+@pytest.mark.parametrize("task", ["Pendulum-v1", "FrozenLake-v1"])
+def test_the_ladder_of_box_actions_and_of_rewards_that_never_came_has_its_tables_and_plot(task, tmp_path):
+    changes = {"steps": 64, "rollout": {"environments": 2, "steps": 16}, "network": {"hidden": [8]}, "objective": {}}
+    changes |= {"evaluation": {"episodes": 0}, "normalise": {"observations": False, "rewards": False}}
+    changes["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
+    report = climb(task, changes, 1, tmp_path / "ladder", rungs=[0, 2], batches=2, episodes=0)
+    shares = [noise["relative"] for noise in report.results["gradients"]["noise"].values()]
+    assert shares[0] == (1 if task == "Pendulum-v1" else None)
+    assert report.plot.exists()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
 from surefoot.control.collect import EPISODES_REMEMBERED
 from surefoot.control.world import ControlWorld
-from surefoot.rollout import Rollout
+from surefoot.rollout import Rollout, leaves
 
 from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, world_of
 
@@ -109,6 +109,23 @@ def test_old_log_probs_are_what_the_policy_gives_for_the_stored_actions(action_s
         theirs = torch.distributions.Normal(outputs, world.policy.log_std.exp()).log_prob(rollout.actions).sum(-1)
     torch.testing.assert_close(theirs, rollout.old_log_probs)
     assert not rollout.old_log_probs.requires_grad
+
+
+@pytest.mark.parametrize("lstm", [None, 4])
+def test_a_rollout_stays_what_it_was_when_the_policy_moves(lstm: int | None) -> None:
+    """A Gaussian's log σ is a parameter: a view of it would follow θ, and KL(π_old‖π) would miss how σ changed."""
+
+    class Boxed(Endless):
+        action_space = BOX
+
+    network, reuse = {"hidden": [8], "lstm": lstm}, {"minibatches": 2}
+    world = collecting([Boxed(), Boxed()], steps=6, network=network, objective={"reuse": reuse})
+    rollout = world.collector.collect(fresh_state())
+    before = [x.clone() for x in leaves(rollout)]
+    with torch.no_grad():
+        for parameter in world.policy.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(x, y) for x, y in zip(leaves(rollout), before, strict=True))
 
 
 def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:
@@ -363,6 +380,18 @@ def test_after_a_fault_the_statistics_of_the_other_environments_are_still_right(
     broken = [row for row in expected if row[1] == 3 and row[0] == sum(step.reward for step in single[1].log[:3])]
     assert len(broken) == 1
     assert sorted(collector.finished) == sorted(row for row in expected if row not in broken)
+
+
+def test_after_a_fault_the_memory_of_the_other_environments_is_still_right() -> None:
+    """Environment 0 ends an episode at the step of the fault and environment 2 has begun one: only the first starts anew."""
+    ends = [((3, "terminated"), (9, "truncated")), ((9, "terminated"),), ((2, "terminated"), (9, "truncated"))]
+    network = {"hidden": [8], "lstm": 4}
+    collector = collecting(
+        with_poison("reward", math.nan, 0, 3, ends), steps=8, network=network, objective={"reuse": {"minibatches": 1}}
+    ).collector
+    with pytest.raises(NotFiniteError):
+        collector.collect(fresh_state())
+    assert collector.starts.tolist() == [True, True, False]
 
 
 def test_after_a_fault_no_discounted_return_leaks_into_another_episode() -> None:

@@ -46,7 +46,7 @@ def compare_algorithms(
     Raises SurefootError before anything is written for what can't be trained, and Interrupted after a signal.
     """
     recipes = recipes_for(what, algorithms, changes)
-    check_trainable(recipes)
+    check_trainable(recipes, episodes)
     request = {"command": "compare-algorithms", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}
     folder = folder or default_folder("compare", next(iter(recipes.values())))
     cells = [Cell(name, recipe) for name in recipes for recipe in seeds_of(recipes[name], seeds)]

@@ -22,6 +22,7 @@ import filelock
 from surefoot import api
 from surefoot.compare.progress import Overall, Reporting
 from surefoot.config import to_table
+from surefoot.control.environments import VectorEnvironments
 from surefoot.control.world import ControlWorld
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import ControlRecipe
@@ -62,12 +63,24 @@ def seeds_of(recipe: ControlRecipe, count: int) -> list[ControlRecipe]:
     return [recipe.model_copy(update={"seed": recipe.seed + i}) for i in range(count)]
 
 
-def check_trainable(recipes: Mapping[str, ControlRecipe]) -> None:
-    """Raise SurefootError, naming which, for a recipe that could not even begin; nothing is written."""
+def check_trainable(recipes: Mapping[str, ControlRecipe], episodes: int) -> None:
+    """Raise SurefootError, naming which, for a recipe that could not even begin, or not be compared; nothing is written.
+
+    episodes   of the greedy evaluation of each final agent
+    """
     for name, recipe in recipes.items():
         try:
+            if (patience := recipe.evaluation.patience) is not None:
+                raise SurefootError(
+                    f"evaluation.patience={patience}: would end a training before the budget that all of them have; set 'none'"
+                )
             world = ControlWorld(recipe)
             try:
+                if episodes and isinstance(world.environments, VectorEnvironments) and recipe.rollout.backend == "loop":
+                    raise SurefootError(
+                        f"episodes={episodes}: final agents are judged in single environments, and task={recipe.task!r} makes "
+                        "a vector environment; set episodes = 0"
+                    )
                 Session(recipe, world, None, Reporting(lambda steps: None, lambda line: None))
             finally:
                 world.close()
@@ -255,6 +268,8 @@ def run_cells(folder: Path, cells: Sequence[Cell], episodes: int, jobs: int, ove
     try:
         run = _here if jobs == 1 else _side_by_side
         run(folder, waiting, episodes, jobs, overall, finished, failed)
+        if len(results) + len(failures) < len(cells):  # a training's own process was told to stop
+            raise Interrupted("stopped")
     except (Interrupted, KeyboardInterrupt):
         raise Interrupted(
             f"stopped with {len(results)} of {len(cells)} trainings finished; repeat the command to continue"

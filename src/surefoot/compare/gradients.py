@@ -7,6 +7,7 @@ need, and go through the collector, the credit assignment and the loss that trai
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,15 @@ from surefoot.rollout import LearnerState, Rollout
 from surefoot.seeding import derived_seed
 
 RESAMPLES = 2_000
+COLUMNS = 1 << 16
+"""parameters whose products are added up at a time, in float64: the gradients themselves are held once, in float32"""
 
 
 @dataclass(frozen=True)
 class Samples:
     """Gradients of the policy loss under one θ."""
 
-    gradients: NDArray[np.float64]
+    gradients: NDArray[np.float32]
     """[estimators, batches, parameters], of the actor's parameters alone"""
     steps: list[int]
     """in each batch"""
@@ -49,9 +52,9 @@ class Noise:
     variance: float
     """trace of the covariance matrix of one batch's gradient"""
     variance_interval: tuple[float, float]
-    relative: float
-    """variance as a share of the first estimator's"""
-    relative_interval: tuple[float, float]
+    relative: float | None
+    """variance as a share of the first estimator's; None where that has none, as before there is any reward"""
+    relative_interval: tuple[float, float] | None
     """narrow, because both are of the same batches"""
     signal: float
     """squared norm of the expected gradient, estimated without bias; may come out negative where noise hides it"""
@@ -87,26 +90,30 @@ def sample_gradients(
     collector = ControlCollector(environments, agent, None, at_least=at_least)
     state = LearnerState.seeded(own, at_least * batches)
     frozen = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
-    gradients, steps, episodes, cut = [], [], 0, 0
+    gradients = np.empty((len(objectives), batches, 0), np.float32)
+    steps, episodes, cut = [], 0, 0
     try:
-        for done in range(1, batches + 1):
+        for batch in range(batches):
             rollout = collector.collect(state)
             agent.load_state_dict(frozen)  # the collector has moved the normalisers on, and they belong to θ here
-            gradients.append(torch.stack([_gradient(agent, rollout, objective, at_least) for objective in objectives]))
+            found = [_gradient(agent, rollout, objective, at_least) for objective in objectives]
+            if batch == 0:
+                gradients = np.empty((len(objectives), batches, len(found[0])), np.float32)
+            gradients[:, batch] = torch.stack(found).cpu().numpy()
             ended = rollout.terminated | rollout.truncated
             steps.append(rollout.steps)
             episodes += int(ended.sum())
             cut += int((rollout.truncated & ~rollout.terminated).sum())
-            on_batch(done)
+            on_batch(batch + 1)
     finally:
         agent.load_state_dict(frozen)
         environments.close()
-    scale = at_least / float(np.mean(steps))
-    return Samples(torch.stack(gradients, 1).cpu().numpy() * scale, steps, episodes, cut)
+    gradients *= at_least / float(np.mean(steps))
+    return Samples(gradients, steps, episodes, cut)
 
 
 def _gradient(agent: Agent, rollout: Rollout, objective: Objective, count: int) -> Tensor:
-    """Of the policy term alone, in the parameters that it reaches.   -> [parameters] float64
+    """Of the policy term alone, in the parameters that it reaches.   -> [parameters]
 
     At θ_old the ratio is 1, and every surrogate has the gradient of log π·Â, REINFORCE's own; so what is left of the objective
     is how it assigns credit.
@@ -114,10 +121,10 @@ def _gradient(agent: Agent, rollout: Rollout, objective: Objective, count: int) 
     batch = rows_of(rollout, assign_credit(rollout, objective))
     total, _, _ = loss(agent.policy(batch.inputs, batch.actions, batch.mask), batch, REINFORCE, denominator=count)
     parts = torch.autograd.grad(total, list(agent.policy.parameters()), allow_unused=True)
-    return torch.cat([part.reshape(-1) for part in parts if part is not None]).double()
+    return torch.cat([part.reshape(-1) for part in parts if part is not None])
 
 
-def noise_of(gradients: NDArray[np.float64]) -> list[Noise]:
+def noise_of(gradients: NDArray[np.floating[Any]]) -> list[Noise]:
     """What samples [estimators, batches, parameters] of gradients say about each estimator.
 
     Variance is the mean of ½|g_i − g_j|² over pairs of different batches, signal that of g_i·g_j: both without bias. The
@@ -131,24 +138,34 @@ def noise_of(gradients: NDArray[np.float64]) -> list[Noise]:
     weights = weights[(weights > 0).sum(1) > 1]  # of a few batches a resample may be one of them alone: no pair
     found, first = [], None
     for rows in gradients:
-        products = rows @ rows.T
+        products = _products(rows)
         squares = np.diag(products)
         distances = (squares[:, None] + squares[None, :]) / 2 - products
         variance, signal = (float(_over_pairs(m, np.ones((1, count)))[0]) for m in (distances, products))
         variances, signals = (_over_pairs(m, weights) for m in (distances, products))
         first = first or (variance, variances)
+        varied = first[1] > 0  # of rare gradients a resample may have drawn none
         found.append(
             Noise(
                 variance=variance,
                 variance_interval=_interval(variances),
-                relative=variance / first[0],
-                relative_interval=_interval(variances / first[1]),
+                relative=variance / first[0] if first[0] > 0 else None,
+                relative_interval=_interval(variances[varied] / first[1][varied]) if first[0] > 0 else None,
                 signal=signal,
                 signal_interval=_interval(signals),
                 noise_to_signal=variance / signal if signal > 0 else None,
             )
         )
     return found
+
+
+def _products(rows: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """g_i·g_j of all pairs, added up in float64.   [n, parameters] -> [n, n]"""
+    total = np.zeros((len(rows), len(rows)))
+    for start in range(0, rows.shape[1], COLUMNS):
+        part = rows[:, start : start + COLUMNS].astype(np.float64)
+        total += part @ part.T
+    return total
 
 
 def _over_pairs(matrix: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from surefoot.compare.ladder_report import report_text
 from surefoot.compare.plots import draw_ladder
 from surefoot.compare.progress import Overall
 from surefoot.compare.report import Report, finite, write_report
-from surefoot.config import control_recipe, merged
+from surefoot.config import control_recipe, merged, to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.recipes import base_table, without_label
@@ -70,10 +70,16 @@ def climb(
     refuse_unused(changes.get("objective", {}), dict(zip(NAMES, LADDER, strict=True)))
     chosen = sorted(set(rungs)) or list(range(len(LADDER)))
     recipes = {NAMES[rung]: rung_recipe(what, rung, changes) for rung in chosen}
+    for rung in chosen:
+        if rung and rung_recipe(what, rung - 1, changes).objective == recipes[NAMES[rung]].objective:
+            raise SurefootError(
+                f"rung={rung}: what is set for all rungs turns off what {NAMES[rung]} adds to {NAMES[rung - 1]}; leave it out"
+            )
     measured = {name: recipes[name].objective for name in NAMES[:MEASURED] if name in recipes}
     top = rung_recipe(what, len(LADDER) - 1, changes)
     # Gradients are measured on whole episodes, so the task must be able to run those whatever rungs are trained.
-    check_trainable({**recipes, **({"frozen": top, "gradients": rung_recipe(what, 0, changes)} if measured else {})})
+    also = {"frozen": top, "gradients": rung_recipe(what, 0, changes)} if measured else {}
+    check_trainable({**recipes, **also}, episodes)
     request = {"command": "ladder", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}
     frozen = Cell("frozen", top, until=max(1, round(FROZEN * top.steps)))
     if measured:
@@ -119,8 +125,9 @@ def rung_recipe(what: str, rung: int, changes: Mapping[str, Any]) -> ControlReci
     recipe = control_recipe({**table, "objective": objective})
     if not recipe.objective.needs_whole_episodes:
         return recipe
-    rollout = recipe.rollout.model_copy(update={"environments": 1, "at_least": recipe.rollout.at_least or recipe.batch_size})
-    return recipe.model_copy(update={"rollout": rollout})
+    rollout = recipe.rollout
+    alone = {"environments": 1, "at_least": rollout.at_least or recipe.batch_size, "workers": rollout.workers and 1}
+    return control_recipe(merged(to_table(recipe), {"rollout": alone}))
 
 
 def _gradients(folder: Path, frozen: Cell, measured: Mapping[str, Objective], batches: int, overall: Overall) -> dict[str, Any]:

@@ -99,10 +99,8 @@ def _noise(found: Mapping[str, Any], rungs: Mapping[str, int]) -> Table:
     for name, noise in found["noise"].items():
         cells = [f"{rungs[name]} {name}"]
         for key in ("variance", "relative", "signal"):
-            cells += [
-                f"{noise[key]:.3g}",
-                "–" if noise[key] is None else f"{noise[f'{key}_interval'][0]:.3g} to {noise[f'{key}_interval'][1]:.3g}",
-            ]
+            value, interval = noise[key], noise[f"{key}_interval"]
+            cells += ["–", "–"] if value is None else [f"{value:.3g}", f"{interval[0]:.3g} to {interval[1]:.3g}"]
         rows.append([*cells, "–" if noise["noise_to_signal"] is None else f"{noise['noise_to_signal']:.3g}"])
     return header, rows
 

@@ -90,11 +90,14 @@ def _noise(axes: Any, gradients: Mapping[str, Any] | None, rungs: Mapping[str, i
     rows = list(gradients["noise"].items())
     for row, (name, noise) in enumerate(rows):
         colour, value, (low, high) = RUNGS[rungs[name]], noise["variance"], noise["variance_interval"]
+        if not value:  # nothing was rewarded in any batch: there is no place for it on a log scale
+            axes.annotate("no gradient", (0.5, -row), xycoords=("axes fraction", "data"), ha="center", fontsize=9)
+            continue
         axes.plot([low, high], [-row, -row], color=colour, lw=2.5, solid_capstyle="butt")
         axes.plot([value], [-row], "o", color=colour, ms=8)
         batches = noise["noise_to_signal"]
         seen = "signal lost in noise" if batches is None else f"noise/signal {number(batches)}"
-        text = f"×{noise['relative']:.2g}; {seen}"
+        text = seen if noise["relative"] is None else f"×{noise['relative']:.2g}; {seen}"
         axes.annotate(text, (value, -row), (0, 9), textcoords="offset points", ha="center", fontsize=9)
     axes.set_xscale("log")
     axes.margins(x=0.35)

@@ -21,7 +21,7 @@ from surefoot.control.replay import Replayable, Seen
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import NotFiniteError
 from surefoot.functional import successor_values
-from surefoot.rollout import LearnerState, Metrics, Rollout
+from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 
 EPISODES_REMEMBERED = 100
 
@@ -86,13 +86,13 @@ class ControlCollector:
             actions, sent, self.memory = act(self.observations, self.memory, self.starts)
             observed.append(self.observations)
             step = self.environments.step(sent, active)
+            # Still one after a row that only reset; but EnvPool resets after a lost life too, and there the game goes on.
+            self.starts = step.over | (step.ignored & self.starts)
             self._check(step)
             taken.append(actions)
             outcomes.append(step)
             self.observations = step.observations
             self._count(step)
-            # Still one after a row that only reset; but EnvPool resets after a lost life too, and there the game goes on.
-            self.starts = step.over | (step.ignored & self.starts)
             if self.memory is not None:
                 at_cuts |= {(index, len(outcomes) - 1): self.memory[index] for index in step.final_observations}
             if self.steps is None:
@@ -137,7 +137,7 @@ class ControlCollector:
             actions=actions.to(device),
             mask=mask.to(device),
             old_log_probs=evaluation.log_probs,
-            old_distribution=evaluation.distribution,
+            old_distribution=map_tensors(torch.clone, evaluation.distribution),  # log σ is a view of θ, which will move
             values=values,
             next_values=next_values,
             rewards=shaped.to(device),
