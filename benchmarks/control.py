@@ -3,6 +3,7 @@
     python benchmarks/control.py train --recipe mujoco --task Hopper-v5 Swimmer-v5 --seeds 1 2 3 --steps 1000000 --jobs 2
     python benchmarks/control.py train --recipe mujoco --library stable-baselines3 --python PEER/bin/python --task ...
     python benchmarks/control.py table --recipe mujoco --task Hopper-v5 Swimmer-v5
+    python benchmarks/control.py table --bar 200 --task LunarLander-v3
 
 A task is trained in the recipe that its id brings, or in the one that --recipe names (the peer's setting is in peers/sb3.py).
 Every cell is a process of its own, ``--jobs`` of them at a time. A cell that has its file is skipped, and an interrupted
@@ -44,6 +45,7 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     from surefoot.api import start
     from surefoot.config import to_table
     from surefoot.recipes import find_recipe
+    from surefoot.run.checkpoint import latest_checkpoint
     from surefoot.run.folder import RunFolder, recipe_differences
     from surefoot.run.tracking import read_metrics
 
@@ -53,7 +55,9 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     if (run / "config.toml").exists():
         if changed := recipe_differences(to_table(RunFolder(run).recipe()), wanted):
             sys.exit(f"{run}: was begun by another recipe ({'; '.join(changed)}); move it away")
-        agent = surefoot.resume(run)
+        newest = latest_checkpoint(run / "checkpoints")
+        over = newest is not None and int(newest.name) >= args.steps  # killed while it was being judged
+        agent = surefoot.load(newest) if over else surefoot.resume(run)
     else:
         agent = start(wanted, run)
     greedy = surefoot.evaluate(agent, episodes=args.greedy_episodes, seed=seed)
@@ -110,6 +114,24 @@ def table(args: argparse.Namespace) -> str:
     return markdown_table(["task", "library", "seeds", "mean", "95 % interval", "each seed", "greedy, each seed"], rows)
 
 
+def judged(args: argparse.Namespace) -> str:
+    """Surefoot's final agents of some tasks, acting greedily, beside the return that counts as solved."""
+    rows = []
+    for task in args.task:
+        results = [json.loads(path.read_text()) for path in sorted((RESULTS / cells(task, args)).glob("surefoot-*.json"))]
+        greedy = [result["greedy_mean"] for result in results]
+        spread = f" ± {np.std(greedy, ddof=1):,.1f}" if len(greedy) > 1 else ""
+        each = (
+            ", ".join(f"{result[key]:,.1f}" for result in results) for key in ("greedy_mean", "greedy_worst", "last_100_mean")
+        )
+        mean, worst, trained = each
+        over = f"{sum(score >= args.bar for score in greedy)} of {len(greedy)}"
+        rows.append([task, f"{args.steps:,}", f"{args.bar:g}", mean, f"{np.mean(greedy):,.1f}{spread}", worst, trained, over])
+    header = ["task", "steps", "bar", "greedy mean, each seed", "mean ± standard deviation over seeds"]
+    header += ["worst greedy episode, each seed", "last 100 training episodes, each seed", "seeds over the bar"]
+    return markdown_table(header, rows)
+
+
 def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> str:
     """One cell in its own process; what to tell of it."""
     out = cell_file(library, task, seed, args)
@@ -139,10 +161,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=["eager", "compiled"], default="eager", help="Surefoot's")
     parser.add_argument("--greedy-episodes", type=int, default=20)
     parser.add_argument("--recipe", default="", help="Surefoot's preset, instead of the one that a task's id brings")
+    parser.add_argument("--bar", type=float, help="table: what greedy agents must reach, and how each of them did")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; one per core, and none when speed is measured")
     args = parser.parse_args()
     if args.verb == "table":
-        print(table(args))
+        print(table(args) if args.bar is None else judged(args))
         return
     if args.verb == "cell":
         (task,), (seed,) = args.task, args.seeds

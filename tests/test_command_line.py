@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.cli import COMMANDS, cli, fail
 from surefoot.config import make_recipe, recipe_fields, to_toml
 from surefoot.demo_stages import command_here
+from surefoot.errors import SurefootError
 from surefoot.recipes import find_recipe, presets, recipe_for
 from surefoot.toml import parse_value
 
@@ -165,15 +167,11 @@ def test_another_trust_region_keeps_all_that_is_tuned_but_the_trust_region(name)
     ("algorithm", "table", "expected"),
     [
         ("PPO_CLIP", {"clip_high": 0.3}, Clip(0.2, clip_high=0.3, schedule="linear")),
-        ("PPO_CLIP", {"beta": 3}, Penalty(3.0)),
-        ("PPO_CLIP", {"target": 0.02}, Penalty(1.0, target=0.02)),
-        ("PPO_CLIP", {"delta": 0.02}, Constraint(0.02)),
         ("PPO_CLIP", "none", None),
         ("PPO_PENALTY_ADAPTIVE", {"beta": 3}, Penalty(3.0, target=0.01)),
         ("PPO_PENALTY_ADAPTIVE", {"target": "none"}, Penalty(1.0)),
         ("TRPO", {"tries": 5}, Constraint(tries=5)),
         ("TRPO", {}, Constraint()),
-        ("TRPO", {"clip": 0.1}, Clip(0.1)),
         ("custom", {"beta": 3}, Penalty(3.0)),
         ("custom", {"schedule": "linear"}, Clip(schedule="linear")),
     ],
@@ -185,6 +183,36 @@ def test_a_trust_region_is_the_one_whose_keys_are_given_and_replaces_any_other(a
     recipe = find_recipe("CartPole-v1", changes)
     assert recipe.objective.trust_region == expected
     assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("table", "algorithm", "expected"),
+    [
+        ({"beta": 3}, "PPO_PENALTY", Penalty(3.0)),
+        ({"target": 0.02}, "PPO_PENALTY_ADAPTIVE", Penalty(1.0, target=0.02)),
+        ({"beta": 3, "target": "none"}, "PPO_PENALTY", Penalty(3.0)),
+        ({"delta": 0.02}, "TRPO", Constraint(0.02)),
+        ({"clip": 0.1}, "PPO_CLIP", Clip(0.1, schedule="linear")),
+    ],
+)
+def test_keys_of_a_trust_region_name_the_algorithm_that_has_it(table, algorithm, expected):
+    """A run is called what it is."""
+    tuned, recipe = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"objective": {"trust_region": table}})
+    assert (recipe.algorithm, recipe.objective.trust_region) == (algorithm, expected)
+    assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "table", "part"),
+    [
+        ("TRPO", {"clip": 0.1}, "has keys of a clip (clip), and algorithm='TRPO' has a constraint; name PPO_CLIP"),
+        ("PPO_CLIP", {"beta": 3}, "has keys of a penalty (beta), and algorithm='PPO_CLIP' has a clip; name PPO_PENALTY"),
+        ("GRPO", {"beta": 3}, "has keys of a penalty (beta), and algorithm='GRPO' has a clip; give keys of that"),
+    ],
+)
+def test_keys_of_another_trust_region_than_the_named_algorithms_are_refused(algorithm, table, part):
+    with pytest.raises(SurefootError, match=re.escape(f"objective.trust_region: {part}")):
+        find_recipe("CartPole-v1", {"algorithm": algorithm, "objective": {"trust_region": table}})
 
 
 def test_no_two_trust_regions_share_a_key():

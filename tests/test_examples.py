@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 BUDGETS = {
     "cartpole.py": ["--steps", "512"],
     "ladder.py": ["--steps", "300"],
+    "memory.py": ["--steps", "2048", "--episodes", "2"],
     "own_environment.py": ["--steps", "1024"],
     "own_network.py": ["--steps", "1024"],
     "stop_early.py": ["--steps", "1024", "--target", "5"],
@@ -21,6 +22,7 @@ BUDGETS = {
 SAYS = {
     "cartpole.py": "greedy return",
     "ladder.py": "PPO_CLIP",
+    "memory.py": "worst of 2 episodes",
     "own_environment.py": "V = ",
     "own_network.py": "with only east (2) and west (3) allowed",
     "stop_early.py": "was reached after",

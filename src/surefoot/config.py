@@ -106,15 +106,16 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     for key, value in changes.items():
         below = result.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        if both and key == "trust_region" and _regions(value):
-            both = _regions(value) == _regions(below)
+        if both and key == "trust_region" and regions_meant(value):
+            both = regions_meant(value) == regions_meant(below)
         result[key] = merged(dict(below or {}), value) if both else value
     return result
 
 
-def _regions(table: Mapping[str, Any] | None) -> list[str]:
-    """The trust regions that a table's keys belong to, by the names of their classes."""
-    return [kind.__name__ for kind in TRUST_REGIONS if {f.name for f in fields(kind)} & set(table or ())]
+def regions_meant(table: Any) -> list[str]:
+    """The trust regions that a table's keys belong to, by the names of their classes; none for what is no table."""
+    table = table if isinstance(table, Mapping) else {}
+    return [kind.__name__ for kind in TRUST_REGIONS if {f.name for f in fields(kind)} & set(table)]
 
 
 def _region_meant(value: Any) -> str:
@@ -124,7 +125,7 @@ def _region_meant(value: Any) -> str:
     field = "objective.trust_region"
     if not isinstance(value, Mapping):
         raise SurefootError(f'{field}={value!r}: must be "none" or a table, such as {{ clip = 0.2 }} or {{ beta = 1.0 }}')
-    meant = _regions(value)
+    meant = regions_meant(value)
     if len(meant) > 1:
         raise SurefootError(f"{field}: has keys of a {' and a '.join(meant).lower()} ({', '.join(value)}); give those of one")
     return meant[0] if meant else TRUST_REGIONS[0].__name__

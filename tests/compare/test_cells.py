@@ -13,8 +13,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from surefoot import Interrupted, SurefootError, api
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
-from surefoot.compare.cells import Cell, folder_of, run_cells, summary
+from surefoot.compare.cells import Cell, folder_of, run_cells
 from surefoot.compare.progress import Overall
+from surefoot.compare.summary import summary
 
 from .conftest import TINY
 

@@ -1,5 +1,6 @@
 """Policies with an LSTM: what is remembered, what is forgotten, and when."""
 
+import runpy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from surefoot.control.world import ControlWorld
 from surefoot.errors import SurefootError
 from surefoot.rollout import LearnerState, Metrics, Rollout
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "memory.py"
 SMALL: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 12},
     "network": {"hidden": [8], "lstm": 6},
@@ -50,17 +52,6 @@ class Counting(gymnasium.Env[np.ndarray, int]):
 
 def cut_after_five() -> gymnasium.Env[Any, Any]:
     return gymnasium.wrappers.TimeLimit(Counting(), 5)
-
-
-class PositionsOnly(gymnasium.ObservationWrapper[np.ndarray, int, np.ndarray]):
-    """CartPole without its velocities: one look does not tell where the pole is going."""
-
-    def __init__(self) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-
-    def observation(self, observation: np.ndarray) -> np.ndarray:
-        return observation[[0, 2]]
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -197,6 +188,12 @@ def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
     actions, states = agent.predict(np.stack([one, one]), np.concatenate([after, fresh]), np.array([True, False]))
     assert actions.shape == (2,)
     np.testing.assert_allclose(states[:1], fresh, rtol=1e-4, atol=1e-6)
+    exact, _ = agent.predict(one, fresh.astype(np.float64), deterministic=True)  # numbers are numbers
+    assert exact == agent.predict(one, fresh, deterministic=True)[0]
+    with pytest.raises(SurefootError, match=r"episode_start: has 3 flags for 2 observations"):
+        agent.predict(np.stack([one, one]), episode_start=[True, False, True])
+    with pytest.raises(SurefootError, match=r"state: is no array of numbers"):
+        agent.predict(one, "abc")
     with pytest.raises(SurefootError, match=r"state: has shape \(1, 2, 2, 6\); for these observations it is \(2, 2, 2, 6\)"):
         agent.predict(np.stack([one, one]), fresh)
 
@@ -241,21 +238,8 @@ def test_sequences_that_minibatches_would_break_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("lstm", "solved"), [(32, True), (None, False)], ids=["lstm", "feed-forward"])
 def test_cartpole_without_velocities_is_solved_with_memory_alone(lstm: int | None, solved: bool) -> None:
-    agent = surefoot.train(
-        PositionsOnly,
-        steps=150_000,
-        seed=1,
-        run_dir=None,
-        network={"lstm": lstm, "hidden": [32]},
-        rollout={"environments": 8, "steps": 128},
-        objective={
-            "gamma": 0.98,
-            "gae_lambda": 0.9,
-            "normalise_advantages": "minibatch",
-            "reuse": {"epochs": 10, "minibatches": 2},
-        },
-        optimizer={"learning_rate": 3e-3, "schedule": "linear"},
-        evaluation={"episodes": 0},
-    )
-    score = surefoot.evaluate(agent, PositionsOnly, episodes=20, seed=5).mean_return
+    example = runpy.run_path(str(EXAMPLE))
+    task, network = example["Positions"], {"hidden": [32], "lstm": lstm}
+    agent = surefoot.train(task, steps=150_000, seed=1, network=network, **example["RECIPE"])
+    score = surefoot.evaluate(agent, task, episodes=20, seed=5).mean_return
     assert score >= 475 if solved else score < 200

@@ -183,7 +183,7 @@ def test_it_gets_rows_of_leaves_as_documented() -> None:
     for row in shapes:
         count = row["x"][0][0]
         assert row == {"where": ((count,), torch.int64), "x": ((count, 2), torch.float32)}
-    assert {row["x"][0][0] for row in shapes} == {2, 16}
+    assert {row["x"][0][0] for row in shapes} == {1, 2, 16}
 
 
 def test_one_leaf_is_handed_over_as_a_tensor() -> None:
@@ -226,6 +226,11 @@ BAD = {
         lambda space: Passing(lambda x: x[:, : 3 if len(x) > 2 else 4]),
         r"\[16, 3\] for 16 .* not \[16, 4\]",
     ),
+    "fewer axes for one alone": (
+        lambda space: Passing(lambda x: x.sum(-1, True).expand(-1, 3).squeeze()),
+        r"gave features of shape \[3\] for 1 observations, not \[1, 3\]",
+    ),
+    "no numbers": (lambda space: Passing(lambda x: x / 0 * 0), "gave features that are not finite, for observations of the"),
     "doubles": (lambda space: Passing(lambda x: x.double()), r"features of torch\.float64; they must be float32"),
     "double weights": (
         lambda space: Passing(nn.Sequential(nn.Identity(), nn.Linear(4, 4), _Extra())),

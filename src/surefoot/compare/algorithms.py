@@ -180,7 +180,8 @@ def notes(recipes: Mapping[str, ControlRecipe], seeds: int) -> list[str]:
     shared = f"Setting: {settings.pop()}" if len(settings) == 1 else "Settings differ; they are in results.json"
     return [
         "Each algorithm is what `surefoot train --algorithm` makes of it for this task. The values that a recipe was tuned "
-        "with go to the algorithm it was tuned for; one with other switches has its own values, and the recipe's γ",
+        "with go to the algorithm it was tuned for, and all but those of the trust region to one that differs in that alone; "
+        "one with other switches has its own values, and the recipe's γ",
         shared,
         "A training ends with the batch that reaches the budget",
         "IQM: the mean of the middle half of the seeds",

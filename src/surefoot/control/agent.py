@@ -166,9 +166,17 @@ class Agent(nn.Module):
         memory = self.policy.nothing_remembered(count)
         if memory is None:
             return inputs, False
-        starts = np.broadcast_to(np.asarray(False if episode_start is None else episode_start, bool).reshape(-1), count)
+        starts = np.asarray(False if episode_start is None else episode_start, bool).reshape(-1)
+        if len(starts) not in (1, count):
+            raise SurefootError(
+                f"episode_start: has {len(starts)} flags for {count} observations; give one each, or one for all"
+            )
+        starts = np.broadcast_to(starts, count)
         if state is not None:
-            given = torch.as_tensor(state, device=self.device)
+            try:
+                given = torch.as_tensor(state, dtype=memory.dtype, device=self.device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise SurefootError(f"state: is no array of numbers ({error}); give what predict returned") from None
             if given.shape != memory.shape:
                 raise SurefootError(
                     f"state: has shape {tuple(given.shape)}; for these observations it is {tuple(memory.shape)}"

@@ -192,12 +192,16 @@ class CustomTrunk(nn.Module):
         training = self.module.training
         self.module.eval()  # the running statistics of a batch norm are not for made-up observations
         with torch.no_grad():
-            features = self._features(inputs, 2)
+            for count in (2, 1):  # one alone is what it acts on later, and what a squeeze gives away
+                features = self._features({name: x[:count] for name, x in inputs.items()}, count)
+                if not features.isfinite().all():
+                    raise self._refusal("gave features that are not finite, for observations of the smallest values")
+                self.width = features.shape[1]
         self.module.train(training)
         odd = {str(p.dtype) for p in self.module.parameters() if p.dtype != torch.float32}
         if odd:
             raise self._refusal(f"has parameters of {', '.join(sorted(odd))}; they must be float32")
-        return features.shape[1]
+        return self.width
 
     def _features(self, inputs: dict[str, Tensor], count: int) -> Tensor:
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.algorithms import ALGORITHMS, PPO_CLIP, Objective, algorithm_name, switches_between
-from surefoot.config import make_recipe, merged, none_from_text
+from surefoot.config import make_recipe, merged, none_from_text, regions_meant
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 from surefoot.kinds import Recipe
 from surefoot.toml import read_toml
@@ -71,16 +71,55 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     """A preset's tables with changes laid over.
 
     What a preset sets under ``objective`` was tuned for its own algorithm. Asked for one that differs in nothing but the kind
-    of its trust region, all but that table stays; asked for any other, only the discount.
+    of its trust region, all but that table stays; asked for any other, only the discount. Keys of another kind of trust region
+    ask for the algorithm that has it.
+
+    Raises SurefootError for keys of one kind beside the name of an algorithm with another.
     """
     table = without_label(table)
-    own, wanted = table.get("algorithm", "PPO_CLIP"), changes.get("algorithm")
+    own = table.get("algorithm", "PPO_CLIP")
+    wanted = changes.get("algorithm") or _with_region_of(own, changes)
+    if wanted is not None:
+        changes = {**changes, "algorithm": wanted}
+        _refuse_another_region(wanted, changes)
     if wanted is not None and wanted != own:
         tuned = table.get("objective")
         tuned = tuned if isinstance(tuned, Mapping) else {}
         staying = set(tuned) - {"trust_region"} if _another_trust_region(own, wanted) else {"gamma"}
         table["objective"] = {name: value for name, value in tuned.items() if name in staying}
     return merged(table, none_from_text(dict(changes)))
+
+
+def _region_asked_for(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table of a trust region among the changes, where its keys are those of one kind."""
+    objective = changes.get("objective")
+    region = objective.get("trust_region") if isinstance(objective, Mapping) else None
+    return region if isinstance(region, Mapping) and len(regions_meant(region)) == 1 else {}
+
+
+def _with_region_of(own: Any, changes: Mapping[str, Any]) -> str | None:
+    """The algorithm that differs from ``own`` in its kind of trust region alone and has the kind that is asked for, if any."""
+    region = _region_asked_for(changes)
+    if not region:
+        return None
+    adapted = none_from_text(dict(region)).get("target") is not None
+    penalty = "PPO_PENALTY_ADAPTIVE" if adapted else "PPO_PENALTY"
+    name = {"Clip": "PPO_CLIP", "Penalty": penalty, "Constraint": "TRPO"}[regions_meant(region)[0]]
+    same = type(ALGORITHMS[name].trust_region) is type(getattr(ALGORITHMS.get(str(own)), "trust_region", None))
+    return name if _another_trust_region(own, name) and not same else None
+
+
+def _refuse_another_region(wanted: Any, changes: Mapping[str, Any]) -> None:
+    asked, algorithm = regions_meant(_region_asked_for(changes)), ALGORITHMS.get(str(wanted))
+    if not asked or algorithm is None or algorithm.trust_region is None:
+        return
+    theirs = type(algorithm.trust_region).__name__
+    if asked != [theirs]:
+        other = _with_region_of(wanted, changes)
+        raise SurefootError(
+            f"objective.trust_region: has keys of a {asked[0].lower()} ({', '.join(_region_asked_for(changes))}), and "
+            f"algorithm={wanted!r} has a {theirs.lower()}; " + (f"name {other}" if other else "give keys of that")
+        )
 
 
 def _another_trust_region(own: Any, wanted: Any) -> bool:

@@ -1,0 +1,59 @@
+"""CartPole without its velocities: one look does not tell where the pole is going, so the policy needs a memory.
+
+python examples/memory.py --seeds 1 2 3
+python examples/memory.py --seeds 1 2 3 --lstm 0
+"""
+
+import argparse
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+import surefoot
+
+
+class Positions(gymnasium.ObservationWrapper):
+    """The cart's place and the pole's angle, two of CartPole's four numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return observation[[0, 2]]
+
+
+RECIPE: dict[str, Any] = {
+    "rollout": {"environments": 8, "steps": 128},  # 128 steps is how far back learning looks
+    "objective": {
+        "gamma": 0.98,
+        "gae_lambda": 0.9,
+        "normalise_advantages": "minibatch",
+        "reuse": {"epochs": 10, "minibatches": 2},  # of whole sequences, four in each
+    },
+    "optimizer": {"learning_rate": 3e-3, "schedule": "linear"},
+    "evaluation": {"episodes": 0},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150_000)
+    parser.add_argument("--lstm", type=int, default=32, help="its width; 0 for none")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--episodes", type=int, default=100)
+    args = parser.parse_args()
+
+    network = {"hidden": [32], "lstm": args.lstm or None}
+    for seed in args.seeds:
+        agent = surefoot.train(Positions, steps=args.steps, seed=seed, network=network, **RECIPE)
+        result = surefoot.evaluate(agent, Positions, episodes=args.episodes, seed=seed)
+        print(
+            f"seed {seed}: greedy return {result.mean_return:.1f}, worst of {args.episodes} episodes {min(result.returns):.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
