@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 
 import click
 import pytest
+import tomli_w
 
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
 from surefoot.algorithms import TRUST_REGIONS, switches_between
@@ -200,6 +201,35 @@ def test_keys_of_a_trust_region_name_the_algorithm_that_has_it(table, algorithm,
     tuned, recipe = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"objective": {"trust_region": table}})
     assert (recipe.algorithm, recipe.objective.trust_region) == (algorithm, expected)
     assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "file", "flags", "called", "expected"),
+    [
+        (None, {"beta": 3.0}, None, "PPO_PENALTY", Penalty(3.0)),
+        ("PPO_CLIP", {"beta": 3.0}, None, "PPO_PENALTY", Penalty(3.0)),
+        (None, {"beta": 3.0}, {"target": 0.05}, "PPO_PENALTY_ADAPTIVE", Penalty(3.0, target=0.05)),
+        ("PPO_CLIP", {"delta": 0.05, "damping": 0.3}, {"cg_iterations": 20}, "TRPO", Constraint(0.05, 0.3, 20)),
+        ("PPO_PENALTY_ADAPTIVE", {"beta": 3.0}, {"beta": 2.0}, "PPO_PENALTY_ADAPTIVE", Penalty(2.0, target=0.01)),
+        ("PPO_PENALTY_ADAPTIVE", {"target": "none"}, None, "PPO_PENALTY", Penalty(1.0)),
+        ("PPO_CLIP", {"clip": 0.1}, "none", "PPO_UNCLIPPED", None),
+    ],
+)
+def test_a_file_s_own_trust_region_stays_and_its_recipe_is_called_what_it_is(
+    algorithm, file, flags, called, expected, tmp_path
+):
+    label = {} if algorithm is None else {"algorithm": algorithm}
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps({"task": "Acrobot-v1", **label, "objective": {"trust_region": file}}))
+    recipe = find_recipe(str(tmp_path / "mine.toml"), {} if flags is None else {"objective": {"trust_region": flags}})
+    assert (recipe.algorithm, recipe.objective.trust_region) == (called, expected)
+
+
+def test_a_trust_region_may_be_a_value():
+    tuned = find_recipe("CartPole-v1")
+    recipe = recipe_for("CartPole-v1", None, {"objective": {"trust_region": Penalty(3.0)}})
+    assert (recipe.algorithm, recipe.objective) == ("PPO_PENALTY", replace(tuned.objective, trust_region=Penalty(3.0)))
+    with pytest.raises(SurefootError, match="algorithm='TRPO' has a constraint; name PPO_CLIP"):
+        recipe_for("CartPole-v1", "TRPO", {"objective": {"trust_region": Clip(0.1)}})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from surefoot import PPO_CLIP, Reuse, SurefootError
+from surefoot import PPO_CLIP, Clip, Constraint, Penalty, Reuse, SurefootError
 from surefoot.compare.algorithms import recipes_for, report_text, switches_in_words
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.report import finite, number
@@ -18,6 +18,19 @@ def test_each_algorithm_is_what_train_makes_of_it():
     found = recipes_for("CartPole-v1", ["REINFORCE", "A2C", "PPO_CLIP"], {"steps": 500, "seed": 4})
     for name, recipe in found.items():
         assert recipe == find_recipe("CartPole-v1", {"algorithm": name, "steps": 500, "seed": 4})
+
+
+def test_a_file_s_trust_region_is_for_the_algorithm_that_has_it(tmp_path):
+    (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nobjective.trust_region = { delta = 0.05, damping = 0.3 }\n')
+    found = recipes_for(str(tmp_path / "mine.toml"), ["PPO_CLIP", "TRPO"], {})
+    assert isinstance(found["PPO_CLIP"].objective.trust_region, Clip)
+    assert found["TRPO"].objective.trust_region == Constraint(0.05, 0.3)
+
+
+def test_a_fixed_coefficient_stays_fixed():
+    changes = {"objective": {"trust_region": {"beta": 2.0, "target": 0.05}}}
+    found = recipes_for("CartPole-v1", ["PPO_PENALTY", "PPO_PENALTY_ADAPTIVE"], changes)
+    assert [recipe.objective.trust_region for recipe in found.values()] == [Penalty(2.0), Penalty(2.0, target=0.05)]
 
 
 def test_a_switch_that_is_off_in_an_algorithm_stays_off():

@@ -114,7 +114,9 @@ def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str
     }
     kept = {name: value for name, value in wanted.items() if on.get(name, True)}
     if isinstance(kept.get("trust_region"), Mapping):  # keys of another kind of trust region are for other algorithms
-        kept["trust_region"] = {key: value for key, value in kept["trust_region"].items() if hasattr(region, key)}
+        theirs = {key for key in kept["trust_region"] if hasattr(region, key)}
+        theirs -= {"target"} if getattr(region, "target", None) is None else set()  # a fixed β stays fixed
+        kept["trust_region"] = {key: value for key, value in kept["trust_region"].items() if key in theirs}
     return kept
 
 

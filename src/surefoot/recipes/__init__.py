@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from surefoot.algorithms import ALGORITHMS, PPO_CLIP, Objective, algorithm_name, switches_between
+from surefoot.algorithms import ALGORITHMS, PPO_CLIP, TRUST_REGIONS, Objective, algorithm_name, switches_between
 from surefoot.config import make_recipe, merged, none_from_text, regions_meant
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 from surefoot.kinds import Recipe
@@ -68,57 +68,66 @@ def without_label(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset's tables with changes laid over.
+    """A preset's tables with changes laid over, under the name of what comes out.
 
     What a preset sets under ``objective`` was tuned for its own algorithm. Asked for one that differs in nothing but the kind
-    of its trust region, all but that table stays; asked for any other, only the discount. Keys of another kind of trust region
-    ask for the algorithm that has it.
+    of its trust region, all but that table stays; asked for any other, only the discount.
 
-    Raises SurefootError for keys of one kind beside the name of an algorithm with another.
+    Raises SurefootError for keys of one kind of trust region beside the name of an algorithm with another.
     """
-    table = without_label(table)
-    own = table.get("algorithm", "PPO_CLIP")
-    wanted = changes.get("algorithm") or _with_region_of(own, changes)
-    if wanted is not None:
-        changes = {**changes, "algorithm": wanted}
-        _refuse_another_region(wanted, changes)
+    table, changes = without_label(none_from_text(dict(table))), _as_tables(none_from_text(dict(changes)))
+    own = _called(str(table.get("algorithm", "PPO_CLIP")), table)
+    wanted = changes.get("algorithm")
     if wanted is not None and wanted != own:
         tuned = table.get("objective")
         tuned = tuned if isinstance(tuned, Mapping) else {}
         staying = set(tuned) - {"trust_region"} if _another_trust_region(own, wanted) else {"gamma"}
         table["objective"] = {name: value for name, value in tuned.items() if name in staying}
-    return merged(table, none_from_text(dict(changes)))
+    if wanted is not None:
+        _refuse_another_region(str(wanted), changes)
+    together = merged(table, changes)
+    if isinstance(together.get("algorithm"), str):
+        together["algorithm"] = _called(own if wanted is None else wanted, together)
+    return together
 
 
-def _region_asked_for(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The table of a trust region among the changes, where its keys are those of one kind."""
+def _as_tables(changes: dict[str, Any]) -> dict[str, Any]:
+    """Changes from Python may have a trust region as a value: the same as its fields."""
     objective = changes.get("objective")
     region = objective.get("trust_region") if isinstance(objective, Mapping) else None
-    return region if isinstance(region, Mapping) and len(regions_meant(region)) == 1 else {}
+    if not isinstance(objective, Mapping) or not isinstance(region, TRUST_REGIONS):
+        return changes
+    return {**changes, "objective": {**objective, "trust_region": asdict(region)}}
 
 
-def _with_region_of(own: Any, changes: Mapping[str, Any]) -> str | None:
-    """The algorithm that differs from ``own`` in its kind of trust region alone and has the kind that is asked for, if any."""
-    region = _region_asked_for(changes)
-    if not region:
-        return None
-    adapted = none_from_text(dict(region)).get("target") is not None
-    penalty = "PPO_PENALTY_ADAPTIVE" if adapted else "PPO_PENALTY"
-    name = {"Clip": "PPO_CLIP", "Penalty": penalty, "Constraint": "TRPO"}[regions_meant(region)[0]]
-    same = type(ALGORITHMS[name].trust_region) is type(getattr(ALGORITHMS.get(str(own)), "trust_region", None))
-    return name if _another_trust_region(own, name) and not same else None
+def _called(name: str, table: Mapping[str, Any]) -> str:
+    """What an algorithm is called once a table's objective is laid over it and changes its kind of trust region: by the name
+    of the one that differs in that alone, where there is one.
+    """
+    base, objective = ALGORITHMS.get(name), table.get("objective")
+    if base is None or not isinstance(objective, Mapping) or "trust_region" not in objective:
+        return name
+    wanted = _kind(merged(asdict(base), {"trust_region": objective["trust_region"]})["trust_region"])
+    alike = (other for other, value in ALGORITHMS.items() if set(switches_between(base, value)) <= {"trust_region"})
+    fitting = [other for other in (name, *alike) if _kind(asdict(ALGORITHMS[other])["trust_region"]) == wanted]
+    return fitting[0] if fitting else name
 
 
-def _refuse_another_region(wanted: Any, changes: Mapping[str, Any]) -> None:
-    asked, algorithm = regions_meant(_region_asked_for(changes)), ALGORITHMS.get(str(wanted))
-    if not asked or algorithm is None or algorithm.trust_region is None:
-        return
-    theirs = type(algorithm.trust_region).__name__
-    if asked != [theirs]:
-        other = _with_region_of(wanted, changes)
+def _kind(region: Any) -> tuple[list[str], bool]:
+    """Of which kind a trust region's table is, and whether its coefficient is adapted."""
+    return regions_meant(region), isinstance(region, Mapping) and region.get("target") is not None
+
+
+def _refuse_another_region(wanted: str, changes: Mapping[str, Any]) -> None:
+    """Keys of another kind of trust region than that of the algorithm that is named beside them."""
+    objective = changes.get("objective")
+    region = objective.get("trust_region") if isinstance(objective, Mapping) else None
+    asked, theirs = regions_meant(region), getattr(ALGORITHMS.get(wanted), "trust_region", None)
+    if len(asked) == 1 and theirs is not None and asked != [type(theirs).__name__]:
+        other = _called(wanted, changes)
         raise SurefootError(
-            f"objective.trust_region: has keys of a {asked[0].lower()} ({', '.join(_region_asked_for(changes))}), and "
-            f"algorithm={wanted!r} has a {theirs.lower()}; " + (f"name {other}" if other else "give keys of that")
+            f"objective.trust_region: has keys of a {asked[0].lower()} ({', '.join(region or ())}), and algorithm={wanted!r} "
+            f"has a {type(theirs).__name__.lower()}; " + (f"name {other}" if other != wanted else "give keys of that")
         )
 
 
