@@ -119,6 +119,8 @@ def judged(args: argparse.Namespace) -> str:
     rows = []
     for task in args.task:
         results = [json.loads(path.read_text()) for path in sorted((RESULTS / cells(task, args)).glob("surefoot-*.json"))]
+        if not results:
+            sys.exit(f"{cells(task, args)}: no cell is there; train it first")
         greedy = [result["greedy_mean"] for result in results]
         spread = f" ± {np.std(greedy, ddof=1):,.1f}" if len(greedy) > 1 else ""
         each = (

@@ -405,6 +405,22 @@ def test_after_a_fault_no_discounted_return_leaks_into_another_episode() -> None
     assert not world.collector.discounted.any()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_policy_whose_actions_are_not_finite_is_named_and_no_environment_blamed(strict: bool) -> None:
+    class Picky(Endless):
+        action_space = BOX
+
+        def step(self, action: Any) -> Any:
+            assert not strict or np.isfinite(action).all(), "no number"
+            return np.float32(action), 1.0, False, False, {}
+
+    world = collecting([Picky()], steps=4)
+    with torch.no_grad():
+        next(world.policy.parameters()).fill_(math.nan)
+    with pytest.raises(SurefootError, match=r"^policy: its actions are not finite, for observations that are; mend"):
+        world.collector.collect(fresh_state())
+
+
 def test_two_environments_that_go_wrong_at_once_both_begin_anew() -> None:
     single = [
         Poisoned(0, ENDS[0]).poison("reward", math.nan, 0, 2),

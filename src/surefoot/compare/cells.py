@@ -69,7 +69,7 @@ def check_trainable(recipes: Mapping[str, ControlRecipe], episodes: int) -> None
     """
     for name, recipe in recipes.items():
         try:
-            if (patience := recipe.evaluation.patience) is not None:
+            if (patience := recipe.evaluation.patience) is not None and recipe.evaluation.episodes:
                 raise SurefootError(
                     f"evaluation.patience={patience}: would end a training before the budget that all of them have; set 'none'"
                 )

@@ -90,8 +90,14 @@ def _noise(axes: Any, gradients: Mapping[str, Any] | None, rungs: Mapping[str, i
     rows = list(gradients["noise"].items())
     for row, (name, noise) in enumerate(rows):
         colour, value, (low, high) = RUNGS[rungs[name]], noise["variance"], noise["variance_interval"]
-        if not value:  # nothing was rewarded in any batch: there is no place for it on a log scale
-            axes.annotate("no gradient", (0.5, -row), xycoords=("axes fraction", "data"), ha="center", fontsize=9)
+        if not value:  # as where nothing was rewarded in any batch: there is no place for it on a log scale
+            axes.annotate(
+                "no noise" if noise["signal"] else "no gradient",
+                (0.5, -row),
+                xycoords=("axes fraction", "data"),
+                ha="center",
+                fontsize=9,
+            )
             continue
         axes.plot([low, high], [-row, -row], color=colour, lw=2.5, solid_capstyle="butt")
         axes.plot([value], [-row], "o", color=colour, ms=8)

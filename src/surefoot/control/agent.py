@@ -166,17 +166,17 @@ class Agent(nn.Module):
         memory = self.policy.nothing_remembered(count)
         if memory is None:
             return inputs, False
-        starts = np.asarray(False if episode_start is None else episode_start, bool).reshape(-1)
+        try:
+            starts = np.asarray(False if episode_start is None else episode_start, bool).reshape(-1)
+            given = None if state is None else torch.from_numpy(np.array(state, np.float32)).to(memory)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SurefootError(f"state, episode_start: {error}; give what predict returned, and flags") from None
         if len(starts) not in (1, count):
             raise SurefootError(
                 f"episode_start: has {len(starts)} flags for {count} observations; give one each, or one for all"
             )
         starts = np.broadcast_to(starts, count)
-        if state is not None:
-            try:
-                given = torch.as_tensor(state, dtype=memory.dtype, device=self.device)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise SurefootError(f"state: is no array of numbers ({error}); give what predict returned") from None
+        if given is not None:
             if given.shape != memory.shape:
                 raise SurefootError(
                     f"state: has shape {tuple(given.shape)}; for these observations it is {tuple(memory.shape)}"

@@ -19,7 +19,7 @@ from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.observations import broken_parts, not_finite
 from surefoot.control.replay import Replayable, Seen
 from surefoot.control.spaces import Array, Observations
-from surefoot.errors import NotFiniteError
+from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.functional import successor_values
 from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 
@@ -85,10 +85,14 @@ class ControlCollector:
             starts.append(self.starts)
             actions, sent, self.memory = act(self.observations, self.memory, self.starts)
             observed.append(self.observations)
-            step = self.environments.step(sent, active)
-            # Still one after a row that only reset; but EnvPool resets after a lost life too, and there the game goes on.
-            self.starts = step.over | (step.ignored & self.starts)
-            self._check(step)
+            try:
+                step = self.environments.step(sent, active)
+                # Still one after a row that only reset; but EnvPool resets after a lost life too, and there the game goes on.
+                self.starts = step.over | (step.ignored & self.starts)
+                self._check(step)
+            except SurefootError:
+                check_actions(actions)  # looked at only now: whoever was sent no number is not to blame
+                raise
             taken.append(actions)
             outcomes.append(step)
             self.observations = step.observations
@@ -250,3 +254,12 @@ class ControlCollector:
         self.finished = deque(((float(r), int(n)) for r, n in state["finished"]), maxlen=EPISODES_REMEMBERED)
         self.finished_count = state["finished_count"]
         self._forget(self.lost)
+
+
+def check_actions(actions: Tensor) -> None:
+    """Raise SurefootError, naming the policy, for actions that are not finite."""
+    if not actions.isfinite().all():
+        raise SurefootError(
+            "policy: its actions are not finite, for observations that are; mend network.custom where there is one, or lower "
+            "optimizer.learning_rate"
+        )
