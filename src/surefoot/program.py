@@ -53,8 +53,14 @@ def _compiled(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> Prog
             package.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=package.parent) as folder:
                 new = Path(folder) / package.name
-                with torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):  # by itself it knows $CXX and g++ alone
-                    torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
+                try:
+                    with torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):  # by itself it knows $CXX and g++ alone
+                        torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
+                except Exception as error:
+                    raise SurefootError(
+                        f"engine='compiled': {compiler()} could not compile the program ({type(error).__name__}); set engine = "
+                        "'eager', or another compiler by $CXX"
+                    ) from error
                 os.replace(new, package)
         library = torch._inductor.aoti_load_package(str(package))
     run: Program = library.loader.boxed_run  # without the wrapper's walk over argument trees

@@ -180,3 +180,10 @@ def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SurefootError, match=r"needs a C\+\+ compiler"):
         surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", engine="compiled", **TINY)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("surefoot.program.compiler", lambda: "/bin/false")
+    with pytest.raises(SurefootError, match=r"^engine='compiled': /bin/false could not compile the program \(.*set engine"):
+        trained("compiled", 1)
