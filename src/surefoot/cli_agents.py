@@ -40,7 +40,12 @@ def evaluate(
     from surefoot.run.folder import checkpoint_to_load
 
     checkpoint = checkpoint_to_load(run)
-    if kind_of(run) != "control":
+    of_language = kind_of(run) != "control"
+    for name in ("episodes", "task") if of_language else ("rows_file", "rows"):
+        if click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            judged = "a model on held-out rows: --data, --rows" if of_language else "an agent by --episodes"
+            raise SurefootError(f"--{'data' if name == 'rows_file' else name}: {run} is judged as {judged}; leave it out")
+    if of_language:
         from surefoot.language.evaluate import evaluate_run, table
 
         told = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(**attempts))

@@ -112,6 +112,8 @@ def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_cod
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="As in sampling.max_tokens.")
 @click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
+@click.option("--stop", multiple=True, help="Text that ends a response, besides EOS; repeatable. As in sampling.stop.")
+@click.option("--keep-cut", is_flag=True, help="A response that --max-tokens cut earns what the function says, not 0.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
 def accuracy(
     file: Path,
@@ -123,6 +125,8 @@ def accuracy(
     max_tokens: int,
     temperature: float,
     seed: int,
+    stop: tuple[str, ...],
+    keep_cut: bool,
     trust_remote_code: bool,
 ) -> None:
     """Tell how often a model answers the prompts of FILE rightly before it is trained: greedily, and by sampling."""
@@ -136,8 +140,11 @@ def accuracy(
     if not isinstance(given, dict):
         raise SurefootError(f"--arguments {arguments}: must be a table, such as {{ tolerance = 0.1 }}")
     reward = FunctionReward(function, arguments=given, field="--function", then=REPEAT)
-    options = {"prompts": rows, "samples": samples, "max_tokens": max_tokens, "seed": seed}
-    found = accuracy_of(writer(model, trust_remote_code), file, reward, temperature=temperature, **options)
+    if not all(stop):
+        raise SurefootError("--stop '': is empty; name a text")
+    options: dict[str, Any] = {"prompts": rows, "samples": samples, "max_tokens": max_tokens, "seed": seed, "stop": stop}
+    answering = writer(model, trust_remote_code)
+    found = accuracy_of(answering, file, reward, temperature=temperature, keep_cut=keep_cut, **options)
     for line in found.lines():
         click.echo(line)
 
@@ -147,7 +154,7 @@ def accuracy(
 @click.option("--rows", type=click.IntRange(min=1), default=1000, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
 @click.option("--difficulty", type=int, help="As the task counts it (surefoot data tasks); its usual one if not given.")
-@click.option("--test", is_flag=True, help="Problems that no training rows have, of any seed.")
+@click.option("--test", is_flag=True, help="Problems that no training rows have, of any seed; of games, other plays.")
 @click.option("--demonstrations", is_flag=True, help="Answers of a teacher, for SFT, instead of problems.")
 @click.option("--sloppy", type=click.FloatRange(0, 1), help="Share of demonstrations that are careless. [default: 0.6]")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSONL file.")

@@ -75,6 +75,12 @@ class Plan:
                 "model is a run of kind 'reward'"
             )
         self._check_adapter()
+        first = Path(models[0]).expanduser()
+        if (first / "adapter").is_dir() and not (first / "model").is_dir():
+            raise SurefootError(
+                f"reward.terms model={models[0]!r}: this run left an adapter alone, and rounds go on from its whole model; "
+                f"merge it there: surefoot merge {models[0]} --out {first / 'model'}"
+            )
         with named("reward.terms model"):
             model_folder(models[0])
         config = Path(models[0]).expanduser() / "config.toml"

@@ -68,6 +68,25 @@ def test_each_number_is_what_the_written_responses_say(folders: dict[str, Path],
     assert told["without_score"] == 0
 
 
+def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_a_time(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Environments draw from them: the same few seeds for every part would be the same few games."""
+    world, _ = made(folders["llama"], tmp_path)
+    answer, seen = world.collector.answer, dict[int, list[int]]()
+    for samples in (1, 4, 8):
+        given = seen.setdefault(samples, [])
+
+        def watching(prompts: Any, seeds: Any, count: int = 1, greedy: bool = False, given: Any = given) -> Any:
+            given.extend(seeds if greedy else ())
+            return answer(prompts, seeds, count, greedy)
+
+        world.collector.answer = watching  # type: ignore[method-assign]
+        attempted(world, Attempts(samples))
+    assert len(set(seen[1])) == 6
+    assert seen[1] == seen[4] == seen[8]
+
+
 def test_the_same_attempts_are_made_again(folders: dict[str, Path], tmp_path: Path) -> None:
     world, asked = made(folders["llama"], tmp_path)
     assert attempted(world, Attempts(4)) == attempted(world, Attempts(4))

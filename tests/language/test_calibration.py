@@ -25,7 +25,7 @@ class Counting(nn.Module):
         return torch.arange(1, ids.shape[1] + 1).expand(ids.shape) / 100
 
 
-def world(tmp_path: Path, model: Path, function: str, **changes: Any) -> LanguageWorld:
+def world(tmp_path: Path, model: Path, function: str, missing_eos_value: float = 0.0, **changes: Any) -> LanguageWorld:
     (tmp_path / "rewards.py").write_text(
         "def brief(responses):\n    return [float(len(t) < 6) for t in responses]\n"
         "def length(responses):\n    return [None if i == 0 else float(len(t)) for i, t in enumerate(responses)]\n"
@@ -36,7 +36,7 @@ def world(tmp_path: Path, model: Path, function: str, **changes: Any) -> Languag
         "model": str(model),
         "data": {"train": str(tmp_path / "rows.jsonl"), "held_out": str(tmp_path / "rows.jsonl")},
         "sampling": {"prompts": 16, "max_tokens": 9},
-        "reward": {"terms": [{"function": f"{tmp_path / 'rewards.py'}:{function}"}], "missing_eos": "penalty"},
+        "reward": {"terms": [{"function": f"{tmp_path / 'rewards.py'}:{function}"}], "missing_eos_value": missing_eos_value},
         "critic": {"own_model": True},
     }
     made = LanguageWorld(make_recipe({"kind": "language", **table, **changes}))
@@ -71,6 +71,18 @@ def test_values_of_returns_are_judged_by_numbers_computed_by_hand() -> None:
     nothing = torch.zeros(0)
     assert returns(nothing, nothing)["rmse"] is None
     assert success(nothing, nothing.bool())["brier"] is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"objective": {"gamma": 0.9}}])
+def test_a_critic_that_is_trained_for_another_return_is_not_read_as_a_probability(
+    changes: dict[str, Any], tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    """A cut response earns -1 here, and a perfect critic's value is no probability; nor is a discounted one."""
+    value = -1.0 if not changes else 0.0
+    made = world(tmp_path, folders["llama"], "brief", missing_eos_value=value, **changes)
+    found = calibration(made, made.answers())
+    assert found is not None
+    assert found["first"]["kind"] == "returns"
 
 
 def test_a_verifiers_critic_is_asked_before_the_first_token_and_in_the_middle(tmp_path: Path, folders: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@ it is (the score, the value, the anchor): on rollouts that a world sampled itsel
 
 import copy
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from surefoot import Reuse
 from surefoot.config import make_recipe
 from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
 from surefoot.functional import masked_mean
+from surefoot.language.collect import repeated
+from surefoot.language.sampler import before
 from surefoot.language.supervised import SupervisedWorld
 from surefoot.language.world import LanguageWorld
 from surefoot.learner import Learner
@@ -200,6 +204,52 @@ def test_an_adapted_beta_moves_by_the_clipped_relative_error_of_the_kl(folders: 
         assert second.metrics["reference_beta"] == pytest.approx(beta)
         paid = second.reward_parts["score"] - beta * second.reward_parts["kl"]
         torch.testing.assert_close(second.rewards[second.mask], paid[second.mask])
+
+
+def test_a_beta_that_is_fixed_is_that_of_the_recipe_whatever_it_was_adapted_to_before(world: LanguageWorld) -> None:
+    state = LearnerState.seeded(1, 64)
+    state.coefficients["reference_beta"] = 7.0
+    assert world.collector.collect(state).metrics["reference_beta"] == 0.1
+    assert "reference_beta" not in state.coefficients
+
+
+@pytest.mark.parametrize(("target", "within"), [(1e-4, False), (1e4, True)])
+def test_where_beta_is_adapted_the_best_policy_is_one_within_reach_of_the_target(
+    target: float, within: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """By the initial price, which may be next to nothing, a policy far beyond the target would be the best one."""
+    data = {"train": str(tmp_path / "prompts.jsonl"), "held_out": str(tmp_path / "prompts.jsonl"), "max_length": 64}
+    world = made(folders["llama"], tmp_path, data=data, reference={"beta": 1e-6, "target": target})
+    judged = world.evaluate()
+    assert judged is not None
+    assert judged.metrics["held_out_kl"] > 1e-3  # type: ignore[operator]
+    assert judged.score == (judged.metrics["held_out_reward"] if within else -math.inf)
+
+
+def test_a_stop_string_is_no_part_of_the_text_that_is_scored(world: LanguageWorld) -> None:
+    """As in best-of-n, chat and generate: a reward sees the same answer everywhere."""
+    world.collector.collect(LearnerState.seeded(1, 64))
+    said = [row["response"] for row in world.collector.said]
+    assert not any(stop in text for text in said for stop in "eo")
+    prompts = repeated(world.collector.prompts, range(8))
+    answers = world.collector.answer(prompts, list(range(8)))
+    whole = [world.tokens.decode(ids) for ids in answers.samples.responses()]
+    assert any(stop in text for text in whole for stop in "eo"), "the tokens have it"
+    assert answers.responses == [before(text, "eo") for text in whole]
+
+
+def test_reinforce_without_a_baseline_has_none() -> None:
+    """Advantages less their mean over the batch would be those of the rung above."""
+    table = {"kind": "language", "model": "m", "data": {"train": "p.jsonl"}, "reward": {"terms": [{"function": "here:f"}]}}
+    found = [make_recipe(table | {"algorithm": name}).objective for name in ("REINFORCE", "REINFORCE_BASELINE", "A2C")]
+    assert [objective.normalise_advantages for objective in found] == [None, "batch", "batch"]
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_groups_are_of_undiscounted_responses(baseline: str, tmp_path: Path, folders: dict[str, Path]) -> None:
+    name = "GRPO" if baseline == "group" else "RLOO"
+    with pytest.raises(SurefootError, match=rf"objective\.gamma=0: baseline '{baseline}' compares what whole responses earned"):
+        made(folders["llama"], tmp_path, algorithm=name, objective={"gamma": 0.0})
 
 
 @pytest.mark.parametrize("own_model", [False, True])

@@ -222,12 +222,16 @@ def test_the_command_writes_what_the_functions_make(command, tmp_path) -> None: 
 
 
 class Writer:
-    """Writes "1" first, then "2", then "1" again …, and "1" greedily."""
+    """Writes "1" first, then "2", then "1" again …, and "1" greedily. Every so many-th response is cut, where it is told so."""
 
     tokens = Tokens(tokenizer())
 
-    def generate(self, prompts, *, samples, greedy, **options):  # type: ignore[no-untyped-def]
-        return ["1" if greedy else "12"[number % 2] for number in range(len(prompts) * samples)]
+    def __init__(self, cut=None):  # type: ignore[no-untyped-def]
+        self.cut = cut
+
+    def generate_ended(self, prompts, *, samples, greedy, **options):  # type: ignore[no-untyped-def]
+        numbers = range(len(prompts) * samples)
+        return ["1" if greedy else "12"[n % 2] for n in numbers], [self.cut is None or n % self.cut > 0 for n in numbers]
 
 
 def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -240,6 +244,19 @@ def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:  # type
     found = accuracy(Writer(), path, reward, samples=1, prompts=1)  # type: ignore[arg-type]
     assert (found.sampled, found.mixed) == (1, 0)
     assert "take harder problems" in found.lines()[-1]
+
+
+def test_a_response_that_was_cut_is_wrong_unless_it_is_kept(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [{"prompt": "a", "answer": "1"}] * 4)
+    reward = FunctionReward("surefoot.verifiers:exact")
+    found = accuracy(Writer(cut=4), path, reward, samples=4)  # type: ignore[arg-type]
+    assert (found.cut, found.sampled, found.greedy) == (0.25, 0.25, 0.75)
+    assert "25% of the samples were cut at 64 tokens: wrong" in found.lines()
+    kept = accuracy(Writer(cut=4), path, reward, samples=4, keep_cut=True)  # type: ignore[arg-type]
+    assert (kept.cut, kept.sampled, kept.greedy) == (0.25, 0.5, 1.0)
+    never = accuracy(Writer(cut=1), path, reward, samples=4)  # type: ignore[arg-type]
+    assert "next to no sample ends" in never.lines()[-1]
 
 
 def test_a_response_without_a_score_is_neither_wrong_nor_a_difference(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -258,7 +275,7 @@ def test_no_signal_is_said_before_training(command) -> None:  # type: ignore[no-
     code, out, _ = command(*["data", "accuracy", "rows.jsonl", "--model", "pocket", "--rows", "4", "--max-tokens", "6"])
     assert code == 0
     assert out.startswith("greedy 0.000, sampled 0.000 (4 samples to each of 4 prompts)")
-    assert "there is no signal; begin with SFT" in out
+    assert "next to no sample ends: begin with SFT" in out
 
 
 # ---- reasoning-gym ---------------------------------------------------------------------------------------------------

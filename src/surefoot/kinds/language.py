@@ -193,12 +193,14 @@ class LanguageRecipe(ModelRecipe):
     def switches(cls, algorithm: Objective) -> dict[str, Any]:
         """The usual settings for responses: γ = 1, advantages normalised over the whole batch, few passes.
 
-        What compares responses in groups has scaled its advantages, and says its passes, itself.
+        What compares responses in groups has scaled its advantages, and says its passes, itself. Without a baseline nothing is
+        normalised: less its mean, the return would have one.
         """
         if algorithm.compares_in_groups:
             return {"gamma": 1.0}
         reuse = {"reuse": {"epochs": 4, "minibatches": 4}} if algorithm.reuse else {}
-        return {"gamma": 1.0, "normalise_advantages": "batch", **reuse}
+        normalise = {} if algorithm.baseline is None else {"normalise_advantages": "batch"}
+        return {"gamma": 1.0, **normalise, **reuse}
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -252,6 +254,11 @@ class LanguageRecipe(ModelRecipe):
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the {self.responses} responses of an "
                 f"iteration (sampling.prompts={self.sampling.prompts} x sampling.samples={self.sampling.samples}); choose a "
                 f"divisor, such as {nearest_divisor(self.responses, reuse.minibatches)}"
+            )
+        if self.objective.compares_in_groups and self.objective.gamma != 1:
+            raise SurefootError(
+                f"objective.gamma={self.objective.gamma:g}: baseline {self.objective.baseline!r} compares what whole responses "
+                "earned, undiscounted; set 1"
             )
         if self.evaluation.demonstrations is not None and not self.evaluation.rows:
             raise SurefootError(

@@ -77,7 +77,10 @@ def attempted(world: LanguageWorld, attempts: Attempts) -> dict[str, Any]:
     size = max(1, recipe.responses // n)  # as many responses at a time as training samples
     for start in range(0, count, size):
         rows = range(start, min(start + size, count))
-        first = world.collector.answer(repeated(world.held_out, rows), (), greedy=True)
+        own = [
+            derived_seed(recipe.evaluation.seed, "greedy", row) for row in rows
+        ]  # of the row, however many are read at a time
+        first = world.collector.answer(repeated(world.held_out, rows), own, greedy=True)
         seeds = [derived_seed(recipe.evaluation.seed, "attempt", row * n + sample) for row in rows for sample in range(n)]
         drawn = world.collector.answer(repeated(world.held_out, rows, n), seeds, n)
         solved, missing = _right(world, first, attempts)

@@ -20,10 +20,10 @@ MOMENTS = ("first", "middle")
 def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None:
     """The values of answers beside what became of them, at the ``MOMENTS``; None for a policy without a critic.
 
-    A reward that gives 0 or 1 alone, for whole responses, has V read as the probability of 1, clipped to [0, 1] (``success``).
-    A response that the length limit cut is no success where ``reward.missing_eos`` is "penalty". For other rewards V is held
-    against the return that it is trained for, what the KL costs included (``returns``). Responses without a score are left out,
-    and of the latter those that are bootstrapped.
+    Where whole responses earn 0 or 1 and nothing else, also those that the length limit cut (``reward.missing_eos_value`` is 0,
+    or ``missing_eos`` is none), and nothing is discounted, V is read as the probability of 1, clipped to [0, 1]
+    (``success``). Elsewhere V is held against the return that it is trained for, what the KL costs included (``returns``).
+    Responses without a score are left out, and of the latter those that are bootstrapped.
     """
     recipe, drawn = world.recipe, answers.samples
     inputs, mask = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}, drawn.mask
@@ -33,15 +33,16 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     scores = answers.scores(world.reward)
     places = {"first": place_of(mask, torch.zeros_like(drawn.lengths)), "middle": place_of(mask, drawn.lengths // 2)}
     values = {name: found.values.gather(-1, at.unsqueeze(-1)).squeeze(-1) for name, at in places.items()}
-    score = scores.total[scores.valid]
+    paid = settled(scores, drawn, recipe)
+    earns = paid[scores.valid]
     at_end = scores.dense is None or bool((scores.dense == place_scores(scores.total, mask)).all())
-    if at_end and bool(((score == 0) | (score == 1)).all()):
-        counted = drawn.ended if recipe.reward.missing_eos == "penalty" else torch.ones_like(drawn.ended)
-        right = (scores.total == 1) & counted
-        return {name: success(values[name][scores.valid], right[scores.valid]) for name in MOMENTS}
+    guessed = recipe.reward.missing_eos == "bootstrap" and not bool(drawn.ended.all())
+    if at_end and not guessed and recipe.objective.gamma == 1 and bool(((earns == 0) | (earns == 1)).all()):
+        return {name: success(values[name][scores.valid], earns == 1) for name in MOMENTS}
     ref_log_probs = in_parts(world.reference.log_probs, inputs, drawn.actions, mask, *world.collector.budget)
-    paid = placed(scores, settled(scores, drawn, recipe), drawn, recipe)
-    rewards = kl_shaped_rewards(paid, found.log_probs, ref_log_probs, mask, recipe.reference.beta)
+    rewards = kl_shaped_rewards(
+        placed(scores, paid, drawn, recipe), found.log_probs, ref_log_probs, mask, recipe.reference.beta
+    )
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
     earned = discounted_returns(rewards, torch.zeros_like(rewards), terminated=last, truncated=none, gamma=gamma, mask=mask)

@@ -30,7 +30,7 @@ from surefoot.language.groups import joined_prompts, joined_samples, over_ranks,
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
 from surefoot.language.rewards import FunctionReward, Reward, Scores, is_dense, scored
-from surefoot.language.sampler import Samples, sample
+from surefoot.language.sampler import Samples, before, sample
 from surefoot.language.scores import joined_scores, over_all_ranks, scattered
 from surefoot.language.steps import pieces
 from surefoot.language.tokens import Tokens, text_of
@@ -65,13 +65,21 @@ class Answers:
 
     talks   the conversations that the samples are, where they have several turns: what is scored then is the last turn, as a
             response to all before it, and what all turns earned is added
+    stop    strings that end a response: they and what follows them are no part of its text, as wherever text is written
     """
 
-    def __init__(self, samples: Samples, prompts: Prompts, tokens: Tokens, talks: Sequence[Conversation] | None = None) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        prompts: Prompts,
+        tokens: Tokens,
+        talks: Sequence[Conversation] | None = None,
+        stop: Sequence[str] = (),
+    ) -> None:
         self.samples, self.prompts, self.tokens, self.talks = samples, prompts, tokens, talks
         if talks is None:
             self.scored = samples.responses()
-            self.responses = [tokens.decode(ids) for ids in self.scored]
+            self.responses = [before(tokens.decode(ids), stop) for ids in self.scored]
         else:
             self.prompts = replace(prompts, prompts=[talk.history for talk in talks])
             self.scored = [[talk.ids[place] for place in talk.last] for talk in talks]
@@ -198,6 +206,8 @@ class LanguageCollector:
         actions = drawn.actions
         old = in_parts(self.policy, inputs, actions, mask, *self.budget)
         ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, *self.budget)
+        if recipe.reference.target is None:
+            state.coefficients.pop(ANCHOR, None)  # a run may be resumed with its β fixed
         beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
         earned = keep_only(earned, mask)
         gap = float((drawn.log_probs - old.log_probs)[mask].abs().max()) if mask.any() else 0.0
@@ -263,15 +273,18 @@ class LanguageCollector:
         )
 
     def answer(self, prompts: Prompts, seeds: Sequence[int], samples: int = 1, greedy: bool = False) -> Answers:
-        """One response to each of the prompts, of which so many that stand side by side are the same and are read once."""
+        """One response to each of the prompts, of which so many that stand side by side are the same and are read once.
+
+        seeds   one each, also where the policy is greedy: an environment may draw from them
+        """
         if self.environments is not None:
             return self._conversations(prompts, seeds, greedy)
-        return Answers(self._sample(prompts.ids[::samples], seeds, samples, greedy), prompts, self.tokens)
+        drawn = self._sample(prompts.ids[::samples], seeds, samples, greedy)
+        return Answers(drawn, prompts, self.tokens, stop=self.recipe.sampling.stop)
 
     def _conversations(self, prompts: Prompts, seeds: Sequence[int], greedy: bool) -> Answers:
         """One conversation about each of the rows."""
         assert self.environments is not None
-        seeds = seeds or [derived_seed(self.recipe.evaluation.seed, "greedy", row) for row in range(len(prompts.ids))]
         names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
         rows = [dict(zip(names, values, strict=True)) for values in columns] if names else [{} for _ in prompts.ids]
         talks = self.environments.converse(
@@ -341,7 +354,7 @@ class LanguageCollector:
         talks = [talk for answers, _, _ in parts for talk in answers.talks or ()]
         scores = [scores for _, scores, _ in parts]
         return (
-            Answers(drawn, prompts, self.tokens, talks or None),
+            Answers(drawn, prompts, self.tokens, talks or None, self.recipe.sampling.stop),
             joined_scores(scores),
             torch.cat([total for _, _, total in parts]),
         )

@@ -163,8 +163,9 @@ def generate(
     seed: int = 1,
     stop: Sequence[str] = (),
     greedy: bool = False,
-) -> list[str]:
-    """Answers as text to prompts of text or messages, prompt-major; a stop string and what follows it are cut off.
+) -> tuple[list[str], list[bool]]:
+    """Answers as text to prompts of text or messages, prompt-major; a stop string and what follows it are cut off. And whether
+    each ended by itself, not by ``max_tokens``.
 
     An answer depends on the prompt, the seed and its place in the list. Raises what ``sample`` and ``tokens`` raise.
     """
@@ -183,7 +184,7 @@ def generate(
         decode=tokens.decode,
         greedy=greedy,
     )
-    return [before(tokens.decode(ids), stop) for ids in drawn.responses()]
+    return [before(tokens.decode(ids), stop) for ids in drawn.responses()], drawn.ended.tolist()
 
 
 def before(text: str, stop: Sequence[str]) -> str:

@@ -55,17 +55,12 @@ class LanguageModel:
 
         Raises SurefootError for an empty list, or a prompt longer than the model's context.
         """
-        return generate(
-            self.model,
-            self.tokens,
-            prompts,
-            samples=samples,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
-            greedy=greedy,
-        )
+        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop, "greedy": greedy}
+        return self.generate_ended(prompts, samples=samples, max_tokens=max_tokens, **options)[0]
+
+    def generate_ended(self, prompts: Sequence[str | Messages], **options: Any) -> tuple[list[str], list[bool]]:
+        """What ``generate`` gives, and of each response whether it ended by itself and was not cut."""
+        return generate(self.model, self.tokens, prompts, **options)
 
     def save(self, folder: str | Path) -> None:
         """Write a folder that ``transformers`` and ``surefoot.load`` read."""

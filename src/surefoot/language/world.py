@@ -43,6 +43,9 @@ from surefoot.run.distributed import world_size
 from surefoot.seeding import derived_seed
 from surefoot.worlds import Judgement, check_device
 
+REACH = 1.5
+"""of how many times ``reference.target`` the KL of the best policy may be"""
+
 
 class LanguageWorld:
     """What a recipe of kind "language" is made of."""
@@ -298,7 +301,7 @@ class LanguageWorld:
         if self.held_out is None:
             said = self.collector.said if self.recipe.evaluation.rows else []
             return Judgement(None, found, said) if found or said else None
-        judged = self.judge(self.answers() if answers is None else answers, self.recipe.reference.beta)
+        judged = self.judge(self.answers() if answers is None else answers)
         return replace(judged, metrics=judged.metrics | found)
 
     def _log_likelihood(self, rows: Rows) -> float | None:
@@ -308,8 +311,11 @@ class LanguageWorld:
         size = size or max(1, recipe.responses // (reuse.minibatches if reuse else 1))
         return mean_log_likelihood(scored(self._supervised(), rows, recipe.evaluation.rows, size, recipe.device, tokens))
 
-    def judge(self, answers: Answers, beta: float) -> Judgement:
-        """What answers are worth: reward, gold where it is known, KL to the reference, length, diversity."""
+    def judge(self, answers: Answers) -> Judgement:
+        """What answers are worth: reward, gold where it is known, KL to the reference, length, diversity. The score is the
+        reward less β·KL. Where β is adapted it has no price of its own: there the score is the reward, of a policy that is
+        within reach of the target, and nothing beyond.
+        """
         drawn = answers.samples
         scores = answers.scores(self.reward)
         total = settled(scores, drawn, self.recipe)
@@ -334,7 +340,12 @@ class LanguageWorld:
             metrics["held_out_gold"] = gold.mean_of(gold.total)
             columns["gold"] = gold.column(gold.total)
         reward = metrics["held_out_reward"]
-        return Judgement(-math.inf if reward is None else reward - beta * spent, metrics, texts(answers, columns))
+        beta, target = self.recipe.reference.beta, self.recipe.reference.target
+        if reward is None or (target is not None and spent > REACH * target):
+            score = -math.inf
+        else:
+            score = reward - (beta * spent if target is None else 0.0)
+        return Judgement(score, metrics, texts(answers, columns))
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text, and the β of the reward's KL."""
