@@ -69,14 +69,14 @@ def start(task: str, seed: int) -> Path:
     return folder
 
 
-def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float:
-    """Train, or continue, or find done; user seconds that it took here."""
-    begun = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    if not (run / "config.toml").exists():
+def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float | None:
+    """Train, or continue, or find done; user seconds of a training from beginning to end, None of any part of one."""
+    whole, begun = not (run / "config.toml").exists(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    if whole:
         api.start(find_recipe(recipe, changes), run, display=Silent())
     elif not (run / "finished.json").exists():
         api.resume(run)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun if whole else None
 
 
 def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
@@ -219,7 +219,8 @@ def family_table(task: str) -> Iterator[list[str]]:
         if judged:
             rate = results[0]["learning_rate"] if results else None
             greedy, sampled = (spread([each[kind] for each in judged]) for kind in ("greedy", "sampled"))
-            some, seconds = spread([each["pass_at_8"] for each in judged])[0], [result["user_seconds"] for result in results]
+            some = spread([each["pass_at_8"] for each in judged])[0]
+            seconds = [result["user_seconds"] for result in results if result["user_seconds"] is not None]
             took = f"{sum(seconds) / len(seconds):.0f} s" if seconds else ""
             yield [algorithm, f"{rate:g}" if rate else "", *greedy, *sampled, some, took]
 
