@@ -211,7 +211,7 @@ class SamplingSettings(Section):
     temperature: float = Field(1.0, gt=0)
     """divides logits: in sampling, and in every log-probability alike"""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """texts that end a response, besides EOS"""
+    """texts that end a response, besides EOS; they are no part of the text that rewards and environments get"""
     old_log_probs: Literal["trainer", "sampler"] = "trainer"
     """whose log π_old ratios are formed with: scored again by what is trained, or as the sampler had it when it drew"""
 

@@ -263,12 +263,13 @@ def test_the_shortcut_past_decoding_misses_no_stop_string(parts: list[bytes], st
 
 def test_generate_answers_text_with_text_and_cuts_the_stop_string_off(loaded: tuple[Any, Any]) -> None:
     model, tokens = loaded[0], Tokens(loaded[1], loaded[0])
-    free = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3)
+    free, ended = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3)
     assert len(free) == 6
     assert len(set(free)) > 1
     word = free[0][4:6]
-    cut = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3, stop=[word])
+    cut, ended_now = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3, stop=[word])
     assert cut == [answer.partition(word)[0] for answer in free]
+    assert ended_now == [over or word in answer for over, answer in zip(ended, free, strict=True)]
     assert generate(model, tokens, ["hello"], max_tokens=5, greedy=True) == generate(
         model, tokens, ["hello"], max_tokens=5, greedy=True, seed=9
     )

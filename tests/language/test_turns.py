@@ -23,6 +23,7 @@ from surefoot.language.conversations import Conversation, with_earned
 from surefoot.language.evaluate import evaluate_run
 from surefoot.language.models import load_model
 from surefoot.language.rows import write_rows
+from surefoot.language.sampler import before
 from surefoot.language.scores import Scores, scattered
 from surefoot.language.tasks.guess import Guess
 from surefoot.language.tokens import Tokens
@@ -201,6 +202,11 @@ def collected(made: LanguageWorld) -> Rollout:
     return made.collector.collect(LearnerState.seeded(1, 64))
 
 
+def judged(tokens: Tokens, ids: Tensor | list[int]) -> str:
+    """A turn's text as environments and rewards get it: without the stop string that ended it."""
+    return before(tokens.decode(ids), STOP)
+
+
 def pieces(row: Tensor) -> list[list[int]]:
     """Places of each run of True.   [T]"""
     found: list[list[int]] = []
@@ -233,7 +239,7 @@ def test_a_conversation_is_one_row_as_the_template_writes_it_and_the_mask_is_tru
             if number + 1 < len(own):
                 heard = r.actions[row, place[-1] + 1 : own[number + 1][0]].tolist()
                 reply = tokens.decode(heard)
-                assert reply.startswith(f"{len(tokens.decode(ids))}, and then? ")
+                assert reply.startswith(f"{len(judged(tokens, ids))}, and then? ")
                 messages.append({"role": "user", "content": reply})
         whole, kept = tokens.render(messages), r.actions[row, : own[-1][-1] + 1].tolist()
         closed = kept[-1] in tokens.eos_ids
@@ -251,7 +257,7 @@ def test_what_a_turn_earns_lands_on_its_last_token_and_the_kl_on_the_models_own_
     wanted = torch.zeros_like(r.rewards)
     for row in range(len(r.mask)):
         for number, place in enumerate(pieces(r.mask[row]), 1):
-            wanted[row, place[-1]] = number + len(set(made.tokens.decode(r.actions[row][place])))
+            wanted[row, place[-1]] = number + len(set(judged(made.tokens, r.actions[row][place])))
     assert r.ref_log_probs is not None
     assert r.old_log_probs is not None
     kl = (r.old_log_probs - r.ref_log_probs) * r.mask
@@ -393,7 +399,7 @@ def test_a_conversation_that_is_not_done_in_time_is_treated_as_cut_and_its_earli
     assert r.metrics["eos_rate"] == 0
     for row in range(len(r.mask)):
         for number, place in enumerate(own := pieces(r.mask[row]), 1):
-            earned = number + len(set(made.tokens.decode(r.actions[row][place])))
+            earned = number + len(set(judged(made.tokens, r.actions[row][place])))
             wanted = earned if number < len(own) else last + (earned if treatment != "penalty" else 0)
             assert float(r.rewards[row, place[-1]]) == pytest.approx(wanted, abs=1e-4)
 
@@ -441,7 +447,7 @@ def test_a_final_reward_scores_the_last_turn_as_a_response_to_all_before_it(
     for row in range(len(r.mask)):
         own = pieces(r.mask[row])
         for number, place in enumerate(own, 1):
-            earned = number + len(set(made.tokens.decode(r.actions[row][place])))
+            earned = number + len(set(judged(made.tokens, r.actions[row][place])))
             final = 100.0 * (2 * len(own) - 1) if number == len(own) else 0.0  # messages before the last turn
             assert float(r.rewards[row, place[-1]]) == pytest.approx(earned + final, rel=1e-5)
     assert {"reward_environment", "reward_last"} <= set(r.metrics)
@@ -460,7 +466,7 @@ def test_tokens_of_the_last_turn_may_be_scored_each_and_turns_earn_beside_them(
         own = pieces(r.mask[row])
         for number, place in enumerate(own, 1):
             wanted = torch.zeros(len(place))
-            wanted[-1] = number + len(set(made.tokens.decode(r.actions[row][place])))
+            wanted[-1] = number + len(set(judged(made.tokens, r.actions[row][place])))
             if number == len(own):
                 wanted = wanted + torch.arange(1, len(place) + 1) if treatment == "none" else 0 * wanted
                 wanted[-1] -= 2.0 * (treatment == "penalty")
@@ -613,7 +619,9 @@ def test_a_run_is_traced_judged_and_shown_with_its_whole_conversations(
     assert 1 <= metrics["turns"] <= 3  # type: ignore[operator]
     assert metrics["held_out_turns"] is not None
     told = evaluate_run(tmp_path / "run")
-    assert told["trained"]["reward"] == pytest.approx(metrics["held_out_reward"])
+    (best,) = (int(path.name) for path in (tmp_path / "run" / "best").iterdir())
+    then = next(row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["steps"] == best)
+    assert told["trained"]["reward"] == pytest.approx(then["held_out_reward"])
     long = next(row for row in told["samples"] if "assistant: " in row["response"])
     assert long["prompt"].startswith("say ")
     assert ", and then? \nassistant: " in long["response"].replace("? , ", "? ")

@@ -83,7 +83,7 @@ class Answers:
         else:
             self.prompts = replace(prompts, prompts=[talk.history for talk in talks])
             self.scored = [[talk.ids[place] for place in talk.last] for talk in talks]
-            self.responses = [talk.turns[-1] if talk.turns else "" for talk in talks]
+            self.responses = [talk.answer for talk in talks]
 
     def shown(self) -> list[tuple[str, str]]:
         """Prompt and response of each as a person reads them."""
@@ -288,7 +288,11 @@ class LanguageCollector:
         names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
         rows = [dict(zip(names, values, strict=True)) for values in columns] if names else [{} for _ in prompts.ids]
         talks = self.environments.converse(
-            rows, seeds, lambda ids, own: self._sample(ids, () if greedy else own, 1, greedy), self.tokens
+            rows,
+            seeds,
+            lambda ids, own: self._sample(ids, () if greedy else own, 1, greedy),
+            self.tokens,
+            self.recipe.sampling.stop,
         )
         device = next(self.policy.parameters()).device
         return Answers(as_samples(talks, self.tokens, device), prompts, self.tokens, talks)

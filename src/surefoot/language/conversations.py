@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surefoot.language.rewards import Prompt, Scores
-from surefoot.language.sampler import Path, Samples
+from surefoot.language.sampler import Path, Samples, before
 from surefoot.language.tokens import Messages, Tokens, left_padded, right_padded, text_of
 
 PART = "environment"
@@ -31,6 +31,8 @@ class Conversation:
     log_probs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     """what the model wrote"""
+    answer: str = ""
+    """the last turn as it is judged: without the stop string that ended it"""
     replies: list[str | Messages] = field(default_factory=list)
     """what was answered to each turn"""
     rewards: list[float] = field(default_factory=list)
@@ -80,13 +82,14 @@ class Conversation:
         nothing = "" if isinstance(self.start, str) else ()
         return zip(self.turns, [*self.replies, *[nothing] * (len(self.turns) - len(self.replies))], strict=True)
 
-    def write(self, ids: list[int], log_probs: list[float], tokens: Tokens, path: Path) -> None:
-        """Add a turn of the model's."""
+    def write(self, ids: list[int], log_probs: list[float], tokens: Tokens, path: Path, stop: Sequence[str] = ()) -> None:
+        """Add a turn of the model's, which one of the stop strings may have ended."""
         self.path = path
         self.ids += ids
         self.own += [True] * len(ids)
         self.log_probs += log_probs
         self.turns.append(tokens.decode(ids))
+        self.answer = before(self.turns[-1], stop)
         self.ends.append(len(self.ids) - 1)
 
     def hear(self, ids: list[int]) -> None:

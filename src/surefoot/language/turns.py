@@ -79,12 +79,13 @@ class Environments:
             raise self.refusal(f"close before any reset raised {cause_of(error)}; let it close what was never begun") from None
 
     def converse(
-        self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], draw: Draw, tokens: Tokens
+        self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], draw: Draw, tokens: Tokens, stop: Sequence[str] = ()
     ) -> list[Conversation]:
         """One conversation for each row; those that still go on take their turns together.
 
         seeds   one for each: of its sampling, and of its environment
         draw    samples turns
+        stop    strings that end a turn, and are no part of what an environment is told
 
         Raises SurefootError where more fail than are tolerated, a call takes too long, or the chat template refuses messages.
         """
@@ -97,7 +98,7 @@ class Environments:
             contexts = [talk.prompt + talk.ids for talk in going]
             drawn = draw(contexts, [talk.seed if turn == 0 else derived_seed(talk.seed, "turn", turn) for talk in going])
             for talk, ids, log_probs in zip(going, drawn.responses(), drawn.log_probs.tolist(), strict=True):
-                talk.write(ids, log_probs[: len(ids)], tokens, drawn.path)
+                talk.write(ids, log_probs[: len(ids)], tokens, drawn.path, stop)
             self._each(going, _step)
             whole = zip(going, drawn.ended.tolist(), strict=True)
             going = [talk for talk, ended in whole if self._goes_on(talk, ended, turn + 1, tokens)]
@@ -189,7 +190,7 @@ class Environments:
 
 def _step(talk: Conversation) -> None:
     """Have the environment answer the last turn."""
-    given = talk.environment.step(talk.turns[-1])
+    given = talk.environment.step(talk.answer)
     if not isinstance(given, (tuple, list)) or len(given) != 3:
         raise Unfit(f"step gave {_kind(given)}, and not messages, reward and done")
     reply, reward, done = given
