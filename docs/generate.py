@@ -329,7 +329,9 @@ def placeholder(parameter: click.Parameter) -> str:
     if parameter.metavar:
         return parameter.metavar
     kind = parameter.type
-    return {"integer range": "N", "integer": "N", "path": "PATH", "text": "TEXT"}.get(kind.name, kind.name.upper())
+    return {"integer range": "N", "integer": "N", "float range": "X", "float": "X", "path": "PATH", "text": "TEXT"}.get(
+        kind.name, kind.name.upper()
+    )
 
 
 def option_row(option: click.Option) -> tuple[str, str]:
@@ -340,6 +342,15 @@ def option_row(option: click.Option) -> tuple[str, str]:
     if option.show_default:
         text += f" Default: `{option.default}`."
     return code(f"{', '.join(option.opts)}{value}"), escaped(text.strip())
+
+
+def command_parts(name: str, command: click.Command) -> Iterator[str]:
+    """A section for a command; where it is a group of them, one for each."""
+    if not isinstance(command, click.Group):
+        yield command_part(name, command)
+        return
+    for own in sorted(command.commands):
+        yield from command_parts(f"{name} {own}", command.commands[own])
 
 
 def command_part(name: str, command: click.Command) -> str:
@@ -362,7 +373,8 @@ def is_recipe_flag(option: click.Option) -> bool:
 
 
 def cli_page() -> str:
-    commands = [command_part(name, cli.get_command(click.Context(cli), name)) for name in sorted(COMMANDS)]
+    found = ((name, cli.get_command(click.Context(cli), name)) for name in sorted(COMMANDS))
+    commands = [part for name, command in found if command is not None for part in command_parts(name, command)]
     return page(
         "Command line",
         "`surefoot --help` and `surefoot COMMAND --help` say the same on a terminal; `-h` is short for `--help`. "

@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,26 @@ def test_the_reference_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch, ca
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(ROOT / "docs" / "generate.py"), run_name="__main__")
     assert leaving.value.code == 0, capsys.readouterr().out
+
+
+def commands_of(group: click.Group, words: str) -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(click.Context(group)):
+        found = group.get_command(click.Context(group), name)
+        if isinstance(found, click.Group):
+            yield from commands_of(found, f"{words} {name}")
+        elif found is not None:
+            yield f"{words} {name}", found
+
+
+def test_the_reference_has_every_command_with_every_flag_also_those_within_others() -> None:
+    sections = re.split(r"^## `(.*)`$", (ROOT / "docs/reference/cli.md").read_text("utf-8"), flags=re.M)
+    told = dict(zip(sections[1::2], sections[2::2], strict=True))
+    found = dict(commands_of(cli, "surefoot"))
+    assert "surefoot data make" in found
+    assert told.keys() == found.keys()
+    for name, command in found.items():
+        for option in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
+            assert option.opts[0] in told[name], name
 
 
 def anchors(path: Path) -> set[str]:

@@ -21,7 +21,6 @@ from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import LanguageRecipe, Recipe
 from surefoot.language import data
 from surefoot.language.best_of import reward_from
-from surefoot.language.collect import repeated
 from surefoot.language.metrics import win_rate
 from surefoot.language.models import context_of
 from surefoot.language.pairs import as_text, pair_row, prefers_first, two_answers
@@ -171,6 +170,8 @@ def reward_recipe(plan: Plan, here: Path, pairs: int) -> Recipe:
     """The recipe of a round's reward model: the first one's, on as many passes over the pairs that there are now."""
     table = to_table(make_recipe(read_toml(plan.first_reward / "config.toml")))
     before = len(read_rows(table["data"]["train"]))
+    if isinstance(table.get("adapter"), dict):
+        table["adapter"]["merge"] = True  # the next round goes on from its whole model
     table["data"] |= {"train": str(here / "all_pairs.jsonl"), "held_out": str(here / "held_out_pairs.jsonl")}
     table["steps"] = max(1, round(table["steps"] * pairs / before))
     return make_recipe(table)
@@ -264,7 +265,7 @@ def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
     walk = Walk(len(prompts.ids), derived_seed(recipe.seed, "pairs"))
     for _ in range(number):
         chosen = walk.next(plan.pairs)
-    asked = repeated(prompts, chosen)
+    asked = data.repeated(prompts, chosen)
     judge = _judge(plan)
     for part in parts_of(judge):
         if isinstance(part, FunctionReward):

@@ -14,7 +14,7 @@ from surefoot.optimizer import AdamSettings
 from surefoot.rollout import LearnerState, Metrics, Policy
 from surefoot.run.checkpoint import keep_only_this, load_checkpoint, prune, require, save_checkpoint
 from surefoot.run.dashboard import Display
-from surefoot.run.folder import RunFolder, recipe_differences
+from surefoot.run.folder import MEASURES, RunFolder, recipe_differences
 from surefoot.run.samples import SampleFolder
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.traces import TraceFolder
@@ -100,8 +100,11 @@ class Session:
             )
         self.learner.load_state_dict(trees["learner"])
         self.state.load_state_dict(trees["state"])
-        self.best = trees["progress"]["best"]
-        self.since_best = trees["progress"].get("since_best", 0)
+        if any(line.startswith(MEASURES) for line in changed):
+            self.display.say("evaluations are scored otherwise than before: the best so far is forgotten")
+        else:
+            self.best = trees["progress"]["best"]
+            self.since_best = trees["progress"].get("since_best", 0)
 
     def run(self) -> None:
         """Train until the budget is spent, the callback stops it, or a signal does.
@@ -167,9 +170,11 @@ class Session:
         judged = self.world.evaluate()
         if judged is None:
             return {}
-        score = judged.score
+        score = judged.score if judged.score is not None and math.isfinite(judged.score) else None
         self.since_best += int(score is not None)
-        if score is not None and math.isfinite(score) and (self.best is None or score > self.best):
+        if self.best is None and self.folder is not None:
+            prune(self.folder.best, keep=0)  # the best by another measure, where that was changed
+        if score is not None and (self.best is None or score > self.best):
             self.best, self.since_best = score, 0
             if self.folder is not None:
                 best = self.folder.best / str(self.state.steps)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.config import make_recipe
+from surefoot.language import data
 from surefoot.language.calibration import calibration, lines, returns, success
 from surefoot.language.world import LanguageWorld
+from surefoot.rollout import LearnerState
 
 
 class Counting(nn.Module):
@@ -28,6 +30,7 @@ class Counting(nn.Module):
 def world(tmp_path: Path, model: Path, function: str, missing_eos_value: float = 0.0, **changes: Any) -> LanguageWorld:
     (tmp_path / "rewards.py").write_text(
         "def brief(responses):\n    return [float(len(t) < 6) for t in responses]\n"
+        "def half(responses):\n    return [[(1, 1.0)] if len(t) < 6 else [(0, 0.0)] for t in responses]\nhalf.per = 'step'\n"
         "def length(responses):\n    return [None if i == 0 else float(len(t)) for i, t in enumerate(responses)]\n"
     )
     rows = [{"prompt": "ab" * (i % 5 + 1)} for i in range(24)]
@@ -73,16 +76,50 @@ def test_values_of_returns_are_judged_by_numbers_computed_by_hand() -> None:
     assert success(nothing, nothing.bool())["brier"] is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"objective": {"gamma": 0.9}}])
+@pytest.mark.parametrize("reward", [{"missing_eos_value": -1.0}, {"missing_eos": "bootstrap"}, {"overlong": 0.5}, {}])
 def test_a_critic_that_is_trained_for_another_return_is_not_read_as_a_probability(
-    changes: dict[str, Any], tmp_path: Path, folders: dict[str, Path]
+    reward: dict[str, Any], tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    """A cut response earns -1 here, and a perfect critic's value is no probability; nor is a discounted one."""
-    value = -1.0 if not changes else 0.0
-    made = world(tmp_path, folders["llama"], "brief", missing_eos_value=value, **changes)
-    found = calibration(made, made.answers())
-    assert found is not None
+    """Where cut responses earn -1 a perfect critic's value is no probability, nor is a discounted one (the last case); and what
+    it is does not hang on the answers that were drawn, here one that was not cut and is short.
+    """
+    changes = {} if reward else {"objective": {"gamma": 0.9}}
+    made = world(tmp_path, folders["llama"], "brief", **changes)
+    prompt = data.repeated(made.collector.prompts, [0])
+    drawn = (made.collector.answer(prompt, [seed]) for seed in range(1000))
+    short = next(one for one in drawn if bool(one.samples.ended.all()) and len(one.responses[0]) < 3)
+    assert (found := calibration(made, short)) is not None
+    assert found["first"]["kind"] == ("success" if reward else "returns")
+    made.recipe = made.recipe.model_copy(update={"reward": made.recipe.reward.model_copy(update=reward)})
+    assert (found := calibration(made, short)) is not None
     assert found["first"]["kind"] == "returns"
+
+
+@pytest.mark.parametrize("function", ["brief", "half"])
+def test_scores_of_steps_are_no_success_unless_they_all_come_at_the_end(
+    function: str, tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    made = world(tmp_path, folders["llama"], function)
+    answers = made.answers()
+    assert set(answers.scores(made.reward).total.tolist()) == {0.0, 1.0}
+    assert (found := calibration(made, answers)) is not None
+    assert found["first"]["kind"] == ("success" if function == "brief" else "returns")
+
+
+def test_a_critic_is_judged_at_the_price_of_kl_that_it_was_trained_for(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """An adapted one, which the best checkpoint holds beside the weights."""
+    made = world(tmp_path, folders["llama"], "length", reference={"beta": 0.5, "target": 1e-3, "horizon": 16})
+    with torch.no_grad():
+        made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
+    state = LearnerState.seeded(1, 64)
+    for _ in range(2):
+        made.collector.collect(state)
+    assert made.trees()["beta"] == pytest.approx(0.5 * 1.2), "what the second rollout paid, and not what the third will"
+    answers = made.answers()
+    judged, found = made.judge(answers), calibration(made, answers)
+    assert found is not None
+    wanted = [row["reward"] - 0.6 * row["kl"] for row in judged.samples[1:]]
+    assert found["first"]["observed"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
 
 
 def test_a_verifiers_critic_is_asked_before_the_first_token_and_in_the_middle(tmp_path: Path, folders: dict[str, Path]) -> None:

@@ -391,6 +391,31 @@ def test_a_run_with_steps_trains_and_evaluates_and_its_traces_show_them(files: d
     assert row.reward_parts["score"].tolist() == [float(token in set("aeiou ")) for token in row.about["tokens"]]
 
 
+def test_a_stop_string_writes_nothing_as_eos_does(files: dict[str, str], folders: dict[str, Path]) -> None:
+    """So the texts of the tokens joined are the response, and its last step ends before the stop string."""
+    sampling = {"prompts": 16, "samples": 2, "max_tokens": 6, "stop": ["e", "o", "the"]}
+    made, _ = collected(files, folders["llama"], "letters", sampling=sampling)
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def joined(responses: list[str], tokens: list[list[str]]) -> list[list[float]]:
+        seen.extend(zip(responses, tokens, strict=True))
+        return [[0.0] * len(row) for row in tokens]
+
+    answers = made.collector.answer(made.collector.prompts, range(40))
+    answers.scores(FunctionReward(joined, per="token"))
+    assert [text for text, _ in seen] == answers.responses == ["".join(pieces) for _, pieces in seen]
+    assert [len(pieces) for _, pieces in seen] == answers.samples.lengths.tolist()
+    assert (
+        sum(len(said) > len(made.tokens.decode(ids)) for said, ids in zip(answers.responses, answers.scored, strict=True)) == 0
+    )
+    cut = [len(made.tokens.decode(ids)) - len(said) for said, ids in zip(answers.responses, answers.scored, strict=True)]
+    assert any(cut), "some had one"
+    dense = answers.scores(made.reward).dense
+    assert dense is not None
+    for row, text in enumerate(answers.responses):
+        assert float(dense[row].sum()) == sum(letter in "aeiou " for letter in text)
+
+
 def test_a_critic_is_held_against_what_is_still_to_be_earned(files: dict[str, str], folders: dict[str, Path]) -> None:
     made, _ = collected(files, folders["llama"], "places", reference={"beta": 0.0})
     answers = made.collector.answer(made.collector.prompts, range(40))

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from rich.console import Console
 
 import surefoot
+from surefoot import api
 from surefoot.cli import main
+from surefoot.config import make_recipe, to_toml
 from surefoot.errors import SurefootError
 from surefoot.language.evaluate import evaluate_run
 from surefoot.language.models import RewardModel
@@ -19,6 +22,8 @@ from surefoot.language.preview import preview
 from surefoot.language.trained import writer
 from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.folder import RunFolder
+from surefoot.run.tracking import read_metrics
+from surefoot.toml import read_toml
 
 from .tiny import write_folder
 
@@ -96,6 +101,45 @@ def test_a_run_that_was_killed_before_it_left_its_model_leaves_it_when_resumed(
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(whole, cut, strict=True))
     with pytest.raises(SurefootError, match="finished, 48 of 48 steps are done"):
         surefoot.resume(files / "cut")
+
+
+def test_where_no_policy_was_within_reach_of_the_target_the_last_one_is_left_and_that_is_said(
+    files: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """And patience, which waits for a better one, does not run out before β could bring the policy back."""
+    given = fields(
+        "language", files, reference={"beta": 1e-6, "target": 1e-6}, evaluation={"every": 8, "rows": 16, "patience": 2}
+    )
+    (files / "far.toml").write_text(to_toml(make_recipe({"kind": "language", **given})))
+    code, out, err = command("train", str(files / "far.toml"), "--run-dir", str(files), "--name", "far", "--quiet")
+    assert code == 0, err
+    assert (
+        "no evaluation had a score within 1.5 times reference.target=1e-06: the policy that is left is the last one"
+        in out + err
+    )
+    assert not list((files / "far" / "best").glob("[0-9]*"))
+    assert read_metrics(files / "far" / "metrics.jsonl")[-1]["steps"] == 48
+    last = weights(files / "far")
+    left = writer(str(files / "far")).model.state_dict()
+    assert all(torch.equal(left[name], last[f"model.{name}"]) for name in left if f"model.{name}" in last)
+
+
+@pytest.mark.parametrize(("change", "forgotten"), [("reference.target=1e-6", True), ("optimizer.epsilon=1e-6", False)])
+def test_the_best_policy_by_another_measure_is_forgotten_when_a_change_is_allowed(
+    change: str, forgotten: bool, files: Path
+) -> None:
+    """Rewards, and rewards less what their KL costs, can't be compared; nor can those of other rows."""
+    run = cut_short("language", files)
+    assert list((run / "best").glob("[0-9]*"))
+    table, (name, _, value) = read_toml(run / "config.toml"), change.partition("=")
+    section, field = name.split(".")
+    table[section][field] = float(value)
+    (run / "config.toml").write_text(to_toml(make_recipe(table)))
+    api.resume(run, allow_changes=True)
+    newest = RunFolder(run).latest()
+    assert newest is not None
+    assert (load_checkpoint(newest)["progress"]["best"] is None) == forgotten
+    assert bool(list((run / "best").glob("[0-9]*"))) != forgotten
 
 
 def cut_short(kind: str, files: Path, **changes: Any) -> Path:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import surefoot
-from surefoot.config import make_recipe
+from surefoot.config import make_recipe, to_toml
 from surefoot.errors import SurefootError
 from surefoot.kinds import LanguageRecipe
 from surefoot.language.pairs import prefers_first
@@ -165,6 +165,25 @@ def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_a
         assert made.seed == 5 + number - 1
         rest = {"model", "reward", "critic", "reference", "seed"}
         assert made.model_dump(exclude=rest) == plan.recipe.model_dump(exclude=rest)
+
+
+def test_refreshed_reward_models_are_merged_whatever_the_first_one_left(
+    start: Path, folders: dict[str, Path], command: Command
+) -> None:
+    """The next round goes on from a whole model, which is what the message about the first one asks for."""
+    rows = {"train": str(start / "pairs.jsonl"), "max_length": 32, "batch": 3}
+    settings = {"model": str(folders["llama"]), "steps": 6, "data": rows, "adapter": {"rank": 2, "merge": False}}
+    surefoot.train("reward", run_dir=start / "thin", **settings)
+    given = {"reward": {"terms": [{"model": str(start / "thin")}]}, "critic": {}}
+    with pytest.raises(SurefootError, match=r"left an adapter alone.*surefoot merge .*thin --out .*thin/model"):
+        Plan(recipe_of(start, **given), "j:j")
+    assert command("merge", str(start / "thin"), "--out", str(start / "thin" / "model"))[0] == 0
+    (start / "ppo.toml").write_text(to_toml(recipe_of(start, **given)))
+    words = ("--judge", "judge.py:judge", "--rounds", "1", "--pairs", "20", "--name", "r", "--quiet", "--json")
+    code, out, err = command("rounds", "ppo.toml", *words)
+    assert code == 0, err
+    assert json.loads(out)["rounds"][0]["round"] == 1
+    assert (start / "runs" / "r" / "round-1" / "reward" / "model").is_dir()
 
 
 @pytest.mark.parametrize("spelled", ["./reward", "sub/../reward", "link", "reward/model", "reward"])

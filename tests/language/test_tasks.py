@@ -230,6 +230,7 @@ class Writer:
         self.cut = cut
 
     def generate_ended(self, prompts, *, samples, greedy, **options):  # type: ignore[no-untyped-def]
+        self.options = options
         numbers = range(len(prompts) * samples)
         return ["1" if greedy else "12"[n % 2] for n in numbers], [self.cut is None or n % self.cut > 0 for n in numbers]
 
@@ -255,6 +256,11 @@ def test_a_response_that_was_cut_is_wrong_unless_it_is_kept(tmp_path) -> None:  
     assert "25% of the samples were cut at 64 tokens: wrong" in found.lines()
     kept = accuracy(Writer(cut=4), path, reward, samples=4, keep_cut=True)  # type: ignore[arg-type]
     assert (kept.cut, kept.sampled, kept.greedy) == (0.25, 0.5, 1.0)
+    assert kept.mixed == 1
+    ends = Writer(cut=2)
+    found = accuracy(ends, path, reward, samples=2, stop=["#"])  # type: ignore[arg-type]
+    assert (found.sampled, found.mixed) == (0, 0), "the right one of every two was cut, so there is nothing to compare"
+    assert ends.options["stop"] == ["#"]
     never = accuracy(Writer(cut=1), path, reward, samples=4)  # type: ignore[arg-type]
     assert "next to no sample ends" in never.lines()[-1]
 

@@ -249,6 +249,27 @@ def test_a_conversation_is_one_row_as_the_template_writes_it_and_the_mask_is_tru
     assert r.metrics["turns"] == pytest.approx(2.0, abs=0.7)
 
 
+def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_them(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    made, tokens = world(files, folders["llama"]), Tokens(load_model(folders["llama"])[1])
+    answers = made.collector.answer(made.collector.prompts, range(24))
+    assert answers.talks is not None
+    whole = cut = 0
+    for talk, history, said in zip(answers.talks, answers.prompts.prompts, answers.responses, strict=True):
+        assert said == judged(tokens, [talk.ids[place] for place in talk.last])
+        written = [message["content"] for message in history if message["role"] == "assistant"]  # type: ignore[index]
+        assert written == [before(turn, STOP) for turn in talk.turns[:-1]]
+        assert talk.transcript.startswith((*written, said)[0])
+        whole, cut = whole + len(written), cut + (written != talk.turns[:-1])
+    assert whole > cut > 0
+    plain = world(files, folders["llama"], "Plain")
+    talks = plain.collector.answer(plain.collector.prompts, range(24)).talks
+    assert talks is not None
+    talk = next(talk for talk in talks if len(talk.turns) > 1 and talk.turns[0] != talk.answers[0])
+    assert talk.history.startswith(talk.start + talk.turns[0]), "text stays as the model read it"  # type: ignore[operator, union-attr]
+
+
 def test_what_a_turn_earns_lands_on_its_last_token_and_the_kl_on_the_models_own_ones(
     files: dict[str, str], folder: Path
 ) -> None:

@@ -7,7 +7,8 @@ import torch
 from surefoot.checkup.check import Check
 from surefoot.errors import SurefootError
 from surefoot.kinds import LanguageRecipe
-from surefoot.language.collect import repeated, settled
+from surefoot.language.answers import settled
+from surefoot.language.data import repeated
 from surefoot.language.world import LanguageWorld
 from surefoot.seeding import derived_seed
 

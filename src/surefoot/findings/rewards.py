@@ -175,7 +175,6 @@ def reward_hacked(story: Story, recipe: Recipe | None) -> Finding | None:
         lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
     if not lost:
         return None
-    beta = f" (it is {recipe.reference.beta:g})" if isinstance(recipe, LanguageRecipe) else ""
     far = story.curve("kl_reference_response")
     return Finding(
         "reward_hacked",
@@ -189,7 +188,7 @@ def reward_hacked(story: Story, recipe: Recipe | None) -> Finding | None:
             *((far.blocks()[-1].evidence(),) if len(far) else ()),
         ),
         (
-            f"raise reference.beta{beta}, or set reference.target, so that straying costs more",
+            f"{dearer(recipe)}, so that straying costs more",
             "stop earlier (evaluation.patience), or take an earlier checkpoint",
             "train the reward model again on pairs of what the policy writes now",
         ),
@@ -277,6 +276,18 @@ def earnings(story: Story, recipe: Recipe | None) -> Curve:
     """What the run is for: the return of episodes, or the reward of responses; empty for rows that are given."""
     episodes = story.curve("episode_return")
     return episodes if len(episodes) else story.curve("reward")
+
+
+def dearer(recipe: Recipe | None) -> str:
+    """What to do so that straying from the reference costs more. Where β is adapted, that of the recipe is only the first."""
+    if not isinstance(recipe, LanguageRecipe):
+        return "raise reference.beta, or set reference.target"
+    settings = recipe.reference
+    if settings.target is not None:
+        return (
+            f"lower reference.target (it is {settings.target:g} nats per response), or reference.horizon ({settings.horizon:,})"
+        )
+    return f"raise reference.beta (it is {settings.beta:g}), or set reference.target to what a response may spend"
 
 
 def rise(curve: Curve) -> tuple[float, float, float]:

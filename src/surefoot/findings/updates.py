@@ -1,7 +1,7 @@
 """Rules about how θ moves: too far, not at all, from a wrong start, towards one action; and a critic that misleads."""
 
 from surefoot.findings.finding import Finding, in_words
-from surefoot.findings.rewards import CLEAR, earnings, ends, rise
+from surefoot.findings.rewards import CLEAR, dearer, earnings, ends, rise
 from surefoot.findings.story import Curve, Story
 from surefoot.kinds import ControlRecipe, LanguageRecipe, Recipe
 from surefoot.trail import START_TOLERANCE
@@ -122,7 +122,6 @@ def left_reference(story: Story, recipe: Recipe | None) -> Finding | None:
     token, response = per_token.window(width, largest=True), per_response.window(width, largest=True)
     if token.values.mean() <= 0.5 and response.values.mean() <= 50:
         return None
-    beta = f"reference.beta (it is {recipe.reference.beta:g})" if isinstance(recipe, LanguageRecipe) else "reference.beta"
     return Finding(
         "left_reference",
         "warning",
@@ -130,7 +129,7 @@ def left_reference(story: Story, recipe: Recipe | None) -> Finding | None:
         f"{in_words(float(response.values.mean()))} per response",
         "the reward pays more for straying than the anchor charges; out there the reward is guesswork and the language may go",
         (token.evidence(), response.evidence()),
-        (f"raise {beta}, or set reference.target to what a response may spend", "a lower optimizer.learning_rate"),
+        (dearer(recipe), "a lower optimizer.learning_rate"),
     )
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from surefoot.language import data
-from surefoot.language.collect import repeated
 from surefoot.language.groups import with_signal
 from surefoot.language.rewards import Reward, Scores
 from surefoot.language.rows import read_rows
@@ -32,7 +31,7 @@ class Accuracy:
     sampled: float
     """mean reward of the samples: what training begins with"""
     mixed: float
-    """share of the prompts whose samples differ in reward: the others teach a group baseline nothing"""
+    """share of the prompts whose samples differ in reward, a cut one's being 0: the others teach a group baseline nothing"""
     cut: float
     """share of the samples that were cut, at ``max_tokens``"""
     max_tokens: int
@@ -85,7 +84,7 @@ def accuracy(
         written, ended = model.generate_ended(
             rows.prompts, samples=each, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, greedy=greedy
         )
-        asked, whole = repeated(rows, range(count), each), torch.tensor(ended)
+        asked, whole = data.repeated(rows, range(count), each), torch.tensor(ended)
         scores = reward(asked.prompts, written, asked.columns)
         return scores, scores.total.where(whole | keep_cut, 0.0), whole
 

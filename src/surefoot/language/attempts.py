@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError
-from surefoot.language.collect import Answers, repeated
+from surefoot.language.answers import Answers
+from surefoot.language.data import repeated
 from surefoot.language.metrics import pass_at_k
 from surefoot.language.world import LanguageWorld
 from surefoot.seeding import derived_seed

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.language import data
-from surefoot.language.collect import repeated
 from surefoot.language.metrics import best_of_n_kl
 from surefoot.language.models import context_of
 from surefoot.language.pairs import as_answer, pair_row
@@ -141,7 +140,7 @@ def best_of_n(model: LanguageModel, path: str | Path, reward: Reward, drawing: D
     size = max(1, drawing.batch // n)
     for start in range(0, count, size):
         these = range(start, min(start + size, count))
-        asked = repeated(prompts, these, n)
+        asked = data.repeated(prompts, these, n)
         seeds = [derived_seed(drawing.seed, "best-of-n", row * n + number) for row in these for number in range(n)]
         drawn = sample(
             model.model,

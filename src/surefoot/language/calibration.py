@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
-from surefoot.language.collect import Answers, placed, settled
+from surefoot.kinds import LanguageRecipe
+from surefoot.language.answers import Answers, placed, settled
 from surefoot.language.policy import in_parts
 from surefoot.language.world import LanguageWorld
 
@@ -21,9 +22,9 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     """The values of answers beside what became of them, at the ``MOMENTS``; None for a policy without a critic.
 
     Where whole responses earn 0 or 1 and nothing else, also those that the length limit cut (``reward.missing_eos_value`` is 0,
-    or ``missing_eos`` is none), and nothing is discounted, V is read as the probability of 1, clipped to [0, 1]
-    (``success``). Elsewhere V is held against the return that it is trained for, what the KL costs included (``returns``).
-    Responses without a score are left out, and of the latter those that are bootstrapped.
+    or ``missing_eos`` is none), and nothing is taken off for length or discounted, V is read as the probability of 1, clipped
+    to [0, 1] (``success``). Elsewhere V is held against the return that it is trained for, what the KL costs included
+    (``returns``). Responses without a score are left out, and of the latter those that are bootstrapped.
     """
     recipe, drawn = world.recipe, answers.samples
     inputs, mask = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}, drawn.mask
@@ -36,13 +37,11 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     paid = settled(scores, drawn, recipe)
     earns = paid[scores.valid]
     at_end = scores.dense is None or bool((scores.dense == place_scores(scores.total, mask)).all())
-    guessed = recipe.reward.missing_eos == "bootstrap" and not bool(drawn.ended.all())
-    if at_end and not guessed and recipe.objective.gamma == 1 and bool(((earns == 0) | (earns == 1)).all()):
+    binary = earns_no_more(recipe) and at_end and bool(((earns == 0) | (earns == 1)).all())
+    if binary and recipe.objective.gamma == 1:
         return {name: success(values[name][scores.valid], earns == 1) for name in MOMENTS}
     ref_log_probs = in_parts(world.reference.log_probs, inputs, drawn.actions, mask, *world.collector.budget)
-    rewards = kl_shaped_rewards(
-        placed(scores, paid, drawn, recipe), found.log_probs, ref_log_probs, mask, recipe.reference.beta
-    )
+    rewards = kl_shaped_rewards(placed(scores, paid, drawn, recipe), found.log_probs, ref_log_probs, mask, world.collector.beta)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
     earned = discounted_returns(rewards, torch.zeros_like(rewards), terminated=last, truncated=none, gamma=gamma, mask=mask)
@@ -50,6 +49,14 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     return {
         name: returns(values[name][kept], earned.gather(-1, at.unsqueeze(-1)).squeeze(-1)[kept]) for name, at in places.items()
     }
+
+
+def earns_no_more(recipe: LanguageRecipe) -> bool:
+    """Whether a response that was cut or is long earns what a reward of 0 and 1 may give, or 0; of the recipe, so that it does
+    not depend on which responses were drawn.
+    """
+    treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
+    return recipe.reward.overlong is None and (treatment is None or (treatment != "bootstrap" and value == 0))
 
 
 def place_of(mask: Tensor, number: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ The four roles of PPO on text meet here: the policy samples, the critic says V, 
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,137 +17,30 @@ from surefoot.functional import (
     kl_k1,
     kl_shaped_rewards,
     masked_mean,
-    overlong_penalty,
-    place_scores,
     proportional_kl_control,
     successor_values,
 )
 from surefoot.functional.masking import keep_only
 from surefoot.kinds import LanguageRecipe
-from surefoot.language.conversations import Conversation, as_samples, last_turn, mean_turns, shown, with_earned
-from surefoot.language.data import Prompts
+from surefoot.language.answers import Answers, length_penalty, placed, settled, texts
+from surefoot.language.conversations import as_samples, mean_turns
+from surefoot.language.data import Prompts, repeated
 from surefoot.language.groups import joined_prompts, joined_samples, over_ranks, rows_of_batch, with_signal
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.policy import LanguagePolicy, ReferencePolicy, in_parts
-from surefoot.language.rewards import FunctionReward, Reward, Scores, is_dense, scored
-from surefoot.language.sampler import Samples, before, sample
-from surefoot.language.scores import joined_scores, over_all_ranks, scattered
-from surefoot.language.steps import pieces
-from surefoot.language.tokens import Tokens, text_of
+from surefoot.language.rewards import FunctionReward, Reward, Scores
+from surefoot.language.sampler import Samples, sample
+from surefoot.language.scores import joined_scores, over_all_ranks
+from surefoot.language.tokens import Tokens
 from surefoot.language.turns import Environments
 from surefoot.language.walk import Walk
-from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
+from surefoot.rollout import LearnerState, Metrics, Rollout
 from surefoot.run.distributed import all_sum, rank, world_size
 from surefoot.seeding import derived_seed
 from surefoot.trail import START_TOLERANCE
 
 ANCHOR = "reference_beta"
 """where ``LearnerState.coefficients`` keeps an adapted β"""
-
-
-def repeated(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts:
-    """Some of the prompts, each as often as it is answered."""
-    rows = [row for row in rows for _ in range(samples)]
-    columns = {name: [column[row] for row in rows] for name, column in prompts.columns.items()}
-    return Prompts([prompts.prompts[row] for row in rows], [prompts.ids[row] for row in rows], columns, prompts.dropped)
-
-
-def texts(answers: "Answers", columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Prompt and response of each answer, with what is known of it."""
-    return [
-        {"prompt": prompt, "response": response, **{name: column[row] for name, column in columns.items()}}
-        for row, (prompt, response) in enumerate(answers.shown())
-    ]
-
-
-class Answers:
-    """Samples with their text and scores: what collecting and evaluating both need.
-
-    talks   the conversations that the samples are, where they have several turns: what is scored then is the last turn, as a
-            response to all before it, and what all turns earned is added
-    stop    strings that end a response: they and what follows them are no part of its text, as wherever text is written
-    """
-
-    def __init__(
-        self,
-        samples: Samples,
-        prompts: Prompts,
-        tokens: Tokens,
-        talks: Sequence[Conversation] | None = None,
-        stop: Sequence[str] = (),
-    ) -> None:
-        self.samples, self.prompts, self.tokens, self.talks = samples, prompts, tokens, talks
-        if talks is None:
-            self.scored = samples.responses()
-            self.responses = [before(tokens.decode(ids), stop) for ids in self.scored]
-        else:
-            self.prompts = replace(prompts, prompts=[talk.history for talk in talks])
-            self.scored = [[talk.ids[place] for place in talk.last] for talk in talks]
-            self.responses = [talk.answer for talk in talks]
-
-    def shown(self) -> list[tuple[str, str]]:
-        """Prompt and response of each as a person reads them."""
-        if self.talks is not None:
-            return shown(self.talks)
-        return [(text_of(prompt), said) for prompt, said in zip(self.prompts.prompts, self.responses, strict=True)]
-
-    def scores(self, reward: Reward, earned: bool = True) -> Scores:
-        """What they earn, whether they ended or not, on the device of the samples; ``earned`` adds what environments paid.
-        A conversation whose environment failed is not scored: nobody knows what its end would have been.
-        """
-        tokens = [pieces(self.tokens.decode, ids) for ids in self.scored] if is_dense(reward) else None
-        everyone = range(len(self.responses))
-        fine = [row for row in everyone if self.talks is None or self.talks[row].failure is None]
-        asked = fine or everyone  # what a reward is made of is known from its scores, whosever they are
-        some, told = repeated(self.prompts, asked), None if tokens is None else [tokens[row] for row in asked]
-        scores = scored(reward, some.prompts, [self.responses[row] for row in asked], some.columns, told)
-        if len(fine) < len(everyone):
-            scores = scattered(scores, fine, len(everyone)) if fine else map_tensors(torch.zeros_like, scores)
-        if self.talks is not None and earned:
-            scores = with_earned(scores, self.talks, self.samples.mask.shape)
-        found: Scores = map_tensors(lambda x: x.to(self.samples.mask.device), scores)
-        return found
-
-
-def settled(scores: Scores, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
-    """Scores after the treatment of responses that were cut, with the soft penalty on length. Earlier turns keep what they
-    earned.   [N]
-    """
-    treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
-    total = scores.total
-    if treatment == "penalty":
-        total = torch.where(drawn.ended, total, earlier(scores, drawn.mask).sum(-1) + value)
-    if treatment == "subtract":
-        total = torch.where(drawn.ended, total, total - abs(value))
-    return total if recipe.reward.overlong is None else total + length_penalty(drawn, recipe)
-
-
-def earlier(scores: Scores, mask: Tensor) -> Tensor:
-    """What turns before the last one earned, token by token; nothing in a response of one turn.   [N, T]"""
-    return (
-        mask.new_zeros(mask.shape, dtype=torch.float32)
-        if scores.dense is None
-        else scores.dense.masked_fill(last_turn(mask), 0.0)
-    )
-
-
-def placed(scores: Scores, total: Tensor, drawn: Samples, recipe: LanguageRecipe) -> Tensor:
-    """What was settled, token by token: what a step, token or turn earned stays there, all else is on the last.   -> [N, T]
-
-    total  [N] what was settled. A penalty for a missing EOS stands in place of all that the last turn earned.
-    """
-    if scores.dense is None:
-        return place_scores(total, drawn.mask)
-    replaced = ~drawn.ended & (recipe.reward.missing_eos == "penalty")
-    before = earlier(scores, drawn.mask)
-    stays = torch.where(replaced.unsqueeze(-1), before, scores.dense)
-    return stays + place_scores(total - torch.where(replaced, before.sum(-1), scores.total), drawn.mask)
-
-
-def length_penalty(drawn: Samples, recipe: LanguageRecipe) -> Tensor:
-    """What ``reward.overlong`` takes off: 0 for responses that are short enough, −1 at the limit.   [N]"""
-    longest, share = recipe.longest, recipe.reward.overlong or 0.0
-    return overlong_penalty(drawn.lengths.to(drawn.log_probs.dtype), longest, share * longest)
 
 
 @dataclass(frozen=True)
@@ -189,6 +82,8 @@ class LanguageCollector:
         self.walk = Walk(len(prompts.ids), recipe.seed)
         self.said: list[dict[str, Any]] = []
         """what was answered last, and what it earned"""
+        self.beta = recipe.reference.beta
+        """what the KL cost in the last rollout, per nat"""
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
 
     @torch.no_grad()
@@ -208,7 +103,7 @@ class LanguageCollector:
         ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, *self.budget)
         if recipe.reference.target is None:
             state.coefficients.pop(ANCHOR, None)  # a run may be resumed with its β fixed
-        beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
+        beta = self.beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
         earned = keep_only(earned, mask)
         gap = float((drawn.log_probs - old.log_probs)[mask].abs().max()) if mask.any() else 0.0
         log_probs = old.log_probs

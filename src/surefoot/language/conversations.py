@@ -31,8 +31,8 @@ class Conversation:
     log_probs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     """what the model wrote"""
-    answer: str = ""
-    """the last turn as it is judged: without the stop string that ended it"""
+    answers: list[str] = field(default_factory=list)
+    """the same without the stop string that ended it"""
     replies: list[str | Messages] = field(default_factory=list)
     """what was answered to each turn"""
     rewards: list[float] = field(default_factory=list)
@@ -47,6 +47,11 @@ class Conversation:
     """how it was sampled"""
 
     @property
+    def answer(self) -> str:
+        """The last turn as it is judged."""
+        return self.answers[-1] if self.answers else ""
+
+    @property
     def last(self) -> range:
         """Where in ``ids`` the last turn is."""
         if not self.ends:
@@ -58,29 +63,29 @@ class Conversation:
 
     @property
     def history(self) -> Prompt:
-        """All before the last turn: what that is an answer to."""
+        """All before the last turn: what that is an answer to. Text as it stands; of messages without stop strings."""
         if isinstance(self.start, str):
             pairs = zip(self.turns[:-1], self.replies, strict=False)
             return self.start + "".join(turn + str(reply) for turn, reply in pairs)
         messages = list(self.start)
-        for turn, reply in zip(self.turns[:-1], self.replies, strict=False):
-            messages += [{"role": "assistant", "content": turn}, *_listed(reply)]
+        for answer, reply in zip(self.answers[:-1], self.replies, strict=False):
+            messages += [{"role": "assistant", "content": answer}, *_listed(reply)]
         return messages
 
     @property
     def transcript(self) -> str:
         """All after the prompt as a person reads it: text as it stands, of messages a line each, the first the model's."""
         if isinstance(self.start, str):
-            return "".join(turn + str(reply) for turn, reply in self._pairs())
+            return "".join(turn + str(reply) for turn, reply in self._pairs(self.turns))
         lines: list[str] = []
-        for turn, reply in self._pairs():
-            lines.append(f"assistant: {turn}" if lines else turn)
+        for answer, reply in self._pairs(self.answers):
+            lines.append(f"assistant: {answer}" if lines else answer)
             lines += [f"{message['role']}: {message['content']}" for message in _listed(reply)]
         return "\n".join(lines)
 
-    def _pairs(self) -> Iterable[tuple[str, str | Messages]]:
+    def _pairs(self, turns: Sequence[str]) -> Iterable[tuple[str, str | Messages]]:
         nothing = "" if isinstance(self.start, str) else ()
-        return zip(self.turns, [*self.replies, *[nothing] * (len(self.turns) - len(self.replies))], strict=True)
+        return zip(turns, [*self.replies, *[nothing] * (len(turns) - len(self.replies))], strict=True)
 
     def write(self, ids: list[int], log_probs: list[float], tokens: Tokens, path: Path, stop: Sequence[str] = ()) -> None:
         """Add a turn of the model's, which one of the stop strings may have ended."""
@@ -89,7 +94,7 @@ class Conversation:
         self.own += [True] * len(ids)
         self.log_probs += log_probs
         self.turns.append(tokens.decode(ids))
-        self.answer = before(self.turns[-1], stop)
+        self.answers.append(before(self.turns[-1], stop))
         self.ends.append(len(self.ids) - 1)
 
     def hear(self, ids: list[int]) -> None:

@@ -58,6 +58,13 @@ class Prompts:
     """prompts that were too long"""
 
 
+def repeated(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts:
+    """Some of the prompts, each as often as it is answered."""
+    rows = [row for row in rows for _ in range(samples)]
+    columns = {name: [column[row] for row in rows] for name, column in prompts.columns.items()}
+    return Prompts([prompts.prompts[row] for row in rows], [prompts.ids[row] for row in rows], columns, prompts.dropped)
+
+
 def room(max_length: int, context: int | None, answer: int = 0) -> tuple[int, str]:
     """How many tokens a row may have, and how a message says it: by ``data.max_length``, or by what a model's context leaves.
 

@@ -9,11 +9,11 @@ from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.language.adapter_files import load_trained
+from surefoot.language.answers import Answers
 from surefoot.language.attempts import Attempts, attempted
 from surefoot.language.attempts import lines as attempt_lines
 from surefoot.language.calibration import calibration
 from surefoot.language.calibration import lines as calibration_lines
-from surefoot.language.collect import Answers
 from surefoot.language.metrics import win_rate
 from surefoot.language.sources import check_same
 from surefoot.language.supervised import SupervisedWorld
@@ -73,6 +73,7 @@ def evaluate_run(
     solved = {} if attempts is None else {"samples": attempts.samples, "start": attempted(world, attempts)}
     before, start = _judged(world, world.answers())
     load_trained(world.policy, trees["agent"], checkpoint)
+    world.collector.beta = trees.get("beta", world.collector.beta)  # what the critic was trained for
     answers = world.answers()
     after, trained = _judged(world, answers)
     foretold = calibration(world, answers)

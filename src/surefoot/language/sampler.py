@@ -158,7 +158,7 @@ def generate(
     prompts: Sequence[Any],
     *,
     samples: int = 1,
-    max_tokens: int,
+    max_tokens: int = 64,
     temperature: float = 1.0,
     seed: int = 1,
     stop: Sequence[str] = (),

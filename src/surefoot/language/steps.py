@@ -61,6 +61,12 @@ def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[s
     return [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def cut_to(length: int, pieces: Sequence[str]) -> list[str]:
+    """The pieces of only so many characters; those that write what comes after, such as a stop string, add ""."""
+    ends = list(accumulate(map(len, pieces), initial=0))
+    return [piece[: max(0, length - start)] for piece, start in zip(pieces, ends, strict=False)]
+
+
 def dense_of(marks: Sequence[Sequence[Mark]], tokens: Pieces, per: Per) -> Tensor:
     """Scores where they are earned; several on one token add up.   -> [N, T]
 

@@ -226,8 +226,9 @@ def leave(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe
     return said
 
 
-def restore_best(policy: nn.Module, folder: Path) -> None:
-    """Go back to the weights of the best checkpoint, where there is one."""
+def restore_best(policy: nn.Module, folder: Path) -> bool:
+    """Go back to the weights of the best checkpoint; whether there is one."""
     best = latest_checkpoint(folder / "best")
     if best is not None:
         load_trained(policy, load_checkpoint(best)["agent"], best)
+    return best is not None

@@ -16,7 +16,8 @@ from surefoot.kinds import LanguageRecipe
 from surefoot.language import data
 from surefoot.language.adapter_files import adapted, base_record, load_trained, reward_role, trained_weights
 from surefoot.language.adapters import VALUE, RoleTrunk, SharedBase
-from surefoot.language.collect import Answers, LanguageCollector, repeated, settled, texts
+from surefoot.language.answers import Answers, settled, texts
+from surefoot.language.collect import LanguageCollector
 from surefoot.language.conversations import mean_turns
 from surefoot.language.demonstrations import Rows, demonstration_rows, scored
 from surefoot.language.memory.check import Room, surely_read
@@ -269,6 +270,7 @@ class LanguageWorld:
             "agent": trained_weights(self.policy),
             "recipe": to_table(self.recipe),
             "model": description(self.policy.model, self.tokens.tokenizer),
+            "beta": self.collector.beta,
             **({} if self.beside is None else {"mixing": self.beside.state_dict()}),
             **base_record(self.base),
         }
@@ -287,7 +289,7 @@ class LanguageWorld:
         """Sampled answers to the held-out prompts, always with the same random numbers."""
         assert self.held_out is not None
         settings = self.recipe.evaluation
-        prompts = repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
+        prompts = data.repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
         return self.collector.answer(prompts, [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))])
 
     @torch.no_grad()
@@ -352,9 +354,13 @@ class LanguageWorld:
         return shown(self.tokens, rollout, row, steps) | {"reference_beta": rollout.metrics["reference_beta"]}
 
     def finish(self, folder: Path) -> list[str]:
-        """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""
-        restore_best(self.policy, folder)
-        return leave(self.result, folder, self.recipe, self.base)
+        """Write the best model (the last, where there is no best) to ``model/``, for transformers and for other runs."""
+        said = []
+        if not restore_best(self.policy, folder) and self.held_out is not None:
+            target = self.recipe.reference.target
+            reach = "" if target is None else f" within {REACH:g} times reference.target={target:g}"
+            said = [f"no evaluation had a score{reach}: the policy that is left is the last one, and none was chosen"]
+        return [*said, *leave(self.result, folder, self.recipe, self.base)]
 
     def close(self) -> None:
         """Nothing is open."""

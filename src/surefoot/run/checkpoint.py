@@ -130,7 +130,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints, and what a kill left half-written."""
-    _remove(checkpoints_in(folder)[:-keep])
+    found = checkpoints_in(folder)
+    _remove(found[: max(0, len(found) - keep)])
     for path in folder.glob(".*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -32,6 +32,23 @@ from surefoot.toml import read_toml
 
 FREE = ("check_memory", "reward.deadline")
 """fields of a recipe that change no number that a run produces, only whether it goes on"""
+MEASURES = (
+    "task:",
+    "environment.",
+    "evaluation.episodes:",
+    "evaluation.rows:",
+    "evaluation.seed:",
+    "data.held_out:",
+    "data.max_length:",
+    "turns.",
+    "sampling.max_tokens:",
+    "sampling.stop:",
+    "sampling.temperature:",
+    "reward.",
+    "reference.",
+    "preference.",
+)
+"""fields that say what the score of an evaluation means: one from before such a change compares with none from after it"""
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
 
