@@ -26,7 +26,7 @@ from surefoot.recipes import find_recipe
 @click.option("--new-only", is_flag=True, help="Train reward models on their own round's pairs alone, without older ones.")
 @click.option("--name", help="The folder is runs/NAME. [default: the recipe's name, and -rounds]")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The folder of all rounds; with --name, the folder above it.")
-@click.option("--quiet", is_flag=True, help="Show nothing while training.")
+@click.option("--quiet", is_flag=True, help="No display while training; warnings are told.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, and nothing else.")
 def rounds(
     recipe: Path,

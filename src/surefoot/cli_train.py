@@ -51,7 +51,7 @@ def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
 @click.option("--name", help="Name of the run; its folder is runs/NAME unless --run-dir says otherwise.")
 @click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its arithmetic, and stop.")
-@click.option("--quiet", is_flag=True, help="Show nothing while training.")
+@click.option("--quiet", is_flag=True, help="No display while training; warnings are told.")
 @recipe_flags
 def train(
     what: str,
@@ -88,7 +88,7 @@ def train(
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--steps", type=click.IntRange(min=1), help="Extend the run to this many steps.")
 @click.option("--allow-changes", is_flag=True, help="Accept a config.toml that was changed since the checkpoint.")
-@click.option("--quiet", is_flag=True, help="Show nothing while training.")
+@click.option("--quiet", is_flag=True, help="No display while training; warnings are told.")
 def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> None:
     """Continue the interrupted RUN exactly, or extend a finished one."""
     from surefoot import api

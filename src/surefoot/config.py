@@ -39,8 +39,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
         raise SurefootError(f"kind={kind!r}: unknown{did_you_mean(str(kind), KINDS)} (known: {', '.join(KINDS)})")
     name = table.get("algorithm", KINDS[kind].default_algorithm)
     if not isinstance(name, str) or (name != "custom" and name not in ALGORITHMS):
-        known = ", ".join(ALGORITHMS)
-        raise SurefootError(f"algorithm={name!r}: unknown{did_you_mean(str(name), ALGORITHMS)} (known: {known})")
+        raise unknown_algorithm("algorithm", name)
     changes = table.get("objective", {})
     if not isinstance(changes, Mapping):
         raise SurefootError(f"objective={changes!r}: must be a table of switches, such as gae_lambda = 0.95")
@@ -57,6 +56,12 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     recipe.objective.require_complete()
     _refuse_what_toml_cannot_hold(recipe)
     return recipe
+
+
+def unknown_algorithm(field: str, name: object) -> SurefootError:
+    """The one line for an algorithm that there is not. Who says PPO means the one with the clip."""
+    meant = did_you_mean("PPO_CLIP" if str(name).upper() == "PPO" else str(name), ALGORITHMS)
+    return SurefootError(f"{field}={name!r}: unknown{meant} (known: {', '.join(ALGORITHMS)})")
 
 
 def control_recipe(table: Mapping[str, Any]) -> ControlRecipe:

@@ -40,8 +40,8 @@ def run_loop(
             on_fault(str(fault))
             if state.faults == FAULTS_IN_A_ROW:
                 raise SurefootError(
-                    f"{fault}; the {FAULTS_IN_A_ROW}rd update in a row that was not taken; mend the environment, or lower the "
-                    "learning rate, then resume from the last checkpoint"
+                    f"{fault}; the {FAULTS_IN_A_ROW}rd update in a row that was not taken; mend the environment or "
+                    "network.custom, or lower the learning rate, then resume from the last checkpoint"
                 ) from fault
             continue
         state.steps += steps

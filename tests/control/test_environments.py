@@ -415,6 +415,14 @@ def test_a_missing_package_is_answered_with_the_extra_to_install(error: Exceptio
         surefoot.train(needs_more, surefoot.PPO_CLIP, steps=100)
 
 
+@pytest.mark.filterwarnings("ignore:.*is out of date")
+@pytest.mark.parametrize("old", ["Hopper-v2", "Walker2d-v3"])
+def test_an_id_that_moved_out_of_gymnasium_is_answered_with_the_one_to_take(old: str) -> None:
+    """Gymnasium lists it, and no package that could be installed brings it back."""
+    with pytest.raises(SurefootError, match=rf"^task='{old}': is no longer in Gymnasium; take '{old[:-3]}-v5'$"):
+        make_environments(old, {}, 1, SEED)
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 def test_an_environment_that_can_not_be_made_is_named_whichever_of_them_it_is(nth: int) -> None:
     made = []

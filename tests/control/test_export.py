@@ -5,6 +5,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -399,6 +400,37 @@ BRIEF: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 64},
     "normalise": {"observations": True, "rewards": False},
 }
+
+
+class Own(torch.nn.Module):
+    """A network of somebody's own, for one observation or a dict of parts."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__()
+        parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(spaces.flatdim(part), 8) for part in parts.values())
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        parts = inputs.values() if isinstance(inputs, dict) else [inputs]
+        both = zip(self.layers, parts, strict=True)
+        return torch.stack([layer(part.reshape(part.shape[0], -1)) for layer, part in both]).sum(0).relu()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("lstm", [None, 4])
+def test_an_agent_with_a_network_of_ones_own_is_exported(
+    lstm: int | None, parts: bool, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compared with the agent on batches of several sizes before it is written."""
+    monkeypatch.setitem(sys.modules, "owned", module := ModuleType("owned"))
+    module.Own = Own  # type: ignore[attr-defined]
+    vector = spaces.Box(-1, 1, (3,), np.float32)
+    space = spaces.Dict({"arm": spaces.Box(-1, 1, (2, 2), np.float32), "eye": vector}) if parts else vector
+    fields = {**QUICK, "network": {"custom": "owned:Own", "lstm": lstm}, "objective": {"reuse": {"minibatches": 2}}}
+    agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(3)), steps=512, **fields)
+    exported = export_agent(agent, tmp_path / f"own{export.ENDINGS[format]}", format)
+    assert "acts as the agent does" in exported.line()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -230,6 +230,10 @@ BAD = {
         lambda space: Passing(lambda x: x.sum(-1, True).expand(-1, 3).squeeze()),
         r"gave features of shape \[3\] for 1 observations, not \[1, 3\]",
     ),
+    "rows that know of each other": (
+        lambda space: Passing(lambda x: x - x.mean(0)),
+        "gave an observation other features beside another one than alone; rows must be independent",
+    ),
     "doubles": (lambda space: Passing(lambda x: x.double()), r"features of torch\.float64; they must be float32"),
     "double weights": (
         lambda space: Passing(nn.Sequential(nn.Identity(), nn.Linear(4, 4), _Extra())),

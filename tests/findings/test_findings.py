@@ -98,6 +98,17 @@ def test_a_peak_of_the_first_few_episodes_is_no_gain_that_is_lost() -> None:
     assert "return_collapsed" in names(rows_of(20, episode_return=lambda i: earned[(i - 1) // 2]))
 
 
+@pytest.mark.parametrize("algorithm", ["REINFORCE", "A2C"])
+def test_one_step_per_batch_whose_kl_is_measured_before_it_is_no_standing_still(algorithm: str) -> None:
+    risen = rows_of(200, episode_return=lambda i: 20 + i, kl=0.0)
+    recipe = find_recipe("CartPole-v1", {"algorithm": algorithm, "steps": 20_000})
+    assert "return_flat" not in {found.name for found in findings_of(risen, recipe)}
+    flat = {found.name: found for found in findings_of(rows_of(200, episode_return=lambda i: 20 + i % 2, kl=0.0), recipe)}
+    assert "the policy moves" in flat["return_flat"].cause
+    assert not any("epochs" in advice for advice in flat["return_flat"].advice)
+    assert [evidence.metric for evidence in flat["return_flat"].evidence] == ["episode_return"]
+
+
 def test_nearly_constant_returns_excuse_a_critic() -> None:
     """A solved task: hardly any variance is left to explain, so nothing is said about failing to."""
     solved = rows_of(60, value_loss=lambda i: 100.0 if i < 20 else 1e-3, explained_variance=lambda i: 0.9 if i < 20 else -3.0)

@@ -11,8 +11,8 @@ from surefoot.compare.plots import draw_comparison
 from surefoot.compare.progress import Overall
 from surefoot.compare.report import COUNT, Report, average, how_sure, score_table, seeds_in_words, setting_of, write_report
 from surefoot.compare.statistics import markdown_table
-from surefoot.config import as_control
-from surefoot.errors import SurefootError, did_you_mean
+from surefoot.config import as_control, unknown_algorithm
+from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.recipes import find_recipe
 
@@ -68,8 +68,7 @@ def recipes_for(what: str, algorithms: Sequence[str], changes: Mapping[str, Any]
     """
     for name in algorithms:
         if name not in ALGORITHMS:
-            known = ", ".join(ALGORITHMS)
-            raise SurefootError(f"algorithms={name!r}: unknown{did_you_mean(name, ALGORITHMS)} (known: {known})")
+            raise unknown_algorithm("algorithms", name)
     twice = sorted({name for name in algorithms if list(algorithms).count(name) > 1})
     if twice:
         raise SurefootError(f"algorithms: {twice[0]!r} is there twice; name each once")

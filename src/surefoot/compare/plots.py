@@ -181,11 +181,16 @@ def _plain(axes: Any, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="both", color="#DDDDDD", lw=0.6)
     axes.set_axisbelow(True)
+    from matplotlib import ticker
+
     for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
         if scale == "log":
             low, high = sorted(axis.get_view_interval())
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(_few if high < 300 * low else "")
+            if high < 5 * low:  # not even a power of ten may lie within
+                axis.set_major_locator(ticker.MaxNLocator(5))
+                axis.set_minor_locator(ticker.NullLocator())
     if axes.get_xscale() == "linear":
         axes.xaxis.set_major_formatter("{x:,.0f}")
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import find_highest_version
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from surefoot.control.atari import ATARI, make_atari
@@ -386,6 +387,9 @@ def making_failed(name: str, error: Exception) -> SurefootError:
     """One line for an environment that could not be made; names the extra where a package is missing."""
     extras = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari", "opencv": "atari"}
     text = str(error).replace("\n", " ")
+    if "have been moved" in text:  # MuJoCo's of versions 2 and 3, which Gymnasium lists and no longer has
+        stem = name.rpartition("-v")[0]
+        return SurefootError(f"task={name!r}: is no longer in Gymnasium; take '{stem}-v{find_highest_version(None, stem)}'")
     if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
         extra = next((value for key, value in extras.items() if key in text.lower()), None)
         if extra:

@@ -192,9 +192,12 @@ class CustomTrunk(nn.Module):
         training = self.module.training
         self.module.eval()  # the running statistics of a batch norm are not for made-up observations
         with torch.no_grad():
-            for count in (2, 1):  # one alone is what it acts on later, and what a squeeze gives away
-                features = self._features({name: x[:count] for name, x in inputs.items()}, count)
-                self.width = features.shape[1]
+            both = self._features(inputs, 2)
+            self.width = both.shape[1]  # known from here on, so that another one is refused
+            # One alone is what it acts on later, and what a squeeze gives away.
+            alone = self._features({name: x[:1] for name, x in inputs.items()}, 1)
+        if both.isfinite().all() and not torch.allclose(both[:1], alone, rtol=1e-3, atol=1e-4):
+            raise self._refusal("gave an observation other features beside another one than alone; rows must be independent")
         self.module.train(training)
         odd = {str(p.dtype) for p in self.module.parameters() if p.dtype != torch.float32}
         if odd:
@@ -211,7 +214,8 @@ class CustomTrunk(nn.Module):
             raise self._refusal(f"forward gave a {type(features).__name__}; it must give a tensor of features [N, k]")
         known = getattr(self, "width", None)
         wanted = "k" if known is None else str(known)
-        right = features.dim() == 2 and len(features) == count and features.shape[1] > 0
+        # Not len(features): that makes a constant of what may be any number in an exported program.
+        right = features.dim() == 2 and features.shape[0] == count and features.shape[1] > 0
         if not right or (known is not None and features.shape[1] != known):
             raise self._refusal(
                 f"gave features of shape {list(features.shape)} for {count} observations, not [{count}, {wanted}]"
@@ -236,6 +240,6 @@ def _told(error: Exception) -> str:
 
 
 def _least(leaf: Leaf) -> Tensor:
-    """Two made-up observations of a leaf: zeros, or the smallest choice."""
-    low = 0 if leaf.bounds is None else leaf.bounds[0]
-    return torch.from_numpy(np.full((2, *leaf.shape), low, leaf.dtype))
+    """Two made-up observations of a leaf: zeros and ones, or the smallest and the largest choice."""
+    low, high = (0, 1) if leaf.bounds is None else leaf.bounds
+    return torch.from_numpy(np.stack([np.broadcast_to(entry, leaf.shape).astype(leaf.dtype) for entry in (low, high)]))

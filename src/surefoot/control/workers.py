@@ -190,7 +190,8 @@ class WorkerEnvironments:
             what = f"ended its worker process ({_exit(worker.process.exitcode)})"
         else:
             worker.process.kill()
-            what = f"did not come back within {waited:g} s (rollout.deadline)"
+            least = f"; {STARTING} s at least" if place[1] < 0 else ""
+            what = f"did not come back within {waited:g} s (rollout.deadline{least})"
         self.close()
         if worker.process.exitcode == IMPORTED_AGAIN:
             raise SurefootError(

@@ -78,7 +78,9 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
         return None
     first, best, noise = rise(earned)
     kl, entropy = story.curve("kl"), story.curve("entropy")
-    still = len(kl) > 0 and float(kl.values.mean()) < 1e-6
+    # Where a batch is used for one step, its KL was measured before that step, and says nothing.
+    known = bool((kl.values != 0).any()) if recipe is None else recipe.objective.reuse is not None
+    still = len(kl) > 0 and known and float(kl.values.mean()) < 1e-6
     # The return is a mean over many episodes, and drifts: hence a share of it too. What has not moved has not learned.
     if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
         return None
@@ -111,7 +113,7 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
         "warning",
         f"the {name} {how}, over {story.steps:,} steps; if that is the best there is, nothing is wrong",
         cause,
-        (earned.evidence(), *(curve.evidence() for curve in (kl, entropy) if len(curve))),
+        (earned.evidence(), *(curve.evidence() for curve in ((kl,) if known else ()) + (entropy,) if len(curve))),
         (*more, *tries),
     )
 
