@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from surefoot.config import to_table
 from surefoot.errors import Interrupted, SurefootError
@@ -12,9 +13,9 @@ from surefoot.learner import Learner
 from surefoot.loop import run_loop
 from surefoot.optimizer import AdamSettings
 from surefoot.rollout import LearnerState, Metrics, Policy
-from surefoot.run.checkpoint import keep_only_this, load_checkpoint, prune, require, save_checkpoint
+from surefoot.run.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require, save_checkpoint
 from surefoot.run.dashboard import Display
-from surefoot.run.folder import MEASURES, RunFolder, recipe_differences
+from surefoot.run.folder import RunFolder, recipe_differences, scored_alike
 from surefoot.run.samples import SampleFolder
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.traces import TraceFolder
@@ -100,11 +101,17 @@ class Session:
             )
         self.learner.load_state_dict(trees["learner"])
         self.state.load_state_dict(trees["state"])
-        if any(line.startswith(MEASURES) for line in changed):
-            self.display.say("evaluations are scored otherwise than before: the best so far is forgotten")
+        self._restore_best(trees["progress"], checkpoint.parent.parent / "best")
+
+    def _restore_best(self, progress: dict[str, Any], folder: Path) -> None:
+        """The best score so far, where it was given as scores are now: by the recipe that lies beside the best weights."""
+        best = latest_checkpoint(folder)
+        if best is None or progress["best"] is None:
+            return
+        if scored_alike(load_checkpoint(best)["recipe"], to_table(self.recipe)):
+            self.best, self.since_best = progress["best"], progress.get("since_best", 0)
         else:
-            self.best = trees["progress"]["best"]
-            self.since_best = trees["progress"].get("since_best", 0)
+            self.display.say("evaluations are scored otherwise than before: the best so far is forgotten")
 
     def run(self) -> None:
         """Train until the budget is spent, the callback stops it, or a signal does.
@@ -168,12 +175,12 @@ class Session:
 
     def _evaluate(self) -> Metrics:
         judged = self.world.evaluate()
+        if self.best is None and self.folder is not None:
+            prune(self.folder.best, keep=0)  # a best by another measure
         if judged is None:
             return {}
         score = judged.score if judged.score is not None and math.isfinite(judged.score) else None
         self.since_best += int(score is not None)
-        if self.best is None and self.folder is not None:
-            prune(self.folder.best, keep=0)  # the best by another measure, where that was changed
         if score is not None and (self.best is None or score > self.best):
             self.best, self.since_best = score, 0
             if self.folder is not None:

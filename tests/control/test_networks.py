@@ -15,7 +15,7 @@ from torch.nn import functional
 import surefoot
 from surefoot import PPO_CLIP, SurefootError
 from surefoot.control import networks
-from surefoot.control.networks import NatureCNN, OneHot, Trunk, Vector
+from surefoot.control.networks import CustomTrunk, NatureCNN, OneHot, Trunk, Vector
 from surefoot.control.policies import ActorCritic
 from surefoot.sections import Network
 from surefoot.seeding import stream
@@ -231,7 +231,7 @@ BAD = {
         r"gave features of shape \[3\] for 1 observations, not \[1, 3\]",
     ),
     "rows that know of each other": (
-        lambda space: Passing(lambda x: x - x.mean(0)),
+        lambda space: Passing(lambda x: (y := nn.functional.layer_norm(x, x.shape[1:])) - y.mean(0)),
         "gave an observation other features beside another one than alone; rows must be independent",
     ),
     "doubles": (lambda space: Passing(lambda x: x.double()), r"features of torch\.float64; they must be float32"),
@@ -263,6 +263,13 @@ def test_a_network_that_does_not_fit_is_refused_in_one_line(name: str, mine: Mod
     with pytest.raises(SurefootError, match=rf"^network\.custom='mine:bad': .*{said}") as caught:
         trained(path="mine:bad")
     assert "\n" not in str(caught.value)
+
+
+def test_a_frozen_part_in_eval_mode_stays_in_it(mine: ModuleType) -> None:
+    mine.partly = lambda space: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())  # type: ignore[attr-defined]
+    trunk = CustomTrunk("mine:partly", spaces.Box(-1, 1, (4,), np.float32), stream(1, "weights"))
+    assert [module.training for module in trunk.module] == [True, False]  # type: ignore[union-attr]
+    assert torch.equal(trunk.module[1].running_mean, torch.zeros(4))  # type: ignore[index, union-attr]
 
 
 def test_an_agent_whose_network_is_not_here_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

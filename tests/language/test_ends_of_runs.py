@@ -21,7 +21,7 @@ from surefoot.language.models import RewardModel
 from surefoot.language.preview import preview
 from surefoot.language.trained import writer
 from surefoot.run.checkpoint import load_checkpoint
-from surefoot.run.folder import RunFolder
+from surefoot.run.folder import RunFolder, scored_alike
 from surefoot.run.tracking import read_metrics
 from surefoot.toml import read_toml
 
@@ -124,7 +124,10 @@ def test_where_no_policy_was_within_reach_of_the_target_the_last_one_is_left_and
     assert all(torch.equal(left[name], last[f"model.{name}"]) for name in left if f"model.{name}" in last)
 
 
-@pytest.mark.parametrize(("change", "forgotten"), [("reference.target=1e-6", True), ("optimizer.epsilon=1e-6", False)])
+@pytest.mark.parametrize(
+    ("change", "forgotten"),
+    [("reference.target=1e-6", True), ("optimizer.epsilon=1e-6", False), ("reward.tolerated=0.2", False)],
+)
 def test_the_best_policy_by_another_measure_is_forgotten_when_a_change_is_allowed(
     change: str, forgotten: bool, files: Path
 ) -> None:
@@ -140,6 +143,36 @@ def test_the_best_policy_by_another_measure_is_forgotten_when_a_change_is_allowe
     assert newest is not None
     assert (load_checkpoint(newest)["progress"]["best"] is None) == forgotten
     assert bool(list((run / "best").glob("[0-9]*"))) != forgotten
+
+
+@KINDS
+def test_where_nothing_is_judged_any_more_the_last_policy_is_left_and_no_best_of_before(kind: str, files: Path) -> None:
+    run = cut_short(kind, files)
+    table = read_toml(run / "config.toml")
+    table["data"]["held_out"] = "none"
+    (run / "config.toml").write_text(to_toml(make_recipe(table)))
+    api.resume(run, allow_changes=True)
+    assert not list((run / "best").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "values", "alike"),
+    [
+        ("reference", "beta", (0.1, 0.2), False),
+        ("reference", "horizon", (100, 200), True),
+        ("reward", "gold", ("none", "a:b"), True),
+        ("reward", "terms", ([{"url": "u", "weight": 1.0, "retries": 1}], [{"url": "u", "weight": 1.0, "retries": 2}]), True),
+        ("reward", "terms", ([{"url": "u", "weight": 1.0}], [{"url": "u", "weight": 2.0}]), False),
+        ("evaluation", "rows", (8, 16), False),
+        ("evaluation", "patience", (1, 2), True),
+    ],
+)
+def test_scores_are_alike_where_the_same_is_asked(section: str, field: str, values: Any, alike: bool) -> None:
+    one, other = ({section: {field: value}} for value in values)
+    assert scored_alike(one, other) == alike
+    if (section, field) == ("reference", "beta"):
+        one, other = ({section: {field: value, "target": 6.0}} for value in values)
+        assert scored_alike(one, other), "an adapted β has no part in the score"
 
 
 def cut_short(kind: str, files: Path, **changes: Any) -> Path:

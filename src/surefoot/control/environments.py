@@ -387,8 +387,8 @@ def making_failed(name: str, error: Exception) -> SurefootError:
     """One line for an environment that could not be made; names the extra where a package is missing."""
     extras = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari", "opencv": "atari"}
     text = str(error).replace("\n", " ")
-    if "have been moved" in text:  # MuJoCo's of versions 2 and 3, which Gymnasium lists and no longer has
-        stem = name.rpartition("-v")[0]
+    stem = name.rpartition("-v")[0]
+    if text.startswith("The mujoco v2 and v3") and stem:  # Gymnasium lists them, and no longer has them
         return SurefootError(f"task={name!r}: is no longer in Gymnasium; take '{stem}-v{find_highest_version(None, stem)}'")
     if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
         extra = next((value for key, value in extras.items() if key in text.lower()), None)

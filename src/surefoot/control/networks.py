@@ -177,7 +177,7 @@ class CustomTrunk(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.module = self._made(factory, observation_space)
-            self.width = self._probe({name: _least(leaf) for name, leaf in parts.items()})
+            self.width = self._probe({name: _made_up(leaf) for name, leaf in parts.items()})
 
     def _made(self, factory: Any, observation_space: gymnasium.Space[Any]) -> nn.Module:
         try:
@@ -189,16 +189,18 @@ class CustomTrunk(nn.Module):
         return module
 
     def _probe(self, inputs: dict[str, Tensor]) -> int:
-        training = self.module.training
+        modes = {module: module.training for module in self.module.modules()}
         self.module.eval()  # the running statistics of a batch norm are not for made-up observations
         with torch.no_grad():
             both = self._features(inputs, 2)
             self.width = both.shape[1]  # known from here on, so that another one is refused
             # One alone is what it acts on later, and what a squeeze gives away.
-            alone = self._features({name: x[:1] for name, x in inputs.items()}, 1)
-        if both.isfinite().all() and not torch.allclose(both[:1], alone, rtol=1e-3, atol=1e-4):
+            alone = torch.cat([self._features({name: x[row : row + 1] for name, x in inputs.items()}, 1) for row in (0, 1)])
+        rounding = 1e-4 * max(1.0, float(both.abs().max()))
+        if both.isfinite().all() and not torch.allclose(both, alone, rtol=1e-3, atol=rounding):
             raise self._refusal("gave an observation other features beside another one than alone; rows must be independent")
-        self.module.train(training)
+        for module, training in modes.items():  # each its own: a frozen part may stand in eval mode in one that trains
+            module.training = training
         odd = {str(p.dtype) for p in self.module.parameters() if p.dtype != torch.float32}
         if odd:
             raise self._refusal(f"has parameters of {', '.join(sorted(odd))}; they must be float32")
@@ -239,7 +241,10 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _least(leaf: Leaf) -> Tensor:
-    """Two made-up observations of a leaf: zeros and ones, or the smallest and the largest choice."""
-    low, high = (0, 1) if leaf.bounds is None else leaf.bounds
-    return torch.from_numpy(np.stack([np.broadcast_to(entry, leaf.shape).astype(leaf.dtype) for entry in (low, high)]))
+def _made_up(leaf: Leaf) -> Tensor:
+    """Two made-up observations of a leaf, with entries or choices at random; always the same."""
+    rng, shape = np.random.default_rng(0), (2, *leaf.shape)
+    if leaf.vector:
+        return torch.from_numpy(rng.random(shape, np.float32))
+    low, high = (0, 255) if leaf.bounds is None else leaf.bounds
+    return torch.from_numpy(rng.integers(low, high, shape, endpoint=True).astype(leaf.dtype))

@@ -78,8 +78,7 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
         return None
     first, best, noise = rise(earned)
     kl, entropy = story.curve("kl"), story.curve("entropy")
-    # Where a batch is used for one step, its KL was measured before that step, and says nothing.
-    known = bool((kl.values != 0).any()) if recipe is None else recipe.objective.reuse is not None
+    known = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
     still = len(kl) > 0 and known and float(kl.values.mean()) < 1e-6
     # The return is a mean over many episodes, and drifts: hence a share of it too. What has not moved has not learned.
     if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
@@ -278,6 +277,13 @@ def earnings(story: Story, recipe: Recipe | None) -> Curve:
     """What the run is for: the return of episodes, or the reward of responses; empty for rows that are given."""
     episodes = story.curve("episode_return")
     return episodes if len(episodes) else story.curve("reward")
+
+
+def measures_kl(recipe: Recipe) -> bool:
+    """Whether an update knows how far it moved the policy: the KL of a batch's first step is measured before that step."""
+    reuse = recipe.objective.reuse
+    steps = 0 if reuse is None else reuse.epochs * reuse.minibatches
+    return steps > 1 or recipe.objective.constraint is not None
 
 
 def dearer(recipe: Recipe | None) -> str:

@@ -33,22 +33,29 @@ from surefoot.toml import read_toml
 FREE = ("check_memory", "reward.deadline")
 """fields of a recipe that change no number that a run produces, only whether it goes on"""
 MEASURES = (
-    "task:",
-    "environment.",
-    "evaluation.episodes:",
-    "evaluation.rows:",
-    "evaluation.seed:",
-    "data.held_out:",
-    "data.max_length:",
-    "turns.",
-    "sampling.max_tokens:",
-    "sampling.stop:",
-    "sampling.temperature:",
-    "reward.",
-    "reference.",
-    "preference.",
+    "task",
+    "environment",
+    "evaluation.episodes",
+    "evaluation.rows",
+    "evaluation.seed",
+    "data.held_out",
+    "data.max_length",
+    "turns",
+    "sampling.max_tokens",
+    "sampling.stop",
+    "sampling.temperature",
+    "reward.terms",
+    "reward.missing_eos",
+    "reward.missing_eos_value",
+    "reward.overlong",
+    "reference.model",
+    "reference.beta",
+    "reference.target",
+    "preference",
 )
-"""fields that say what the score of an evaluation means: one from before such a change compares with none from after it"""
+"""fields that say what the score of an evaluation means"""
+ASKING = ("batch", "retries", "token_from")
+"""fields of a reward's term that say how it is asked, and not what it says"""
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
 
@@ -200,6 +207,26 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
     free = tuple(f"{name}: " for name in ("steps", *FREE))
     return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
+
+
+def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether the scores of evaluations under two recipe tables can be compared."""
+
+    def measure(table: dict[str, Any]) -> dict[str, Any]:
+        found = {name: _at(table, name) for name in MEASURES}
+        if found["reference.target"] not in (None, "none"):
+            found["reference.beta"] = None  # where it is adapted, the price of KL has no part in the score
+        terms = found["reward.terms"] or ()
+        return found | {"reward.terms": [{key: value for key, value in term.items() if key not in ASKING} for term in terms]}
+
+    return measure(before) == measure(after)
+
+
+def _at(table: Any, path: str) -> Any:
+    """What stands at a dotted path; None where nothing does."""
+    for key in path.split("."):
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
