@@ -94,13 +94,20 @@ def write(out: Path, result: dict[str, Any]) -> None:
     partial.rename(out)
 
 
+def results_of(task: str, args: argparse.Namespace, library: str = "*") -> list[dict[str, Any]]:
+    """The cells of a task that are there; ends the command where none is."""
+    found = sorted((RESULTS / cells(task, args)).glob(f"{library}-*.json"))
+    if not found:
+        sys.exit(f"{cells(task, args)}: no cell is there; train it first")
+    return [json.loads(path.read_text()) for path in found]
+
+
 def table(args: argparse.Namespace) -> str:
     """The cells of some tasks as a Markdown table."""
     rows = []
     for task in args.task:
         by_library: dict[str, list[dict[str, Any]]] = {}
-        for path in sorted((RESULTS / cells(task, args)).glob("*.json")):
-            result = json.loads(path.read_text())
+        for result in results_of(task, args):
             by_library.setdefault(f"{result['library']} {result['version']}", []).append(result)
         largest = max((abs(result["last_100_mean"]) for results in by_library.values() for result in results), default=0.0)
         digits = 0 if largest >= 100 else 1
@@ -118,9 +125,7 @@ def judged(args: argparse.Namespace) -> str:
     """Surefoot's final agents of some tasks, acting greedily, beside the return that counts as solved."""
     rows = []
     for task in args.task:
-        results = [json.loads(path.read_text()) for path in sorted((RESULTS / cells(task, args)).glob("surefoot-*.json"))]
-        if not results:
-            sys.exit(f"{cells(task, args)}: no cell is there; train it first")
+        results = results_of(task, args, "surefoot")
         greedy = [result["greedy_mean"] for result in results]
         spread = f" ± {np.std(greedy, ddof=1):,.1f}" if len(greedy) > 1 else ""
         each = (

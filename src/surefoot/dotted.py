@@ -18,6 +18,8 @@ def imported(field: str, path: str, remedy: str = "") -> Any:
     """
     module, _, name = path.rpartition(":")
     try:
+        if not (module and name):
+            raise ValueError("it is not two names with a colon between them")
         return getattr(_from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module), name)
     except Exception as error:
         advice = f"; {remedy}" if remedy else ""

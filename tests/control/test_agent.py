@@ -251,6 +251,14 @@ def test_an_observation_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) ->
             ask(np.zeros(shape, np.float32))
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_an_observation_that_is_not_finite_is_refused(odd: float) -> None:
+    agent = cartpole(steps=1)
+    for ask in (agent.predict, agent.value):
+        with pytest.raises(SurefootError, match=r"observation: is not finite"):
+            ask([0.0, odd, 0.0, 0.0])
+
+
 def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> None:
     agent = pendulum()
     observations = np.float32([[1, 0, 0], [0, 1, 0.5], [-1, 0, -1]])

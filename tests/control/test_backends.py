@@ -296,7 +296,9 @@ def test_a_next_step_environment_that_leaves_the_reset_to_others_is_found() -> N
     environments.reset()
     steps: list[Step] = [environments.step(np.zeros(1, int)) for _ in range(2)]
     assert steps[-1].over.all()
-    vector._autoreset_envs[:] = False  # Gymnasium's own would assert
+    with pytest.raises(SurefootError, match=r"AssertionError.*which resets \[0\], says metadata\['autoreset_mode'\]=NEXT_STEP"):
+        environments.step(np.zeros(1, int))
+    vector._autoreset_envs[:] = False  # Gymnasium's own asserts, another's need not
     with pytest.raises(SurefootError, match=r"says NEXT_STEP, but its environments \[0\] ended again"):
         environments.step(np.zeros(1, int))
 
@@ -339,7 +341,7 @@ def test_an_id_that_envpool_does_not_have_is_refused_with_the_alternatives(monke
             return ["Pong-v5"]
 
     monkeypatch.setitem(sys.modules, "envpool", Other)  # type: ignore[arg-type]
-    refused("CartPole-v1", "envpool", "EnvPool has no 'CartPole-v1'", "'workers', 'native' or 'loop'")
+    refused("CartPole-v1", "envpool", "EnvPool has no 'CartPole-v1'", "set rollout.backend = 'workers' or 'loop'")
 
 
 def test_the_arguments_that_envpool_does_not_take_are_named() -> None:

@@ -378,10 +378,23 @@ def test_a_fault_stops_training_in_one_line() -> None:
         surefoot.train(lambda: Faulty(boom, 2), surefoot.PPO_CLIP, steps=1000, rollout={"environments": 1})
 
 
-def test_a_fault_inside_a_vector_environment_is_said_in_one_line() -> None:
-    environments = together("NEXT_STEP", [Faulty(None, 0), Faulty(boom, 1)])
-    with pytest.raises(SurefootError, match=r"^tiny: raised RuntimeError: the wheels came off in step\(\)"):
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_fault_inside_a_vector_environment_is_said_in_one_line(mode: str, at: int) -> None:
+    environments = together(mode, [Faulty(None, 0), Faulty(boom, at)])
+    call = at + (4 if mode == "NEXT_STEP" else 3)  # the first episode takes three, and its end one more where a step resets
+    with pytest.raises(
+        SurefootError, match=rf"^tiny: raised RuntimeError: the wheels came off, in call {call} of step\(\)"
+    ) as said:
         run(environments)
+    assert ("says metadata['autoreset_mode']=NEXT_STEP" in str(said.value)) == (mode == "NEXT_STEP" and not at)
+
+
+def test_a_vector_environment_whose_first_reset_fails_is_named() -> None:
+    environments = together("NEXT_STEP", [Faulty(None, 0)])
+    environments.environments.reset = lambda **_: boom()  # type: ignore[union-attr]
+    with pytest.raises(SurefootError, match=r"^tiny: raised RuntimeError: the wheels came off, in reset\(\); mend"):
+        environments.reset()
 
 
 # ---- what can't be made -----------------------------------------------------------------------------------------------
@@ -479,18 +492,18 @@ NODES = spaces.Graph(spaces.Box(0, 1, (2,)), None)
 @pytest.mark.parametrize(
     ("observation", "named"),
     [
-        (spaces.Text(5), "Text"),
+        (spaces.Text(5), "Text is not supported"),
         (NODES, "Graph"),
         (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
         (spaces.OneOf([spaces.Discrete(2)]), "OneOf"),
-        (spaces.Box(0, 1, (0,)), r"Box\(0,\)"),
+        (spaces.Box(0, 1, (0,)), r"Box\(0,\) is not supported \(it has no entries\)"),
         (spaces.Dict({"camera": spaces.Dict({"depth": NODES}), "x": spaces.Discrete(2)}), r'leaf "camera\.depth": Graph'),
         (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), 'leaf "1": Text'),
     ],
     ids=["text", "graph", "sequence", "one of", "empty", "in a dict", "in a tuple"],
 )
 def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any], named: str) -> None:
-    with pytest.raises(SurefootError, match=rf"strange.*: observation space {named}.* is not supported"):
+    with pytest.raises(SurefootError, match=rf"strange.*: observation space {named}.*; wrap the environment"):
         surefoot.train(endless_with(observation=observation), surefoot.PPO_CLIP, steps=100)
 
 

@@ -50,6 +50,7 @@ def test_a_file_may_hold_dataclasses(tmp_path):
         ("fine.py:g", "has no attribute 'g'"),
         ("fine.py", "must name module:function or file.py:function"),
         ("no_such_module:f", "No module named 'no_such_module'"),
+        ("math", "two names with a colon between them"),
         (":f", "must name module:function or file.py:function"),
         ("", "must name module:function or file.py:function"),
     ],

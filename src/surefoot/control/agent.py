@@ -125,7 +125,7 @@ class Agent(nn.Module):
         gives them: an array, or a dict or tuple of them. ``deterministic`` takes the likeliest action instead of sampling.
         ``state`` is what the step before returned, None at first; ``episode_start``, one flag or [B], makes it forgotten.
         ``action_mask`` [choices] or [B, choices] is True where an action may be taken; without it all may.
-        Raises SurefootError for an observation or a mask of the wrong shape.
+        Raises SurefootError for an observation or a mask of the wrong shape, and for an observation that is not finite.
         """
         leaves_, batch = self.read(observation)
         if action_mask is not None:
@@ -197,6 +197,8 @@ class Agent(nn.Module):
                     raise SurefootError(f"{path}: has shape {array.shape}; this agent takes {leaf.shape}, or a batch of them")
                 if not leaf.vector:
                     leaf.check_kind(array)
+                elif not np.isfinite(array).all():
+                    raise SurefootError(f"{path}: is not finite; agents learn what finite observations mean")
             except Misfit as misfit:
                 raise SurefootError(f"observation: is {misfit}") from None
             except (TypeError, ValueError) as error:

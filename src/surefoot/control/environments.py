@@ -5,7 +5,8 @@ whether a row's action was ignored; so all modes yield the same kept transitions
 where a task masks actions, which its first reset tells, the mask of the next action is one entry of them.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -246,12 +247,13 @@ class VectorEnvironments:
     def reset(self) -> Observations:
         # Each time other episodes. The seed is annotated int by Gymnasium.
         seeds: Any = [episode_seed(self.seed, index, self.resets) for index in range(self.count)]
-        try:
-            observations, infos = self.environments.reset(seed=seeds)
-        except (TypeError, gymnasium.error.Error):  # some take one whole number for all
-            observations, infos = self.environments.reset(seed=seeds[0])
-        self.resets, self.steps = self.resets + 1, 0
-        self.over = np.zeros(self.count, bool)
+        self.steps, self.over = 0, np.zeros(self.count, bool)
+        with self._named():
+            try:
+                observations, infos = self.environments.reset(seed=seeds)
+            except (TypeError, gymnasium.error.Error):  # some take one whole number for all
+                observations, infos = self.environments.reset(seed=seeds[0])
+        self.resets += 1
         return self._read(observations, infos, ~self.over)
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
@@ -264,22 +266,22 @@ class VectorEnvironments:
                 "or a task that makes single environments"
             )
         self.steps += 1
-        try:
+        with self._named():
             observations, rewards, terminated, truncated, infos = self.environments.step(actions)
-        except Exception as error:
-            raise SurefootError(f"{self.name}: raised {cause_of(error)} in step()") from error
         given, ended, ignored, finals = infos, terminated | truncated, np.zeros(self.count, bool), {}
         check_infos(self.mode, ended, self.over, infos, self.name)
         cut = np.flatnonzero(truncated & ~terminated).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
             seen = self._read(observations, infos, ~ignored)
-            finals = {i: self._final(infos["final_obs"][i]) for i in cut}
+            with self._named():
+                finals = {i: self.reader.one(infos["final_obs"][i]) for i in cut}
         elif self.mode is AutoresetMode.DISABLED:
             seen = self._read(observations, infos, ~ended)
             finals = {i: self.reader.one_of(seen, i) for i in cut}
             if ended.any():
                 masks = seen.get(MASK)
-                observations, infos = self.environments.reset(options={"reset_mask": ended})
+                with self._named():
+                    observations, infos = self.environments.reset(options={"reset_mask": ended})
                 seen = self._read(observations, infos, ended)
                 if masks is not None:
                     seen[MASK] = np.where(ended[:, None], seen[MASK], masks)
@@ -295,20 +297,20 @@ class VectorEnvironments:
 
     def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
         """The leaves, and the masks of those who act next."""
-        try:
+        with self._named():
             return self.reader.all(observations) | self.reader.masks(infos, acting)
-        except Misfit as misfit:
-            raise self._failure(misfit) from None
 
-    def _final(self, observation: Any) -> Observations:
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """What the environments do wrong, as a SurefootError that says in which call."""
         try:
-            return self.reader.one(observation)
-        except Misfit as misfit:
-            raise self._failure(misfit) from None
-
-    def _failure(self, misfit: Misfit) -> SurefootError:
-        call = f"call {self.steps} of step()" if self.steps else "reset()"
-        return SurefootError(f"{self.name}: gave {misfit}, in {call}; mend the environment")
+            yield
+        except (Exception, SystemExit) as error:
+            what = f"gave {error}" if isinstance(error, Misfit) else f"raised {cause_of(error)}"
+            call = f"call {self.steps} of step()" if self.steps else "reset()"
+            if self.over.any() and not isinstance(error, Misfit):  # in NEXT_STEP alone
+                call += f", which resets {np.flatnonzero(self.over).tolist()}, says metadata['autoreset_mode']={self.mode.name}"
+            raise SurefootError(f"{self.name}: {what}, in {call}; mend the environment") from error
 
     def state_dict(self) -> dict[str, Any]:
         return {"resets": self.resets}

@@ -43,7 +43,7 @@ class Pool(VectorEnv[Any, Any, Any]):
         name = self.task.removeprefix(ATARI)
         if name not in envpool.list_all_envs():
             raise SurefootError(
-                f"rollout.backend='envpool': EnvPool has no {name!r}; set rollout.backend = 'workers', 'native' or 'loop'"
+                f"rollout.backend='envpool': EnvPool has no {name!r}; set rollout.backend = 'workers' or 'loop'"
             )
         try:
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -141,8 +141,8 @@ def leaves(space: gymnasium.Space[Any], task: str = "") -> dict[str, Leaf]:
         named = f'leaf "{path}": {_named(part)}' if keys else _named(part)
         if not _supported(part):
             raise SurefootError(
-                f"{where}observation space {named} is not supported; Box, Discrete, MultiDiscrete, MultiBinary, and Dict and "
-                "Tuple of these are; wrap the environment"
+                f"{where}observation space {named} is not supported{_why(part)}; Box, Discrete, MultiDiscrete, MultiBinary, "
+                "and Dict and Tuple of these are; wrap the environment"
             )
         if path in found:
             raise SurefootError(f'{where}observation space leaf "{path}": there are two of that name; rename one')
@@ -172,12 +172,18 @@ def _supported(space: gymnasium.Space[Any]) -> bool:
     return known and 0 not in (space.shape or ())
 
 
+def _why(space: gymnasium.Space[Any]) -> str:
+    """What is odd about a space of a kind that is known."""
+    return " (it has no entries)" if 0 in (space.shape or ()) else ""
+
+
 def check_action_space(space: gymnasium.Space[Any], task: str) -> Any:
     """The space, if it is Discrete, MultiDiscrete, MultiBinary or a float Box; otherwise a SurefootError that names it."""
     if _supported(space) and not (isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating)):
         return space
     raise SurefootError(
-        f"task={task!r}: action space {_named(space)} is not supported; Discrete, MultiDiscrete, MultiBinary and float Box are"
+        f"task={task!r}: action space {_named(space)} is not supported{_why(space)}; Discrete, MultiDiscrete, MultiBinary "
+        "and float Box are"
     )
 
 
