@@ -316,6 +316,13 @@ class Faulty(Endless):
         return self.look(), reward, self.t == 3, False, {}
 
 
+class Refusing(Endless):
+    """Fails before it has begun."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return boom()
+
+
 def run(environments: Environments) -> None:
     environments.reset()
     for _ in range(6):
@@ -345,8 +352,14 @@ def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable
     line = str(caught.value)
     assert line.startswith("faulty: environment 1 ")
     assert said in line
-    assert f"in {'step()' if at else 'reset()'}, episode 1, step {at};" in line
+    assert f"in {'step()' if at else 'reset()'}, episode 1, step {at}; mend the environment, then resume from" in line
     assert "\n" not in line
+
+
+def test_before_the_first_step_there_is_nothing_to_resume_from() -> None:
+    environments = LoopedEnvironments(Refusing, 1, SEED, "refusing")
+    with pytest.raises(SurefootError, match=r"wheels came off in reset\(\), episode 0, step 0; mend the environment$"):
+        environments.reset()
 
 
 @pytest.mark.parametrize("reward", [None, "one", np.zeros(2)], ids=["none", "a word", "an array"])

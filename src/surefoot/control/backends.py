@@ -12,9 +12,9 @@ from surefoot.control.environments import (
     MakeEnvironment,
     VectorEnvironments,
     make_environments,
-    making_failed,
     task_name,
 )
+from surefoot.control.faults import making_failed
 from surefoot.control.pool import Pool
 from surefoot.control.workers import WorkerEnvironments, cores
 from surefoot.errors import SurefootError

@@ -14,16 +14,16 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.envs.registration import find_highest_version
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from surefoot.control.atari import ATARI, make_atari
+from surefoot.control.faults import at_fault, making_failed
 from surefoot.control.observations import Reader, copied
 from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
 from surefoot.control.vector import check_infos, said, score_and_life, stated_mode
 from surefoot.dotted import imported
-from surefoot.errors import SurefootError, cause_of, to_install
+from surefoot.errors import SurefootError, cause_of
 from surefoot.seeding import derived_seed
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
@@ -184,10 +184,8 @@ class LoopedEnvironments:
 
     def _failure(self, index: int, call: str, error: BaseException | str) -> SurefootError:
         what = f"gave {error}" if isinstance(error, str) else f"raised {cause_of(error)}"
-        return SurefootError(
-            f"{self.name}: environment {self.first + index} {what} in {call}, episode {self.episodes[index]}, "
-            f"step {len(self.actions[index])}; mend the environment, then resume from the last checkpoint"
-        )
+        place = self.first + index, self.episodes[index], len(self.actions[index])
+        return SurefootError(at_fault(self.name, place, what))
 
     def state_dict(self) -> dict[str, Any]:
         logs = {str(i): np.array(log, self.action_space.dtype) for i, log in enumerate(self.actions) if log}
@@ -383,17 +381,3 @@ def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str)
 def task_name(task: str | MakeEnvironment) -> str:
     """How a task is called in messages and folders."""
     return task if isinstance(task, str) else str(getattr(task, "__name__", type(task).__name__))
-
-
-def making_failed(name: str, error: Exception) -> SurefootError:
-    """One line for an environment that could not be made; names the extra where a package is missing."""
-    extras = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari", "opencv": "atari"}
-    text = str(error).replace("\n", " ")
-    stem = name.rpartition("-v")[0]
-    if text.startswith("The mujoco v2 and v3") and stem:  # Gymnasium lists them, and no longer has them
-        return SurefootError(f"task={name!r}: is no longer in Gymnasium; take '{stem}-v{find_highest_version(None, stem)}'")
-    if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
-        extra = next((value for key, value in extras.items() if key in text.lower()), None)
-        if extra:
-            return SurefootError(f"task={name!r}: needs an extra that is not installed; run: {to_install(extra)}")
-    return SurefootError(f"task={name!r}: could not be made ({type(error).__name__}: {text})")

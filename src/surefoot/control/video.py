@@ -18,8 +18,9 @@ import numpy as np
 
 from surefoot.control.agent import Agent
 from surefoot.control.encoder import Encoder, program
-from surefoot.control.environments import MakeEnvironment, maker, making_failed, task_name
+from surefoot.control.environments import MakeEnvironment, maker, task_name
 from surefoot.control.episodes import Moment, check_same_spaces, greedy_episode
+from surefoot.control.faults import making_failed
 from surefoot.control.pictures import caption_height, captioned, fitted
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, missing_extra

@@ -20,6 +20,7 @@ from typing import Any
 import gymnasium
 
 from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, make_environments, maker
+from surefoot.control.faults import at_fault
 from surefoot.errors import SurefootError, cause_of
 
 IDLE = -1
@@ -76,13 +77,6 @@ def serve(connection: "Connection[Any, Any]", place: Any, task: bytes, part: Sli
             environments.close()
 
 
-def at_fault(name: str, place: Any, what: str) -> str:
-    """One line: which environment, what happened to it, in which call."""
-    environment, episode, step = place
-    where = "while it was made" if episode < 0 else f"in {'step()' if step else 'reset()'}, episode {episode}, step {step}"
-    return f"{name}: environment {environment} {what} {where}; mend the environment, then resume from the last checkpoint"
-
-
 def _make(packed: bytes, part: Slice, place: Any) -> LoopedEnvironments:
     try:
         task, arguments, spec = pickle.loads(packed)
@@ -131,4 +125,4 @@ def _follow_the_parent() -> None:
     os._exit(1)
 
 
-__all__ = ["IDLE", "IMPORTED_AGAIN", "MakeEnvironment", "Slice", "at_fault", "serve"]
+__all__ = ["IDLE", "IMPORTED_AGAIN", "MakeEnvironment", "Slice", "serve"]

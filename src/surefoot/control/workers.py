@@ -28,8 +28,9 @@ import numpy as np
 
 from surefoot.control.atari import ATARI
 from surefoot.control.environments import MakeEnvironment, Step, task_name
+from surefoot.control.faults import at_fault
 from surefoot.control.spaces import Array
-from surefoot.control.worker import IDLE, IMPORTED_AGAIN, Slice, at_fault, serve
+from surefoot.control.worker import IDLE, IMPORTED_AGAIN, Slice, serve
 from surefoot.errors import SurefootError, cause_of
 
 STARTING = 120
