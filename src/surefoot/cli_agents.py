@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--episodes", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of episodes, or of responses.")
 @click.option("--task", help="Evaluate an agent on another task than the one trained on.")
 @click.option("--data", "rows_file", help="Language: judge on these rows instead of the run's held-out ones.")
 @click.option("--rows", type=click.IntRange(min=1), help="Language: how many rows; as the recipe says if not given.")
@@ -40,8 +40,10 @@ def evaluate(
     from surefoot.run.folder import checkpoint_to_load
 
     checkpoint = checkpoint_to_load(run)
-    of_language = kind_of(run) != "control"
-    for name in ("episodes", "task") if of_language else ("rows_file", "rows"):
+    kind = kind_of(run)
+    of_language = kind != "control"
+    idle = {"control": ("rows_file", "rows"), "language": ("episodes", "task")}
+    for name in idle.get(kind, ("episodes", "task", "seed")):  # a held-out loss draws nothing
         if click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             judged = "a model on held-out rows: --data, --rows" if of_language else "an agent by --episodes"
             raise SurefootError(f"--{'data' if name == 'rows_file' else name}: {run} is judged as {judged}; leave it out")
