@@ -77,6 +77,7 @@ CASES = [
     (["train", "CartPole-v1", "--device", "cuda:7", "--dry-run"], ["device='cuda:7'", "can't be used here"]),
     (["train"], ["WHAT"]),
     (["train", "missing.toml"], ["missing.toml", "can't be read"]),
+    (["train", "robot.py", "--steps", "10"], ["task='robot.py'", "as in 'robot.py:make'"]),
     (["train", "nowhere:make", "--steps", "10"], ["nowhere:make", "can't be imported"]),
     (["trian", "CartPole-v1"], ["trian", "train"]),
     (["ladder", "CartPole-v1", "--rung", "9"], ["--rung", "9", "0<=x<=5"]),
@@ -107,6 +108,9 @@ def test_bad_words_are_refused_in_one_line(command, words, parts, tmp_path):
 TOML = [
     ("task = ", ["not TOML"]),
     ("steps = 100\n", ["task: is missing"]),
+    ('task = "CartPole-v1"\nlearning_rate = 1e-3\n', ["learning_rate=0.001", "did you mean 'optimizer.learning_rate'?"]),
+    ('task = "CartPole-v1"\n[network]\nhidden = 64\n', ["network.hidden=64", "must be a list, in brackets, such as [64, 64]"]),
+    ('task = "CartPole-v1"\nenvironment = "a=1"\n', ["environment='a=1'", "must be a table"]),
     ('task = "CartPole-v1"\nstep = 3\n', ["step=3", "unknown key", "did you mean 'steps'?"]),
     ('task = "CartPole-v1"\n[objectiv]\ngamma = 1\n', ["objectiv", "did you mean 'objective'?"]),
     ('task = "CartPole-v1"\n[objective]\ngama = 1\n', ["objective.gama=1", "did you mean 'gamma'?"]),
@@ -292,9 +296,9 @@ BREAKAGES = [
     (explode, "raised RuntimeError: the wheel"),
     (lambda: (np.zeros(3, np.float32), 1.0, False, False, {}), "shape (3,) where its space says shape (2,)"),
     (lambda: (None, 1.0, False, False, {}), "type NoneType"),
-    (lambda: (np.zeros(2, np.float32), None, False, False, {}), "raised TypeError"),
-    (lambda: (np.zeros(2, np.float32), "5", False, False, {}), "raised TypeError"),
-    (lambda: (np.zeros(2, np.float32), 1.0, False), "raised ValueError"),
+    (lambda: (np.zeros(2, np.float32), None, False, False, {}), "gave a reward of type NoneType"),
+    (lambda: (np.zeros(2, np.float32), "5", False, False, {}), "gave a reward of type str"),
+    (lambda: (np.zeros(2, np.float32), 1.0, False), "gave 3 values where Gymnasium's interface has 5"),
     (lambda: sys.exit(3), "raised SystemExit: 3"),
 ]
 

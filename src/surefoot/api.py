@@ -152,6 +152,8 @@ def evaluate(
 
     ``task`` defaults to the one the agent was trained on.
     """
+    if not hasattr(agent, "recipe"):
+        raise SurefootError(f"agent={agent!r}: is no agent; load one with surefoot.load(RUN)")
     same = task is None or _name(task) == agent.recipe.task
     arguments = agent.recipe.environment if same else {}
     return evaluate_agent(agent, task or agent.recipe.task, arguments, episodes, seed, deterministic)

@@ -62,6 +62,13 @@ def refuse_for_agents(attempts: dict[str, Any]) -> None:
             raise SurefootError(f"--{name} {value}: is for online runs of language; an agent is judged by --episodes")
 
 
+def rows_to(out: Path) -> str:
+    """What is said behind the name of a file of rows, once they are written; SurefootError for one that can't be of rows."""
+    if out.suffix != ".jsonl" or out.is_dir():
+        raise SurefootError(f"--out {out}: rows are written as JSON lines; name a file that ends in .jsonl")
+    return ", instead of those that were there" if out.exists() else ""
+
+
 @click.command(name="best-of-n")
 @click.argument("model")
 @click.option("--prompts", type=click.Path(path_type=Path), required=True, help="JSONL or Parquet file, or a datasets folder.")
@@ -98,8 +105,7 @@ def best_of_n(
     **drawing: Any,
 ) -> None:
     """Write the best of n responses of MODEL (run, checkpoint, folder or hub id) to each prompt, as rows to train on."""
-    if out.suffix != ".jsonl" or out.is_dir():
-        raise SurefootError(f"--out {out}: rows are written as JSON lines; name a file that ends in .jsonl")
+    replaced = rows_to(out)
     if worst and drawing["samples"] < 2:
         raise SurefootError("--samples 1: the best and the worst of one response are the same; take 2 or more")
     if not all(drawing["stop"]):
@@ -116,4 +122,4 @@ def best_of_n(
     out.parent.mkdir(parents=True, exist_ok=True)
     found = best_of.best_of_n(language_model, prompts, reward, best_of.Drawing(**drawing), worst=worst)
     write_rows(out, found.rows)
-    click.echo(json.dumps(found.to_json()) if as_json else "\n".join([*found.lines(), f"the rows are in {out}"]))
+    click.echo(json.dumps(found.to_json()) if as_json else "\n".join([*found.lines(), f"the rows are in {out}{replaced}"]))

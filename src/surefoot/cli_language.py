@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from surefoot.cli_attempts import rows_to
 from surefoot.errors import SurefootError
 from surefoot.seeding import MAX_SEED
 
@@ -172,6 +173,7 @@ def make(
     from surefoot.language import tasks
     from surefoot.language.rows import write_rows
 
+    replaced = rows_to(out)
     if sloppy is not None and not demonstrations:
         raise SurefootError(f"--sloppy {sloppy:g}: is for demonstrations; add --demonstrations")
     if demonstrations:
@@ -181,7 +183,7 @@ def make(
         made = tasks.rows(task, rows, seed, difficulty, test=test)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_rows(out, made)
-    click.echo(f"{len(made)} rows in {out}")
+    click.echo(f"{len(made)} rows in {out}{replaced}")
 
 
 @data.command(name="tasks")

@@ -136,6 +136,14 @@ def _region_meant(value: Any) -> str:
     return meant[0] if meant else TRUST_REGIONS[0].__name__
 
 
+WRITTEN = {
+    "tuple_type": "a list, in brackets, such as [64, 64]",
+    "dict_type": "a table, such as { key = value }",
+    "model_type": "a table, such as { key = value }",
+}
+"""how kinds of values are written that pydantic calls by Python's names"""
+
+
 def explain(error: pydantic.ValidationError, region: str = "", kind: str | None = None) -> str:
     """The first complaint of a validation as one line: field, value, remedy. ``region`` is the trust region that is meant."""
     regions = {kind.__name__ for kind in TRUST_REGIONS}
@@ -149,7 +157,8 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         paths = [name.split(".") for name, _ in recipe_fields(kind)]
         depth = len(place) - 1
         siblings = {path[depth] for path in paths if len(path) > depth and path[:depth] == place[:-1]}
-        hint = did_you_mean(place[-1], siblings)
+        within = [".".join(path) for path in paths if path[-1] == place[-1]]  # it may be a field of a table
+        hint = f"; did you mean {within[0]!r}?" if len(within) == 1 else did_you_mean(place[-1], siblings)
         known = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # of a list's tables none are listed
         return f"{field}={first['input']!r}: unknown key{hint or known}"
     if first["type"] == "missing":
@@ -157,6 +166,8 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         return f"{field}: is missing; set it, for example {example}" if example else f"{field}: is missing"
     if field == "device" and first["type"] == "string_pattern_mismatch":
         return f"device={first['input']!r}: must be cpu, mps, cuda, or one of several such as cuda:1"
+    if first["type"] in WRITTEN:
+        return f"{field}={first['input']!r}: must be {WRITTEN[first['type']]}"
     message = first["msg"].removeprefix("Value error, ")
     return f"{field}={first['input']!r}: {message[:1].lower()}{message[1:]}"
 

@@ -2,6 +2,8 @@
 
 import difflib
 import shlex
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +34,14 @@ def cause_of(error: BaseException) -> str:
         text = "(its message can't be shown)"
     text = text if len(text) <= LONGEST_CAUSE else text[:LONGEST_CAUSE] + " …"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def place_of(error: BaseException) -> str:
+    """``robot.py:32``, the line of the user's own code that an exception comes from; empty where none is known."""
+    ours = (str(Path(__file__).parent), *sysconfig.get_paths().values())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

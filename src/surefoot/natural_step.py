@@ -165,7 +165,8 @@ def damped_fisher(
     """
 
     def product(part: Batch) -> Callable[[Tensor], Tensor]:
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention can't be differentiated twice
+        # Neither fused attention nor cuDNN's LSTM can be differentiated twice.
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
             evaluation = policy(part.inputs, part.actions, part.mask)
         return fisher_vector_product(mean_old_kl(evaluation, part, objective, denominator), parameters, damping=0.0)
 

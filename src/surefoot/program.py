@@ -70,7 +70,8 @@ def _compiled(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> Prog
 def _fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:
     """What decides the library: the program, its constants, shapes, this PyTorch and this processor."""
     parts: list[Any] = [traced.code, [(tuple(x.shape), x.stride(), str(x.dtype)) for x in arguments]]
-    parts += [(name, x.tolist()) for name, x in sorted(traced.named_buffers())]
+    held = [*traced.named_parameters(), *traced.named_buffers()]  # what is frozen, and what was made while tracing
+    parts += [(name, x.tolist()) for name, x in sorted(held)]
     parts += [(name, x.tolist()) for name, x in sorted(vars(traced).items()) if isinstance(x, Tensor)]
     parts += [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

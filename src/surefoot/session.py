@@ -71,6 +71,8 @@ class Session:
         self.samples: SampleFolder | None = None
         self.watch = Watch(recipe, display.say)
         self.warned = False
+        self.untold: dict[str, Any] | None = None
+        """an iteration whose evaluation failed: its metrics, and how many steps there were before it"""
         self.signals = StopOnSignal()
 
     def restore(self, checkpoint: Path, allow_changes: bool) -> None:
@@ -88,7 +90,8 @@ class Session:
             )
         done = int(trees["state"]["steps"])
         left = not self.world.leaves or self.folder is None or self.folder.finished_at == done
-        if done >= self.recipe.steps and left:
+        self.untold = trees.get("untold") or None
+        if done >= self.recipe.steps and left and self.untold is None:
             raise SurefootError(
                 f"{checkpoint.parent.parent}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N"
             )
@@ -129,27 +132,43 @@ class Session:
         self.previous = self.state.steps
         try:
             with self.signals:
-                run_loop(self.world.collector, self.learner, self.state, self._on_iteration, self.display.say)
+                if not self._tell_untold():
+                    run_loop(self.world.collector, self.learner, self.state, self._on_iteration, self.display.say)
         finally:
             if self.tracker is not None:
                 self.tracker.close()
         self.watch.end(None if self.folder is None else self.folder.path)
         if self.signals.requested and self.state.steps < self.state.total_steps:
-            where = f"; continue with: surefoot resume {self.folder.path}" if self.folder else ""
+            where = "; nothing was kept: a run with a folder (run_dir) can be resumed"
+            if self.folder is not None:
+                where = f"; continue with: surefoot resume {self.folder.path}"
             raise Interrupted(f"stopped at step {self.state.steps}{where}")
+
+    def _tell_untold(self) -> bool:
+        """Finish the iteration whose evaluation failed, as if it had not; whether training stops there."""
+        if self.untold is None:
+            return False
+        untold, self.untold = self.untold, None
+        self.previous = untold["previous"]
+        return self._on_iteration(self.state, untold["metrics"])
 
     def _on_iteration(self, state: LearnerState, metrics: Metrics) -> bool:
         finished = state.steps >= state.total_steps
         counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
         metrics = counts | metrics
         worse_for_long = False
+        self._write_trace()
         if finished or self._passed(self.recipe.evaluate_every):
-            metrics |= self._evaluate()
+            try:
+                metrics |= self._evaluate()
+            except SurefootError:  # what was learned is kept, and the evaluation is made again on resuming
+                self.untold = {"previous": self.previous, "metrics": metrics}
+                self._save()
+                raise
             patience = self.recipe.evaluation.patience
             worse_for_long = patience is not None and self.since_best >= patience
         if self.tracker is not None:
             self.tracker.write(metrics, state.steps)
-        self._write_trace()
         self._warn(metrics.get("ratio_at_start"))
         self.watch.add(metrics)
         self.display.show(state, metrics)
@@ -210,6 +229,7 @@ class Session:
             "collector": self.world.collector.state_dict(),
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best},
+            "untold": self.untold or {},
         }
         save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees)
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)

@@ -76,6 +76,42 @@ def test_a_reward_that_chance_never_meets_is_a_warning() -> None:
     assert states(lambda: Task(pays=float("nan")))["reward"][0] == "failed"
 
 
+class Sick(gymnasium.Env[Any, Any]):
+    """What it shows is not what training takes, from the fifth step on; Gymnasium's checker takes one step."""
+
+    observation_space = gymnasium.spaces.Dict({"near": gymnasium.spaces.Box(-1, 1, (2,)), "far": gymnasium.spaces.Discrete(2)})
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, sick: Any) -> None:
+        self.sick, self.t = sick, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return {"near": np.zeros(2, np.float32), "far": 0}, {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        fine = {"near": np.zeros(2, np.float32), "far": 0}
+        return (fine if self.t < 5 else self.sick), float(action), self.t > 50, False, {}
+
+
+@pytest.mark.parametrize(
+    ("sick", "said"),
+    [
+        ({"near": np.float32([0, np.nan]), "far": 0}, 'step 5 of chance gave an observation "near" that is not finite'),
+        ({"near": np.zeros(2, np.float32)}, 'step 5 of chance gave an observation without "far"'),
+        ({"near": np.zeros(3, np.float32), "far": 0}, "shape (3,)"),
+        ({"near": np.zeros(2, np.float32), "far": 7}, "outside"),
+    ],
+    ids=["not finite", "a part is missing", "another shape", "out of range"],
+)
+def test_what_would_stop_a_training_at_its_fifth_step_is_found(sick: Any, said: str) -> None:
+    state, line = states(lambda: Sick(sick))["observation"][:2]
+    assert state == "failed"
+    assert said in line
+
+
 @pytest.mark.parametrize("broken", [{"sees": 2.0}, {"random": True}], ids=["outside its space", "not replayed by a seed"])
 def test_an_environment_that_breaks_the_rules_fails(broken: dict[str, Any]) -> None:
     assert states(lambda: Task(**broken))["environment"][0] == "failed"

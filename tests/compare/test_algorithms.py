@@ -5,7 +5,7 @@ import json
 import pytest
 
 from surefoot import PPO_CLIP, Clip, Constraint, Penalty, Reuse, SurefootError
-from surefoot.compare.algorithms import recipes_for, report_text, switches_in_words
+from surefoot.compare.algorithms import notes, recipes_for, report_text, switches_in_words
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.report import finite, number
 from surefoot.compare.statistics import bootstrap_interval
@@ -76,6 +76,17 @@ def test_the_report_shows_mean_iqm_and_intervals_of_every_score():
     assert text.count("| A2C ") == 4
     assert "500 environment steps for each of 4 seeds (1 to 4)" in text
     assert "critic, λ = 0.8, 20 × 1 updates, clip 0.2 (schedule linear), advantages normalised" in text
+
+
+def test_the_setting_names_what_is_shared_and_nothing_that_is_not():
+    changes = {"steps": 500, "network": {"lstm": 8, "custom": "mine:net"}, "optimizer": {"schedule": "cosine", "warmup": 0.1}}
+    changes["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
+    recipes = recipes_for("CartPole-v1", ["PPO_UNCLIPPED", "PPO_CLIP"], changes)
+    (line,) = [line for line in notes(recipes, 3) if line.startswith("Setting")]
+    for words in ("mine:net, then an LSTM of 8", "falling to zero as a cosine after a warm-up of 0.1"):
+        assert words in line
+    other = find_recipe("CartPole-v1", {**changes, "optimizer": {**changes["optimizer"], "epsilon": 1e-3}})
+    assert "Settings differ; they are in results.json" in notes({**recipes, "PPO_CLIP": other}, 3)
 
 
 def test_a_seed_without_a_finished_episode_is_no_score():

@@ -142,6 +142,17 @@ def test_gradients_are_measured_whatever_the_actions_are(task):
     assert all(noise.variance > 0 for noise in noise_of(samples.gradients))
 
 
+def test_frozen_parts_of_a_network_have_no_gradient_to_measure(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n\n\ndef made(space):\n    first = nn.Linear(space.shape[0], 8).requires_grad_(False)\n"
+        "    return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 4))\n"
+    )
+    fields = {**TINY, "network": {"custom": f"{file}:made"}}
+    agent = surefoot.train("CartPole-v1", "PPO_CLIP", steps=256, seed=1, rollout={"environments": 2, "steps": 128}, **fields)
+    assert np.isfinite(sample_gradients(agent, RUNGS, batches=2, at_least=50, seed=1).gradients).all()
+
+
 def test_measuring_changes_nothing_about_the_agent(agent):
     before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
     sample_gradients(agent, RUNGS[:1], batches=2, at_least=20, seed=9, task=corridor)

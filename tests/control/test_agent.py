@@ -1,6 +1,7 @@
 """Laws of what training gives: an agent that acts, is judged, is saved and comes back, the same for the same seed."""
 
 import inspect
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,12 @@ def test_an_observation_that_is_not_finite_is_refused(odd: float) -> None:
             ask([0.0, odd, 0.0, 0.0])
 
 
+def test_an_agent_is_shown_in_one_line_and_only_an_agent_is_evaluated() -> None:
+    assert re.fullmatch(r"<Agent PPO_CLIP on CartPole-v1, [\d,]+ parameters>", repr(cartpole(steps=1)))
+    with pytest.raises(SurefootError, match=r"agent='runs/first': is no agent; load one with surefoot.load\(RUN\)"):
+        surefoot.evaluate("runs/first", episodes=1)  # type: ignore[arg-type]
+
+
 def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> None:
     agent = pendulum()
     observations = np.float32([[1, 0, 0], [0, 1, 0.5], [-1, 0, -1]])
@@ -425,7 +432,9 @@ def test_what_is_not_finite_stops_an_evaluation_with_the_words_of_training(what:
         pass
 
     Ill.what = what
-    line = rf"Ill: the {what} of environment 0 at step 3 of its episode is not finite; the evaluation was stopped"
+    line = (
+        rf"Ill: the {what} of environment 0 at step 3 of its episode is not finite, in an evaluation; mend .* evaluation.seed"
+    )
     with pytest.raises(NotFiniteError, match=line):
         surefoot.evaluate(agent, Ill, episodes=2)
 

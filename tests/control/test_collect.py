@@ -12,12 +12,12 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
-from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
+from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
 from surefoot.control.collect import EPISODES_REMEMBERED
 from surefoot.control.world import ControlWorld
 from surefoot.rollout import Rollout, leaves
 
-from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, world_of
+from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, small, world_of
 
 BOX = spaces.Box(np.float32([-0.5, -1.0]), np.float32([0.25, 2.0]))
 
@@ -525,6 +525,52 @@ def test_a_vector_environment_trains() -> None:
     fields: dict[str, Any] = {"evaluation": {"episodes": 0}, "rollout": {"environments": 2, "steps": 12}}
     surefoot.train(vector_task, A2C, steps=60, callback=seen.append, **fields)
     assert seen[-1]["episode_length"] == 5
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in AutoresetMode])
+def test_a_vector_environment_may_write_all_its_arrays_again_and_change_what_it_is_given(mode: str) -> None:
+    """Observations, rewards and both kinds of ends; and its actions, which a rollout keeps."""
+
+    class Reusing(SyncVectorEnv):
+        kept: Any = None
+
+        def step(self, actions: Any) -> Any:
+            fresh = super().step(np.copy(actions))
+            actions *= 0
+            if self.kept is None:
+                self.kept = [np.copy(part) for part in fresh[:4]]
+            for mine, theirs in zip(self.kept, fresh[:4], strict=True):
+                mine[...] = theirs
+            return *self.kept, fresh[4]
+
+    def rollout(kind: Any) -> Any:
+        ends = (((3, "truncated"), (2, "terminated")), ((4, "truncated"),))
+        rows = [partial(Clockwork, index, end) for index, end in enumerate(ends)]
+        world = world_of(
+            lambda: kind(rows, autoreset_mode=AutoresetMode[mode]), PPO_CLIP, rollout={"environments": 2, "steps": 12}
+        )
+        return world.collector.collect(fresh_state())
+
+    ours, theirs = rollout(Reusing), rollout(SyncVectorEnv)
+    for name in ("actions", "rewards", "terminated", "truncated", "mask"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert theirs.truncated.any()
+    assert ours.actions.any()
+
+
+@pytest.mark.parametrize("fields", [{}, {"network": {"lstm": 4}}], ids=["plain", "lstm"])
+@pytest.mark.parametrize("algorithm", [A2C, PPO_CLIP, TRPO], ids=["a2c", "ppo", "trpo"])
+def test_where_all_that_happened_was_that_environments_reset_a_rollout_goes_on(algorithm: Any, fields: Any) -> None:
+    """In NEXT_STEP environments that end together, of a rollout of one step."""
+
+    def ending() -> SyncVectorEnv:
+        rows = [partial(Clockwork, index, ((3, "truncated"),)) for index in range(2)]
+        return SyncVectorEnv(rows, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+    seen: list[Any] = []
+    few = {"rollout": {"environments": 2, "steps": 1}, "evaluation": {"episodes": 0}, "objective": small(algorithm), **fields}
+    surefoot.train(ending, algorithm, steps=24, callback=seen.append, **few)
+    assert [row["steps"] for row in seen] == list(range(2, 25, 2)), "a step in which all reset counts for nothing"
 
 
 def test_an_evaluation_that_is_impossible_is_refused_before_training() -> None:

@@ -352,21 +352,85 @@ def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable
     line = str(caught.value)
     assert line.startswith("faulty: environment 1 ")
     assert said in line
-    assert f"in {'step()' if at else 'reset()'}, episode 1, step {at}; mend the environment, then resume from" in line
+    assert f"in {'step()' if at else 'reset()'}, episode 1, step {at};" in line
+    assert line.endswith(", then resume from the last checkpoint")
+    assert ("mend the environment (test_environments.py:" in line) == (fault is boom)
     assert "\n" not in line
 
 
 def test_before_the_first_step_there_is_nothing_to_resume_from() -> None:
     environments = LoopedEnvironments(Refusing, 1, SEED, "refusing")
-    with pytest.raises(SurefootError, match=r"wheels came off in reset\(\), episode 0, step 0; mend the environment$"):
+    with pytest.raises(
+        SurefootError,
+        match=r"wheels came off in reset\(\), episode 0, step 0; mend the environment \(test_environments.py:\d+\)$",
+    ):
         environments.reset()
 
 
-@pytest.mark.parametrize("reward", [None, "one", np.zeros(2)], ids=["none", "a word", "an array"])
-def test_a_reward_that_is_no_number_is_named_with_its_environment_episode_and_step(reward: Any) -> None:
+@pytest.mark.parametrize(
+    ("reward", "what"),
+    [
+        (None, "type NoneType"),
+        ("one", "type str"),
+        (np.zeros(2), r"shape \(2,\)"),
+        (np.zeros(1), r"shape \(1,\)"),
+        ([1.0], "type list"),
+    ],
+    ids=["none", "a word", "an array", "an array of one", "a list"],
+)
+def test_a_reward_that_is_no_number_is_named_with_its_environment_episode_and_step(reward: Any, what: str) -> None:
     environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(None, 2, reward)]), 2, SEED, "faulty")
-    with pytest.raises(SurefootError, match=r"^faulty: environment 1 .* in step\(\), episode 1, step 2;"):
+    with pytest.raises(
+        SurefootError, match=rf"^faulty: environment 1 gave a reward of {what} .* in step\(\), episode 1, step 2;"
+    ):
         run(environments)
+
+
+class Older(Endless):
+    """Of the interface before Gymnasium's: four values from a step, one from a reset."""
+
+    def __init__(self, resets: bool) -> None:
+        self.resets = resets
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        first = super().reset(seed=seed)
+        return first if self.resets else first[0]
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), 1.0, False, {}
+
+
+@pytest.mark.parametrize(
+    ("resets", "said"),
+    [
+        (True, "gave 4 values where Gymnasium's interface has 5 .* in step"),
+        (False, "gave one ndarray where .* has 2 .* in reset"),
+    ],
+)
+def test_an_environment_of_the_older_interface_is_told_what_is_missing(resets: bool, said: str) -> None:
+    environments = LoopedEnvironments(partial(Older, resets), 1, SEED, "older")
+    with pytest.raises(SurefootError, match=f"^older: environment 0 {said}"):
+        run(environments)
+
+
+def test_what_was_made_before_a_failure_is_closed() -> None:
+    made: list[Any] = []
+    closed: list[Any] = []
+
+    class Kept(Endless):
+        def close(self) -> None:
+            closed.append(self)
+
+    def make() -> Any:
+        if len(made) == 2:
+            boom()
+        made.append(Kept())
+        return made[-1]
+
+    with pytest.raises(SurefootError, match="could not be made"):
+        make_environments(make, {}, 3, SEED)
+    assert closed == made
+    assert len(made) == 2
 
 
 def test_an_environment_that_fails_while_replaying_is_lost_and_begins_anew() -> None:

@@ -454,6 +454,33 @@ def test_a_part_with_the_name_of_something_else_in_the_file_is_refused(
         export_agent(agent, tmp_path / "agent.onnx", "onnx")
 
 
+@pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None), (("v", "getitem"), 4)])
+def test_a_part_may_be_called_as_a_step_of_the_graph_is(names: tuple[str, str], lstm: int | None, tmp_path: Path) -> None:
+    parts = dict(zip(("one", "other"), names, strict=True))
+    agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)
+    path = tmp_path / "agent.onnx"
+    export_agent(agent, path, "onnx")
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    assert {value.name for value in onnxruntime.InferenceSession(path).get_inputs()} >= set(names)
+
+
+def counted(kind: str) -> Sampled:
+    """Actions of a kind of number that is not the usual one."""
+    several = spaces.MultiDiscrete([2, 3], dtype=np.dtype(kind))
+    return Sampled(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
+
+
+@pytest.mark.parametrize("format", ["onnx", "torch"])
+@pytest.mark.parametrize("kind", ["int32", "uint8", "uint16"])
+def test_actions_keep_the_kind_of_number_that_their_space_has(kind: str, format: str, tmp_path: Path) -> None:
+    agent = surefoot.train(f"{__name__}:counted", surefoot.A2C, steps=1, environment={"kind": kind}, **BRIEF)
+    path = tmp_path / f"agent{export.ENDINGS[format]}"
+    export_agent(agent, path, format)  # which compares with what the agent does
+    if format == "onnx":
+        onnx.checker.check_model(onnx.load(path), full_check=True)
+    assert agent.action_space.dtype == kind
+
+
 # ---- memory -----------------------------------------------------------------------------------------------------------
 
 Stepping = Callable[[np.ndarray, np.ndarray, np.ndarray], list[np.ndarray]]

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -173,7 +174,9 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
     with pytest.raises(SurefootError) as caught:
         go_on(environments)
     line = str(caught.value)
-    assert line == f"Misbehaving: environment 2 {said} mend the environment, then resume from the last checkpoint"
+    mend = r"mend the environment \(misbehaving\.py:\d+\)" if "raised" in said else "mend the environment"
+    told = rf"Misbehaving: environment 2 {re.escape(said)} {mend}, then resume from the last checkpoint"
+    assert re.fullmatch(told, line), line
     assert time.monotonic() - begun < 20
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     if how in ("raises", "exits"):

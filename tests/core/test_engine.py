@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from chain import check_chain
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import surefoot
 from surefoot.config import make_recipe
@@ -15,6 +16,7 @@ from surefoot.credit import assign_credit
 from surefoot.engine import CompiledStep
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.learner import Learner
+from surefoot.program import _fingerprint
 from surefoot.rollout import Credit, LearnerState, Metrics
 from surefoot.session import make_learner
 from surefoot.traces import Recorder
@@ -122,6 +124,17 @@ def test_compiled_updates_agree_with_eager_ones_whatever_the_switches(changes: d
 
 
 @pytest.mark.slow
+def test_what_is_frozen_is_part_of_the_program_and_of_its_name() -> None:
+    """It lies in the program as a constant: another run's program has another one."""
+
+    def named(weight: float) -> str:
+        frozen = torch.nn.Parameter(torch.full((2,), weight), requires_grad=False)
+        return _fingerprint(make_fx(lambda x: (x @ frozen,))(torch.ones(2)), [torch.ones(2)])
+
+    with torch.no_grad():
+        assert named(1.0) == named(1.0) != named(2.0)
+
+
 def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = {**TINY, "engine": "compiled", "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, "seed": 3}
     whole = surefoot.train("Pendulum-v1", steps=384, run_dir=tmp_path / "whole", **settings)

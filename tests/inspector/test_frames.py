@@ -89,6 +89,21 @@ def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: 
     assert page.get_attribute("#audit", "data-wrong") == "0"
 
 
+def test_the_films_of_whole_episodes_are_there_and_nothing_about_answers(
+    page: Any, filmed: Path, inspector: Begin, tmp_path: Path
+) -> None:
+    run = tmp_path / "cart"
+    shutil.copytree(filmed, run)
+    shutil.copy(next((run / "videos" / "traces").glob("*.mp4")), run / "videos" / "CartPole-v1-10.mp4")
+    page.goto(inspector([run]))
+    page.click("nav a[data-view=samples]")
+    page.wait_for_selector("#films video")
+    assert page.inner_text("#films figcaption") == "CartPole-v1-10.mp4"
+    assert "[object" not in page.inner_text("body")
+    until(page, "document.querySelector('#films video').readyState > 0")
+    assert page.locator("#before").is_hidden(), "an agent gave no answers"
+
+
 def test_what_is_not_filmed_says_how_it_can_be(page: Any, filmed: Path, spoken: Path, inspector: Begin) -> None:
     first = traces_in(filmed / "traces")[0].stem
     page.goto(inspector([filmed, spoken]))

@@ -1,6 +1,7 @@
 """Rewards: what functions may take and give, what is masked, what is refused in one line, and sums."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -212,9 +213,9 @@ def test_a_function_that_raises_or_exits_is_named_with_its_error():
     def exits(responses):
         raise SystemExit(3)
 
-    mend = "; mend the function, then resume from the last checkpoint"
-    assert refusal(fails).endswith(f"fails': raised RuntimeError: no network{mend}")
-    assert refusal(exits).endswith(f"exits': raised SystemExit: 3{mend}")
+    mend = r" \(test_rewards\.py:\d+\); mend the function, then resume from the last checkpoint"
+    assert re.search(rf"fails': raised RuntimeError: no network{mend}$", refusal(fails))
+    assert re.search(rf"exits': raised SystemExit: 3{mend}$", refusal(exits))
 
 
 def test_a_function_that_hangs_is_named_with_the_deadline():

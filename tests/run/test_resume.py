@@ -17,6 +17,7 @@ from killing import RECIPES, assert_same, begin_or_continue, die_at, in_child, o
 
 import surefoot
 from surefoot import SurefootError, api
+from surefoot.control import evaluate
 from surefoot.recipes import find_recipe
 
 SECONDS = {}
@@ -162,6 +163,71 @@ def test_a_finished_run_is_refused_and_can_be_extended(tmp_path):
     surefoot.resume(path, steps=2560)
     assert outcome(path)["at"][0] == "2560"
     assert "steps = 2560" in (path / "config.toml").read_text()
+
+
+class Unwell(gymnasium.Env):
+    """Its evaluation fails while a file is there."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, file=""):
+        self.file, self.t = Path(file), 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.random(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        if self.file.exists():
+            raise RuntimeError("the licence server is away")
+        return self.np_random.random(2, np.float32), float(action), self.t == 5, False, {}
+
+
+@pytest.mark.parametrize("at", [128, 256], ids=["on the way", "at the end"])
+def test_an_evaluation_that_fails_loses_nothing_and_is_made_again_on_resuming(at, tmp_path):
+    fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 2, "every": 128}, "traces": {"every": 64}}
+    away = tmp_path / "away"
+    recipe = find_recipe(f"{__name__}:Unwell", {"steps": 256, "environment": {"file": str(away)}, **fields})
+    api.start(recipe, tmp_path / "whole")
+
+    due = []
+    real = evaluate._run
+
+    def failing(*given):
+        if due:
+            away.touch()
+        try:
+            return real(*given)
+        finally:
+            away.unlink(missing_ok=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "_run", failing)
+        said = r"environment 0 of the evaluation raised RuntimeError: .* \(test_resume\.py:\d+\), then resume the run"
+        with pytest.raises(SurefootError, match=said):
+            api.start(recipe, tmp_path / "cut", callback=lambda metrics: due.append(1) if metrics["steps"] == at - 32 else None)
+        assert max(int(path.name) for path in (tmp_path / "cut" / "checkpoints").iterdir()) == at
+        with pytest.raises(SurefootError, match="the licence server is away"):
+            api.resume(tmp_path / "cut")  # it is away still
+    api.resume(tmp_path / "cut")
+    assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))
+    traces = [{p.name: p.read_bytes() for p in (tmp_path / run / "traces").iterdir()} for run in ("whole", "cut")]
+    assert traces[0] == traces[1]
+
+
+@pytest.mark.parametrize("name", ["deadline", "workers"])
+def test_how_long_workers_are_waited_for_and_how_many_there_are_is_no_change_of_a_run(name, tmp_path):
+    path = tmp_path / "run"
+    fields = {**RECIPES["CartPole-v1"], "rollout": {"environments": 4, "steps": 128, "backend": "workers", "workers": 1}}
+    api.start(find_recipe("CartPole-v1", fields), path, callback=lambda m: m["steps"] >= 1024)
+    config = path / "config.toml"
+    before = config.read_text()
+    config.write_text(re.sub(rf"^{name} = .*$", f"{name} = 2", before, flags=re.MULTILINE))
+    assert config.read_text() != before
+    api.resume(path)
 
 
 def test_a_changed_recipe_is_refused_with_the_difference(tmp_path):

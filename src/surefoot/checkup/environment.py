@@ -10,6 +10,9 @@ from gymnasium.utils.env_checker import check_env
 
 from surefoot.checkup.check import Check
 from surefoot.control.environments import MakeEnvironment, maker, task_name
+from surefoot.control.observations import Reader, broken_parts
+from surefoot.control.returned import RESET, STEP, as_number, given
+from surefoot.control.spaces import Misfit
 from surefoot.errors import SurefootError, cause_of
 
 STEPS = 500
@@ -57,23 +60,32 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Check]:
     returns: list[float] = [0.0]
     terminated = truncated = False
     ends = 0
+    try:
+        reader = Reader(environment.observation_space, environment.action_space, 1, "")
+    except SurefootError as error:
+        return [Check("observation", "failed", str(error))]
     environment.action_space.seed(seed)
     begun = time.perf_counter()
     try:
-        _, info = environment.reset(seed=seed)
+        observation, info = given(environment.reset(seed=seed), RESET)
+        _look(reader, observation, info)
         for _ in range(STEPS):
             mask = info.get("action_mask") if isinstance(info, dict) else None
             discrete = isinstance(environment.action_space, gymnasium.spaces.Discrete) and mask is not None
             action = (
                 environment.action_space.sample(np.asarray(mask, np.int8)) if discrete else environment.action_space.sample()
             )
-            _, reward, terminated, truncated, info = environment.step(action)
-            rewards.append(float(reward))
+            observation, reward, terminated, truncated, info = given(environment.step(action), STEP)
+            rewards.append(as_number(reward))
+            _look(reader, observation, None if terminated or truncated else info)
             returns[-1] += float(reward)
             if terminated or truncated:
                 ends += 1
                 returns.append(0.0)
-                _, info = environment.reset()
+                observation, info = given(environment.reset(), RESET)
+                _look(reader, observation, info)
+    except Misfit as misfit:
+        return [Check("observation", "failed", f"step {len(rewards)} of chance gave {misfit}", "mend the environment")]
     except Exception as error:
         return [
             Check("reward", "failed", f"step {len(rewards) + 1} of chance raised {cause_of(error)}", "mend the environment")
@@ -97,6 +109,14 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Check]:
     else:
         found = Check("reward", "ok", earned)
     return [found, Check("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning")]
+
+
+def _look(reader: Reader, observation: Any, info: Any) -> None:
+    """Read it as training does, with the mask where an action follows; Misfit for what would stop a training."""
+    leaves = reader.empty()
+    reader.one_into(leaves, 0, observation, info, info is not None)
+    for what in broken_parts(leaves, None, {}).values():
+        raise Misfit(f"an {what} that is not finite")
 
 
 def _plain(text: str) -> str:

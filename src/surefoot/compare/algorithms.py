@@ -177,8 +177,9 @@ def switches_in_words(objective: Objective) -> str:
 
 def notes(recipes: Mapping[str, ControlRecipe], seeds: int) -> list[str]:
     """What a reader must know to judge the tables."""
-    settings = {setting_of(recipe) for recipe in recipes.values()}
-    shared = f"Setting: {settings.pop()}" if len(settings) == 1 else "Settings differ; they are in results.json"
+    first, *others = ((r.network, r.optimizer, r.normalise, r.objective.gamma) for r in recipes.values())
+    alike = all(other == first for other in others)
+    shared = f"Setting: {setting_of(next(iter(recipes.values())))}" if alike else "Settings differ; they are in results.json"
     return [
         "Each algorithm is what `surefoot train --algorithm` makes of it for this task. The values that a recipe was tuned "
         "with go to the algorithm it was tuned for, and all but those of the trust region to one that differs in that alone; "

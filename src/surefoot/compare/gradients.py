@@ -120,7 +120,8 @@ def _gradient(agent: Agent, rollout: Rollout, objective: Objective, count: int) 
     """
     batch = rows_of(rollout, assign_credit(rollout, objective))
     total, _, _ = loss(agent.policy(batch.inputs, batch.actions, batch.mask), batch, REINFORCE, denominator=count)
-    parts = torch.autograd.grad(total, list(agent.policy.parameters()), allow_unused=True)
+    learned = [parameter for parameter in agent.policy.parameters() if parameter.requires_grad]
+    parts = torch.autograd.grad(total, learned, allow_unused=True)
     return torch.cat([part.reshape(-1) for part in parts if part is not None])
 
 

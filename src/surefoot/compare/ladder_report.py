@@ -151,9 +151,8 @@ def _after(cells: Sequence[Mapping[str, Any]], share: float) -> float | None:
 def _notes(results: Mapping[str, Any], recipes: Mapping[str, ControlRecipe], top: ControlRecipe) -> list[str]:
     """What was used, exactly, and what the numbers are."""
     rollout, objective = top.rollout, top.objective
-    settings = {setting_of(recipe) for recipe in recipes.values()}
     lines = [
-        f"Shared by all rungs: {settings.pop()}; critic's weight c_v = {objective.value_coefficient:g}, entropy bonus "
+        f"Shared by all rungs: {setting_of(top)}; critic's weight c_v = {objective.value_coefficient:g}, entropy bonus "
         f"c_e = {objective.entropy_coefficient:g}; advantages not normalised",
         f"A batch is {rollout.environments} environments × {rollout.steps} steps = {top.batch_size:,} steps; on rungs 0 and 1, "
         f"whole episodes one after the other until {top.batch_size:,} steps are there. Rungs 0 to 3 make one update per batch",

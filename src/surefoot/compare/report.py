@@ -125,13 +125,18 @@ def score_table(by_name: Mapping[str, Sequence[Mapping[str, Any]]], score: str) 
 def setting_of(recipe: ControlRecipe) -> str:
     """What all trainings of a comparison share, in words."""
     network, optimizer, normalise = recipe.network, recipe.optimizer, recipe.normalise
-    widths = "-".join(map(str, network.hidden))
+    widths = f"{network.custom}" if network.custom else f"{'-'.join(map(str, network.hidden))} {network.activation}"
+    widths += f", then an LSTM of {network.lstm}" if network.lstm else ""
     trunk = "one trunk shared with the critic" if network.shared_trunk else "separate networks for policy and critic"
-    schedule = "falling linearly to zero" if optimizer.schedule == "linear" else "constant"
+    schedule = {"linear": "falling linearly to zero", "cosine": "falling to zero as a cosine"}.get(
+        optimizer.schedule, optimizer.schedule
+    )
+    schedule += f" after a warm-up of {optimizer.warmup:g}" if optimizer.warmup else ""
+    critics = f" ({optimizer.critic_learning_rate:g} for the critic)" if optimizer.critic_learning_rate else ""
     limit = "no gradient clip" if optimizer.max_grad_norm is None else f"gradients clipped at norm {optimizer.max_grad_norm:g}"
     normalised = [name for name in ("observations", "rewards") if getattr(normalise, name)]
     return (
-        f"{widths} {network.activation}, {trunk}; Adam {optimizer.learning_rate:g}, {schedule}, {limit}; "
+        f"{widths}, {trunk}; Adam {optimizer.learning_rate:g}{critics}, {schedule}, {limit}; "
         f"γ = {recipe.objective.gamma:g}; {' and '.join(normalised) or 'nothing'} normalised"
     )
 

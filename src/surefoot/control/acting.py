@@ -34,7 +34,8 @@ class Acting(nn.Module):
         self.shape, self.discrete = tuple(space.shape or ()), isinstance(space, spaces.Discrete)
         self.kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
         bounds = (space.low, space.high) if isinstance(space, spaces.Box) else (getattr(space, "start", 0),)
-        self.bounds = [torch.from_numpy(np.array(bound)) for bound in bounds]
+        counted = None if isinstance(space, spaces.Box) else np.int64  # PyTorch adds up no unsigned numbers
+        self.bounds = [torch.from_numpy(np.array(bound, counted)) for bound in bounds]
         self.inputs = {
             path: torch.from_numpy(np.full((2, *leaf.shape), 0 if leaf.bounds is None else leaf.bounds[0], leaf.dtype))
             for path, leaf in agent.leaves.items()

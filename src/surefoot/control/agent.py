@@ -59,6 +59,11 @@ class Agent(nn.Module):
         self.policy.to(recipe.device)
         self.generator = stream(recipe.seed, "predict")
 
+    def __repr__(self) -> str:
+        """One line; ``agent.policy`` shows its layers."""
+        count = sum(parameter.numel() for parameter in self.policy.parameters())
+        return f"<Agent {self.recipe.algorithm} on {self.recipe.task}, {count:,} parameters>"
+
     @classmethod
     def for_spaces(cls, recipe: ControlRecipe, observation_space: Any, action_space: Any, task: str) -> "Agent":
         """An untrained agent; SurefootError when a space is not supported."""
@@ -247,10 +252,13 @@ def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array 
 
 
 def sender_for(space: gymnasium.Space[Any]) -> Callable[[Tensor], Array]:
-    """From actions as stored to what an environment gets: within a Box's bounds, counted from a start, of the space's shape."""
+    """From actions as stored to what an environment gets: within a Box's bounds, counted from a start, of the space's shape.
+
+    It is a copy: an environment may change what it is given.
+    """
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
-        return lambda actions: actions.numpy() + start if start else actions.numpy()
+        return lambda actions: (actions.numpy() + start).astype(space.dtype, copy=False)
     if isinstance(space, spaces.Box):
         low, high = torch.from_numpy(space.low.reshape(-1)), torch.from_numpy(space.high.reshape(-1))
         if len(space.shape) == 1 and space.dtype == np.float32:

@@ -11,6 +11,7 @@ from surefoot.control.environments import (
     Environments,
     MakeEnvironment,
     VectorEnvironments,
+    close_all,
     make_environments,
     task_name,
 )
@@ -36,7 +37,11 @@ def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe) ->
         return _vector(task, recipe, Pool)
     made = make_environments(task, arguments, count, seed)
     if isinstance(made, VectorEnvironments):
-        _check_vector(recipe, task_name(task), made.count)
+        try:
+            _check_vector(recipe, task_name(task), made.count)
+        except SurefootError:
+            close_all([made])
+            raise
     return made
 
 

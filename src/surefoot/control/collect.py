@@ -79,7 +79,7 @@ class ControlCollector:
         at_cuts: dict[tuple[int, int], Tensor] = {}
         remaining = np.full(count, self.episodes if self.at_least is None else 1)
         active, kept = None, 0
-        while len(outcomes) < self.steps if self.steps is not None else remaining.any():
+        while self._few(outcomes) if self.steps is not None else remaining.any():
             if self.steps is None:
                 active = remaining > 0
             starts.append(self.starts)
@@ -108,6 +108,10 @@ class ControlCollector:
         if before is not None:  # an ignored row shows the observation that the episode before it ended on
             together[STARTS] = np.stack(starts, 1) & ~np.stack([step.ignored for step in outcomes], 1)
         return self._rollout(together, torch.stack(taken, 1), outcomes, before, at_cuts)
+
+    def _few(self, outcomes: list[Step]) -> bool:
+        """Whether a rollout of so many steps goes on: it does, too, where all that happened was that environments reset."""
+        return len(outcomes) < (self.steps or 0) or all(step.ignored.all() for step in outcomes)
 
     def _rollout(
         self,

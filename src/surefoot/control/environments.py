@@ -6,7 +6,7 @@ where a task masks actions, which its first reset tells, the mask of the next ac
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,11 +19,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from surefoot.control.atari import ATARI, make_atari
 from surefoot.control.faults import at_fault, making_failed
 from surefoot.control.observations import Reader, copied
+from surefoot.control.returned import RESET, STEP, as_number, given, score_and_life
 from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
-from surefoot.control.vector import check_infos, said, score_and_life, stated_mode
+from surefoot.control.vector import check_infos, said, stated_mode
 from surefoot.dotted import imported
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.seeding import derived_seed
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
@@ -130,10 +131,11 @@ class LoopedEnvironments:
         number = self.first + index
         self.place[:] = number, episode, 0
         try:
-            observation, info = self.environments[index].reset(seed=episode_seed(self.seed, number, episode, self.purpose))
+            seed = episode_seed(self.seed, number, episode, self.purpose)
+            observation, info = given(self.environments[index].reset(seed=seed), RESET)
         except (Exception, SystemExit) as error:
-            raise self._failure(index, "reset()", error) from error
-        self._store(index, observation, info, True, "reset()")
+            raise self._failure(index, error) from error
+        self._store(index, observation, info, True)
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
@@ -163,29 +165,25 @@ class LoopedEnvironments:
         self.actions[index].append(np.copy(action))  # the environment may change what it is given
         self.place[:] = self.first + index, self.episodes[index], len(self.actions[index])
         try:
-            observation, reward, terminated, truncated, info = self.environments[index].step(action)
-            if isinstance(reward, str):  # float would read it
-                raise TypeError(f"a reward must be a number, not {reward!r}")
-            reward = float(reward)  # an array would take None for NaN
+            observation, reward, terminated, truncated, info = given(self.environments[index].step(action), STEP)
+            reward = as_number(reward)  # an array would take None for NaN
             score, life_lost = score_and_life(info, reward)
         except (Exception, SystemExit) as error:
-            raise self._failure(index, "step()", error) from error
+            raise self._failure(index, error) from error
         terminated, truncated = bool(terminated), bool(truncated)
-        self._store(index, observation, info, not (terminated or truncated), "step()")
+        self._store(index, observation, info, not (terminated or truncated))
         return reward, terminated, truncated, score, life_lost
 
-    def _store(self, index: int, observation: Any, info: Any, acting: bool, call: str) -> None:
+    def _store(self, index: int, observation: Any, info: Any, acting: bool) -> None:
         try:
             self.reader.one_into(self.observations, index, observation, info, acting)
-        except Misfit as misfit:
-            raise self._failure(index, call, str(misfit)) from None
         except (TypeError, ValueError) as error:
-            raise self._failure(index, call, error) from error
+            raise self._failure(index, error) from error
 
-    def _failure(self, index: int, call: str, error: BaseException | str) -> SurefootError:
-        what = f"gave {error}" if isinstance(error, str) else f"raised {cause_of(error)}"
+    def _failure(self, index: int, error: BaseException) -> SurefootError:
+        what = f"gave {error}" if isinstance(error, Misfit) else f"raised {cause_of(error)}"
         place = self.first + index, self.episodes[index], len(self.actions[index])
-        return SurefootError(at_fault(self.name, place, what))
+        return SurefootError(at_fault(self.name, place, what, self.purpose, place_of(error)))
 
     def state_dict(self) -> dict[str, Any]:
         logs = {str(i): np.array(log, self.action_space.dtype) for i, log in enumerate(self.actions) if log}
@@ -266,7 +264,8 @@ class VectorEnvironments:
         self.steps += 1
         with self._named():
             observations, rewards, terminated, truncated, infos = self.environments.step(actions)
-        given, ended, ignored, finals = infos, terminated | truncated, np.zeros(self.count, bool), {}
+        terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)  # theirs may be written again
+        told, ended, ignored, finals = infos, terminated | truncated, np.zeros(self.count, bool), {}
         check_infos(self.mode, ended, self.over, infos, self.name)
         cut = np.flatnonzero(truncated & ~terminated).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
@@ -289,8 +288,8 @@ class VectorEnvironments:
             self.over = terminated | truncated
             seen = self._read(observations, infos, ~self.over)
         rewards = np.where(ignored, 0, rewards).astype(np.float32)
-        scores = np.where(ignored, 0, said(given, "score", rewards)).astype(np.float32)
-        going_on = said(given, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
+        scores = np.where(ignored, 0, said(told, "score", rewards)).astype(np.float32)
+        going_on = said(told, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
         return Step(seen, rewards, terminated | going_on, truncated, ignored, finals, scores, going_on)
 
     def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
@@ -308,7 +307,8 @@ class VectorEnvironments:
             call = f"call {self.steps} of step()" if self.steps else "reset()"
             if self.over.any() and not isinstance(error, Misfit):  # in NEXT_STEP alone
                 call += f", which resets {np.flatnonzero(self.over).tolist()}, says metadata['autoreset_mode']={self.mode.name}"
-            raise SurefootError(f"{self.name}: {what}, in {call}; mend the environment") from error
+            line = f" ({where})" if (where := place_of(error)) else ""
+            raise SurefootError(f"{self.name}: {what}, in {call}; mend the environment{line}") from error
 
     def state_dict(self) -> dict[str, Any]:
         return {"resets": self.resets}
@@ -329,23 +329,35 @@ def make_environments(
     Raises SurefootError when the task can't be made, naming the extra to install where that is the reason.
     """
     name = task_name(task)
+    made: list[Any] = []
     try:
-        make = maker(task, arguments, purpose)
-        first = make()
-        single = not isinstance(first, VectorEnv)
-        rest: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(count - 1)] if single else []
-    except SurefootError:
+        try:
+            make = maker(task, arguments, purpose)
+            made.append(make())
+            while len(made) < count and not isinstance(made[0], VectorEnv):
+                made.append(make())
+        except SurefootError:
+            raise
+        except Exception as error:
+            raise making_failed(name, error) from error
+        if isinstance(made[0], VectorEnv):
+            return VectorEnvironments(made[0], seed, name)
+        if not isinstance(made[0], gymnasium.Env):
+            raise SurefootError(f"task={name!r}: made a {type(made[0]).__name__}, not a gymnasium.Env")
+        if len({id(environment) for environment in made}) < count:
+            raise SurefootError(f"task={name!r}: gave the same environment twice; make a new one on every call")
+        ready = iter(made)
+        return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose)
+    except BaseException:
+        close_all(made)
         raise
-    except Exception as error:
-        raise making_failed(name, error) from error
-    if not single:
-        return VectorEnvironments(first, seed, name)
-    if not isinstance(first, gymnasium.Env):
-        raise SurefootError(f"task={name!r}: made a {type(first).__name__}, not a gymnasium.Env")
-    if len({id(environment) for environment in (first, *rest)}) < count:
-        raise SurefootError(f"task={name!r}: gave the same environment twice; make a new one on every call")
-    ready = iter([first, *rest])
-    return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose)
+
+
+def close_all(environments: Iterable[Any]) -> None:
+    """Close what was made, whatever it is, when something else has gone wrong already."""
+    for environment in environments:
+        with contextlib.suppress(Exception):
+            environment.close()
 
 
 def maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str = "training") -> Callable[[], Any]:

@@ -11,8 +11,8 @@ from gymnasium import spaces
 from surefoot.control.agent import Agent
 from surefoot.control.environments import episode_seed
 from surefoot.control.evaluate import SIDE_BY_SIDE
+from surefoot.control.returned import score_and_life
 from surefoot.control.spaces import MASK, Array
-from surefoot.control.vector import score_and_life
 from surefoot.errors import SurefootError
 
 

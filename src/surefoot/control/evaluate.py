@@ -13,6 +13,7 @@ from surefoot.control.environments import (
     make_environments,
     task_name,
 )
+from surefoot.control.faults import GO_ON
 from surefoot.control.observations import broken_parts, not_finite
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.seeding import stream
@@ -117,4 +118,7 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
 def _check(name: str, bad: dict[int, str], length: Any) -> None:
     if bad:
         index, what = next(iter(bad.items()))
-        raise NotFiniteError(f"{not_finite(name, what, index, length[index])}; the evaluation was stopped")
+        raise NotFiniteError(
+            f"{not_finite(name, what, index, length[index])}, in an evaluation; mend the "
+            f"environment, or take another evaluation.seed (--seed of a command), then {GO_ON}"
+        )

@@ -116,16 +116,19 @@ def _pt2(program: torch.export.ExportedProgram, about: dict[str, str]) -> bytes:
 
 def _onnx(program: torch.export.ExportedProgram, acting: Acting, about: dict[str, str]) -> bytes:
     """The program as an ONNX model."""
+    shown = [*acting.inputs, *acting.outputs]
+    private = [f"surefoot:{i}" for i in range(len(shown))]  # names that nothing in between can have
     made = torch.onnx.export(
         program,
         dynamo=True,
         opset_version=OPSET,
-        input_names=list(acting.inputs),
-        output_names=acting.outputs,
+        input_names=private[: len(acting.inputs)],
+        output_names=private[len(acting.inputs) :],
         verbose=False,
     )
     assert made is not None
     model = made.model_proto
+    _rename(model.graph, dict(zip(private, shown, strict=True)) | {name: f"{name}:inner" for name in shown})
     # What the exporter notes about itself is most of the file; and what it calls the batch differs from run to run.
     batch = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for part in (*model.graph.node, *model.graph.input, *model.graph.output, *model.graph.initializer):
@@ -139,6 +142,18 @@ def _onnx(program: torch.export.ExportedProgram, acting: Acting, about: dict[str
     for key, value in about.items():
         model.metadata_props.add(key=key, value=value)
     return bytes(model.SerializeToString())
+
+
+def _rename(graph: Any, names: dict[str, str]) -> None:
+    """Call the values of an ONNX graph, and of those within its nodes, otherwise."""
+    for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _rename(inner, names)
 
 
 def _check_onnx() -> None:

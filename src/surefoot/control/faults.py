@@ -7,18 +7,25 @@ from gymnasium.envs.registration import find_highest_version
 
 from surefoot.errors import SurefootError, to_install
 
+GO_ON = "resume the run, or repeat the command"
+"""after a fault in an evaluation, which belongs to either"""
 
-def at_fault(name: str, place: Any, what: str) -> str:
+
+def at_fault(name: str, place: Any, what: str, purpose: str = "training", line: str = "") -> str:
     """One line: which environment, what happened to it, in which call.
 
     place   environment, episode (-1 while it is made) and step (0 in a reset)
+    line    of the user's code, where one is known
 
-    Nothing can have been saved before an environment's first reset, so there is nothing to resume from.
+    In training nothing can have been saved before an environment's first reset, so there is nothing to resume from.
     """
     environment, episode, step = place
     where = "while it was made" if episode < 0 else f"in {'step()' if step else 'reset()'}, episode {episode}, step {step}"
+    mend = f"mend the environment{f' ({line})' if line else ''}"
+    if purpose == "evaluation":
+        return f"{name}: environment {environment} of the evaluation {what} {where}; {mend}, then {GO_ON}"
     then = ", then resume from the last checkpoint" if episode > 0 or step else ""
-    return f"{name}: environment {environment} {what} {where}; mend the environment{then}"
+    return f"{name}: environment {environment} {what} {where}; {mend}{then}"
 
 
 def making_failed(name: str, error: Exception) -> SurefootError:

@@ -66,12 +66,6 @@ def check_infos(mode: AutoresetMode, ended: Array, resetting: Array, infos: dict
         )
 
 
-def score_and_life(info: Any, reward: float) -> tuple[float, bool]:
-    """What one environment says of a step: its true score, else the reward is it, and whether a life was lost."""
-    says = info.get(SAID, {}) if isinstance(info, dict) else {}
-    return float(says.get("score", reward)), bool(says.get("life_lost", False))
-
-
 def said(infos: dict[str, Any], key: str, otherwise: Array) -> Array:
     """[B] what environments said under ``info["surefoot"][key]``, and ``otherwise`` where one said nothing.
 

@@ -21,7 +21,7 @@ import gymnasium
 
 from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, make_environments, maker
 from surefoot.control.faults import at_fault
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, place_of
 
 IDLE = -1
 """in place of an environment's number: none is being called"""
@@ -62,7 +62,8 @@ def serve(connection: "Connection[Any, Any]", place: Any, task: bytes, part: Sli
         except SurefootError as error:
             answer = False, str(error), "".join(traceback.format_exception(error))
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: what an environment raises ends no process
-            answer = False, at_fault(part.name, place, f"raised {cause_of(error)}"), "".join(traceback.format_exception(error))
+            line = at_fault(part.name, place, f"raised {cause_of(error)}", part.purpose, place_of(error))
+            answer = False, line, "".join(traceback.format_exception(error))
         place[0] = IDLE
         try:
             connection.send(answer)

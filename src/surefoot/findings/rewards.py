@@ -101,7 +101,9 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
     tries = {
         True: ("give a reward on the way, or begin episodes nearer to it", f"explore more: {explore}"),
         False: (
-            "larger batches, and normalise observations and rewards, so that advantages are less noise",
+            "larger batches, and normalise observations and rewards, so that advantages are less noise"
+            if earned.metric == "episode_return"
+            else "larger batches (sampling.prompts, or sampling.samples of each), so that advantages are less noise",
             f"explore more: {explore}",
             "check the reward: surefoot check RECIPE",
         ),

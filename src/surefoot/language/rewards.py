@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surefoot.dotted import imported
-from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.language.deadline import Overdue, within
 from surefoot.language.endpoint import REPEAT, RESUME, Endpoint
 from surefoot.language.model_reward import BATCH_TOKENS as BATCH_TOKENS
@@ -237,7 +237,8 @@ class FunctionReward:
         except SurefootError as error:  # one of our own functions, whose line says it all
             raise self._refusal(str(error)) from None
         except (Exception, SystemExit) as error:
-            raise self._refusal(f"raised {cause_of(error)}; {self.mend}") from error
+            line = f" ({where})" if (where := place_of(error)) else ""
+            raise self._refusal(f"raised {cause_of(error)}{line}; {self.mend}") from error
         what = "numbers" if self.per == "response" else "lists of numbers"
         if not isinstance(returned, list):
             kind = type(returned).__name__

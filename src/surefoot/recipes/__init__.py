@@ -166,6 +166,8 @@ def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
         gymnasium.register_envs(importlib.import_module("ale_py"))
     if task in gymnasium.registry:
         return
+    if task.endswith(".py"):
+        raise SurefootError(f"task={task!r}: is a file; name what in it makes the environment, as in '{task}:make'")
     known = {*gymnasium.registry, *(extra or ())}
     raise SurefootError(
         f"{task!r}: no recipe, .toml file or environment id of that name{did_you_mean(task, known)} (see: surefoot list)"

@@ -30,7 +30,7 @@ from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
 from surefoot.run.places import FINISHED, check_is_run
 from surefoot.toml import read_toml
 
-FREE = ("check_memory", "reward.deadline")
+FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
 """fields of a recipe that change no number that a run produces, only whether it goes on"""
 MEASURES = (
     "task",

@@ -12,6 +12,8 @@ export function makeSamples(state) {
   const order = h("select", { id: "order", onchange: () => draw() }, [["order", "as they come"], ["gain", "largest gain in reward"], ["loss", "largest loss in reward"]].map(([value, title]) => h("option", { value }, title)));
   const text = h("div", { id: "samples" });
   const films = h("div", { id: "films" });
+  const said = h("span", { class: "controls" }, h("label", {}, h("span", {}, "before"), before), h("label", {}, h("span", {}, "after"), after),
+    h("label", {}, h("span", {}, "order"), order));
   let asked = 0;
 
   function pick(number) {
@@ -20,6 +22,7 @@ export function makeSamples(state) {
     const options = () => one.samples.map((at) => h("option", { value: at }, `step ${steps(at)}`));
     show(before, options());
     show(after, options());
+    said.hidden = !one.samples.length;
     if (one.samples.length) [before.value, after.value] = [one.samples[0], one.samples.at(-1)];
     show(films, one.videos.length ? [h("h2", {}, "Films"), h("p", { class: "hint" }, "Greedy episodes of a checkpoint, made by surefoot watch; not the episodes of the traces, which are sampled."),
       one.videos.map((name, i) => h("figure", {}, h("video", { controls: true, preload: "metadata", src: `api/runs/${number}/videos/${i}` }), h("figcaption", {}, name)))] : []);
@@ -37,16 +40,15 @@ export function makeSamples(state) {
     let pairs = fresh.map((sample) => [waiting.get(sample.prompt)?.shift() ?? null, sample]);
     const gain = ([a, b]) => (a ? (b.reward ?? 0) - (a.reward ?? 0) : 0);
     if (order.value !== "order") pairs = pairs.sort((a, b) => (order.value === "gain" ? gain(b) - gain(a) : gain(a) - gain(b)));
-    const said = (sample) => (sample ? [h("p", { class: "said" }, visible(sample.response) || "(nothing)"),
+    const words = (sample) => (sample ? [h("p", { class: "said" }, visible(sample.response) || "(nothing)"),
       h("p", { class: "hint" }, ["reward", "gold", "kl"].filter((name) => name in sample).map((name) => `${name} ${short(sample[name])}`).join(" · "))] : h("p", { class: "hint" }, "not asked then"));
     const missing = pairs.filter(([a]) => !a).length;
     show(text, missing ? h("p", { class: "hint" }, `${missing} of these ${pairs.length} prompts were not asked before. With data.held_out every evaluation asks the same ones.`) : null, h("table", { class: "beside" },
       h("thead", {}, h("tr", {}, ["prompt", `before, step ${steps(before.value)}`, `after, step ${steps(after.value)}`].map((title) => h("th", { scope: "col" }, title)))),
-      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", {}, said(a)), h("td", {}, said(b)))))));
+      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", {}, words(a)), h("td", {}, words(b)))))));
   }
 
-  const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run),
-    h("label", {}, h("span", {}, "before"), before), h("label", {}, h("span", {}, "after"), after), h("label", {}, h("span", {}, "order"), order)), text, films);
+  const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), said), text, films);
   pick(chosen.run);
   return { element };
 }
