@@ -71,8 +71,8 @@ METRICS: dict[str, Metric] = {
     "repeated": Metric(
         "share of responses that are equal to another one of the iteration",
         high=0.5,
-        why_high="many responses are equal: as it should be where an answer has one truth or prompts are few; else mode collapse, "
-        "against which reference.beta or the entropy bonus is raised",
+        why_high="many responses are equal: as it should be where an answer has one truth or prompts are few; else mode "
+        "collapse, against which reference.beta or the entropy bonus is raised",
     ),
     "groups_without_signal": Metric(
         "share of the sampled prompts whose responses all earn the same (missing ends and length counted), or of which fewer "
