@@ -1,14 +1,14 @@
-"""Train cells (library x task x seed), one JSON file each, and make the tables of docs/benchmarks from them.
+"""Train cells (library x task x seed), one JSON file each, and print the tables of docs/benchmarks from them.
 
     python benchmarks/control.py train --recipe mujoco --task Hopper-v5 Swimmer-v5 --seeds 1 2 3 --steps 1000000 --jobs 2
     python benchmarks/control.py train --recipe mujoco --library stable-baselines3 --python PEER/bin/python --task ...
     python benchmarks/control.py table --recipe mujoco --task Hopper-v5 Swimmer-v5
     python benchmarks/control.py table --bar 200 --task LunarLander-v3
 
-A task is trained in the recipe that its id brings, or in the one that --recipe names (the peer's setting is in peers/sb3.py).
-Every cell is a process of its own, ``--jobs`` of them at a time. A cell that has its file is skipped, and an interrupted
-Surefoot cell resumes, so the command can be repeated until all is there. The score is the mean return of the last 100
-training episodes (actions sampled, rewards as the task gives them).
+A task is trained with the tuned recipe of its id, or with --recipe (for the other library's settings, see peers/sb3.py).
+Every cell runs in its own process, ``--jobs`` of them at a time. A finished cell is skipped, and an interrupted
+Surefoot cell resumes, so repeat the command until all cells exist. The score is the mean return of the last 100
+training episodes (actions sampled, unnormalised rewards).
 """
 
 import argparse
@@ -30,17 +30,17 @@ RESULTS = HERE / "results"
 
 
 def cells(task: str, args: argparse.Namespace) -> str:
-    """What the cells of a task have in common, as the name of a folder."""
+    """The folder name shared by the cells of a task."""
     return "-".join([task, str(args.steps), *([Path(args.recipe).stem] if args.recipe else [])])
 
 
 def cell_file(library: str, task: str, seed: int, args: argparse.Namespace) -> Path:
-    """Where a cell's result is."""
+    """The path of a cell's result."""
     return RESULTS / cells(task, args) / f"{library}-{seed}.json"
 
 
 def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
-    """One Surefoot cell; the final agent is judged greedily besides."""
+    """Train one Surefoot cell; also evaluate the final agent greedily."""
     import surefoot
     from surefoot.api import start
     from surefoot.config import to_table
@@ -54,9 +54,9 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     wanted = find_recipe(args.recipe or task, changes)
     if (run / "config.toml").exists():
         if changed := recipe_differences(to_table(RunFolder(run).recipe()), wanted):
-            sys.exit(f"{run}: was begun by another recipe ({'; '.join(changed)}); move it away")
+            sys.exit(f"{run}: was started with another recipe ({'; '.join(changed)}); move it away")
         newest = latest_checkpoint(run / "checkpoints")
-        over = newest is not None and int(newest.name) >= args.steps  # killed while it was being judged
+        over = newest is not None and int(newest.name) >= args.steps  # killed during the evaluation
         agent = surefoot.load(newest) if over else surefoot.resume(run)
     else:
         agent = start(wanted, run)
@@ -87,7 +87,7 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the complete file or nothing."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(".partial")
     partial.write_text(json.dumps(result))
@@ -95,10 +95,10 @@ def write(out: Path, result: dict[str, Any]) -> None:
 
 
 def results_of(task: str, args: argparse.Namespace, library: str = "*") -> list[dict[str, Any]]:
-    """The cells of a task that are there; ends the command where none is."""
+    """The finished cells of a task; exits if there is none."""
     found = sorted((RESULTS / cells(task, args)).glob(f"{library}-*.json"))
     if not found:
-        sys.exit(f"{cells(task, args)}: no cell is there; train it first")
+        sys.exit(f"{cells(task, args)}: no finished cell; train it first")
     return [json.loads(path.read_text()) for path in found]
 
 
@@ -122,7 +122,7 @@ def table(args: argparse.Namespace) -> str:
 
 
 def judged(args: argparse.Namespace) -> str:
-    """Surefoot's final agents of some tasks, acting greedily, beside the return that counts as solved."""
+    """Surefoot's final agents on some tasks, evaluated greedily, beside the return that counts as solved."""
     rows = []
     for task in args.task:
         results = results_of(task, args, "surefoot")
@@ -140,10 +140,10 @@ def judged(args: argparse.Namespace) -> str:
 
 
 def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> str:
-    """One cell in its own process; what to tell of it."""
+    """Run one cell in its own process; returns a line for the log."""
     out = cell_file(library, task, seed, args)
     if out.exists():
-        return f"{task} {out.stem}: is there"
+        return f"{task} {out.stem}: exists"
     if library == "surefoot":
         command = [sys.executable, __file__, "cell", "--engine", args.engine, "--greedy-episodes", str(args.greedy_episodes)]
         command += ["--task", task, "--seeds", str(seed), "--steps", str(args.steps), "--recipe", args.recipe]
@@ -159,17 +159,17 @@ def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["train", "table", "cell"], help="cell: one, in this process")
+    parser.add_argument("verb", choices=["train", "table", "cell"], help="cell: one cell, in this process")
     parser.add_argument("--library", nargs="+", choices=["surefoot", "stable-baselines3"], default=["surefoot"])
-    parser.add_argument("--python", default=sys.executable, help="the Python of the peer's environment")
+    parser.add_argument("--python", default=sys.executable, help="Python of the other library's environment")
     parser.add_argument("--task", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--engine", choices=["eager", "compiled"], default="eager", help="Surefoot's")
+    parser.add_argument("--engine", choices=["eager", "compiled"], default="eager", help="Surefoot's engine")
     parser.add_argument("--greedy-episodes", type=int, default=20)
-    parser.add_argument("--recipe", default="", help="Surefoot's preset, instead of the one that a task's id brings")
-    parser.add_argument("--bar", type=float, help="table: what greedy agents must reach, and how each of them did")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; one per core, and none when speed is measured")
+    parser.add_argument("--recipe", default="", help="Surefoot's preset, instead of the one tuned for the task's id")
+    parser.add_argument("--bar", type=float, help="table: the return that greedy agents must reach; prints each agent's result")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; at most one per core, and 1 to measure speed")
     args = parser.parse_args()
     if args.verb == "table":
         print(table(args) if args.bar is None else judged(args))

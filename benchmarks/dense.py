@@ -1,13 +1,13 @@
-"""Rewards of steps: PPO, which learns from each step where it is earned, beside GRPO, which learns from their sum.
+"""Rewards of steps: PPO, which learns from each reward at its step, compared with GRPO, which learns from their sum.
 
-    python benchmarks/dense.py                      8 and 20 digits, seeds 1 to 3, and docs/benchmarks/dense.md from the results
+    python benchmarks/dense.py                      8 and 20 digits, seeds 1 to 3; then docs/benchmarks/dense.md
     python benchmarks/dense.py --digits 8 --seeds 1 some of them
-    python benchmarks/dense.py table                the page alone
+    python benchmarks/dense.py table                only writes the page
 
-Each cell (digits, method, learning rate, seed) is one JSON file in benchmarks/results/dense; one that exists is skipped. The
-task is ``surefoot.language.tasks.successors``: so many digits, each followed by the next, by a model whose every digit is
-right about half of the time. All methods start from the same model of their seed, get the same reward function and sample as
-many responses.
+Each cell (digits, method, learning rate, seed) is one JSON file in benchmarks/results/dense; an existing one is skipped. The
+task is ``surefoot.language.tasks.successors``: replace each digit by its successor. The starting model has about half of
+its digits right. For each seed, all methods start from the same model, use the same reward function and sample the same
+number of responses.
 """
 
 import argparse
@@ -38,7 +38,7 @@ STEPS, WHOLE = "surefoot.language.tasks.successors:steps", "surefoot.language.ta
 
 
 def start(folder: Path, seed: int, digits: int) -> Path:
-    """A model that has seen a teacher guess every other digit."""
+    """Train a model on demonstrations of a teacher that guesses every other digit."""
     import surefoot
     from surefoot.language import tasks
     from surefoot.language.rows import write_rows
@@ -59,7 +59,7 @@ def start(folder: Path, seed: int, digits: int) -> Path:
 
 
 def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, digits: int) -> dict[str, Any]:
-    """Train, and tell held-out accuracy by steps and by whole answers as responses grow in number."""
+    """Train one cell; returns held-out accuracy by steps and by whole answers, over the number of responses."""
     import surefoot
     from surefoot.run.tracking import read_metrics
 
@@ -93,12 +93,12 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, 
 
 
 def named(method: str, learning_rate: float) -> str:
-    """As a part of a file's name."""
+    """The part of a file name for a method and learning rate."""
     return f"{method.replace(', γ = ', '_gamma_')}-{learning_rate:g}"
 
 
 def before(folder: Path, sft: Path, digits: int) -> dict[str, Any]:
-    """What the start samples."""
+    """Accuracy of the starting model's samples."""
     from surefoot.language.accuracy import accuracy
     from surefoot.language.rewards import FunctionReward
     from surefoot.language.trained import writer
@@ -112,7 +112,7 @@ def before(folder: Path, sft: Path, digits: int) -> dict[str, Any]:
 
 
 def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> None:
-    """Every cell that is missing."""
+    """Run every missing cell."""
     for digits, seed in product(lengths, seeds):
         results = RESULTS / str(digits)
         results.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> N
 
 
 def table() -> str:
-    """A line for each length, learning rate and method: means over seeds half-way and at the end, and the end of each seed."""
+    """One row per length, learning rate and method: means over seeds half-way and at the end, and the end of each seed."""
     cells: dict[tuple[int, float, int], list[dict[str, Any]]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         found = json.loads(path.read_text())
@@ -159,7 +159,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Parse, fill, write."""
+    """Parse arguments, run missing cells, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["all", "table"], default="all")
     parser.add_argument("--digits", type=int, nargs="+", default=[8, 20])

@@ -1,9 +1,9 @@
-"""How long `surefoot inspect` takes to show a long run: 100,000 iterations, and traces of a million steps.
+"""Time for `surefoot inspect` to show a long run: 100,000 iterations, and traces of a million steps.
 
     python benchmarks/inspector.py [--folder runs/long] [--times 3]
 
 Needs the extras `inspector` and `dev`, and Chromium. The folder is made once: a short run of CartPole-v1 whose numbers are
-repeated with noise. A browser with an empty page is there before the command starts.
+repeated with noise. A browser with an empty page is already open when the command starts.
 """
 
 import argparse
@@ -28,7 +28,7 @@ QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 
 
 def make(folder: Path) -> None:
-    """A run of so many iterations, every tenth of which was evaluated, and 20 traces of 5 rows of 10,000 steps."""
+    """Make a run of 100,000 iterations, with an evaluation every tenth, and 20 traces of 5 rows of 10,000 steps."""
     surefoot.train("CartPole-v1", steps=4_096, seed=1, run_dir=folder, display=None)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last: dict[str, Any] = {name: x for line in lines for name, x in line.items()}
@@ -61,7 +61,7 @@ def make(folder: Path) -> None:
 
 
 def measure(folder: Path, browser: Any) -> dict[str, float]:
-    """Seconds from one event to another, and milliseconds of the page's work in a frame while panning."""
+    """Seconds between events, and the page's work per frame while panning, in milliseconds."""
     page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
     whole = f"#curves[data-iterations='{ITERATIONS}']"
     begun = time.perf_counter()
@@ -96,7 +96,7 @@ def measure(folder: Path, browser: Any) -> dict[str, float]:
 
 
 def panned(page: Any) -> list[float]:
-    """Milliseconds of the main thread in each frame, smallest first."""
+    """Milliseconds of the main thread in each frame, in ascending order."""
     box = page.query_selector(".chart[data-metric=kl] .u-over").bounding_box()
     x, y = box["x"], box["y"] + 50
     page.mouse.move(x + 100, y)
@@ -118,7 +118,7 @@ def panned(page: Any) -> list[float]:
 
 
 def main() -> None:
-    """Make the folder where there is none, and measure."""
+    """Make the folder if it is missing, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/long"))
     parser.add_argument("--times", type=int, default=3)

@@ -1,10 +1,10 @@
-"""``surefoot demo language`` on several seeds, with the KL anchor and without it, and the table of both.
+"""``surefoot demo language`` on several seeds, with and without the KL penalty, and the table of both.
 
-    python benchmarks/language.py train --seeds 1 2 3 4 5     one seed after another; what is there is not repeated
-    python benchmarks/language.py table                       docs/benchmarks/language.md from benchmarks/results/language
+    python benchmarks/language.py train --seeds 1 2 3 4 5     one seed after another; finished seeds are skipped
+    python benchmarks/language.py table                       writes docs/benchmarks/language.md from the results
 
-Without the anchor (β = 0) the third stage alone is trained again, on the same data from the same SFT and reward model. Each
-seed is one JSON file of results; its runs are in benchmarks/runs/language/SEED.
+Without the KL penalty (β = 0) only the third stage is trained again, on the same data from the same SFT and reward model. Each
+seed has one JSON file of results; its runs are in benchmarks/runs/language/SEED.
 """
 
 import argparse
@@ -36,12 +36,12 @@ OF = {"known_products": "known products", "other_products": "other products"}
 
 
 def trained(seed: int) -> dict[str, Any]:
-    """What the demo says of a seed, and the same for the third stage without the anchor."""
+    """The demo's results for a seed, and those of the third stage without the KL penalty."""
     from surefoot import train
 
     folder = RUNS / str(seed) / "demo-language"
     if not (folder / "demo.json").exists():
-        shutil.rmtree(RUNS / str(seed), ignore_errors=True)  # a demo that was interrupted begins anew
+        shutil.rmtree(RUNS / str(seed), ignore_errors=True)  # an interrupted demo starts over
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         demo = [sys.executable, "-m", "surefoot", "demo", "language"]
         subprocess.run([*demo, "--seed", str(seed), "--run-dir", str(RUNS / str(seed))], check=True)
@@ -60,7 +60,7 @@ def trained(seed: int) -> dict[str, Any]:
 
 
 def numbers(found: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, without answers and without the places of files."""
+    """The measurements, without answers and file paths."""
     return {name: value for name, value in found.items() if name in ("start", "trained", "rows") or name.startswith("win_rate")}
 
 
@@ -70,7 +70,7 @@ def spread(values: list[float]) -> str:
 
 
 def tables() -> str:
-    """One table over all seeds, one by seed."""
+    """One table over all seeds, one per seed."""
     found = {int(path.stem): json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     rows = []
     for of, of_label in OF.items():

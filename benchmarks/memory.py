@@ -1,13 +1,13 @@
-"""Peak memory of real runs, phase by phase, beside the estimate that is made before a run.
+"""Peak memory of real runs, phase by phase, compared with the estimate made before a run.
 
-    python benchmarks/memory.py                     every configuration, and docs/benchmarks/memory.md from the results
+    python benchmarks/memory.py                     every configuration; writes docs/benchmarks/memory.md from the results
     python benchmarks/memory.py --only shared own   some of them
 
-Each configuration is one JSON file in benchmarks/results/memory; one that exists is skipped.
+Each configuration is one JSON file in benchmarks/results/memory; an existing one is skipped.
 
-Two instruments look at the same two iterations. *Tensors*: every storage that an operation returns, from its birth to its death
-(``surefoot.language.memory.tracker``). *Allocator*: what PyTorch's CPU allocator gave out and got back, as the profiler records
-it, so that what a kernel takes for itself is in it too. Resident memory is neither: it holds pages that were freed.
+Two tools measure the same two iterations. *Tensors* counts every storage that an operation returns, from allocation to release
+(``surefoot.language.memory.tracker``). *Allocator* counts the allocations and releases of PyTorch's CPU allocator in the
+profiler's records, including temporary buffers of kernels. Resident memory is neither: it includes freed pages.
 """
 
 import argparse
@@ -47,7 +47,7 @@ RANK = 8
 
 
 def built(folder: Path, family: str, width: int, layers: int, vocabulary: int, context: int = 256, tied: bool = False) -> Path:
-    """A model of a family with random weights, and a tokenizer of characters, as a folder."""
+    """A folder with a model of a family, with random weights, and a character tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     heads = max(2, width // 64)
@@ -78,7 +78,7 @@ def built(folder: Path, family: str, width: int, layers: int, vocabulary: int, c
 
 
 def rows_in(folder: Path, prompt: int, answer: int, count: int = 64) -> dict[str, str]:
-    """Files of prompts, demonstrations and pairs, of these lengths and a little less; and a reward."""
+    """Files of prompts, demonstrations and pairs, of at most these lengths, and a reward function."""
     drawn = torch.Generator().manual_seed(1)
 
     def text(length: int) -> str:
@@ -99,7 +99,7 @@ def rows_in(folder: Path, prompt: int, answer: int, count: int = 64) -> dict[str
 
 
 def online(model: Path, files: dict[str, str], tokens: int = 32, **fields: Any) -> dict[str, Any]:
-    """The table of an online run on a model folder."""
+    """The recipe table of an online run with a model folder."""
     table: dict[str, Any] = {
         "kind": "language",
         "model": str(model),
@@ -116,19 +116,19 @@ def online(model: Path, files: dict[str, str], tokens: int = 32, **fields: Any) 
 
 
 class Watched:
-    """A run of a recipe whose phases are measured."""
+    """Runs a recipe and measures its phases."""
 
     def __init__(self, recipe: Any, allocator: bool = False) -> None:
         self.recipe, self.tracker, self.allocator = recipe, Tracker(), allocator
         self.peaks: dict[str, int] = {}
-        """bytes by phase: live tensors"""
+        """peak bytes of live tensors, by phase"""
         self.given: dict[str, int] = {}
-        """bytes by phase: what the allocator had given out"""
+        """peak bytes allocated by the allocator, by phase"""
 
     def run(self, iterations: int = 2) -> None:
-        """So many iterations: the moments of Adam are made in the first."""
+        """Run the iterations; Adam's moments are allocated in the first."""
         torch.set_num_threads(self.recipe.threads)
-        gc.collect()  # what an earlier run left would be given back during this one, and the profiler would count that
+        gc.collect()  # memory of an earlier run, if freed during this one, would be counted by the profiler
         if not self.allocator:
             self._iterate(iterations)
             return
@@ -169,7 +169,7 @@ class Watched:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Between here and there is this phase."""
+        """Measure a phase."""
         self.tracker.restart()
         with record_function(f"phase {name}"):
             yield
@@ -177,7 +177,7 @@ class Watched:
 
 
 def by_phase(seen: Any) -> dict[str, int]:
-    """The most that the allocator had given out in each phase; an inner phase is not part of the outer one."""
+    """The peak of the allocator in each phase; an inner phase is not part of the outer one."""
     events = seen.profiler.kineto_results.events()
     spans = sorted((e.start_ns(), e.end_ns(), e.name().removeprefix("phase ")) for e in events if e.name().startswith("phase "))
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -193,7 +193,7 @@ def by_phase(seen: Any) -> dict[str, int]:
 
 
 def scored(base: Path, folder: Path, pairs: str, adapter: bool) -> str:
-    """A reward model of a base after two pairs: with weights of its own, or as an adapter."""
+    """Train a reward model on two pairs: with its own weights, or as an adapter."""
     table: dict[str, Any] = {
         "model": str(base),
         "steps": 2,
@@ -208,7 +208,7 @@ def scored(base: Path, folder: Path, pairs: str, adapter: bool) -> str:
 
 
 def large(folder: Path, files: dict[str, str], name: str) -> dict[str, Any]:
-    """Four roles of 112 million parameters each: apart, with a shared trunk, and as adapters of one base."""
+    """Four roles of 112 million parameters each: separate, with a shared trunk, or as adapters of one base."""
     base = folder / "large"
     if not base.exists():
         built(base, "llama", width=768, layers=12, vocabulary=16384)
@@ -223,7 +223,7 @@ def large(folder: Path, files: dict[str, str], name: str) -> dict[str, Any]:
 
 
 def configurations(folder: Path) -> dict[str, Any]:
-    """What is measured, or how it is made."""
+    """The configurations to measure, as tables or functions that make them."""
     files = rows_in(folder, prompt=PROMPT, answer=ANSWER)
     llama = built(folder / "llama", "llama", width=512, layers=6, vocabulary=8192)
     qwen = built(folder / "qwen2", "qwen2", width=384, layers=8, vocabulary=16384, tied=True)
@@ -266,7 +266,7 @@ TITLES = {
 
 
 def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
-    """One configuration: the estimate, made first, and what two instruments saw of the run."""
+    """Measure one configuration: first the estimate, then the run with both tools."""
     recipe = make_recipe(table)
     response = 0 if recipe.kind == "reward" else ANSWER
     setup = planned(recipe, prompt=PROMPT + ANSWER - response, response=response)
@@ -283,7 +283,7 @@ def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
-    """Lines of the table."""
+    """Rows of the table."""
     for phase in PHASES:
         if phase in cell["phases"]:
             found = cell["phases"][phase]
@@ -293,7 +293,7 @@ def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Measure what is not measured yet, and write the page from all there is."""
+    """Measure missing configurations, and write the page from all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     options = parser.parse_args()

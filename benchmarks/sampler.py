@@ -1,12 +1,12 @@
-"""Tokens per second of the sampler beside ``model.generate``: the same model, prompts and lengths, alternately.
+"""Tokens per second of the sampler and of ``model.generate``: the same model, prompts and lengths, alternately.
 
     python benchmarks/sampler.py --rounds 5
     python benchmarks/sampler.py --family llama gpt2 --rows 512 --samples 8 --clock cpu
 
-Weights are random and nothing ends before the limit, so that all do the same work; log-probabilities are part of the sampler's
-work and not of ``generate``'s. Then the same with 3 % of the vocabulary ending a response: ``generate`` works on finished rows
-until the last one is done, and only tokens of responses are counted. Run it on a machine with nothing else to do. Elsewhere
-only the ratios within a round mean anything; ``--clock cpu`` counts the time the process had instead of the time that passed.
+Weights are random and no response ends before the limit, so all do the same work. Only the sampler also computes
+log-probabilities. A second test lets 3 % of the vocabulary end a response: ``generate`` continues with finished rows
+until the last row ends, and only tokens of responses are counted. Run it on an otherwise idle machine. Elsewhere
+only the ratios within a round are meaningful; ``--clock cpu`` counts CPU time instead of wall-clock time.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def built(family: str, width: int, layers: int, heads: int, vocabulary: int, con
 
 
 def contestants(model: Any, options: argparse.Namespace, eos: list[int]) -> dict[str, Callable[[], int]]:
-    """What is timed: each draws the responses once and returns how many tokens they have."""
+    """The functions to time: each samples the responses once and returns their number of tokens."""
     drawn = torch.Generator().manual_seed(1)
     ids = torch.randint(1, options.vocabulary, (options.rows // options.samples, options.prompt), generator=drawn)
     seeds = range(options.rows)
@@ -80,7 +80,7 @@ def contestants(model: Any, options: argparse.Namespace, eos: list[int]) -> dict
         )
         responses = result[:, options.prompt :]
         ends = torch.isin(responses, torch.tensor(eos, dtype=torch.long))
-        return int((ends.cumsum(-1) - ends.long() == 0).sum())  # up to the first end, and with it
+        return int((ends.cumsum(-1) - ends.long() == 0).sum())  # up to and including the first end
 
     return {**{f"surefoot, {path}": ours(path) for path in options.paths}, "model.generate": theirs}
 
@@ -89,7 +89,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def measured(runs: dict[str, Callable[[], int]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Tokens per second of each contestant in each round; the first round warms up and is not counted."""
+    """Tokens per second of each sampler in each round, after one warm-up round."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for now in range(rounds + 1):
         for name, run in runs.items():

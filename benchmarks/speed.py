@@ -1,11 +1,11 @@
-"""Environment steps per second while learning, beside Stable-Baselines3: the same work, alternately, returns shown.
+"""Environment steps per second while learning, compared with Stable-Baselines3: the same work, alternately, with returns.
 
     python benchmarks/speed.py --python PEER/bin/python --rounds 3
 
-Each round trains every setting once with either engine of Surefoot and once in the peer, one torch thread each. What counts is
-the wall-clock time from the first environment step to the last update, without the start of Python; a compiled program is
-made once per setting beforehand, and how long that took is shown. Run it on a machine with nothing else to do; only the
-ratios within a round mean anything elsewhere.
+Each round trains every setting once with each engine of Surefoot and once with Stable-Baselines3, with one torch thread. The
+time is wall-clock time from the first environment step to the last update, without Python's start-up. A compiled program is
+made once per setting in advance, and its time is printed separately. Run it on an otherwise idle machine; elsewhere only the
+ratios within a round are meaningful.
 """
 
 import argparse
@@ -31,10 +31,10 @@ CONTESTANTS = ("eager", "compiled", "stable-baselines3")
 
 
 def surefoot_cell(work: dict[str, Any], seed: int, steps: int, engine: str) -> dict[str, Any]:
-    """One training by Surefoot in this process."""
+    """Train once with Surefoot in this process."""
     import time
 
-    import torch  # the peer's script has imported it, too, when its clock starts
+    import torch  # the other library's script has also imported torch when its clock starts
 
     import surefoot
 
@@ -61,7 +61,7 @@ def surefoot_cell(work: dict[str, Any], seed: int, steps: int, engine: str) -> d
 
 
 def in_its_own_process(contestant: str, python: str, work: dict[str, Any], seed: int, steps: int) -> dict[str, Any]:
-    """One training in a fresh Python, so that neither library warms the other's."""
+    """Train once in a fresh Python, so that neither library warms up the other's caches."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
         if contestant != "stable-baselines3":
@@ -76,13 +76,13 @@ def in_its_own_process(contestant: str, python: str, work: dict[str, Any], seed:
 
 
 def shown(score: float | None) -> str:
-    """A return; no episode may have ended yet."""
+    """A return, or a dash if no episode has ended yet."""
     return "–" if score is None else f"{score:,.0f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="the Python of the peer's environment")
+    parser.add_argument("--python", default=sys.executable, help="Python of the other library's environment")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40_960)
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)

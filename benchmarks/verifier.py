@@ -1,15 +1,15 @@
 """Algorithms against a verifier, from one SFT start: cells (task x algorithm x seed), one JSON file each.
 
     python benchmarks/verifier.py demo --seeds 1 2 3 4 5                  surefoot demo verifier, as a user runs it
-    python benchmarks/verifier.py train --seeds 1 2 3                     the whole family on sorting
+    python benchmarks/verifier.py train --seeds 1 2 3                     all algorithms on sorting
     python benchmarks/verifier.py train --task addition --algorithms PPO_CLIP --seeds 1 2 3
-    python benchmarks/verifier.py table                                   docs/benchmarks/verifier.md from all there is
+    python benchmarks/verifier.py table                                   writes docs/benchmarks/verifier.md from all results
 
-A cell that has its file is skipped and an interrupted one resumes, so each command can be repeated until all is there; two of
-them may run at once where their seeds differ. On sorting each algorithm's learning rate is the one, of two, that did better on
-the validation problems of a seed that is not reported; those cells are made first. Everything else is as ``surefoot train
-sorting --algorithm NAME`` has it, at as many responses: 10,240. DPO learns from pairs of a right and a wrong one among as many
-samples of the start.
+A finished cell is skipped and an interrupted one resumes, so repeat each command until all cells exist. Two commands with
+different seeds may run at once. On sorting, each algorithm uses the better of two learning rates on the validation problems
+of a seed that is not reported; those cells run first. All other settings are those of ``surefoot train
+sorting --algorithm NAME``, with the same number of responses: 10,240. DPO trains on pairs of a right and a wrong answer from
+the same number of samples of the start.
 """
 
 import argparse
@@ -47,19 +47,19 @@ RESULTS, RUNS, PAGE = (
 GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO")
 FAMILY = ("PPO_CLIP", "GRPO", "REINFORCE_BASELINE", "A2C", "PPO_PENALTY", "RLOO", "DR_GRPO", "DAPO", "GSPO", "DPO")
 RATES = {"DPO": (1e-4, 3e-4)}
-"""learning rates to choose from, where they are not ``USUAL``"""
+"""learning rates to choose from, if not ``USUAL``"""
 USUAL = (3e-4, 1e-3)
 TUNED_ON = 11
 TAUGHT: dict[str, dict[str, Any]] = {"sorting": {}, "addition": {"steps": 240_000, "data": {"batch": 32}}}
-"""what a task's start takes beyond ``task_sft``: sums are learned from ten passes in small batches, not from one"""
+"""changes to ``task_sft`` for a task's start: addition needs ten passes in small batches, not one"""
 BETA = 2.0
-"""DPO's: with 0.1, samples of TUNED_ON's validation problems became worse than the start's, and with 0.5 they improved less"""
+"""DPO's β: with 0.1, samples on TUNED_ON's validation problems got worse than the start's, and with 0.5 they improved less"""
 SAMPLES, PAIRED = 8, 4
-"""attempts at a test problem; samples of the start of which DPO's pairs are made"""
+"""attempts at a test problem; samples of the start per problem for DPO's pairs"""
 
 
 def start(task: str, seed: int) -> Path:
-    """The folder of a task and seed, with its data and the SFT run that all algorithms start from."""
+    """The folder of a task and seed, with its data and the SFT run that is the start of all algorithms."""
     folder = RUNS / f"{task}-{seed}"
     if not (folder / "data" / "test.jsonl").exists():
         write_data(folder / "data", task, seed, Sizes())
@@ -70,7 +70,7 @@ def start(task: str, seed: int) -> Path:
 
 
 def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float | None:
-    """Train, or continue, or find done; user seconds of a training from beginning to end, None of any part of one."""
+    """Train, continue, or skip a finished run. Returns the user seconds of a complete run, None if only part of it ran here."""
     whole, begun = not (run / "config.toml").exists(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
     if whole:
         api.start(find_recipe(recipe, changes), run, display=Silent())
@@ -80,7 +80,7 @@ def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float | None:
 
 
 def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
-    """Train one, and judge it beside its start on problems that no stage has seen."""
+    """Train one cell and evaluate it and its start on problems that no stage was trained on."""
     folder = start(task, seed)
     run, data = folder / f"{algorithm}-{rate}", folder / "data"
     changes: dict[str, Any] = {"seed": seed, "model": str(folder / "sft")}
@@ -110,7 +110,7 @@ def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, 
 
 
 def pairs(folder: Path, seed: int) -> None:
-    """A right and a wrong answer of the start to each problem that has both among ``PAIRED`` samples; 10,240 samples in all."""
+    """Write a right and a wrong answer of the start per problem with both among ``PAIRED`` samples; 10,240 samples in total."""
     if (folder / "pairs.jsonl").exists():
         return
     asked, count = folder / "asked.jsonl", Sizes().problems // PAIRED
@@ -122,7 +122,7 @@ def pairs(folder: Path, seed: int) -> None:
 
 @torch.no_grad()
 def judged(run: Path, test: Path, seed: int) -> dict[str, float]:
-    """Greedy and sampled accuracy and pass@8; a cut answer is judged as it stands."""
+    """Greedy and sampled accuracy and pass@8; a truncated answer is scored like any other."""
     model, rows = writer(str(run)), [row.columns for row in read_rows(test)]
 
     def right(each: int, greedy: bool) -> torch.Tensor:
@@ -142,7 +142,7 @@ def judged(run: Path, test: Path, seed: int) -> dict[str, float]:
 
 
 def made(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
-    """A cell's result: read, or made now."""
+    """A cell's result, from its file or computed now."""
     name = f"{algorithm}-{seed}" if seed != TUNED_ON else f"{algorithm}-{seed}-{rate}"
     path = RESULTS / task / f"{name}.json"
     if not path.exists():
@@ -154,14 +154,14 @@ def made(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, 
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the complete file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".partial").write_text(json.dumps(result) + "\n")
     path.with_suffix(".partial").rename(path)
 
 
 def best_rate(task: str, algorithm: str) -> float | None:
-    """The one with which more samples are right on the validation problems of ``TUNED_ON``; for addition that of its preset."""
+    """The rate with more right samples on the validation problems of ``TUNED_ON``; None for addition, whose preset sets it."""
     if task != "sorting":
         return None
     tried = [made(task, algorithm, TUNED_ON, rate) for rate in RATES.get(algorithm, USUAL)]
@@ -169,7 +169,7 @@ def best_rate(task: str, algorithm: str) -> float | None:
 
 
 def demo(seed: int) -> None:
-    """``surefoot demo verifier`` in a process of its own, and the user seconds of all of it."""
+    """Run ``surefoot demo verifier`` in its own process, and record its total user seconds."""
     path = RESULTS / "demo" / f"{seed}.json"
     if path.exists():
         return
@@ -183,18 +183,18 @@ def demo(seed: int) -> None:
 
 
 def cells(folder: str) -> list[dict[str, Any]]:
-    """Results that are reported: not those of the seed that learning rates were chosen on."""
+    """The reported results: all but those of the seed that learning rates were chosen on."""
     found = (json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json")))
     return [result for result in found if result["seed"] != TUNED_ON]
 
 
 def spread(values: list[float]) -> list[str]:
-    """Mean, and each."""
+    """The mean, and each value."""
     return [f"{sum(values) / len(values):.3f}", ", ".join(f"{value:.3f}" for value in values)]
 
 
 def demo_table() -> str:
-    """A line per seed, then mean and standard deviation over seeds (n − 1)."""
+    """One row per seed, then mean and standard deviation over seeds (n − 1)."""
     columns = list(product(("SFT", "PPO", "GRPO"), ("greedy_accuracy", "sampled_accuracy", "pass@8")))
     found = sorted(cells("demo"), key=lambda result: result["seed"])
     shares = [[{**of[name], "pass@8": of[name]["pass_at"]["8"]}[kind] for name, kind in columns] for of in found]
@@ -210,7 +210,7 @@ def demo_table() -> str:
 
 
 def family_table(task: str) -> Iterator[list[str]]:
-    """A line per algorithm, under that of the start."""
+    """One row per algorithm, below that of the start."""
     found = cells(task)
     starts = {result["seed"]: result["start"] for result in found}
     for algorithm in ("SFT", *FAMILY):
@@ -226,7 +226,7 @@ def family_table(task: str) -> Iterator[list[str]]:
 
 
 def curve_table(task: str) -> str:
-    """Share of samples that are right on validation problems, evaluation by evaluation, of each cell."""
+    """Share of right samples on validation problems at each evaluation, one column per cell."""
     found = sorted(cells(task), key=lambda result: (result["algorithm"], result["seed"]))
     curves = [{steps: held_out for steps, _, held_out in result["curve"] if held_out is not None} for result in found]
     header = ["responses", *(f"{result['algorithm']}, seed {result['seed']}" for result in found)]
@@ -235,7 +235,7 @@ def curve_table(task: str) -> str:
 
 
 def write_page() -> None:
-    """Every table of the page that has results."""
+    """Write every table of the page that has results."""
     header = ["algorithm", "learning rate", "greedy", "each seed", "sampled", "each seed", "pass@8", "user CPU"]
     tables = {"demo": demo_table()} | {
         task: markdown_table(header, list(family_table(task))) for task in ("sorting", "addition")

@@ -1,11 +1,11 @@
-"""Train one Stable-Baselines3 PPO cell, by default in the PPO paper's MuJoCo setting, and write its result as JSON.
+"""Train one Stable-Baselines3 PPO cell, by default with the PPO paper's MuJoCo settings, and write its result as JSON.
 
-Run with the Python of an environment that has stable-baselines3, not Surefoot's:
+Run with the Python of an environment with stable-baselines3, not Surefoot's:
 
     python benchmarks/peers/sb3.py --task HalfCheetah-v5 --seed 1 --steps 1000000 --out cell.json
 
-Hyperparameters are the ones of `src/surefoot/recipes/mujoco.toml`, spelled in SB3's names; VecNormalize is SB3's own.
-`--setting cartpole` takes those of `cartpole.toml` instead, and no normaliser.
+Hyperparameters are those of `src/surefoot/recipes/mujoco.toml`, in SB3's names; VecNormalize is SB3's own.
+`--setting cartpole` uses those of `cartpole.toml` instead, and no normaliser.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
 
 def falling(start: float) -> Callable[[float], float]:
-    """SB3's spelling of a linear schedule to zero."""
+    """A linear schedule to zero, in SB3's form."""
     return lambda remaining: start * remaining
 
 
@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Episodes(BaseCallback):
-    """Remember every finished training episode as (step, return, length)."""
+    """Record every finished training episode as (step, return, length)."""
 
     def __init__(self) -> None:
         super().__init__()
