@@ -1,8 +1,8 @@
-"""Train PPO on CartPole-v1, look at a few numbers on the way, and judge the result.
+"""Train PPO on CartPole-v1, print a few metrics during training, and evaluate the agent.
 
     python examples/cartpole.py --steps 100000
 
-The default budget is small, so that the script ends in seconds; the tuned recipe asks for 100,000 steps.
+The default budget is small, so the script ends in seconds; the tuned recipe uses 100,000 steps.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import surefoot
 
 
 def show(metrics: dict[str, float | None]) -> None:
-    """A line every ten iterations. A callback that returns nothing lets the run go on."""
+    """Print a line every ten iterations. The run continues, because the callback returns nothing."""
     if metrics["iteration"] % 10 == 0 and metrics["episode_return"] is not None:
         print(f"{metrics['steps']:>7,} steps   return {metrics['episode_return']:6.1f}   kl {metrics['kl']:.4f}")
 

@@ -2,8 +2,8 @@
 
     python examples/ladder.py --steps 20000
 
-All six share seed, network, learning rate and discount. A rung that learns little on a small budget is no surprise; the
-three lowest make one update per batch.
+All six share seed, network, learning rate and discount. On a small budget some rungs learn little; the
+four lowest make one update per batch.
 """
 
 import argparse
@@ -16,7 +16,7 @@ SETTINGS = {"rollout": {"environments": 8, "steps": 32}, "optimizer": {"learning
 
 
 def rung(algorithm: surefoot.Objective) -> surefoot.Objective:
-    """The rung with this task's discount, and with the same reuse wherever the rung reuses its batches."""
+    """The rung with this task's discount, and with the same reuse for every rung that reuses its batches."""
     return replace(algorithm, gamma=0.98, reuse=REUSE if algorithm.reuse else None)
 
 

@@ -1,4 +1,4 @@
-"""Save an agent, load it as another program would, and act in an environment by hand.
+"""Save an agent, load it as another program would, and step an environment by hand.
 
     python examples/load_and_act.py
 

@@ -1,4 +1,4 @@
-"""CartPole without its velocities: one look does not tell where the pole is going, so the policy needs a memory.
+"""CartPole without its velocities: one observation does not show the pole's direction, so the policy needs a memory.
 
 python examples/memory.py --seeds 1 2 3 4 5
 python examples/memory.py --seeds 1 2 3 4 5 --lstm 0
@@ -15,7 +15,7 @@ import surefoot
 
 
 class Positions(gymnasium.ObservationWrapper):
-    """The cart's place and the pole's angle, two of CartPole's four numbers."""
+    """The cart's position and the pole's angle, two of CartPole's four numbers."""
 
     def __init__(self) -> None:
         super().__init__(gymnasium.make("CartPole-v1"))
@@ -26,12 +26,12 @@ class Positions(gymnasium.ObservationWrapper):
 
 
 RECIPE: dict[str, Any] = {
-    "rollout": {"environments": 8, "steps": 128},  # 128 steps is how far back learning looks
+    "rollout": {"environments": 8, "steps": 128},  # backpropagation through time covers 128 steps
     "objective": {
         "gamma": 0.99,
         "gae_lambda": 0.95,
         "normalise_advantages": "minibatch",
-        "reuse": {"epochs": 10, "minibatches": 4},  # of whole sequences, two in each
+        "reuse": {"epochs": 10, "minibatches": 4},  # each minibatch has two whole sequences
         "trust_region": {"clip": 0.2, "schedule": "linear"},
     },
     "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
@@ -42,7 +42,7 @@ RECIPE: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150_000)
-    parser.add_argument("--lstm", type=int, default=32, help="its width; 0 for none")
+    parser.add_argument("--lstm", type=int, default=32, help="width of the LSTM; 0 for none")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--episodes", type=int, default=100)
     args = parser.parse_args()

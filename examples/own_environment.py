@@ -1,4 +1,4 @@
-"""An environment of your own: a corridor to walk along. Any callable that makes a gymnasium.Env is a task.
+"""Your own environment: a corridor to walk along. Any callable that makes a gymnasium.Env is a task.
 
 python examples/own_environment.py --length 12
 """
@@ -14,7 +14,7 @@ import surefoot
 
 
 class Corridor(gymnasium.Env):
-    """Start at the left; every step costs a little; the right end pays 1 and ends the episode."""
+    """Start at the left. Every step costs a little. The right end earns 1 and ends the episode."""
 
     def __init__(self, length: int = 8, limit: int = 60) -> None:
         self.length, self.limit = length, limit
@@ -32,8 +32,8 @@ class Corridor(gymnasium.Env):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.place = max(0, self.place + (1 if action == 1 else -1))
         self.time += 1
-        terminated = self.place == self.length  # the episode is over: nothing is to come
-        truncated = self.time >= self.limit and not terminated  # only the clock ran out: the walk could have gone on
+        terminated = self.place == self.length  # the episode is over: no rewards follow
+        truncated = self.time >= self.limit and not terminated  # only the time limit: the task could have continued
         return self._observe(), (1.0 if terminated else -0.01), terminated, truncated, {}
 
 
@@ -48,7 +48,7 @@ def main() -> None:
 
     agent = surefoot.train(make, steps=args.steps, seed=1)
     result = surefoot.evaluate(agent, make, episodes=5)
-    print(f"return {result.mean_return:.2f}; steps to the end: {result.lengths} (the shortest way takes {args.length})")
+    print(f"return {result.mean_return:.2f}; steps to the end: {result.lengths} (the minimum is {args.length})")
     for place in range(args.length):
         observation = np.array([place / args.length], np.float32)
         print(f"at {place}: V = {agent.value(observation):+.2f}")

@@ -1,4 +1,4 @@
-"""A network of your own, and action masks: the taxi. Taxi shows one number from 0 to 499 and says which moves do something.
+"""Your own network, and action masks, on Taxi. Its observation is one number from 0 to 499; its mask marks the useful moves.
 
 python examples/own_network.py --steps 100000
 """
@@ -15,10 +15,10 @@ import surefoot
 
 
 class Places(nn.Module):
-    """Reads the number as what it stands for (row, column, passenger, destination), each by a table of its own.
+    """Splits the number into its parts (row, column, passenger, destination), each with its own embedding.
 
-    Any callable that takes the observation space and makes a module will do. The space here is one leaf, so ``forward`` gets
-    its tensor [N]; a Dict would come as a dict of tensors. It gives features [N, k]; k is up to you.
+    Any callable that takes the observation space and returns a module will do. The space here is one leaf, so ``forward`` gets
+    its tensor [N]; for a Dict it gets a dict of tensors. It returns features [N, k]; k is up to you.
     """
 
     def __init__(self, observation_space: Any) -> None:
@@ -52,10 +52,10 @@ def main() -> None:
         evaluation={"episodes": 0},
     )
     result = surefoot.evaluate(agent, episodes=20, seed=1)
-    print(f"mean return of 20 greedy episodes: {result.mean_return:.1f} (about 8 is the best there is)")
+    print(f"mean return of 20 greedy episodes: {result.mean_return:.1f} (the maximum is about 8)")
     mask = np.array([0, 0, 1, 1, 0, 0], np.int8)  # only east and west
     action, _ = agent.predict(314, action_mask=mask)
-    print(f"with only east (2) and west (3) allowed, it goes {action}")
+    print(f"with only east (2) and west (3) allowed, the action is {action}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A callback sees the metrics of every iteration and may stop the run by returning True.
+"""A callback gets the metrics of every iteration and may stop the run by returning True.
 
     python examples/stop_early.py --target 200 --steps 100000
 
-The run is written to a folder, and the stop is saved like any other end, so that `surefoot resume` can take it further.
+The run is written to a folder. The stop is saved like any other end, so `surefoot resume` can continue it.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import surefoot
 
 
 class StopAt:
-    """Stop once the mean return of the last 100 training episodes has reached a target."""
+    """Stop once the mean return of the last 100 training episodes reaches a target."""
 
     def __init__(self, target: float) -> None:
         self.target = target
@@ -37,7 +37,7 @@ def main() -> None:
     if stop.reached is None:
         print(f"{args.target:g} was not reached within {args.steps:,} steps")
     else:
-        print(f"{args.target:g} was reached after {stop.reached:,} steps; go on with: surefoot resume {args.run_dir}")
+        print(f"{args.target:g} was reached after {stop.reached:,} steps; continue with: surefoot resume {args.run_dir}")
 
 
 if __name__ == "__main__":
