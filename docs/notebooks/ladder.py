@@ -1,30 +1,30 @@
 # %% [markdown]
 # # From REINFORCE to PPO in six rungs
 #
-# PPO trains walking robots and chat models. Met all at once it is a lot: ratios, clips, a critic, advantages. But it is one
-# old and simple idea, REINFORCE, plus five fixes. Each fix mends one thing that was wrong with what came before, and each is
-# one switch in Surefoot. Here you turn them one at a time. Every rung is explained with numbers small enough to do by hand,
-# and is then trained on a real task.
+# PPO trains walking robots and chat models. At first sight it has many parts: ratios, clips, a critic, advantages. But it is
+# one old and simple idea, REINFORCE, plus five fixes. Each fix solves one problem of the algorithm before it, and each is one
+# switch in Surefoot. Here you turn the switches on one at a time. Every rung is explained with numbers small enough to do by
+# hand, and is then trained on a real task.
 #
-# | rung | name | adds | fights |
+# | rung | name | adds | reduces |
 # |---|---|---|---|
 # | 0 | `REINFORCE` | make actions likelier in proportion to the return that followed | |
 # | 1 | `REINFORCE_BASELINE` | subtract the mean return | noise |
-# | 2 | `ACTOR_CRITIC` | subtract what a critic expected | noise |
-# | 3 | `A2C` | let the critic stand for part of the return | noise |
-# | 4 | `PPO_UNCLIPPED` | learn from each batch many times | wasted data |
-# | 5 | `PPO_CLIP` | stop pushing what has moved far enough | steps that are too long |
+# | 2 | `ACTOR_CRITIC` | subtract a critic's prediction | noise |
+# | 3 | `A2C` | replace part of the return with the critic's prediction | noise |
+# | 4 | `PPO_UNCLIPPED` | train on each batch many times | wasted data |
+# | 5 | `PPO_CLIP` | stop changing an action's probability once it has changed enough | steps that are too long |
 #
-# You need some Python, and no reinforcement learning. **A line that begins with `assert` checks what the text has just
-# said**: where a claim were not true, the notebook would stop there. The formulas are those of [the math](../math.md). To run
+# You need some Python, and no reinforcement learning. **A line that begins with `assert` checks the claim in the text
+# above it**: if a claim were false, the notebook would stop there. The formulas are those of [the math](../math.md). To run
 # the notebook yourself, from the top of the repository:
 #
 # ```
 # pip install -c constraints.txt -e ".[notebook]"
 # ```
 #
-# and open it in an editor that knows notebooks, or in Jupyter. (`jupyter execute docs/notebooks/ladder.ipynb` runs it without
-# either.) It takes a minute and a half of one core.
+# and open it in a notebook editor or in Jupyter. (`jupyter execute docs/notebooks/ladder.ipynb` runs it without
+# either.) It takes a minute and a half on one core.
 
 # %%
 import os
@@ -39,8 +39,8 @@ from surefoot import functional as F
 from surefoot.algorithms import switches_between
 from surefoot.compare.gradients import noise_of, sample_gradients
 
-STEPS = int(os.environ.get("SUREFOOT_NOTEBOOK_STEPS", 20_000))  # of each training
-ENOUGH = STEPS >= 20_000  # with fewer, nothing is claimed about learning
+STEPS = int(os.environ.get("SUREFOOT_NOTEBOOK_STEPS", 20_000))  # of each run
+ENOUGH = STEPS >= 20_000  # with fewer, the claims about learning are not checked
 SEEDS = (1, 2, 3) if ENOUGH else (1,)
 
 torch.set_printoptions(precision=3, sci_mode=False)
@@ -49,13 +49,13 @@ plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.ri
 # %% [markdown]
 # ## The task
 #
-# CartPole: a pole stands on a cart. At every step the **policy** $\pi_\theta$ sees four numbers, the **state** $s_t$, and
-# picks an **action** $a_t$: push left, or push right. Each step that the pole stays up pays a **reward** of 1. An **episode**
+# CartPole: a pole stands on a cart. At every step the **policy** $\pi_\theta$ observes four numbers, the **state** $s_t$, and
+# picks an **action** $a_t$: push left, or push right. Each step that the pole stays up earns a **reward** of 1. An **episode**
 # ends when the pole falls, or after 500 steps. $\theta$ are the weights of a small network whose two outputs become two
 # probabilities.
 #
-# The same six rungs on one task need one function that trains a rung, and keeps everything but the rung the same: network,
-# optimizer, learning rate, discount, the size of a batch, the seeds.
+# To compare the six rungs on one task, we need one function that trains a rung and keeps everything else the same: network,
+# optimizer, learning rate, discount, batch size, seeds.
 
 # %%
 SAME = {"optimizer": {"learning_rate": 1e-3, "schedule": "constant"}, "evaluation": {"episodes": 0}}
@@ -63,7 +63,7 @@ RUNS = {}
 
 
 def fitted(name):
-    """A rung with what is the task's business: the discount, and how often a batch is used where it is used again."""
+    """A rung with the settings of the task: the discount, and the number of epochs if batches are reused."""
     rung = replace(surefoot.ALGORITHMS[name], gamma=0.98)
     return replace(rung, reuse=surefoot.Reuse(epochs=20, minibatches=1)) if rung.reuse else rung
 
@@ -71,7 +71,7 @@ def fitted(name):
 def climb(name):
     """Train one rung on every seed, and keep the metrics of each iteration."""
     rung = fitted(name)
-    # Batches of 256 steps. Without a critic they are made of whole episodes, so the last one is finished.
+    # Batches of 256 steps. Without a critic a batch consists of whole episodes, so the last episode is completed.
     rollout = {"environments": 1, "at_least": 256} if rung.needs_whole_episodes else {"environments": 8, "steps": 32}
     RUNS[name] = []
     for seed in SEEDS:
@@ -93,8 +93,8 @@ def mean(numbers):
 # %% [markdown]
 # ## Rung 0: REINFORCE
 #
-# Try something. If what followed was good, make it likelier. What followed step $t$ is its **return**, the sum of the rewards
-# from there on, where later ones count a little less:
+# Try an action. If the rewards that follow are high, make it likelier. The sum of the rewards from step $t$ on is its
+# **return**. Later rewards count a little less:
 #
 # $$G_t = r_t + \gamma G_{t+1}.$$
 #
@@ -109,25 +109,25 @@ returns
 
 # %% [markdown]
 # "Make it likelier" is a step along $\nabla \log \pi_\theta(a_t \mid s_t)$, and "in proportion to the return" is a factor. So
-# REINFORCE goes up
+# REINFORCE follows
 #
 # $$\nabla J(\theta) = \mathbb{E}\big[\nabla \log \pi_\theta(a_t \mid s_t)\, G_t\big].$$
 #
-# That is supervised learning on your own actions, weighted by how well they went. With two actions of probability ½ each, and
-# `logits` in place of the network's outputs:
+# This is supervised learning on the policy's own actions, weighted by their returns. With two actions of probability ½ each,
+# and `logits` in place of the network's outputs:
 
 # %%
 logits = torch.zeros(5, 2, requires_grad=True)
 actions = torch.tensor([0, 1, 1, 0, 1])
-log_probs = F.token_log_probs(logits, actions)  # one function for both worlds: a token of text is a choice among n, too
+log_probs = F.token_log_probs(logits, actions)  # also used for text: a token is a choice among n
 (log_probs * returns).sum().backward()
-print("push on each action, step by step:\n", logits.grad)
-assert (logits.grad.gather(1, actions[:, None]) > 0).all()  # whatever was done is made likelier, always
+print("gradient of each action's logits, step by step:\n", logits.grad)
+assert (logits.grad.gather(1, actions[:, None]) > 0).all()  # every action taken becomes likelier
 
 # %% [markdown]
-# Here is what is wrong with it. All returns of CartPole are positive, so **every** action that was taken is made likelier,
-# the fatal ones as well. Good ones win only because they are pushed a little harder, and in any one batch chance decides. Let
-# us see how far it gets on three seeds. (Some ten seconds.)
+# This has a problem. All returns of CartPole are positive, so **every** action that was taken becomes likelier,
+# even the fatal ones. Good actions win only because their gradient is a little larger, and within one batch chance decides. Now
+# train it on three seeds. (This takes about ten seconds.)
 
 # %%
 climb("REINFORCE")
@@ -139,29 +139,29 @@ climb("REINFORCE")
 # REINFORCE_BASELINE = replace(REINFORCE, baseline="mean")
 # ```
 #
-# A slot machine makes the point exactly. It has two levers that pay 10 and 11, and the policy pulls each with probability ½.
-# What does one pull tell?
+# A slot machine shows why a baseline helps. It has two levers that pay 10 and 11, and the policy pulls each with probability ½.
+# What is the gradient from one pull?
 
 # %%
 pays = torch.tensor([10.0, 11.0])
 
 
-def pushes(weights):
-    """What a pull of either lever does to the two logits.   [lever pulled, logit]"""
+def gradients(weights):
+    """The gradient of the two logits after a pull of either lever.   [lever pulled, logit]"""
     logits = torch.zeros(2, requires_grad=True)
     log_probs = F.token_log_probs(logits.expand(2, 2), torch.tensor([0, 1]))
     return torch.stack([torch.autograd.grad(term, logits, retain_graph=True)[0] for term in log_probs * weights])
 
 
-plain, baseline = pushes(pays), pushes(pays - pays.mean())
+plain, baseline = gradients(pays), gradients(pays - pays.mean())
 print("weighted by the return:\n", plain)
 print("weighted by the return − 10.5:\n", baseline)
 
 # %% [markdown]
-# Without a baseline a pull of the worse lever pushes *towards the worse lever*, by 5; only the average over both pulls is
-# right. With it, either pull says the same, and the right thing. The average has not changed, since a number $b$ that does
-# not depend on the action adds nothing to it:
-# $\mathbb{E}[b\nabla\log\pi] = b\sum_a \pi\nabla\log\pi = b\nabla\sum_a\pi = b\nabla 1 = 0$. The noise has gone.
+# Without a baseline a pull of the worse lever raises the probability of *the worse lever*, with a gradient of 5; only the
+# average over both pulls is right. With the baseline, either pull gives the same gradient, and the right one. The average is
+# unchanged, because a number $b$ that does not depend on the action adds nothing to it: $\mathbb{E}[b\nabla\log\pi] = b\sum_a
+# \pi\nabla\log\pi = b\nabla\sum_a\pi = b\nabla 1 = 0$. The noise is gone.
 
 # %%
 assert torch.allclose(plain.mean(0), baseline.mean(0))  # the same direction on average
@@ -171,7 +171,7 @@ assert noise[0] > 50
 assert noise[1] < 1e-9
 
 # %% [markdown]
-# On a real task the baseline is the mean return of the batch, and takes away a part of the noise, not all of it.
+# On a real task the baseline is the mean return of the batch. It removes part of the noise, not all of it.
 
 # %%
 climb("REINFORCE_BASELINE")
@@ -183,10 +183,10 @@ climb("REINFORCE_BASELINE")
 # ACTOR_CRITIC = replace(REINFORCE_BASELINE, baseline="critic")
 # ```
 #
-# One mean for all states is crude. Take six moments: in three the pole stands well, and some 40 steps follow whatever is
-# done; in three it is about to fall. The mean return praises every action of the first kind and blames every action of the
-# second, though none of them is to praise or to blame. A **critic** $V(s)$ learns what to expect *in this state*; what is
-# left over is the **advantage**:
+# One mean for all states is a poor baseline. Take six steps: in three the pole stands well, and about 40 steps follow after
+# either action; in three it is about to fall. The mean return gives every action of the first kind a positive weight and every
+# action of the second a negative one, although no action made a difference. A **critic** $V(s)$ predicts the return of *this
+# state*. The difference is the **advantage**:
 #
 # $$\hat A_t = G_t - V(s_t).$$
 
@@ -207,8 +207,8 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The critic is fitted to the returns by least squares, $(V - G)^2$. Whether it knows anything is told by its **explained
-# variance**: 1 is a perfect critic, 0 is no better than the mean.
+# The critic is fitted to the returns by least squares, $(V - G)^2$. Its **explained
+# variance** measures its quality: 1 is a perfect critic, 0 is no better than the mean.
 
 # %%
 print("squared error:     ", F.value_loss(crude, returns).mean(), "and", F.value_loss(critic, returns).mean())
@@ -222,31 +222,31 @@ explained = [rows[-1]["explained_variance"] for rows in RUNS["ACTOR_CRITIC"]]
 print("explained variance at the end, each seed:", *(f"{value:.2f}" for value in explained))
 
 # %% [markdown]
-# No better than rung 1, and that is no mistake: look at the explained variance. This critic has had one update per batch, and
-# knows next to nothing yet. Theory promises that the *right* $V$ lowers the noise. It promises nothing about *any* $V$. Keep
-# that in mind until rung 4, where the critic gets more to learn from.
+# This is no better than rung 1, and that is not a bug: look at the explained variance. This critic had one update per batch,
+# and has learned almost nothing yet. In theory the *exact* $V$ lowers the noise; an *arbitrary* $V$ need not. Keep that in mind
+# until rung 4, where the critic trains on each batch many times.
 
 # %%
 if ENOUGH:
-    assert max(explained) < 0.3  # next to nothing
+    assert max(explained) < 0.3  # almost nothing
     assert mean(ends("ACTOR_CRITIC")) < mean(ends("REINFORCE_BASELINE"))
 
 # %% [markdown]
-# ## Rung 3: let the critic stand for part of the return
+# ## Rung 3: let the critic predict part of the return
 #
 # ```python
 # A2C = replace(ACTOR_CRITIC, gae_lambda=0.95)
 # ```
 #
-# A return is made of everything that happens later, and most of that has little to do with this one action. If there is a
-# critic, one need not wait for all of it: wait one step, and ask the critic about the rest. That is the **TD residual**: what
-# came, plus what is now expected, minus what was expected.
+# A return includes everything that happens later, and most of that has little to do with this one action. With a critic you
+# need not wait for all of it: wait one step, and use the critic's prediction for the rest. That is the **TD residual**: the
+# reward, plus the prediction after the step, minus the prediction before it.
 #
 # $$\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$$
 #
-# Or wait $n$ steps, $\hat A_t^{(n)}$. Few steps: little noise, but all the critic's mistakes. Many: much noise, few mistakes.
-# **Generalised advantage estimation** (GAE) mixes them all, with weights that fall by a factor $\lambda$ each. The mix
-# collapses to one line:
+# Or wait $n$ steps, $\hat A_t^{(n)}$. Few steps: little noise, but all of the critic's error. Many: much noise, little error.
+# **Generalised advantage estimation** (GAE) is a weighted mean of them all, with weights that fall by a factor $\lambda$ each.
+# It reduces to one line:
 #
 # $$\hat A_t = (1-\lambda)\sum_{n<N} \lambda^{n-1} \hat A_t^{(n)} + \lambda^{N-1}\hat A_t^{(N)}
 # \;=\; \delta_t + \gamma\lambda\hat A_{t+1}.$$
@@ -272,7 +272,7 @@ print(f"mixed: {mixed:.3f}    gae: {F.gae(**episode, **uncut, lam=lam)[0]:.3f}")
 assert torch.isclose(mixed, F.gae(**episode, **uncut, lam=lam)[0])
 
 # %% [markdown]
-# Its two ends are old friends: $\lambda = 0$ is the TD residual, and $\lambda = 1$ is rung 2, return minus value. So rung 3
+# You know both extremes: $\lambda = 0$ is the TD residual, and $\lambda = 1$ is rung 2, return minus value. So rung 3
 # differs from rung 2 by one number.
 
 # %%
@@ -287,11 +287,11 @@ print(switches_between(surefoot.ACTOR_CRITIC, surefoot.A2C))
 climb("A2C")
 
 # %% [markdown]
-# ### What the three fixes do to the noise
+# ### How the three fixes reduce the noise
 #
-# Returns after so little training say little. But noise can be measured by itself: take *one* agent, whose critic knows
-# something, collect many batches with it, and ask each rung which way it would go. How much do a rung's answers scatter from
-# batch to batch? The agent is borrowed from the top of the ladder.
+# Returns after so little training show little. But we can measure the noise directly. Take *one* agent with a fitted critic,
+# collect many batches with it, and compute each rung's gradient on every batch. How much does a rung's gradient vary from
+# batch to batch? The agent is one of the highest rung, `PPO_CLIP`.
 
 # %%
 rollout = {"environments": 8, "steps": 32}
@@ -309,14 +309,14 @@ axis.invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# Each fix takes away much of the noise that the one before has left. (Of the last one that is not the whole truth: it trusts
-# the critic, and where the critic is wrong some of the signal goes with the noise. How to measure both is said in
-# [climb the ladder](../how-to/climb-the-ladder.md).)
+# Each fix removes much of the noise that the one before leaves. (For the last one this is not all: it relies on
+# the critic, and if the critic is wrong, some of the signal is removed with the noise. [Climb the
+# ladder](../how-to/climb-the-ladder.md) explains how to measure both.)
 
 # %%
 if ENOUGH:
     assert share[0] == 1
-    assert all(upper < 0.7 * lower for lower, upper in pairwise(share))  # each takes noise away
+    assert all(upper < 0.7 * lower for lower, upper in pairwise(share))  # each removes noise
     assert share[3] < 0.15  # and the three together most of it
 
 # %% [markdown]
@@ -326,15 +326,15 @@ if ENOUGH:
 # PPO_UNCLIPPED = replace(A2C, reuse=Reuse(epochs=10, minibatches=32))
 # ```
 #
-# So far each batch served one small step and was thrown away. It can't simply be used again: after one step the policy is
-# another one, and the batch was collected by the old. The remedy is the **importance ratio**, how much likelier an action has
+# So far each batch was used for one small step and then discarded. You can't simply use it again: after one step the policy has
+# changed, but the batch came from the old policy. The solution is the **importance ratio**, how much likelier an action has
 # become:
 #
 # $$\rho_t = \frac{\pi_\theta(a_t \mid s_t)}{\pi_\text{old}(a_t \mid s_t)}
 # = \exp\big(\log \pi_\theta - \log \pi_\text{old}\big), \qquad \mathbb{E}_{\pi_\text{old}}[\rho A] =
 # \mathbb{E}_{\pi_\theta}[A].$$
 #
-# Weighted by it, samples of the old policy tell about the new one:
+# Weighted by the ratio, samples of the old policy estimate the objective of the new one:
 
 # %%
 old, new = torch.tensor([0.7, 0.3]), torch.tensor([0.4, 0.6])  # probabilities of two actions
@@ -344,8 +344,8 @@ print("ratios", ratio)
 assert torch.isclose((old * F.unclipped_surrogate(ratio, advantages)).sum(), (new * advantages).sum())
 
 # %% [markdown]
-# And before the first step, where $\rho = 1$, the gradient of $\rho\hat A$ is that of $\log\pi_\theta\,\hat A$. So the first
-# step on each batch is that of rung 3; what is new comes after it.
+# Before the first step, where $\rho = 1$, the gradient of $\rho\hat A$ equals that of $\log\pi_\theta\,\hat A$. So the first
+# step on each batch is that of rung 3; only the later steps differ.
 
 # %%
 logits = old.log().requires_grad_()
@@ -360,10 +360,10 @@ runaway = [max(row["ratio_max"] for row in rows) for rows in RUNS["PPO_UNCLIPPED
 print("largest ratio in each run:", *map(round, runaway))
 
 # %% [markdown]
-# Twenty times the updates from the same number of steps, and it shows: the best seed is well above anything before. But the
-# seeds no longer agree. In the run that is saved here the third one has lost all that it had learned. (On another machine it
-# may be another seed, or none: that is chance.) The ratios say why. Within one batch some actions became a *hundred* times as
-# likely and more. So far away a batch of the old policy says nothing about the new one, and a step can ruin what was learned.
+# Twenty times the updates from the same number of steps help: the best seed is well above all earlier rungs. But the seeds no
+# longer agree. In the saved run the third seed has lost everything it learned. (On another machine it may be another seed, or
+# none: that is chance.) The ratios show the cause. Within one batch some actions became more than a *hundred* times as likely.
+# At that distance a batch of the old policy is no estimate for the new one, and a step can undo what was learned.
 
 # %%
 if ENOUGH:
@@ -378,9 +378,9 @@ if ENOUGH:
 # PPO_CLIP = replace(PPO_UNCLIPPED, trust_region=Clip(0.2))
 # ```
 #
-# Why do ratios run away? Because nothing ever says "enough". Take a single action that went well, $\hat A = 1$, tried with
-# probability 0.1. Going up $\rho\hat A$, every step makes it likelier, until it is certain. PPO takes the **pessimistic
-# minimum** with a clipped ratio instead:
+# Ratios grow without bound because nothing limits them. Take a single action with $\hat A = 1$ that had
+# probability 0.1. With $\rho\hat A$, every step makes it likelier, until it is certain. PPO instead takes the
+# **minimum** of this objective and its clipped version, a pessimistic bound:
 #
 # $$J = \mathbb{E}_t\Big[\min\big(\rho_t \hat A_t,\ \mathrm{clip}(\rho_t, 1-\varepsilon, 1+\varepsilon)\,\hat A_t\big)\Big],
 # \qquad \varepsilon = 0.2.$$
@@ -388,7 +388,7 @@ if ENOUGH:
 
 # %%
 def pull(surrogate, advantage, steps=150, rate=0.02):
-    """Go up a surrogate of one sample of one action, and watch its ratio."""
+    """Follow the gradient of a surrogate for one sample of one action, and record its ratio."""
     start = torch.tensor([0.1, 0.9]).log()
     logits, ratios = start.clone(), []
     for _ in range(steps):
@@ -404,14 +404,14 @@ free = pull(F.unclipped_surrogate, 1.0)
 clipped = pull(lambda ratio, advantage: F.clipped_surrogate(ratio, advantage, clip=0.2), 1.0)
 print(f"after 150 steps on one sample: ratio {free[-1]:.2f} without the clip, {clipped[-1]:.2f} with it")
 assert free[-1] > 9  # it can't pass 10: 0.1 times 10 is certainty
-assert 1.2 < clipped[-1] < 1.3  # the step that crossed 1.2 was the last
+assert 1.2 < clipped[-1] < 1.3  # the step that crossed 1.2 was the last one
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
 left.plot(free, color="tab:orange", label="ρÂ")
 left.plot(clipped, color="tab:blue", label="with the clip")
 left.axhspan(0.8, 1.2, color="0.9")
-left.set(xlabel="steps on one sample", ylabel="ratio ρ", title="enough is enough")
+left.set(xlabel="steps on one sample", ylabel="ratio ρ", title="the clip stops the ratio")
 left.legend(frameon=False)
 
 ratio = torch.linspace(0, 2, 201)
@@ -420,33 +420,34 @@ for advantage, colour in ((1.0, "tab:green"), (-1.0, "tab:red")):
     right.plot(ratio, F.unclipped_surrogate(ratio, weight), color=colour, linewidth=0.8, linestyle="--")
     right.plot(ratio, F.clipped_surrogate(ratio, weight, clip=0.2), color=colour, label=f"Â = {advantage:+.0f}")
 right.axvspan(0.8, 1.2, color="0.9")
-right.set(xlabel="ratio ρ", ylabel="what is maximised", title="flat where it has moved far enough")
+right.set(xlabel="ratio ρ", ylabel="surrogate", title="flat once the action has moved far enough")
 right.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# On the flat parts the gradient is zero: that action has been pushed far enough the right way. Elsewhere it is full, also
-# *outside* the band if the action has moved the **wrong** way, so that it can come back. Four cases, all there are:
+# On the flat parts the gradient is zero: that action has moved far enough in the right direction. Elsewhere the gradient is
+# full, even *outside* the clip range if the action has moved in the **wrong** direction, so that it is pulled back. There are
+# four cases:
 
 # %%
-print("  Â     ρ    min picks   gradient")
+print("  Â     ρ    minimum     gradient")
 for advantage, value in ((1.0, 1.5), (1.0, 0.5), (-1.0, 1.5), (-1.0, 0.5)):
     ratio = torch.tensor(value, requires_grad=True)
     weight = torch.tensor(advantage)
     F.clipped_surrogate(ratio, weight, clip=0.2).backward()
-    fires = bool(F.clip_active(ratio, weight, clip=0.2))
-    print(f"{advantage:+.0f}    {value}   {'clipped  ' if fires else 'unclipped'}   {float(ratio.grad):+.0f}")
-    assert fires == (ratio.grad == 0)
-    assert fires == ((advantage > 0) == (value > 1))  # moved the right way, and far enough
+    active = bool(F.clip_active(ratio, weight, clip=0.2))
+    print(f"{advantage:+.0f}    {value}   {'clipped  ' if active else 'unclipped'}   {float(ratio.grad):+.0f}")
+    assert active == (ratio.grad == 0)
+    assert active == ((advantage > 0) == (value > 1))  # moved far enough in the right direction
 
 # %%
 climb("PPO_CLIP")
 print("largest ratio in each run:", *(round(max(row["ratio_max"] for row in rows), 1) for rows in RUNS["PPO_CLIP"]))
 
 # %% [markdown]
-# All three seeds have learned, and each is above every run of rungs 0 to 3. The clip is no wall: ratios still leave the band
-# from 0.8 to 1.2, pushed by other samples that share the weights. It only stops *rewarding* them for it. But hundreds they
-# are no longer.
+# All three seeds have learned, and each is above every run of rungs 0 to 3. The clip does not bound the ratio: ratios still
+# leave the range from 0.8 to 1.2, because other samples share the weights. The clip only removes the *incentive* to leave it.
+# But the largest ratios are no longer in the hundreds.
 
 # %%
 if ENOUGH:
@@ -482,31 +483,32 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# And this is all that tells the six apart. No classes, no trainers: values, each one switch from the one below.
+# These are all the differences between the six. There are no classes and no trainers, only values, each one switch from the one
+# below.
 
 # %%
 for lower, upper in pairwise(surefoot.LADDER):
-    turned = switches_between(lower, upper)
-    assert len(turned) == 1
-    print(*(f"{switch}: {before} -> {after}" for switch, (before, after) in turned.items()))
+    changed = switches_between(lower, upper)
+    assert len(changed) == 1
+    print(*(f"{switch}: {before} -> {after}" for switch, (before, after) in changed.items()))
 
 # %% [markdown]
-# ## What this does and does not show
+# ## Limits of this notebook
 #
-# Three seeds and 20,000 steps of one small task are an illustration, and no proof. [The benchmark](../benchmarks/ladder.md)
-# has five times the steps, and intervals. `surefoot ladder TASK` does it on a task of yours:
+# Three seeds and 20,000 steps of one small task are an illustration, not a proof. [The benchmark](../benchmarks/ladder.md)
+# has five times the steps, and intervals. `surefoot ladder TASK` does the same on your own task:
 # [climb the ladder](../how-to/climb-the-ladder.md).
 #
-# Try next, above:
+# Try these changes to the code above:
 #
 # - another clip in `climb`: `replace(rung, trust_region=surefoot.Clip(0.5))`;
-# - another $\lambda$, 0 and 1 included;
-# - more `SEEDS`. Do rung 4's ends move?
+# - another $\lambda$, including 0 and 1;
+# - more `SEEDS`. Do the results of rung 4 change?
 #
-# Then:
+# Then read:
 #
-# - [The tutorial](../tutorial.md): runs that are killed and resume, recipes, the command line.
+# - [The tutorial](../tutorial.md): killing and resuming runs, recipes, the command line.
 # - [The clip table](../how-to/clip-table.md): the four cases with sliders, and on samples of a run.
-# - [Other trust regions](../how-to/trust-regions.md): the last switch has more positions, among them TRPO.
-# - [Language models](../how-to/align-your-own-model.md): the same objective and the same functions, where an action is a
-#   token and the reward a score of the answer.
+# - [Other trust regions](../how-to/trust-regions.md): the last switch has more values, including TRPO.
+# - [Language models](../how-to/align-your-own-model.md): the same objective and the same functions; an action is a
+#   token and the reward is a score of the answer.
