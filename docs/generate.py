@@ -1,10 +1,10 @@
 """Write docs/reference/ from the code: docstrings, recipe fields, metrics, and the command line's options.
 
     python docs/generate.py            write the pages
-    python docs/generate.py --check    write nothing; exit 1 and name the pages that are stale
+    python docs/generate.py --check    write nothing; exit 1 and list the stale pages
 
-Nothing here depends on the machine or the width of a terminal: docstrings and signatures are taken as they stand in the source,
-and tables are made from names, defaults and meanings alone.
+Nothing here depends on the machine or the width of a terminal: docstrings and signatures are copied from the source,
+and tables are made only from names, defaults and meanings.
 """
 
 import argparse
@@ -33,18 +33,18 @@ NOTICE = "<!-- Written by docs/generate.py; change the code it describes instead
 MATH_PAGE = "[math.md](../math.md)"
 
 FUNCTIONAL = ("returns", "surrogates", "kl", "critics", "groups", "preferences", "likelihood", "shaping", "natural_gradient")
-"""the files of surefoot.functional in the order of the page; masking comes last"""
+"""the files of surefoot.functional in the order of the page; masking is last"""
 TITLES = {"kl": "KL divergence"}
 
 API: dict[str, dict[str, tuple[str, ...]]] = {
-    "The verbs": {"surefoot.api": ("train", "resume", "load", "evaluate"), "surefoot.run.traces": ("read_trace",)},
-    "What they give": {
+    "Functions": {"surefoot.api": ("train", "resume", "load", "evaluate"), "surefoot.run.traces": ("read_trace",)},
+    "Agents, results and traces": {
         "surefoot.control.agent": ("Agent",),
         "surefoot.control.evaluate": ("EvaluationResult",),
         "surefoot.traces": ("Trace", "TracedRow", "Visits"),
     },
     "Switches": {"surefoot.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
-    "Verifiers, and the sandbox": {
+    "Verifiers and the sandbox": {
         "surefoot.verifiers.answers": ("exact", "numeric"),
         "surefoot.verifiers.packages": ("math", "json"),
         "surefoot.verifiers.programs": ("code",),
@@ -94,7 +94,7 @@ def escaped(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as a recipe would write it."""
+    """A default in a recipe's syntax."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -103,7 +103,7 @@ def shown(value: Any) -> str:
 
 
 def prose(docstring: str) -> str:
-    """A docstring as Markdown: paragraphs as prose, what is lined up in columns as it stands."""
+    """A docstring as Markdown: paragraphs as prose, aligned columns as code."""
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", docstring)
     done = []
     for number, paragraph in enumerate(text.split("\n\n")):
@@ -127,7 +127,7 @@ def page(title: str, *parts: str) -> str:
 
 
 def header_of(thing: griffe.Object) -> str:
-    """The first lines of a function, as they stand in the source, without its body."""
+    """The first lines of a function in the source, without its body."""
     source = textwrap.dedent(thing.source)
     node = ast.parse(source).body[0]
     assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
@@ -197,7 +197,7 @@ def functional_page(package: griffe.Module) -> str:
     public = set(package["functional"].exports or ())
     parts = [
         prose(doc_of(package["functional"])),
-        f"What each formula is for, and how one follows from another: {MATH_PAGE}.",
+        f"For the purpose of each formula, and how one follows from another, see {MATH_PAGE}.",
     ]
     found = set()
     for name in (*FUNCTIONAL, "masking"):
@@ -209,14 +209,14 @@ def functional_page(package: griffe.Module) -> str:
         parts += [described(member, 3) for member in members if isinstance(member, (griffe.Function, griffe.Class))]
     named = {"Aggregation"}  # a type, spelled out where it is used
     assert found == public, f"not on the page: {public - found}"
-    parts.append(f"The type {code(named.pop())} is the four names that `aggregate` takes.")
+    parts.append(f"The type {code(named.pop())} is one of the four names that `aggregate` accepts.")
     return page("`surefoot.functional`", *parts)
 
 
 def api_page(package: griffe.Module) -> str:
     parts = [
         "The names in the first four sections are those of `surefoot` itself (`surefoot.train`, `surefoot.Objective`, …). The "
-        "last two sections are for those who bring their own world: see "
+        "last two sections are for your own tasks beyond Gymnasium and language: see "
         "[write your own collector](../how-to/write-your-own-collector.md)."
     ]
     for title, modules in API.items():
@@ -236,11 +236,11 @@ def api_page(package: griffe.Module) -> str:
 
 
 def algorithms_block(package: griffe.Module) -> str:
-    """The algorithms as the source says them."""
+    """The algorithms as defined in the source."""
     members = package["algorithms"].members
     lines = [members[name].source for name in (*ALGORITHMS, "LADDER")]
     return (
-        "Algorithms are values of `Objective`. This is all that tells them apart:\n\n```py\n" + "\n".join(lines) + "\n```\n\n"
+        "Algorithms are values of `Objective`. These are all their differences:\n\n```py\n" + "\n".join(lines) + "\n```\n\n"
         "`ALGORITHMS` has the same values by name."
     )
 
@@ -259,19 +259,19 @@ def recipe_page() -> str:
         "Every field of a recipe. On the command line a field is a flag: `objective.gae_lambda` is `--objective.gae-lambda`. "
         "In a TOML file it is a key in a table: `[objective]`, then `gae_lambda = 0.9`. From Python it is a keyword argument: "
         '`objective={"gae_lambda": 0.9}`. The word `none` stands for "not set".',
-        "`task` has no flag: it is the WHAT of `surefoot train`. How these fields are used: [recipes](../how-to/recipes.md).",
+        "`task` has no flag: it is the WHAT of `surefoot train`. To use these fields, see [recipes](../how-to/recipes.md).",
     ]
     for section, rows in groups.items():
         parts.append(f"## {f'`[{section}]`' if section else 'Top level'}")
         if section == "objective":
             parts.append(
                 'The defaults below are those of `algorithm = "custom"`, which is REINFORCE. A named algorithm starts from its '
-                "own values, in the table that follows. What each switch does to the loss: " + MATH_PAGE + "."
+                "own values, in the table below. For the effect of each switch on the loss, see " + MATH_PAGE + "."
             )
         parts.append(table(("field", "kind", "default", "meaning"), rows))
         if section == "objective":
             parts += ["### What the named algorithms set", named_algorithms()]
-    parts += ["## Presets", "The tuned recipes that `surefoot list` shows, as they are shipped."]
+    parts += ["## Presets", "The tuned recipes that `surefoot list` shows, unabridged."]
     for path in sorted(resources.files("surefoot.recipes").iterdir(), key=lambda path: path.name):
         if path.name.endswith(".toml"):
             parts.append(f"### `{path.name.removesuffix('.toml')}`\n\n```toml\n{path.read_text('utf-8').rstrip()}\n```")
@@ -287,7 +287,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def named_algorithms() -> str:
-    """What each of them sets otherwise than REINFORCE, which is the defaults."""
+    """The settings of each algorithm that differ from REINFORCE, which has the defaults."""
     plain = dict(flat(asdict(Objective())))
 
     def settings(objective: Objective) -> str:
@@ -316,12 +316,11 @@ def metrics_page() -> str:
     return page(
         "Metrics",
         "Every key of `metrics.jsonl`, one JSON object per iteration. TensorBoard has the same names. A value may be `null` "
-        "where it is not defined, and a key is absent where the algorithm has no such thing. How to read them: "
+        "if it is not defined, and a key is absent if the algorithm doesn't have it. To interpret them, see "
         "[read the metrics](../how-to/read-the-metrics.md).",
-        "A value outside its healthy range makes the display say what is in the last column. The ranges are rules of thumb: a "
-        "reason to look, not a verdict.",
+        "If a value leaves its healthy range, the display shows the text in the last column. The ranges are rules of thumb.",
         table(("key", "on the display", "meaning", "healthy", "outside that range"), rows),
-        f"Two runs of the same recipe and seed on the same machine agree in every key but {timing}.",
+        f"Two runs of the same recipe and seed on the same machine agree in every key except {timing}.",
     )
 
 
@@ -345,7 +344,7 @@ def option_row(option: click.Option) -> tuple[str, str]:
 
 
 def command_parts(name: str, command: click.Command) -> Iterator[str]:
-    """A section for a command; where it is a group of them, one for each."""
+    """A section for a command; for a group, one for each of its commands."""
     if not isinstance(command, click.Group):
         yield command_part(name, command)
         return
@@ -363,7 +362,7 @@ def command_part(name: str, command: click.Command) -> str:
     if own:
         parts.append(table(("option", "meaning"), map(option_row, own)))
     if recipe:
-        parts.append("And a flag for every field of the [recipe](recipe.md). Values are read as TOML reads them.")
+        parts.append("Also a flag for every field of the [recipe](recipe.md). Values are parsed as TOML.")
         parts.append(table(("option", "meaning"), map(option_row, recipe)))
     return "\n\n".join(parts)
 
@@ -377,13 +376,14 @@ def cli_page() -> str:
     commands = [part for name, command in found if command is not None for part in command_parts(name, command)]
     return page(
         "Command line",
-        "`surefoot --help` and `surefoot COMMAND --help` say the same on a terminal; `-h` is short for `--help`. "
+        "`surefoot --help` and `surefoot COMMAND --help` show the same on a terminal; `-h` is short for `--help`. "
         "`python -m surefoot` is the same program.",
         table(
             ("exit code", "meaning"),
             [
                 ("0", "done"),
-                ("2", "something to mend; one line on stderr says what"),
+                ("1", "`surefoot check` only: the recipe fails a check, or the run has a serious finding"),
+                ("2", "an error; one line on stderr names the field, the value and the remedy"),
                 ("130", "stopped by Ctrl-C or SIGTERM; the run is saved and resumes"),
             ],
         ),
@@ -409,7 +409,7 @@ def pages() -> dict[Path, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     check = parser.parse_args().check
     stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text("utf-8") != text}
     for path, text in stale.items():

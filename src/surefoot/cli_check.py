@@ -16,7 +16,7 @@ from surefoot.errors import SurefootError
 def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     """Check this machine; a RECIPE (name, .toml file or environment id) before it is run; or a RUN, for findings.
 
-    Exit code 1 where something fails that the recipe needs, or where a run has a serious finding.
+    Exit code 1 if something fails that the recipe needs, or if the run has a serious finding.
     """
     from surefoot.recipes import find_recipe, presets
     from surefoot.run.visible import visible

@@ -17,7 +17,7 @@ class ControlRecipe(Recipe):
     scores: ClassVar[tuple[str, ...]] = ("evaluation_return", "episode_return")
 
     kind: Literal["control"] = "control"
-    """what is trained, and how: control, sft, reward or language"""
+    """what is trained, and how: control, sft, reward, dpo or language"""
     task: str
     """Gymnasium id, or module:function that makes an environment"""
     environment: dict[str, Any] = Field({})

@@ -23,7 +23,7 @@ class Recipe(Section):
     """metrics that tell how well a run ended, the best known first"""
 
     kind: str
-    """what is trained, and how: control, sft, reward or language"""
+    """what is trained, and how: control, sft, reward, dpo or language"""
     algorithm: str = "PPO_CLIP"
     """name of the algorithm that [objective] starts from; \"custom\" starts from nothing"""
     steps: Steps = 100_000
