@@ -1,9 +1,9 @@
-"""Run docs/notebooks/ladder.py, a notebook as plain text, and save it with all that it prints and draws as ladder.ipynb.
+"""Run docs/notebooks/ladder.py, a notebook as plain text, and save it with its outputs and plots as ladder.ipynb.
 
     python docs/notebook.py            run it (a minute and a half) and write the notebook
-    python docs/notebook.py --check    run nothing; exit 1 when the notebook's cells are not those of the text
+    python docs/notebook.py --check    run nothing; exit 1 if the notebook's cells differ from the text
 
-Change the text, never the notebook: ``# %%`` begins a cell of code, ``# %% [markdown]`` one of words.
+Change the text, never the notebook: ``# %%`` begins a code cell, ``# %% [markdown]`` a text cell.
 """
 
 import argparse
@@ -21,7 +21,7 @@ NOTEBOOK = SOURCE.with_suffix(".ipynb")
 
 
 def from_text(text: str) -> NotebookNode:
-    """The notebook without outputs. Cells are numbered, so that the same text gives the same file."""
+    """The notebook without outputs. Cells are numbered, so the same text gives the same file."""
     notebook = jupytext.reads(text, fmt="py:percent")
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
@@ -35,24 +35,24 @@ def from_text(text: str) -> NotebookNode:
 def executed(notebook: NotebookNode) -> NotebookNode:
     """The notebook with its outputs, run by a kernel of this Python in an empty folder.
 
-    Raises nbclient's CellExecutionError with the first cell that raises, an assertion that is not so among others.
+    Raises nbclient's CellExecutionError for the first cell that raises, including a failed assertion.
     """
     plain = notebook.metadata.copy()
     with tempfile.TemporaryDirectory() as folder:
         where = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False, resources=where).execute()
-    notebook.metadata = plain  # the kernel adds its version, which says nothing to a reader
+    notebook.metadata = plain  # the kernel adds its version, which readers don't need
     return notebook
 
 
 def cells_of(notebook: NotebookNode) -> list[tuple[str, str]]:
-    """What was written: the kind and the text of each cell."""
+    """The kind and the text of each cell."""
     return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="run nothing; exit 1 when the notebook is not that of the text")
+    parser.add_argument("--check", action="store_true", help="run nothing; exit 1 if the notebook differs from the text")
     check = parser.parse_args().check
     fresh = from_text(SOURCE.read_text("utf-8"))
     if check:
