@@ -148,9 +148,56 @@ def test_every_preset_is_a_whole_recipe_and_survives_the_round_trip():
                 assert find_recipe(task) == find_recipe(name, {"task": task})
 
 
-def test_another_algorithm_takes_its_own_switches_and_only_the_discount_of_the_preset():
-    recipe = find_recipe("CartPole-v1", {"algorithm": "REINFORCE"})
-    assert recipe.objective == Objective(gamma=0.98)
+IN_CONTROL = [name for name, value in ALGORITHMS.items() if not value.compares_in_groups]
+OFF_WITHOUT = {"normalise_advantages"}
+"""settings of the presets that an algorithm without a baseline has no use for"""
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "LunarLander-v3", "FrozenLake-v1"])
+@pytest.mark.parametrize("own", IN_CONTROL)
+def test_naming_an_algorithm_changes_the_switches_that_define_it_and_nothing_else(task, own, tmp_path):
+    recipe, file = find_recipe(task, {"algorithm": own}), tmp_path / "mine.toml"
+    file.write_text(to_toml(recipe))
+    for named in IN_CONTROL:
+        there = find_recipe(str(file), {"algorithm": named})
+        assert replace_objective(there, recipe) == recipe
+        defining = switches_between(ALGORITHMS[own], ALGORITHMS[named])
+        unused = OFF_WITHOUT if ALGORITHMS[named].baseline is None else set()
+        assert set(switches_between(recipe.objective, there.objective)) - unused <= set(defining)
+        assert {name: getattr(there.objective, name) for name in defining} == {name: now for name, (_, now) in defining.items()}
+
+
+def replace_objective(recipe, other):
+    """A recipe with the algorithm of another."""
+    return recipe.model_copy(update={"algorithm": other.algorithm, "objective": other.objective})
+
+
+def test_an_algorithm_without_a_clip_makes_as_many_updates_as_the_preset():
+    tuned, unclipped = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"algorithm": "PPO_UNCLIPPED"})
+    assert unclipped.objective == replace(tuned.objective, trust_region=None)
+
+
+def test_what_belongs_to_a_switch_that_is_off_does_not_stay(tmp_path):
+    text = 'task = "CartPole-v1"\nalgorithm = "PPO_CLIP"\nobjective = { value_clip = 0.2, target_kl = 0.02, gamma = 0.9 }\n'
+    (tmp_path / "mine.toml").write_text(text + "optimizer = { critic_learning_rate = 1e-3, learning_rate = 2e-3 }\n")
+    for name in ("REINFORCE", "REINFORCE_BASELINE"):
+        recipe = find_recipe(str(tmp_path / "mine.toml"), {"algorithm": name})
+        assert recipe.objective == replace(ALGORITHMS[name], gamma=0.9)
+        assert (recipe.optimizer.critic_learning_rate, recipe.optimizer.learning_rate) == (None, 2e-3)
+    trpo = find_recipe(str(tmp_path / "mine.toml"), {"algorithm": "TRPO"})
+    assert trpo.objective == replace(ALGORITHMS["TRPO"], gamma=0.9, value_clip=0.2)
+
+
+def test_another_algorithm_has_its_baseline_and_its_reuse_whatever_a_recipe_made_of_its_own(tmp_path):
+    text = 'task = "CartPole-v1"\nalgorithm = "TRPO"\nobjective = { baseline = "mean", reuse = "none", gae_lambda = 1 }\n'
+    (tmp_path / "mine.toml").write_text(text)
+    recipe = find_recipe(str(tmp_path / "mine.toml"), {"algorithm": "PPO_CLIP"})
+    assert recipe.objective == replace(PPO_CLIP, gae_lambda=1.0)
+
+
+def test_custom_starts_from_nothing_but_the_discount():
+    assert find_recipe("CartPole-v1", {"algorithm": "custom"}).objective == Objective(gamma=0.98)
+    assert find_recipe("CartPole-v1", {"algorithm": "REINFORCE"}).objective == Objective(gamma=0.98)
     assert find_recipe("CartPole-v1", {"algorithm": "PPO_CLIP"}) == find_recipe("CartPole-v1")
 
 

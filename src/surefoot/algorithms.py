@@ -6,6 +6,7 @@ This file imports no torch, so that a recipe can be read, and ``--help`` printed
 in ``objective.py``, what they do to advantages in ``credit.py``, what they do to a batch in ``learner.py``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -286,3 +287,23 @@ def algorithm_name(objective: Objective) -> str | None:
 def switches_between(a: Objective, b: Objective) -> dict[str, tuple[Any, Any]]:
     """The switches in which two objectives differ: name -> (value in a, value in b)."""
     return {f.name: (getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
+
+
+def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Of changes to an objective, those that leave it the algorithm it is: a switch that is off stays off."""
+    critic, reuse, region = base.baseline == "critic", base.reuse is not None, base.trust_region
+    on = {
+        "gae_lambda": base.gae_lambda != 1,
+        "value_lambda": critic,
+        "value_clip": critic,
+        "reuse": reuse,
+        "target_kl": reuse and base.constraint is None,
+        "trust_region": region is not None,
+        "normalise_advantages": base.baseline in ("mean", "critic"),  # without one, less its mean, the return would have one
+    }
+    kept = {name: value for name, value in wanted.items() if on.get(name, True)}
+    if isinstance(kept.get("trust_region"), Mapping):  # keys of another kind of trust region are for other algorithms
+        theirs = {key for key in kept["trust_region"] if hasattr(region, key)}
+        theirs -= {"target"} if getattr(region, "target", None) is None else set()  # a fixed β stays fixed
+        kept["trust_region"] = {key: value for key, value in kept["trust_region"].items() if key in theirs}
+    return kept

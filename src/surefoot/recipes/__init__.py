@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from surefoot.algorithms import ALGORITHMS, PPO_CLIP, TRUST_REGIONS, Objective, algorithm_name, switches_between
+from surefoot.algorithms import ALGORITHMS, PPO_CLIP, TRUST_REGIONS, Objective, algorithm_name, switches_between, switches_that_are_on
 from surefoot.config import make_recipe, merged, none_from_text, regions_meant
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 from surefoot.kinds import Recipe
@@ -70,8 +70,7 @@ def without_label(table: Mapping[str, Any]) -> dict[str, Any]:
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A preset's tables with changes laid over, under the name of what comes out.
 
-    What a preset sets under ``objective`` was tuned for its own algorithm. Asked for one that differs in nothing but the kind
-    of its trust region, all but that table stays; asked for any other, only the discount.
+    Naming an algorithm changes what defines it, and nothing else: see ``for_algorithm``.
 
     Raises SurefootError for keys of one kind of trust region beside the name of an algorithm with another.
     """
@@ -79,16 +78,39 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     own = _called(str(table.get("algorithm", "PPO_CLIP")), table)
     wanted = changes.get("algorithm")
     if wanted is not None and wanted != own:
-        tuned = table.get("objective")
-        tuned = tuned if isinstance(tuned, Mapping) else {}
-        staying = set(tuned) - {"trust_region"} if _another_trust_region(own, wanted) else {"gamma"}
-        table["objective"] = {name: value for name, value in tuned.items() if name in staying}
+        table = for_algorithm(table, own, wanted)
     if wanted is not None:
         _refuse_another_region(str(wanted), changes)
     together = merged(table, changes)
     if isinstance(together.get("algorithm"), str):
         together["algorithm"] = _called(own if wanted is None else wanted, together)
     return together
+
+
+def for_algorithm(table: Mapping[str, Any], own: str, wanted: object) -> dict[str, Any]:
+    """A recipe's tables, made for the algorithm ``own``, for another.
+
+    The switches in which the two algorithms differ are those of the one that is wanted; all other settings stay, but for those
+    of a switch that it has off. "custom" starts from nothing and keeps the discount alone, which belongs to the task.
+    """
+    tuned = table.get("objective")
+    tuned = tuned if isinstance(tuned, Mapping) else {}
+    base = ALGORITHMS.get(wanted) if isinstance(wanted, str) else None
+    if base is None:
+        return {**table, "objective": {name: value for name, value in tuned.items() if name == "gamma"}}
+    theirs = {"baseline", "scale_by_group", "ratio", *switches_between(ALGORITHMS.get(own, Objective()), base)}
+    theirs |= {name for name, value in tuned.items() if value is None and getattr(base, name, None) is not None}
+    kept = {name: value for name, value in switches_that_are_on(base, tuned).items() if name not in theirs}
+    stays = {name: value for name, value in table.items() if base.baseline == "critic" or name != "critic"}
+    return without_critic(base, {**stays, "objective": kept})
+
+
+def without_critic(base: Objective, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's tables without an optimizer of the critic's own, where there is no critic."""
+    optimizer = table.get("optimizer")
+    if base.baseline == "critic" or not isinstance(optimizer, Mapping):
+        return dict(table)
+    return {**table, "optimizer": {key: value for key, value in optimizer.items() if not key.startswith("critic_")}}
 
 
 def _as_tables(changes: dict[str, Any]) -> dict[str, Any]:
@@ -129,14 +151,6 @@ def _refuse_another_region(wanted: str, changes: Mapping[str, Any]) -> None:
             f"objective.trust_region: has keys of a {asked[0].lower()} ({', '.join(region or ())}), and algorithm={wanted!r} "
             f"has a {type(theirs).__name__.lower()}; " + (f"name {other}" if other != wanted else "give keys of that")
         )
-
-
-def _another_trust_region(own: Any, wanted: Any) -> bool:
-    """Whether two names are those of algorithms that both have a trust region and differ in nothing else."""
-    one, other = ALGORITHMS.get(str(own)), ALGORITHMS.get(str(wanted))
-    if one is None or other is None or one.trust_region is None or other.trust_region is None:
-        return False
-    return set(switches_between(one, other)) == {"trust_region"}
 
 
 def recipe_for(task: str, algorithm: Objective | str | None, changes: Mapping[str, Any]) -> Recipe:
