@@ -12,7 +12,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from surefoot.algorithms import ALGORITHMS, PPO_CLIP, TRUST_REGIONS, Objective, algorithm_name, switches_between, switches_that_are_on
+from surefoot.algorithms import (
+    ALGORITHMS,
+    PPO_CLIP,
+    TRUST_REGIONS,
+    Objective,
+    algorithm_name,
+    switches_between,
+    switches_that_are_on,
+)
 from surefoot.config import make_recipe, merged, none_from_text, regions_meant
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 from surefoot.kinds import Recipe
