@@ -125,6 +125,6 @@ def describe(recipe: Recipe) -> str:
     """What --dry-run prints: the resolved recipe, parameter counts, and the batch arithmetic."""
     from surefoot.worlds import make_world
 
-    world = make_world(recipe)
+    world = make_world(recipe, environments=1)  # what is printed depends on one; the recipe may ask for thousands
     world.close()
     return "\n".join([to_toml(recipe), *(f"# {line}" for line in world.arithmetic())])
