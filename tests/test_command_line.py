@@ -15,6 +15,7 @@ import tomli_w
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
 from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.cli import COMMANDS, cli, fail
+from surefoot.cli_train import changes_from
 from surefoot.config import make_recipe, recipe_fields, to_toml
 from surefoot.demo_stages import command_here
 from surefoot.errors import SurefootError
@@ -319,6 +320,53 @@ def test_a_value_is_a_name_or_is_taken_as_it_stands():
 )
 def test_flags_are_read_as_toml(text, value):
     assert parse_value(text) == value
+
+
+ON, OFF = ["--normalise.rewards"], ["--normalise.rewards", "false"]
+SWITCHED = [
+    (["train", *ON, "--optimizer.learning-rate", "2e-3", "CartPole-v1"], True),
+    (["train", "--optimizer.learning-rate", "2e-3", *ON, "CartPole-v1"], True),
+    (["train", "CartPole-v1", "--optimizer.learning-rate", "2e-3", *ON], True),
+    (["train", "CartPole-v1", "--optimizer.learning-rate=2e-3", *ON, "yes"], True),
+    (["train", "CartPole-v1", "--optimizer.learning-rate", "2e-3", *OFF], False),
+    (["train", *OFF, "CartPole-v1", "--optimizer.learning-rate", "2e-3"], False),
+    (["train", "--optimizer.learning-rate", "2e-3", "--normalise.rewards=false", "--", "CartPole-v1"], False),
+]
+
+
+@pytest.mark.parametrize(("words", "on"), SWITCHED, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
+def test_a_switch_without_a_value_is_on_and_swallows_no_other_word(words, on):
+    name, found, rest = cli.resolve_command(click.Context(cli), words)
+    with found.make_context(name, rest) as context:
+        given = dict(context.params)
+    assert given["what"] == "CartPole-v1"
+    assert parse_value(given["optimizer__learning_rate"]) == 2e-3
+    changes = changes_from({"normalise__rewards": given["normalise__rewards"]})
+    assert find_recipe("CartPole-v1", changes).normalise.rewards is on
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "CartPole-v1", "--steps", "--seed", "3"],
+        ["train", "CartPole-v1", "--name", "--quiet"],
+        ["train", "CartPole-v1", "--seed", "1", "--steps", "--"],
+        ["evaluate", "runs/one", "--episodes", "--json"],
+        ["data", "make", "sorting", "--out", "--test"],
+    ],
+    ids=" ".join,
+)
+def test_no_option_takes_another_for_its_value(command, words, tmp_path):
+    option, following = words[-2:] if words[-1] != "3" else words[2:4]
+    code, out, err = command(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"surefoot: {option}: has no value before {following}; give one, or write {option}={following}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_may_begin_with_a_dash_or_be_joined_by_an_equals_sign(surefoot):
+    assert "log_std = -1.0" in surefoot("train", "CartPole-v1", "--network.log-std", "-1", "--dry-run")
+    assert "log_std = -1.0" in surefoot("train", "CartPole-v1", "--network.log-std=-1", "--dry-run")
 
 
 def test_every_field_says_what_it_means():

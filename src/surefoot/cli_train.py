@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
-from surefoot.config import recipe_fields, to_toml
+from surefoot.cli_words import Switch
+from surefoot.config import SWITCH, recipe_fields, to_toml
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.recipes import find_recipe, presets
@@ -18,13 +19,15 @@ SHORT = {"algorithm", "steps", "seed", "device"}
 
 
 def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind", "task")) -> Callable[..., Any]:
-    """A flag for every field of the recipe: --objective.gae-lambda 0.9."""
+    """A flag for every field of the recipe: --objective.gae-lambda 0.9; one that is true or false needs no value to be true."""
     for name, described in reversed(list(recipe_fields())):
         if name in without:
             continue
         flag = "--" + name.replace("_", "-")
         help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.type}]"
-        command = click.option(flag, name.replace(".", "__"), metavar="VALUE", help=help_text)(command)
+        switch = described.type == SWITCH
+        form: dict[str, Any] = {"cls": Switch, "metavar": "[true|false]"} if switch else {"metavar": "VALUE"}
+        command = click.option(flag, name.replace(".", "__"), help=help_text, **form)(command)
     return command
 
 

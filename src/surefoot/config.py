@@ -249,6 +249,10 @@ def recipe_fields(kind: str | None = None) -> Iterator[tuple[str, RecipeField]]:
                 yield name, described
 
 
+SWITCH = "true | false"
+"""the type of a field that is one or the other"""
+
+
 def _leaves(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, RecipeField]]:
     for name, described in node["properties"].items():
         dotted = f"{prefix}{name}"
@@ -272,7 +276,7 @@ def _kind(option: Mapping[str, Any]) -> str:
         return " | ".join(str(value) for value in option["enum"])
     if "const" in option:
         return str(option["const"])
-    names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": "true | false"}
+    names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": SWITCH}
     name = names.get(option.get("type", ""), str(option.get("type", "any")))
     least, most = option.get("minimum"), option.get("maximum")
     return f"{name} from {least:,} to {most:,}" if None not in (least, most) else name
