@@ -12,14 +12,14 @@ import click
 import pytest
 import tomli_w
 
-from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
+from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, train
 from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.cli import COMMANDS, cli, fail
 from surefoot.cli_train import changes_from
 from surefoot.config import make_recipe, recipe_fields, to_toml
 from surefoot.demo_stages import command_here
 from surefoot.errors import SurefootError
-from surefoot.recipes import find_recipe, presets, recipe_for
+from surefoot.recipes import Found, find, find_recipe, presets, recipe_for
 from surefoot.toml import parse_value
 
 
@@ -116,7 +116,9 @@ def test_a_dry_run_prints_a_recipe_that_can_be_run(surefoot, tmp_path):
     assert "# iterations: 100,000 / 128 = 782" in out
     assert "# parameters: 9,155 in all, 4,545 of them in a separate critic" in out
     (tmp_path / "mine.toml").write_text(out)
-    assert surefoot("train", "mine.toml", "--dry-run") == out
+    assert surefoot("train", "mine.toml", "--dry-run").splitlines() == [
+        line for line in out.splitlines() if not line.startswith("# preset cartpole: ")
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml"]
 
 
@@ -320,6 +322,75 @@ def test_a_value_is_a_name_or_is_taken_as_it_stands():
 )
 def test_flags_are_read_as_toml(text, value):
     assert parse_value(text) == value
+
+
+FROM_CARTPOLE = "steps objective.gamma objective.gae_lambda objective.normalise_advantages objective.reuse "
+FROM_CARTPOLE += "objective.trust_region rollout.environments rollout.steps optimizer.learning_rate optimizer.schedule"
+
+
+@pytest.mark.parametrize(
+    ("changes", "decided", "parts"),
+    [
+        ({}, "", ""),
+        ({"optimizer": {"learning_rate": 0.002}}, "optimizer.learning_rate", ""),
+        ({"objective": {"reuse": {"epochs": 3}}, "steps": 512}, "steps objective.reuse", "objective.reuse.minibatches"),
+        ({"objective": {"trust_region": {"clip": 0.1}}}, "objective.trust_region", "objective.trust_region.schedule"),
+        ({"objective": {"trust_region": {"beta": 3}}}, "objective.trust_region", ""),
+        ({"objective": {"trust_region": "none"}}, "objective.trust_region", ""),
+        ({"algorithm": "A2C"}, "objective.reuse objective.trust_region", ""),
+        ({"algorithm": "custom"}, " ".join(FROM_CARTPOLE.split()[2:6]), ""),
+    ],
+)
+def test_a_recipe_knows_what_it_has_from_its_preset(changes, decided, parts):
+    origin = find("CartPole-v1", changes).origin
+    assert origin.name == "cartpole"
+    assert set(origin.fields) == set(FROM_CARTPOLE.split()) - set(decided.split()) | set(parts.split())
+
+
+def test_what_stands_alone_has_nothing_from_a_preset(tmp_path):
+    (tmp_path / "whole.toml").write_text(to_toml(find_recipe("CartPole-v1")))
+    assert find(str(tmp_path / "whole.toml")).origin is None
+    (tmp_path / "part.toml").write_text('task = "CartPole-v1"\n[optimizer]\nlearning_rate = 1\nschedule = "cosine"\n')
+    assert "optimizer" not in " ".join(find(str(tmp_path / "part.toml")).origin.fields)
+
+
+def test_a_run_begins_with_what_it_has_from_its_preset_and_keeps_it(surefoot, tmp_path):
+    words = ["train", "CartPole-v1", "--steps", "256", "--evaluation.episodes", "0", "--optimizer.learning-rate", "2e-3"]
+    title, line, *_ = surefoot(*words, "--name", "one").splitlines()
+    names = [name for name in FROM_CARTPOLE.split() if name not in ("steps", "optimizer.learning_rate")]
+    assert (title, line) == ("PPO_CLIP on CartPole-v1, seed 1 -> runs/one", f"preset cartpole: {', '.join(names)}")
+    kept = json.loads((tmp_path / "runs/one/environment.json").read_text())["preset"]
+    assert kept == {"name": "cartpole", "fields": names}
+    assert f"# {line}" in surefoot(*words, "--dry-run").splitlines()
+    again = surefoot("train", "runs/one/config.toml", "--name", "two")
+    assert "preset" not in again
+    assert json.loads((tmp_path / "runs/two/environment.json").read_text())["preset"] is None
+    assert (tmp_path / "runs/one/config.toml").read_text() == (tmp_path / "runs/two/config.toml").read_text()
+
+
+def test_without_a_preset_a_recipe_has_the_plain_defaults(surefoot, tmp_path):
+    plain = make_recipe({"task": "CartPole-v1"})
+    assert find("CartPole-v1", preset="none") == find("cartpole", preset="None") == Found(plain, None)
+    assert surefoot("train", "CartPole-v1", "--preset", "none", "--dry-run").startswith(to_toml(plain))
+    (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 512\n')
+    assert find("mine.toml", preset="none").recipe == make_recipe({"task": "CartPole-v1", "steps": 512})
+    agent = train("CartPole-v1", preset="none", steps=256, rollout={"steps": 32}, evaluation={"episodes": 0})
+    assert agent.recipe.objective == PPO_CLIP
+
+
+def test_another_preset_may_lie_below():
+    acrobot, there = find_recipe("Acrobot-v1"), find("CartPole-v1", preset="acrobot")
+    assert there.recipe == acrobot.model_copy(update={"task": "CartPole-v1"})
+    assert there.origin.name == "acrobot"
+    with pytest.raises(SurefootError, match="preset='acrobat': unknown; did you mean 'acrobot'"):
+        find("CartPole-v1", preset="acrobat")
+    with pytest.raises(SurefootError, match="preset='sft': is for kind = 'sft', and this is of kind 'control'"):
+        find("CartPole-v1", preset="sft")
+
+
+def test_another_preset_below_a_file_has_the_file_s_algorithm(tmp_path):
+    (tmp_path / "mine.toml").write_text('task = "Acrobot-v1"\nalgorithm = "A2C"\n')
+    assert find(str(tmp_path / "mine.toml"), preset="cartpole").recipe == find("Acrobot-v1", {}, "A2C", "cartpole").recipe
 
 
 ON, OFF = ["--normalise.rewards"], ["--normalise.rewards", "false"]

@@ -100,7 +100,7 @@ def check_surefoot(words: list[str]) -> None:
     with command.make_context(name, rest) as context:
         given = dict(context.params)
     if name == "train" and (not given["what"].endswith(".toml") or Path(given["what"]).exists()):
-        own = {"what", "seeds", "run_dir", "name", "checkpoint_every", "dry_run", "quiet"}
+        own = {"what", "seeds", "run_dir", "name", "preset", "checkpoint_every", "dry_run", "quiet"}
         find_recipe(given["what"], changes_from({key: value for key, value in given.items() if key not in own}))
 
 

@@ -5,8 +5,8 @@ it is a field of the recipe.
 """
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
@@ -34,40 +34,128 @@ def presets() -> dict[str, dict[str, Any]]:
     return {f.name.removesuffix(".toml"): read_toml(Path(str(f))) for f in files}
 
 
-def preset_for(task: str) -> dict[str, Any]:
-    """The preset tuned for an environment id, or the default one, with the task filled in."""
-    tables = presets()
-    serving = (t for t in tables.values() if any(fnmatchcase(task, served) for served in t.get("tuned_for", ())))
-    found = next(serving, tables["default"])
-    return {**without_label(found), "task": task}
+@dataclass(frozen=True)
+class Origin:
+    """What a recipe has from a preset."""
+
+    name: str
+    fields: tuple[str, ...]
+    """its settings that nothing else has decided; a table's name stands for all that the preset sets in it"""
+
+    @property
+    def line(self) -> str:
+        """For people: ``preset cartpole: steps, objective.gamma, …``."""
+        return f"preset {self.name}: {', '.join(self.fields)}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recipe and what it has from a preset; None where it has nothing."""
+
+    recipe: Recipe
+    origin: Origin | None
+
+
+def find(
+    what: str,
+    changes: Mapping[str, Any] | None = None,
+    algorithm: Objective | str | None = None,
+    preset: str | None = None,
+) -> Found:
+    """The recipe that a word names: a preset, a ``.toml`` file, an environment id, or ``module:function``.
+
+    changes     are laid over it
+    algorithm   a name, as it may be in the changes: that algorithm's own switches are laid over (see ``with_changes``); or a
+                value, which is taken as it stands unless it has a name
+    preset      the preset that lies below, in place of the one tuned for the task; "none" is the plain defaults
+
+    Raises SurefootError when nothing answers to the name.
+    """
+    asked: dict[str, Any] = none_from_text(dict(changes or {}))
+    name, below, own = _layers(what, preset)
+    table: Mapping[str, Any] = without_label(merged(below, own))
+    named = algorithm_name(algorithm) if isinstance(algorithm, Objective) else algorithm
+    if isinstance(algorithm, Objective) and named is None:
+        given = merged({"algorithm": "custom", "objective": asdict(algorithm)}, asked)
+        table = merged({**table, "objective": {}}, given)
+    else:
+        given = asked if named is None else {**asked, "algorithm": named}
+        table = with_changes(table, given)
+    fields = tuple(_inherited(without_label(below), table, merged(own, _as_tables(given))))
+    return Found(make_recipe(table), Origin(name, fields) if name is not None and fields else None)
 
 
 def find_recipe(what: str, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe that a word names: a preset, a ``.toml`` file, an environment id, or ``module:function``.
-
-    ``changes`` are laid over it; one of another algorithm takes that algorithm's own switches (see ``with_changes``).
-    Raises SurefootError when nothing answers to the name.
-    """
-    return make_recipe(with_changes(base_table(what), changes or {}))
+    """The recipe that ``find`` finds."""
+    return find(what, changes).recipe
 
 
 def base_table(what: str) -> dict[str, Any]:
     """The tables that a word names, before any change."""
+    _, below, own = _layers(what)
+    return merged(below, own)
+
+
+def _layers(what: str, preset: str | None = None) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
+    """The name and the tables of the preset below, and what the word itself says."""
     tables = presets()
     if what.endswith(".toml"):
-        table = read_toml(Path(what))
-        if "algorithm" in table:  # a resolved recipe always names its algorithm; one that doesn't is laid over a preset
-            return table
-        kind = table.get("kind", "control")
-        below = preset_for(str(table["task"])) if "task" in table else tables.get(str(kind), {})
-        return merged(below, table)
-    if what in tables:
-        if "task" not in tables[what] and "kind" not in tables[what]:
+        own = read_toml(Path(what))
+        if preset is None and "algorithm" in own:  # a resolved recipe names its algorithm; one that doesn't lies over a preset
+            return None, {}, own
+        kind = own.get("kind", "control")
+        usual = _tuned_for(str(own["task"]), tables) if "task" in own else str(kind) if kind in tables else None
+    elif what in tables:
+        own = {name: value for name, value in tables[what].items() if name in ("kind", "task")}
+        if not own:
             raise SurefootError(f"{what!r}: this preset is a starting point for any task; name an environment id instead")
-        return tables[what]
-    if ":" not in what:
-        check_id(what, extra=tables)
-    return preset_for(what)
+        usual = what
+    else:
+        if ":" not in what:
+            check_id(what, extra=tables)
+        own, usual = {"task": what}, _tuned_for(what, tables)
+    name = usual if preset is None else _asked_for(preset, own, tables)
+    below = {} if name is None else tables[name]
+    if "algorithm" in own and own["algorithm"] != below.get("algorithm", own["algorithm"]):
+        below = for_algorithm(below, below["algorithm"], own["algorithm"])
+    return name, below, own
+
+
+def _tuned_for(task: str, tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """The name of the preset tuned for an environment id, or of the default one."""
+    serving = (name for name, t in tables.items() if any(fnmatchcase(task, served) for served in t.get("tuned_for", ())))
+    return next(serving, "default")
+
+
+def _asked_for(preset: str, own: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The preset of a name, or None for "none"; SurefootError for a name that is unknown, or that of another kind of recipe."""
+    if preset.lower() == "none":
+        return None
+    if preset not in tables:
+        raise SurefootError(
+            f"preset={preset!r}: unknown{did_you_mean(preset, tables)} (known: none, for plain defaults; {', '.join(tables)})"
+        )
+    theirs, kind = tables[preset].get("kind", "control"), own.get("kind", "control")
+    if theirs != kind:
+        raise SurefootError(f"preset={preset!r}: is for kind = {theirs!r}, and this is of kind {kind!r}; name one of that kind")
+    return preset
+
+
+WHICH = ("kind", "task", "algorithm")
+"""fields that say which recipe it is; every run's title has them"""
+
+
+def _inherited(below: Mapping[str, Any], table: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Names of what ``below`` sets, is still in ``table``, and was not given; a table's own where all of it is, in a table."""
+    for name, value in below.items():
+        here, changed = table.get(name, {}), given.get(name, {})
+        if name not in table or (not prefix and name in WHICH):
+            continue
+        if isinstance(value, Mapping) and isinstance(here, Mapping) and (not prefix or isinstance(changed, Mapping)):
+            parts = list(_inherited(value, here, changed if isinstance(changed, Mapping) else {}, f"{prefix}{name}."))
+            yield from [f"{prefix}{name}"] if prefix and len(parts) == len(value) else parts
+        elif name not in given:
+            yield f"{prefix}{name}"
 
 
 def without_label(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,20 +250,8 @@ def _refuse_another_region(wanted: str, changes: Mapping[str, Any]) -> None:
 
 
 def recipe_for(task: str, algorithm: Objective | str | None, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe of a call from Python: a task, an algorithm as a value or a name, and fields to change.
-
-    A named algorithm brings the settings tuned for the task with it; a value of the user's own is taken as it stands.
-    """
-    changes = dict(changes)
-    if isinstance(algorithm, Objective):
-        name = algorithm_name(algorithm)
-        if name is None:
-            table = {**base_table(task), "algorithm": "custom", "objective": asdict(algorithm)}
-            return make_recipe(merged(without_label(table), none_from_text(changes)))
-        algorithm = name
-    if algorithm is not None:
-        changes["algorithm"] = algorithm
-    return find_recipe(task, changes)
+    """The recipe of a call from Python: a task, an algorithm as a value or a name, and fields to change."""
+    return find(task, changes, algorithm).recipe
 
 
 def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
@@ -196,4 +272,4 @@ def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
     )
 
 
-__all__ = ["PPO_CLIP", "check_id", "find_recipe", "preset_for", "presets", "recipe_for", "with_changes"]
+__all__ = ["PPO_CLIP", "Origin", "check_id", "find", "find_recipe", "presets", "recipe_for", "with_changes"]
