@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,7 +14,10 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError, api
+from surefoot.config import make_recipe, merged, recipe_fields
 from surefoot.errors import to_install
+from surefoot.kinds import KINDS
+from surefoot.kinds.recipe import nearest_divisor
 from surefoot.recipes import find_recipe
 from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
 
@@ -476,3 +480,66 @@ def test_odd_spaces_masks_and_networks_are_refused_in_one_line(command, words, p
     sys.modules.pop("oddities", None)
     refused(command("train", *words, "--steps", "100", "--run-dir", "run"), *parts)
     assert not (tmp_path / "run").exists()
+
+
+COUNTS = [(kind, name) for kind in KINDS for name, field in recipe_fields(kind) if "whole number" in field.type]
+GIVEN = {
+    "control": {"task": "CartPole-v1"},
+    "language": {"data": {"train": "x"}, "model": "pocket", "reward": {"terms": [{"function": "x:y"}]}},
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), COUNTS)
+def test_every_count_of_a_recipe_has_a_bound_above(kind, name):
+    base = {"kind": kind, "algorithm": "custom", **GIVEN.get(kind, {"model": "pocket", "data": {"train": "x"}})}
+    for changes in (10**16, 10**400, 10**5000):
+        for key in reversed(name.split(".")):
+            changes = {key: changes}
+        with pytest.raises(SurefootError, match=rf"^{re.escape(name)}[=:]") as refusal:
+            make_recipe(merged(base, changes))
+        assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("hidden", [[10**10], [8] * 101])
+def test_layers_have_bounds_above(hidden):
+    with pytest.raises(SurefootError, match=r"^network\.hidden"):
+        make_recipe({"task": "CartPole-v1", "network": {"hidden": hidden}})
+
+
+def test_an_iteration_has_a_bound_above_and_none_is_searched_for_its_divisors():
+    with pytest.raises(SurefootError, match=r"^rollout\.environments=1000000: an iteration of 1,000,000,000,000 steps"):
+        find_recipe("CartPole-v1", {"rollout": {"environments": 10**6, "steps": 10**6}})
+    language = {"kind": "language", **GIVEN["language"], "sampling": {"prompts": 10**6, "samples": 10**6}}
+    with pytest.raises(SurefootError, match=r"^sampling\.prompts=1000000: an iteration of"):
+        make_recipe(language)
+    assert nearest_divisor(10**12, 7) == 8
+    assert [nearest_divisor(12, wanted) for wanted in (1, 5, 7, 9, 100)] == [1, 4, 6, 6, 12]
+
+
+def test_numbers_with_thousands_of_digits_are_refused_in_one_line(command, tmp_path):
+    refused(command("train", "CartPole-v1", "--steps", "1" + "0" * 5000), "steps=")
+    (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 1' + "0" * 5000 + "\n")
+    refused(command("train", "mine.toml"), "mine.toml: not TOML", "4300 digits")
+
+
+def test_a_dry_run_makes_one_environment_however_many_are_asked_for(command):
+    code, out, _ = command("train", f"{__name__}:Few", "--rollout.environments", "1000", "--dry-run")
+    assert code == 0
+    assert "# batch: 1000 environments x 128 steps = 128,000 steps" in out
+    refused(command("train", f"{__name__}:Few", "--rollout.environments", "1000000000000", "--dry-run"), "environments=1000")
+
+
+class Few(gymnasium.Env):
+    """An environment of which there can be one."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    made = 0
+
+    def __init__(self):
+        Few.made += 1
+        if Few.made > 1:
+            raise RuntimeError("a second one")
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}

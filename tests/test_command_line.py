@@ -12,13 +12,14 @@ import click
 import pytest
 import tomli_w
 
-from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty
+from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, train
 from surefoot.algorithms import TRUST_REGIONS, switches_between
 from surefoot.cli import COMMANDS, cli, fail
+from surefoot.cli_train import changes_from
 from surefoot.config import make_recipe, recipe_fields, to_toml
 from surefoot.demo_stages import command_here
 from surefoot.errors import SurefootError
-from surefoot.recipes import find_recipe, presets, recipe_for
+from surefoot.recipes import Found, find, find_recipe, presets, recipe_for
 from surefoot.toml import parse_value
 
 
@@ -115,7 +116,9 @@ def test_a_dry_run_prints_a_recipe_that_can_be_run(surefoot, tmp_path):
     assert "# iterations: 100,000 / 128 = 782" in out
     assert "# parameters: 9,155 in all, 4,545 of them in a separate critic" in out
     (tmp_path / "mine.toml").write_text(out)
-    assert surefoot("train", "mine.toml", "--dry-run") == out
+    assert surefoot("train", "mine.toml", "--dry-run").splitlines() == [
+        line for line in out.splitlines() if not line.startswith("# preset cartpole: ")
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml"]
 
 
@@ -148,9 +151,56 @@ def test_every_preset_is_a_whole_recipe_and_survives_the_round_trip():
                 assert find_recipe(task) == find_recipe(name, {"task": task})
 
 
-def test_another_algorithm_takes_its_own_switches_and_only_the_discount_of_the_preset():
-    recipe = find_recipe("CartPole-v1", {"algorithm": "REINFORCE"})
-    assert recipe.objective == Objective(gamma=0.98)
+IN_CONTROL = [name for name, value in ALGORITHMS.items() if not value.compares_in_groups]
+OFF_WITHOUT = {"normalise_advantages"}
+"""settings of the presets that an algorithm without a baseline has no use for"""
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "LunarLander-v3", "FrozenLake-v1"])
+@pytest.mark.parametrize("own", IN_CONTROL)
+def test_naming_an_algorithm_changes_the_switches_that_define_it_and_nothing_else(task, own, tmp_path):
+    recipe, file = find_recipe(task, {"algorithm": own}), tmp_path / "mine.toml"
+    file.write_text(to_toml(recipe))
+    for named in IN_CONTROL:
+        there = find_recipe(str(file), {"algorithm": named})
+        assert replace_objective(there, recipe) == recipe
+        defining = switches_between(ALGORITHMS[own], ALGORITHMS[named])
+        unused = OFF_WITHOUT if ALGORITHMS[named].baseline is None else set()
+        assert set(switches_between(recipe.objective, there.objective)) - unused <= set(defining)
+        assert {name: getattr(there.objective, name) for name in defining} == {name: now for name, (_, now) in defining.items()}
+
+
+def replace_objective(recipe, other):
+    """A recipe with the algorithm of another."""
+    return recipe.model_copy(update={"algorithm": other.algorithm, "objective": other.objective})
+
+
+def test_an_algorithm_without_a_clip_makes_as_many_updates_as_the_preset():
+    tuned, unclipped = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"algorithm": "PPO_UNCLIPPED"})
+    assert unclipped.objective == replace(tuned.objective, trust_region=None)
+
+
+def test_what_belongs_to_a_switch_that_is_off_does_not_stay(tmp_path):
+    text = 'task = "CartPole-v1"\nalgorithm = "PPO_CLIP"\nobjective = { value_clip = 0.2, target_kl = 0.02, gamma = 0.9 }\n'
+    (tmp_path / "mine.toml").write_text(text + "optimizer = { critic_learning_rate = 1e-3, learning_rate = 2e-3 }\n")
+    for name in ("REINFORCE", "REINFORCE_BASELINE"):
+        recipe = find_recipe(str(tmp_path / "mine.toml"), {"algorithm": name})
+        assert recipe.objective == replace(ALGORITHMS[name], gamma=0.9)
+        assert (recipe.optimizer.critic_learning_rate, recipe.optimizer.learning_rate) == (None, 2e-3)
+    trpo = find_recipe(str(tmp_path / "mine.toml"), {"algorithm": "TRPO"})
+    assert trpo.objective == replace(ALGORITHMS["TRPO"], gamma=0.9, value_clip=0.2)
+
+
+def test_another_algorithm_has_its_baseline_and_its_reuse_whatever_a_recipe_made_of_its_own(tmp_path):
+    text = 'task = "CartPole-v1"\nalgorithm = "TRPO"\nobjective = { baseline = "mean", reuse = "none", gae_lambda = 1 }\n'
+    (tmp_path / "mine.toml").write_text(text)
+    recipe = find_recipe(str(tmp_path / "mine.toml"), {"algorithm": "PPO_CLIP"})
+    assert recipe.objective == replace(PPO_CLIP, gae_lambda=1.0)
+
+
+def test_custom_starts_from_nothing_but_the_discount():
+    assert find_recipe("CartPole-v1", {"algorithm": "custom"}).objective == Objective(gamma=0.98)
+    assert find_recipe("CartPole-v1", {"algorithm": "REINFORCE"}).objective == Objective(gamma=0.98)
     assert find_recipe("CartPole-v1", {"algorithm": "PPO_CLIP"}) == find_recipe("CartPole-v1")
 
 
@@ -272,6 +322,122 @@ def test_a_value_is_a_name_or_is_taken_as_it_stands():
 )
 def test_flags_are_read_as_toml(text, value):
     assert parse_value(text) == value
+
+
+FROM_CARTPOLE = "steps objective.gamma objective.gae_lambda objective.normalise_advantages objective.reuse "
+FROM_CARTPOLE += "objective.trust_region rollout.environments rollout.steps optimizer.learning_rate optimizer.schedule"
+
+
+@pytest.mark.parametrize(
+    ("changes", "decided", "parts"),
+    [
+        ({}, "", ""),
+        ({"optimizer": {"learning_rate": 0.002}}, "optimizer.learning_rate", ""),
+        ({"objective": {"reuse": {"epochs": 3}}, "steps": 512}, "steps objective.reuse", "objective.reuse.minibatches"),
+        ({"objective": {"trust_region": {"clip": 0.1}}}, "objective.trust_region", "objective.trust_region.schedule"),
+        ({"objective": {"trust_region": {"beta": 3}}}, "objective.trust_region", ""),
+        ({"objective": {"trust_region": "none"}}, "objective.trust_region", ""),
+        ({"algorithm": "A2C"}, "objective.reuse objective.trust_region", ""),
+        ({"algorithm": "custom"}, " ".join(FROM_CARTPOLE.split()[2:6]), ""),
+    ],
+)
+def test_a_recipe_knows_what_it_has_from_its_preset(changes, decided, parts):
+    origin = find("CartPole-v1", changes).origin
+    assert origin.name == "cartpole"
+    assert set(origin.fields) == set(FROM_CARTPOLE.split()) - set(decided.split()) | set(parts.split())
+
+
+def test_what_stands_alone_has_nothing_from_a_preset(tmp_path):
+    (tmp_path / "whole.toml").write_text(to_toml(find_recipe("CartPole-v1")))
+    assert find(str(tmp_path / "whole.toml")).origin is None
+    (tmp_path / "part.toml").write_text('task = "CartPole-v1"\n[optimizer]\nlearning_rate = 1\nschedule = "cosine"\n')
+    assert "optimizer" not in " ".join(find(str(tmp_path / "part.toml")).origin.fields)
+
+
+def test_a_run_begins_with_what_it_has_from_its_preset_and_keeps_it(surefoot, tmp_path):
+    words = ["train", "CartPole-v1", "--steps", "256", "--evaluation.episodes", "0", "--optimizer.learning-rate", "2e-3"]
+    title, line, *_ = surefoot(*words, "--name", "one").splitlines()
+    names = [name for name in FROM_CARTPOLE.split() if name not in ("steps", "optimizer.learning_rate")]
+    assert (title, line) == ("PPO_CLIP on CartPole-v1, seed 1 -> runs/one", f"preset cartpole: {', '.join(names)}")
+    kept = json.loads((tmp_path / "runs/one/environment.json").read_text())["preset"]
+    assert kept == {"name": "cartpole", "fields": names}
+    assert f"# {line}" in surefoot(*words, "--dry-run").splitlines()
+    again = surefoot("train", "runs/one/config.toml", "--name", "two")
+    assert "preset" not in again
+    assert json.loads((tmp_path / "runs/two/environment.json").read_text())["preset"] is None
+    assert (tmp_path / "runs/one/config.toml").read_text() == (tmp_path / "runs/two/config.toml").read_text()
+
+
+def test_without_a_preset_a_recipe_has_the_plain_defaults(surefoot, tmp_path):
+    plain = make_recipe({"task": "CartPole-v1"})
+    assert find("CartPole-v1", preset="none") == find("cartpole", preset="None") == Found(plain, None)
+    assert surefoot("train", "CartPole-v1", "--preset", "none", "--dry-run").startswith(to_toml(plain))
+    (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 512\n')
+    assert find("mine.toml", preset="none").recipe == make_recipe({"task": "CartPole-v1", "steps": 512})
+    agent = train("CartPole-v1", preset="none", steps=256, rollout={"steps": 32}, evaluation={"episodes": 0})
+    assert agent.recipe.objective == PPO_CLIP
+
+
+def test_another_preset_may_lie_below():
+    acrobot, there = find_recipe("Acrobot-v1"), find("CartPole-v1", preset="acrobot")
+    assert there.recipe == acrobot.model_copy(update={"task": "CartPole-v1"})
+    assert there.origin.name == "acrobot"
+    with pytest.raises(SurefootError, match="preset='acrobat': unknown; did you mean 'acrobot'"):
+        find("CartPole-v1", preset="acrobat")
+    with pytest.raises(SurefootError, match="preset='sft': is for kind = 'sft', and this is of kind 'control'"):
+        find("CartPole-v1", preset="sft")
+
+
+def test_another_preset_below_a_file_has_the_file_s_algorithm(tmp_path):
+    (tmp_path / "mine.toml").write_text('task = "Acrobot-v1"\nalgorithm = "A2C"\n')
+    assert find(str(tmp_path / "mine.toml"), preset="cartpole").recipe == find("Acrobot-v1", {}, "A2C", "cartpole").recipe
+
+
+ON, OFF = ["--normalise.rewards"], ["--normalise.rewards", "false"]
+SWITCHED = [
+    (["train", *ON, "--optimizer.learning-rate", "2e-3", "CartPole-v1"], True),
+    (["train", "--optimizer.learning-rate", "2e-3", *ON, "CartPole-v1"], True),
+    (["train", "CartPole-v1", "--optimizer.learning-rate", "2e-3", *ON], True),
+    (["train", "CartPole-v1", "--optimizer.learning-rate=2e-3", *ON, "yes"], True),
+    (["train", "CartPole-v1", "--optimizer.learning-rate", "2e-3", *OFF], False),
+    (["train", *OFF, "CartPole-v1", "--optimizer.learning-rate", "2e-3"], False),
+    (["train", "--optimizer.learning-rate", "2e-3", "--normalise.rewards=false", "--", "CartPole-v1"], False),
+]
+
+
+@pytest.mark.parametrize(("words", "on"), SWITCHED, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
+def test_a_switch_without_a_value_is_on_and_swallows_no_other_word(words, on):
+    name, found, rest = cli.resolve_command(click.Context(cli), words)
+    with found.make_context(name, rest) as context:
+        given = dict(context.params)
+    assert given["what"] == "CartPole-v1"
+    assert parse_value(given["optimizer__learning_rate"]) == 2e-3
+    changes = changes_from({"normalise__rewards": given["normalise__rewards"]})
+    assert find_recipe("CartPole-v1", changes).normalise.rewards is on
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "CartPole-v1", "--steps", "--seed", "3"],
+        ["train", "CartPole-v1", "--name", "--quiet"],
+        ["train", "CartPole-v1", "--seed", "1", "--steps", "--"],
+        ["evaluate", "runs/one", "--episodes", "--json"],
+        ["data", "make", "sorting", "--out", "--test"],
+    ],
+    ids=" ".join,
+)
+def test_no_option_takes_another_for_its_value(command, words, tmp_path):
+    option, following = words[-2:] if words[-1] != "3" else words[2:4]
+    code, out, err = command(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"surefoot: {option}: has no value before {following}; give one, or write {option}={following}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_may_begin_with_a_dash_or_be_joined_by_an_equals_sign(surefoot):
+    assert "log_std = -1.0" in surefoot("train", "CartPole-v1", "--network.log-std", "-1", "--dry-run")
+    assert "log_std = -1.0" in surefoot("train", "CartPole-v1", "--network.log-std=-1", "--dry-run")
 
 
 def test_every_field_says_what_it_means():

@@ -95,12 +95,12 @@ def check_surefoot(words: list[str]) -> None:
     assert name is None or name in COMMANDS, f"{name!r} is no command of surefoot"
     if name is None or "--help" in words:
         return
-    command = cli.get_command(click.Context(cli), name)
+    _, command, rest = cli.resolve_command(click.Context(cli), words[words.index(name) :])
     assert command is not None
-    with command.make_context(name, words[words.index(name) + 1 :]) as context:
+    with command.make_context(name, rest) as context:
         given = dict(context.params)
     if name == "train" and (not given["what"].endswith(".toml") or Path(given["what"]).exists()):
-        own = {"what", "seeds", "run_dir", "name", "checkpoint_every", "dry_run", "quiet"}
+        own = {"what", "seeds", "run_dir", "name", "preset", "checkpoint_every", "dry_run", "quiet"}
         find_recipe(given["what"], changes_from({key: value for key, value in given.items() if key not in own}))
 
 

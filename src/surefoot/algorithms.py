@@ -6,15 +6,25 @@ This file imports no torch, so that a recipe can be read, and ``--help`` printed
 in ``objective.py``, what they do to advantages in ``credit.py``, what they do to a batch in ``learner.py``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from surefoot.errors import SurefootError
 
+MAX_COUNT = 1_000_000
+"""the most of anything that is counted one by one, such as epochs, environments or prompts; far beyond any use"""
+MAX_LENGTH = 1_000_000_000
+"""the most steps, rows or tokens that a batch, or a conversation, may have"""
+
 
 def _require(condition: bool, field: str, value: object, need: str) -> None:
     if not condition:
         raise SurefootError(f"{field}={value!r}: {need}")
+
+
+def _require_count(field: str, value: int, usual: int) -> None:
+    _require(1 <= value <= MAX_COUNT, field, value, f"must lie between 1 and {MAX_COUNT:,}; {usual} is usual")
 
 
 @dataclass(frozen=True)
@@ -24,13 +34,13 @@ class Reuse:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
     epochs: int = 10
-    """passes over each batch"""
+    """passes over each batch, at most a million"""
     minibatches: int = 32
-    """parts of each pass; one optimizer step each"""
+    """parts of each pass, at most a million; one optimizer step each"""
 
     def __post_init__(self) -> None:
-        _require(self.epochs >= 1, "objective.reuse.epochs", self.epochs, "must be at least 1")
-        _require(self.minibatches >= 1, "objective.reuse.minibatches", self.minibatches, "must be at least 1")
+        _require_count("objective.reuse.epochs", self.epochs, 10)
+        _require_count("objective.reuse.minibatches", self.minibatches, 32)
 
 
 @dataclass(frozen=True)
@@ -100,9 +110,9 @@ class Constraint:
         field = "objective.trust_region"
         _require(self.delta > 0, f"{field}.delta", self.delta, "must be positive; 0.01 is usual")
         _require(self.damping >= 0, f"{field}.damping", self.damping, "must not be negative; 0.1 is usual")
-        _require(self.cg_iterations >= 1, f"{field}.cg_iterations", self.cg_iterations, "must be at least 1; 10 is usual")
+        _require_count(f"{field}.cg_iterations", self.cg_iterations, 10)
         _require(0 < self.shrink < 1, f"{field}.shrink", self.shrink, "must lie between 0 and 1; 0.8 is usual")
-        _require(self.tries >= 1, f"{field}.tries", self.tries, "must be at least 1; 10 is usual")
+        _require_count(f"{field}.tries", self.tries, 10)
 
 
 TrustRegion = Clip | Penalty | Constraint
@@ -168,8 +178,9 @@ class Objective:
             if value is not None:
                 _require(value > 0, f"objective.{name}", value, 'must be positive; "none" switches it off')
         if self.aggregation == "constant":
-            positive = self.aggregation_length is None or self.aggregation_length >= 1
-            _require(positive, "objective.aggregation_length", self.aggregation_length, "must be at least 1")
+            known = self.aggregation_length is None or 1 <= self.aggregation_length <= MAX_LENGTH
+            bounds = f"must lie between 1 and {MAX_LENGTH:,}"
+            _require(known, "objective.aggregation_length", self.aggregation_length, bounds)
         else:
             unused = 'is read with aggregation = "constant" alone; unset it'
             _require(self.aggregation_length is None, "objective.aggregation_length", self.aggregation_length, unused)
@@ -286,3 +297,23 @@ def algorithm_name(objective: Objective) -> str | None:
 def switches_between(a: Objective, b: Objective) -> dict[str, tuple[Any, Any]]:
     """The switches in which two objectives differ: name -> (value in a, value in b)."""
     return {f.name: (getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
+
+
+def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Of changes to an objective, those that leave it the algorithm it is: a switch that is off stays off."""
+    critic, reuse, region = base.baseline == "critic", base.reuse is not None, base.trust_region
+    on = {
+        "gae_lambda": base.gae_lambda != 1,
+        "value_lambda": critic,
+        "value_clip": critic,
+        "reuse": reuse,
+        "target_kl": reuse and base.constraint is None,
+        "trust_region": region is not None,
+        "normalise_advantages": base.baseline in ("mean", "critic"),  # without one, less its mean, the return would have one
+    }
+    kept = {name: value for name, value in wanted.items() if on.get(name, True)}
+    if isinstance(kept.get("trust_region"), Mapping):  # keys of another kind of trust region are for other algorithms
+        theirs = {key for key in kept["trust_region"] if hasattr(region, key)}
+        theirs -= {"target"} if getattr(region, "target", None) is None else set()  # a fixed β stays fixed
+        kept["trust_region"] = {key: value for key, value in kept["trust_region"].items() if key in theirs}
+    return kept

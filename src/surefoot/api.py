@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from surefoot.control.environments import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
-from surefoot.recipes import recipe_for
+from surefoot.recipes import Origin, find
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.dashboard import Display, Silent
@@ -30,6 +31,7 @@ def train(
     task: Task,
     algorithm: Objective | str | None = None,
     *,
+    preset: str | None = None,
     run_dir: str | Path | None = None,
     callback: Callable[[Metrics], bool | None] | None = None,
     display: Display | None = None,
@@ -39,17 +41,18 @@ def train(
 
     task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env; or the name of a recipe
                 (``"sft"``, ``"reward"``, ``"dpo"``, ``"language"``), or a ``.toml`` file
-    algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm comes with
-                the settings tuned for the task, a value of your own is taken as it stands
+    algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm has its own
+                switches and all other settings of the task's preset; a value of your own is taken as it stands
+    preset      the preset that gives what you don't; default: the one tuned for the task. ``"none"``: the plain defaults
     run_dir     the run's folder; None writes nothing
     callback    called with each iteration's metrics; returning True stops the run
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``
 
     Raises SurefootError for anything the user can mend, before training where that can be known.
     """
-    recipe = recipe_for(_name(task), algorithm, _tables(fields))
+    found = find(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
-    return start(recipe, folder, None if isinstance(task, str) else task, callback, display or Silent())
+    return start(found.recipe, folder, None if isinstance(task, str) else task, callback, display or Silent(), found.origin)
 
 
 def start(
@@ -58,13 +61,16 @@ def start(
     task: MakeEnvironment | None = None,
     callback: Callable[[Metrics], bool | None] | None = None,
     display: Display | None = None,
+    origin: Origin | None = None,
 ) -> Any:
-    """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported."""
+    """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported, and
+    ``origin`` is what the recipe has from a preset.
+    """
     world = _make_world(recipe, task)
     try:
         session = Session(recipe, world, None, display or Silent(), callback)
         if run_dir is not None:  # last: what is refused leaves nothing behind
-            session.folder = RunFolder.create(run_dir, recipe)
+            session.folder = RunFolder.create(run_dir, recipe, None if origin is None else asdict(origin))
         return _finish(session, world)
     finally:
         world.close()
@@ -172,8 +178,6 @@ def _name(task: Task) -> str:
 
 def _tables(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments as recipe tables; a section or an objective may be given as a value too."""
-    from dataclasses import asdict
-
     plain = dict(fields)
     for key, value in fields.items():
         if isinstance(value, Section):

@@ -8,6 +8,7 @@ from typing import NoReturn
 import click
 
 from surefoot import __version__
+from surefoot.cli_words import Group
 from surefoot.errors import Interrupted, SurefootError, did_you_mean
 from surefoot.run.visible import visible
 
@@ -69,7 +70,7 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-class Commands(click.Group):
+class Commands(Group):
     """``COMMANDS``, by name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

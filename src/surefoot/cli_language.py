@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from surefoot.cli_attempts import rows_to
+from surefoot.cli_words import Group
 from surefoot.errors import SurefootError
 from surefoot.seeding import MAX_SEED
 
@@ -81,7 +82,7 @@ def generate(
             click.echo(visible_lines(line) if sys.stdout.isatty() else line)
 
 
-@click.group()
+@click.group(cls=Group)
 def data() -> None:
     """Make rows of tasks with verifiers, and look at rows before they are trained on."""
 

@@ -10,6 +10,7 @@ import click
 from surefoot.kinds import Recipe
 
 if TYPE_CHECKING:
+    from surefoot.recipes import Origin
     from surefoot.run.dashboard import Display
 
 
@@ -29,13 +30,14 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
     return folder
 
 
-def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False) -> "Display":
-    """A live table on a terminal, plain lines elsewhere."""
+def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False, origin: "Origin | None" = None) -> "Display":
+    """A live table on a terminal, plain lines elsewhere; its title says what the recipe has from a preset."""
     from surefoot.run.dashboard import Dashboard, Lines, Quiet
 
     if quiet:
         return Quiet()
     title = f"{recipe.title}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
+    title += f"\n{origin.line}" if origin else ""
     return Dashboard(title) if sys.stdout.isatty() else Lines(title)
 
 

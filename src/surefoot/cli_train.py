@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
-from surefoot.config import recipe_fields, to_toml
+from surefoot.cli_words import Switch
+from surefoot.config import SWITCH, recipe_fields, to_toml
 from surefoot.errors import SurefootError
-from surefoot.kinds import Recipe
-from surefoot.recipes import find_recipe, presets
+from surefoot.recipes import Found, find, find_recipe, presets
 from surefoot.toml import parse_value
 
 SHORT = {"algorithm", "steps", "seed", "device"}
@@ -18,13 +18,15 @@ SHORT = {"algorithm", "steps", "seed", "device"}
 
 
 def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind", "task")) -> Callable[..., Any]:
-    """A flag for every field of the recipe: --objective.gae-lambda 0.9."""
+    """A flag for every field of the recipe: --objective.gae-lambda 0.9; one that is true or false needs no value to be true."""
     for name, described in reversed(list(recipe_fields())):
         if name in without:
             continue
         flag = "--" + name.replace("_", "-")
         help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.type}]"
-        command = click.option(flag, name.replace(".", "__"), metavar="VALUE", help=help_text)(command)
+        switch = described.type == SWITCH
+        form: dict[str, Any] = {"cls": Switch, "metavar": "[true|false]"} if switch else {"metavar": "VALUE"}
+        command = click.option(flag, name.replace(".", "__"), help=help_text, **form)(command)
     return command
 
 
@@ -49,6 +51,9 @@ def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
 @click.option("--seeds", type=click.IntRange(min=1), default=1, help="Train this many seeds in turn: seed, seed + 1, …")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run; with --name, the folder above it.")
 @click.option("--name", help="Name of the run; its folder is runs/NAME unless --run-dir says otherwise.")
+@click.option(
+    "--preset", metavar="NAME", help="Preset that gives what you don't; none: plain defaults. [default: the tuned one]"
+)
 @click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its arithmetic, and stop.")
 @click.option("--quiet", is_flag=True, help="No display while training; warnings are told.")
@@ -58,6 +63,7 @@ def train(
     seeds: int,
     run_dir: Path | None,
     name: str | None,
+    preset: str | None,
     checkpoint_every: int | None,
     dry_run: bool,
     quiet: bool,
@@ -67,9 +73,10 @@ def train(
     changes = changes_from(flags)
     if checkpoint_every is not None:
         changes.setdefault("checkpoint", {})["every"] = checkpoint_every
-    recipe = find_recipe(what, changes)
+    found = find(what, changes, preset=preset)
+    recipe = found.recipe
     if dry_run:
-        click.echo(describe(recipe))
+        click.echo(describe(found))
         return
     from surefoot.api import start
 
@@ -77,7 +84,7 @@ def train(
     for seed in range(recipe.seed, recipe.seed + seeds):
         one = recipe.model_copy(update={"seed": seed})
         folder = run_folder(one, run_dir, name, several=seeds > 1)
-        start(one, folder, display=display_for(one, folder, quiet))
+        start(one, folder, display=display_for(one, folder, quiet, found.origin), origin=found.origin)
         results.append(final_line(one, folder))
         tell(results[-1][0])
     if seeds > 1:
@@ -121,10 +128,11 @@ def list_() -> None:
     click.echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
 
 
-def describe(recipe: Recipe) -> str:
-    """What --dry-run prints: the resolved recipe, parameter counts, and the batch arithmetic."""
+def describe(found: Found) -> str:
+    """What --dry-run prints: the resolved recipe, what of it is a preset's, parameter counts, and the batch arithmetic."""
     from surefoot.worlds import make_world
 
-    world = make_world(recipe)
+    world = make_world(found.recipe, environments=1)  # what is printed depends on one; the recipe may ask for thousands
     world.close()
-    return "\n".join([to_toml(recipe), *(f"# {line}" for line in world.arithmetic())])
+    origin = [found.origin.line] if found.origin else []
+    return "\n".join([to_toml(found.recipe), *(f"# {line}" for line in (*origin, *world.arithmetic()))])

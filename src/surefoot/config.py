@@ -3,6 +3,7 @@
 What a recipe holds is in ``kinds``. No torch is imported here, so that ``--help`` is quick.
 """
 
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -27,6 +28,12 @@ MISSING = {
 """fields without a default, each with an example"""
 
 
+LONGEST_NUMBER = 512
+"""bits of the largest whole number that a recipe reads at all"""
+LONGEST_VALUE = 200
+"""characters of a value that an error quotes"""
+
+
 def make_recipe(table: Mapping[str, Any]) -> Recipe:
     """A recipe from nested tables. ``kind`` says of which kind it is (control, if it says nothing), ``algorithm`` names the
     objective that the ``objective`` table changes.
@@ -34,6 +41,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
     """
     table = dict(none_from_text(table))
+    _refuse_endless_numbers(table)
     kind = table.get("kind", "control")
     if not isinstance(kind, str) or kind not in KINDS:
         raise SurefootError(f"kind={kind!r}: unknown{did_you_mean(str(kind), KINDS)} (known: {', '.join(KINDS)})")
@@ -82,6 +90,19 @@ def _refuse_truth_for_numbers(table: Mapping[str, Any]) -> None:
     for name, value in _flat(table):
         if isinstance(value, bool) and "number" in types.get(name, ""):
             raise SurefootError(f"{name}={str(value).lower()}: must be a {types[name]}")
+
+
+def _refuse_endless_numbers(value: Any, field: str = "") -> None:
+    """Whole numbers that no float can hold: Python writes no more than 4,300 digits, not even into an error."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_endless_numbers(inner, f"{field}.{key}" if field else str(key))
+    elif isinstance(value, (list, tuple)):
+        for place, inner in enumerate(value):
+            _refuse_endless_numbers(inner, f"{field}.{place}")
+    elif isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
+        digits = int(value.bit_length() * math.log10(2))
+        raise SurefootError(f"{field}: is a whole number of about {digits:,} digits; give a smaller one")
 
 
 def _refuse_what_toml_cannot_hold(recipe: Recipe) -> None:
@@ -150,7 +171,7 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
     complaints = error.errors(include_url=False)  # one for every kind of trust region that a table is not
     first = next((e for e in complaints if not (regions - {region}) & set(e["loc"])), complaints[0])
     place = [str(part) for part in first["loc"] if part not in ("Reuse", *regions)]
-    field = ".".join(place)
+    field, given = ".".join(place), _shortened(repr(first["input"]))
     if isinstance(cause := first.get("ctx", {}).get("error"), SurefootError):
         return str(cause)
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -160,16 +181,20 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         within = [".".join(path) for path in paths if path[-1] == place[-1]]  # it may be a field of a table
         hint = f"; did you mean {within[0]!r}?" if len(within) == 1 else did_you_mean(place[-1], siblings)
         known = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # of a list's tables none are listed
-        return f"{field}={first['input']!r}: unknown key{hint or known}"
+        return f"{field}={given}: unknown key{hint or known}"
     if first["type"] == "missing":
         example = MISSING.get(field)
         return f"{field}: is missing; set it, for example {example}" if example else f"{field}: is missing"
     if field == "device" and first["type"] == "string_pattern_mismatch":
-        return f"device={first['input']!r}: must be cpu, mps, cuda, or one of several such as cuda:1"
+        return f"device={given}: must be cpu, mps, cuda, or one of several such as cuda:1"
     if first["type"] in WRITTEN:
-        return f"{field}={first['input']!r}: must be {WRITTEN[first['type']]}"
+        return f"{field}={given}: must be {WRITTEN[first['type']]}"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{field}={first['input']!r}: {message[:1].lower()}{message[1:]}"
+    return f"{field}={given}: {message[:1].lower()}{message[1:]}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} …"
 
 
 def none_from_text(value: Any) -> Any:
@@ -224,6 +249,10 @@ def recipe_fields(kind: str | None = None) -> Iterator[tuple[str, RecipeField]]:
                 yield name, described
 
 
+SWITCH = "true | false"
+"""the type of a field that is one or the other"""
+
+
 def _leaves(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, RecipeField]]:
     for name, described in node["properties"].items():
         dotted = f"{prefix}{name}"
@@ -247,5 +276,7 @@ def _kind(option: Mapping[str, Any]) -> str:
         return " | ".join(str(value) for value in option["enum"])
     if "const" in option:
         return str(option["const"])
-    names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": "true | false"}
-    return names.get(option.get("type", ""), str(option.get("type", "any")))
+    names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": SWITCH}
+    name = names.get(option.get("type", ""), str(option.get("type", "any")))
+    least, most = option.get("minimum"), option.get("maximum")
+    return f"{name} from {least:,} to {most:,}" if None not in (least, most) else name

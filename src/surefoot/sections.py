@@ -7,9 +7,22 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import ConfigDict, Field
 
+from surefoot.algorithms import MAX_COUNT, MAX_LENGTH
 from surefoot.seeding import MAX_SEED
 
-Steps = Annotated[int, Field(ge=1)]
+# Bounds above are far beyond any use: they are where a slip of the keyboard ends, before memory or a lifetime does.
+Steps = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
+"""of a budget, or between two of the same thing"""
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+"""of things that are there, or done, one after the other"""
+Size = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
+"""of a batch: steps, rows or tokens"""
+Width = Annotated[int, Field(ge=1, le=16_384)]
+"""of a layer"""
+Cores = Annotated[int, Field(ge=1, le=1_024)]
+"""threads or processes on one machine"""
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+"""that something may take"""
 
 
 class Section(pydantic.BaseModel):
@@ -21,7 +34,7 @@ class Section(pydantic.BaseModel):
 class Network(Section):
     """The policy network of control."""
 
-    hidden: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
+    hidden: Annotated[tuple[Width, ...], Field(max_length=100)] = (64, 64)
     """widths of the hidden layers"""
     activation: Literal["tanh", "relu"] = "tanh"
     """between the layers"""
@@ -29,7 +42,7 @@ class Network(Section):
     """let actor and critic share all layers but the last"""
     log_std: float = 0.0
     """initial log standard deviation of Box actions"""
-    lstm: int | None = Field(None, ge=1)
+    lstm: Width | None = None
     """width of an LSTM behind the hidden layers, for observations that don't tell all; none: no memory"""
     custom: str | None = None
     """module:factory of a network of your own, in place of encoders and hidden layers"""
@@ -52,28 +65,28 @@ class OptimizerSettings(Section):
     """give the critic its own optimizer, with this learning rate"""
     critic_max_grad_norm: float | None = Field(0.5, gt=0)
     """gradient clip of the critic's own optimizer"""
-    micro_batch: int | None = Field(None, ge=1)
+    micro_batch: Size | None = None
     """rows per backward pass; bounds memory, changes no gradient"""
-    micro_batch_tokens: int | None = Field(None, ge=1)
+    micro_batch_tokens: Size | None = None
     """tokens of text per backward pass, padding included, in rows of like length; bounds memory, changes no gradient"""
 
 
 class RolloutSettings(Section):
     """How much experience is collected before each update."""
 
-    environments: int = Field(8, ge=1)
+    environments: Count = 8
     """environments stepped together"""
-    steps: int = Field(128, ge=1)
+    steps: Count = 128
     """steps of each environment per iteration"""
-    episodes: int = Field(1, ge=1)
+    episodes: Count = 1
     """whole episodes of each environment per iteration, instead of steps, where the objective has no critic"""
-    at_least: int | None = Field(None, ge=1)
+    at_least: Size | None = None
     """instead of a number of episodes: whole ones until a batch has this many steps, where the objective has no critic"""
     backend: Literal["loop", "workers", "native", "envpool"] = "loop"
     """where environments run: in this process, in worker processes, or in the id's own vector environment or EnvPool's"""
-    workers: int | None = Field(None, ge=1)
+    workers: Cores | None = None
     """how many processes for backend "workers"; none means one per core"""
-    deadline: float = Field(60.0, gt=0)
+    deadline: Seconds = 60.0
     """seconds that one step or reset of an environment may take in a worker process"""
 
 
@@ -91,25 +104,25 @@ class NormaliseSettings(Section):
 class EvaluationSettings(Section):
     """Periodic evaluation; the best checkpoint is kept in best/."""
 
-    every: int | None = Field(None, ge=1)
+    every: Steps | None = None
     """steps between evaluations; none means a tenth of the budget"""
     seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
     """seed of the evaluation's episodes or samples"""
-    patience: int | None = Field(None, ge=1)
+    patience: Count | None = None
     """stop after so many evaluations in a row without a better one; none trains to the end"""
 
 
 class ControlEvaluation(EvaluationSettings):
     """Periodic greedy evaluation; the best agent is kept in best/."""
 
-    episodes: int = Field(10, ge=0)
+    episodes: int = Field(10, ge=0, le=MAX_COUNT)
     """episodes of each; 0 switches evaluation off"""
 
 
 class LanguageEvaluation(EvaluationSettings):
     """Periodic evaluation on held-out rows; the best checkpoint is kept in best/."""
 
-    rows: int = Field(256, ge=0)
+    rows: int = Field(256, ge=0, le=MAX_LENGTH)
     """held-out rows of each, from the first on; 0 switches evaluation off"""
 
 
@@ -124,27 +137,27 @@ class OnlineEvaluation(LanguageEvaluation):
 class CheckpointSettings(Section):
     """What is saved, and when."""
 
-    every: int | None = Field(None, ge=1)
+    every: Steps | None = None
     """steps between checkpoints; none means a tenth of the budget"""
-    keep: int = Field(2, ge=1)
+    keep: Count = 2
     """how many of the last are kept, besides best/"""
 
 
 class TraceSettings(Section):
     """Traces: every number behind an update, for a few steps or tokens, in traces/."""
 
-    every: int | None = Field(None, ge=1)
+    every: Steps | None = None
     """steps between traces, of which the first iteration has one; none means a tenth of the budget"""
-    rows: int = Field(2, ge=0)
+    rows: int = Field(2, ge=0, le=MAX_COUNT)
     """responses, or episodes (the longest piece in the batch, of one environment each), per trace; 0 switches traces off"""
-    max_megabytes: float = Field(64.0, gt=0)
+    max_megabytes: float = Field(64.0, gt=0, le=MAX_LENGTH)
     """what all traces of a run may take on the disk, in 10⁶ bytes; the oldest make room"""
 
 
 class DemonstrationTraces(TraceSettings):
     """Traces: every number behind an update, for a few rows, in traces/; off unless asked for."""
 
-    rows: int = Field(0, ge=0)
+    rows: int = Field(0, ge=0, le=MAX_COUNT)
     """rows per trace; 0 switches traces off"""
 
 
@@ -160,7 +173,7 @@ class LanguageOptimizer(OptimizerSettings):
 class AdapterSettings(Section):
     """Train adapters (LoRA) beside frozen weights, and not the weights themselves; needs the extra ``adapters``."""
 
-    rank: int = Field(16, ge=1)
+    rank: Width = 16
     """r of the two matrices beside each adapted layer"""
     alpha: float = Field(32.0, gt=0)
     """what they add is multiplied by alpha / rank"""
@@ -179,9 +192,9 @@ class DataSettings(Section):
     """file or folder of the training rows"""
     held_out: str | None = None
     """file or folder of rows that are never trained on, for evaluation; none: evaluation is off"""
-    max_length: int = Field(1024, ge=2)
+    max_length: int = Field(1024, ge=2, le=MAX_LENGTH)
     """tokens of a row at most; longer rows are dropped and counted"""
-    batch: int = Field(64, ge=1)
+    batch: Count = 64
     """rows per update"""
 
 
@@ -192,21 +205,21 @@ class PromptSettings(Section):
     """file or folder of the training prompts"""
     held_out: str | None = None
     """file or folder of prompts that are never trained on, for evaluation; none: evaluation is off"""
-    max_length: int = Field(1024, ge=1)
+    max_length: Size = 1024
     """tokens of a prompt at most; longer prompts are dropped and counted"""
 
 
 class SamplingSettings(Section):
     """How responses are sampled, each iteration."""
 
-    prompts: int = Field(64, ge=1)
+    prompts: Count = 64
     """prompts per iteration"""
-    samples: int = Field(1, ge=1)
+    samples: Count = 1
     """responses to each prompt"""
-    rounds: int = Field(1, ge=1)
+    rounds: Count = 1
     """replace prompts whose responses all earn the same by further ones, in at most so many rounds (DAPO's dynamic sampling); 1
     keeps what was sampled"""
-    max_tokens: int = Field(64, ge=1)
+    max_tokens: Count = 64
     """tokens of a response at most, EOS included"""
     temperature: float = Field(1.0, gt=0)
     """divides logits: in sampling, and in every log-probability alike"""
@@ -223,9 +236,9 @@ class TurnSettings(Section):
     """module:Class or file.py:Class: an object of it answers in each conversation; none: a response is one turn"""
     arguments: dict[str, Any] = {}
     """what the class is called with, by name, such as { patience = 3 }"""
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(8, ge=1, le=1_000)
     """turns of the model in a conversation at most; each has sampling.max_tokens"""
-    max_length: int | None = Field(None, ge=2)
+    max_length: int | None = Field(None, ge=2, le=MAX_LENGTH)
     """tokens of a conversation at most, its prompt and what others say included; a turn begins only where all of
     sampling.max_tokens still fits; none: the model's context"""
 
@@ -247,11 +260,11 @@ class RewardTerm(Section):
     """text that steps end with, which get a score each; none: the function says itself where they end"""
     arguments: dict[str, Any] = {}
     """a function's other arguments, by name, such as { tolerance = 0.01 }; a server gets them with every request"""
-    batch: int = Field(64, ge=1)
+    batch: Count = 64
     """responses per request to a server"""
     token_from: str | None = None
     """environment variable with the token of the header Authorization; its value is never written"""
-    retries: int = Field(5, ge=0)
+    retries: int = Field(5, ge=0, le=100)
     """further tries of a request, at growing intervals, where a server is down or busy"""
 
 
@@ -295,7 +308,7 @@ class RewardSettings(Section):
     overlong: float | None = Field(None, gt=0, le=1)
     """soft penalty on length, in a straight line from 0 to −1 over the last tokens, this share of sampling.max_tokens (times
     turns.max_turns, where turns are taken); DAPO has 0.2; none: no penalty"""
-    deadline: float = Field(60.0, gt=0)
+    deadline: Seconds = 60.0
     """seconds that a reward function or a server may take for a batch, and an environment for a turn of all conversations"""
     tolerated: float = Field(0.1, ge=0, le=1)
     """share of a batch that a function or a server may leave without a finite number, or whose environment may fail; such
@@ -313,7 +326,7 @@ class ReferenceSettings(Section):
     """β; where it is adapted, that of the first iteration. 0: no anchor in the reward, the KL is still measured"""
     target: float | None = Field(None, gt=0)
     """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β stays"""
-    horizon: int = Field(10_000, ge=1)
+    horizon: Size = 10_000
     """responses over which an error of the KL moves β by its own size"""
 
 
@@ -324,7 +337,7 @@ class MixingSettings(Section):
     """weight in the loss of the mean −log π per token of demonstrations; 0: none are read"""
     demonstrations: str | None = None
     """file or folder of them, as for SFT: supervised or pretraining text"""
-    batch: int | None = Field(None, ge=1)
+    batch: Count | None = None
     """rows of them per update; none: as many as a minibatch has responses"""
 
 

@@ -14,7 +14,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
         raise SurefootError(f"{path}: not TOML ({error})") from None
     except OSError as error:
         raise SurefootError(f"{path}: can't be read ({error.strerror}); check the path") from None
@@ -24,5 +24,5 @@ def parse_value(text: str) -> Any:
     """A flag's text as TOML would read it (0.9, true, [64, 64]); a bare word is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number with thousands of digits
         return text

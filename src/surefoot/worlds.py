@@ -86,12 +86,14 @@ class World(Protocol):
         ...
 
 
-def make_world(recipe: Recipe, task: Callable[..., Any] | None = None) -> World:
-    """The world that a recipe asks for; ``task`` makes the environments of control where the recipe's can't be imported."""
+def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environments: int | None = None) -> World:
+    """The world that a recipe asks for; ``task`` makes the environments of control where the recipe's can't be imported, and
+    ``environments`` says how many are enough to look at it.
+    """
     if isinstance(recipe, ControlRecipe):
         from surefoot.control.world import ControlWorld
 
-        return ControlWorld(recipe, task)
+        return ControlWorld(recipe, task, environments)
     if isinstance(recipe, LanguageRecipe):
         from surefoot.language.world import LanguageWorld
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from surefoot.algorithms import ALGORITHMS, Objective
+from surefoot.algorithms import ALGORITHMS, Objective, switches_that_are_on
 from surefoot.compare.cells import Cell, check_trainable, default_folder, folder_of, recipe_tables, run_cells, seeds_of
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.progress import Overall
@@ -14,7 +14,7 @@ from surefoot.compare.statistics import markdown_table
 from surefoot.config import as_control, unknown_algorithm
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
-from surefoot.recipes import find_recipe
+from surefoot.recipes import find_recipe, without_critic
 
 SCORES = {
     "last_100_mean": "Return in training: the mean of the last 100 training episodes, actions sampled.",
@@ -100,33 +100,6 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Of changes to an objective, those that leave it the algorithm it is: a switch that is off stays off."""
-    critic, reuse, region = base.baseline == "critic", base.reuse is not None, base.trust_region
-    on = {
-        "gae_lambda": base.gae_lambda != 1,
-        "value_lambda": critic,
-        "value_clip": critic,
-        "reuse": reuse,
-        "target_kl": reuse,
-        "trust_region": region is not None,
-    }
-    kept = {name: value for name, value in wanted.items() if on.get(name, True)}
-    if isinstance(kept.get("trust_region"), Mapping):  # keys of another kind of trust region are for other algorithms
-        theirs = {key for key in kept["trust_region"] if hasattr(region, key)}
-        theirs -= {"target"} if getattr(region, "target", None) is None else set()  # a fixed β stays fixed
-        kept["trust_region"] = {key: value for key, value in kept["trust_region"].items() if key in theirs}
-    return kept
-
-
-def without_critic(base: Objective, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes without an optimizer of the critic's own, where there is no critic."""
-    optimizer = table.get("optimizer")
-    if base.baseline == "critic" or not isinstance(optimizer, Mapping):
-        return dict(table)
-    return {**table, "optimizer": {key: value for key, value in optimizer.items() if not key.startswith("critic_")}}
-
-
 def report_text(
     by_name: Mapping[str, list[dict[str, Any]]], recipes: Mapping[str, ControlRecipe], seeds: int, episodes: int
 ) -> str:
@@ -181,9 +154,8 @@ def notes(recipes: Mapping[str, ControlRecipe], seeds: int) -> list[str]:
     alike = all(other == first for other in others)
     shared = f"Setting: {setting_of(next(iter(recipes.values())))}" if alike else "Settings differ; they are in results.json"
     return [
-        "Each algorithm is what `surefoot train --algorithm` makes of it for this task. The values that a recipe was tuned "
-        "with go to the algorithm it was tuned for, and all but those of the trust region to one that differs in that alone; "
-        "one with other switches has its own values, and the recipe's γ",
+        "Each algorithm is what `surefoot train --algorithm` makes of it for this task: the switches in which it differs from "
+        "the algorithm that the recipe was tuned for are its own, all other settings are the recipe's",
         shared,
         "A training ends with the batch that reaches the budget",
         "IQM: the mean of the middle half of the seeds",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from surefoot import api
-from surefoot.algorithms import ALGORITHMS, LADDER, Objective
-from surefoot.compare.algorithms import refuse_unused, switches_that_are_on, without_critic
+from surefoot.algorithms import ALGORITHMS, LADDER, Objective, switches_that_are_on
+from surefoot.compare.algorithms import refuse_unused
 from surefoot.compare.cells import Cell, check_trainable, default_folder, folder_of, recipe_tables, run_cells, seeds_of
 from surefoot.compare.gradients import Samples, noise_of, sample_gradients
 from surefoot.compare.ladder_report import report_text
@@ -23,7 +23,7 @@ from surefoot.compare.report import Report, finite, write_report
 from surefoot.config import control_recipe, merged, to_table
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
-from surefoot.recipes import base_table, without_label
+from surefoot.recipes import base_table, without_critic, without_label
 from surefoot.run.checkpoint import latest_checkpoint
 from surefoot.run.folder import write_text
 

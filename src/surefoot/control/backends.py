@@ -22,19 +22,19 @@ from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
 
 
-def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe) -> Environments:
-    """The environments that a recipe asks for, by ``rollout.backend``.
+def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe, count: int | None = None) -> Environments:
+    """The environments that a recipe asks for, by ``rollout.backend``; ``count`` of them, where that is given.
 
     Raises SurefootError when the backend does not have the task, or the task can't be made.
     """
     rollout, arguments, seed = recipe.rollout, recipe.environment, recipe.seed
-    count = rollout.environments
+    count = rollout.environments if count is None else count
     if rollout.backend == "workers":
         return WorkerEnvironments(task, arguments, count, seed, rollout.workers or cores(), rollout.deadline)
     if rollout.backend == "native":
-        return _vector(task, recipe, native)
+        return _vector(task, recipe, count, native)
     if rollout.backend == "envpool":
-        return _vector(task, recipe, Pool)
+        return _vector(task, recipe, count, Pool)
     made = make_environments(task, arguments, count, seed)
     if isinstance(made, VectorEnvironments):
         try:
@@ -61,7 +61,10 @@ def native(task: str, count: int, arguments: dict[str, Any]) -> VectorEnv[Any, A
 
 
 def _vector(
-    task: str | MakeEnvironment, recipe: ControlRecipe, make: Callable[[str, int, dict[str, Any]], VectorEnv[Any, Any, Any]]
+    task: str | MakeEnvironment,
+    recipe: ControlRecipe,
+    count: int,
+    make: Callable[[str, int, dict[str, Any]], VectorEnv[Any, Any, Any]],
 ) -> VectorEnvironments:
     """A vector environment of an id, with the spaces of its single environments, in which the agent is evaluated."""
     name, backend = task_name(task), recipe.rollout.backend
@@ -71,7 +74,7 @@ def _vector(
             "rollout.backend = 'workers' or 'loop'"
         )
     try:
-        made = make(name, recipe.rollout.environments, recipe.environment)
+        made = make(name, count, recipe.environment)
     except SurefootError:
         raise
     except Exception as error:

@@ -19,18 +19,20 @@ from surefoot.worlds import Judgement, check_device
 
 
 class ControlWorld:
-    """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable."""
+    """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable; ``count``, which is
+    for looking at a recipe and not for training by it, the number of its environments.
+    """
 
     leaves = False
     beside = None
 
-    def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None) -> None:
+    def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None, count: int | None = None) -> None:
         check_device(recipe.device)
         self.recipe = recipe
         self.notes: list[str] = []
         self.task: str | MakeEnvironment = task or recipe.task
         rollout = recipe.rollout
-        self.environments = training_environments(self.task, recipe)
+        self.environments = training_environments(self.task, recipe, count)
         try:
             spaces = (self.environments.observation_space, self.environments.action_space)
             self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))

@@ -6,7 +6,7 @@ import pydantic
 from pydantic import Field
 
 from surefoot.errors import SurefootError
-from surefoot.kinds.recipe import Recipe, nearest_divisor
+from surefoot.kinds.recipe import Recipe, nearest_divisor, require_size
 from surefoot.sections import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
 
 
@@ -39,7 +39,8 @@ class ControlRecipe(Recipe):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> "ControlRecipe":
-        reuse, objective = self.objective.reuse, self.objective
+        reuse, objective, rollout = self.objective.reuse, self.objective, self.rollout
+        require_size(self.batch_size, "steps", ("rollout.environments", rollout.environments), ("rollout.steps", rollout.steps))
         if reuse and self.network.lstm and self.rollout.environments % reuse.minibatches:
             raise SurefootError(
                 f"objective.reuse.minibatches={reuse.minibatches}: an LSTM learns from whole sequences, one per environment, "
@@ -52,7 +53,6 @@ class ControlRecipe(Recipe):
                 f"(rollout.environments={self.rollout.environments} x rollout.steps={self.rollout.steps}); "
                 f"choose a divisor, such as {nearest_divisor(self.batch_size, reuse.minibatches)}"
             )
-        rollout = self.rollout
         if rollout.workers is not None and rollout.backend != "workers":
             raise SurefootError(
                 f"rollout.workers={rollout.workers}: environments run in backend {rollout.backend!r}; set rollout.backend = "

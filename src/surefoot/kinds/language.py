@@ -7,7 +7,7 @@ import pydantic
 
 from surefoot.algorithms import Objective
 from surefoot.errors import SurefootError
-from surefoot.kinds.recipe import Recipe, nearest_divisor
+from surefoot.kinds.recipe import Recipe, nearest_divisor, require_size
 from surefoot.sections import (
     AdapterSettings,
     AnchorSettings,
@@ -244,7 +244,10 @@ class LanguageRecipe(ModelRecipe):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> "LanguageRecipe":
-        reuse, critic = self.objective.reuse, self.objective.baseline == "critic"
+        reuse, critic, sampling = self.objective.reuse, self.objective.baseline == "critic", self.sampling
+        require_size(
+            self.responses, "responses", ("sampling.prompts", sampling.prompts), ("sampling.samples", sampling.samples)
+        )
         if self.adapter is not None and self.adapter.dropout:
             raise SurefootError(
                 f"adapter.dropout={self.adapter.dropout}: would make the policy another than what sampled; set 0 in online runs"

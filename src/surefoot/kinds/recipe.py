@@ -4,12 +4,14 @@ A recipe is a frozen value. What follows from its fields (batch size, number of 
 later.
 """
 
+import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surefoot.algorithms import Objective
-from surefoot.sections import CheckpointSettings, EvaluationSettings, OptimizerSettings, Section, Steps, TraceSettings
+from surefoot.algorithms import MAX_LENGTH, Objective
+from surefoot.errors import SurefootError
+from surefoot.sections import CheckpointSettings, Cores, EvaluationSettings, OptimizerSettings, Section, Steps, TraceSettings
 from surefoot.seeding import MAX_SEED
 
 
@@ -32,7 +34,7 @@ class Recipe(Section):
     """decides everything random"""
     device: str = Field("cpu", pattern=r"^(cpu|mps|cuda(:\d+)?)$")
     """where the network lives: cpu, cuda, cuda:1 …"""
-    threads: int = Field(1, ge=1)
+    threads: Cores = 1
     """torch threads; one is fastest for small networks, and results are exact for a given number"""
     engine: Literal["eager", "compiled"] = "eager"
     """compiled runs updates, and acting, as compiled programs: faster, once a C++ compiler has made them (under a minute)"""
@@ -85,4 +87,15 @@ class Recipe(Section):
 
 def nearest_divisor(total: int, wanted: int) -> int:
     """The divisor of ``total`` that is nearest to ``wanted``, the smaller of two; what messages propose."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
+    below = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    return min((*below, *(total // d for d in below)), key=lambda d: (abs(d - wanted), d))
+
+
+def require_size(total: int, what: str, first: tuple[str, int], second: tuple[str, int]) -> None:
+    """Raise SurefootError where an iteration, the product of two counts, is larger than a batch may be."""
+    (name, value), (other, times) = first, second
+    if total > MAX_LENGTH:
+        raise SurefootError(
+            f"{name}={value}: an iteration of {total:,} {what} (x {other}={times}) is more than {MAX_LENGTH:,}; lower one of "
+            "them"
+        )

@@ -5,14 +5,22 @@ it is a field of the recipe.
 """
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from surefoot.algorithms import ALGORITHMS, PPO_CLIP, TRUST_REGIONS, Objective, algorithm_name, switches_between
+from surefoot.algorithms import (
+    ALGORITHMS,
+    PPO_CLIP,
+    TRUST_REGIONS,
+    Objective,
+    algorithm_name,
+    switches_between,
+    switches_that_are_on,
+)
 from surefoot.config import make_recipe, merged, none_from_text, regions_meant
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 from surefoot.kinds import Recipe
@@ -26,40 +34,128 @@ def presets() -> dict[str, dict[str, Any]]:
     return {f.name.removesuffix(".toml"): read_toml(Path(str(f))) for f in files}
 
 
-def preset_for(task: str) -> dict[str, Any]:
-    """The preset tuned for an environment id, or the default one, with the task filled in."""
-    tables = presets()
-    serving = (t for t in tables.values() if any(fnmatchcase(task, served) for served in t.get("tuned_for", ())))
-    found = next(serving, tables["default"])
-    return {**without_label(found), "task": task}
+@dataclass(frozen=True)
+class Origin:
+    """What a recipe has from a preset."""
+
+    name: str
+    fields: tuple[str, ...]
+    """its settings that nothing else has decided; a table's name stands for all that the preset sets in it"""
+
+    @property
+    def line(self) -> str:
+        """For people: ``preset cartpole: steps, objective.gamma, …``."""
+        return f"preset {self.name}: {', '.join(self.fields)}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recipe and what it has from a preset; None where it has nothing."""
+
+    recipe: Recipe
+    origin: Origin | None
+
+
+def find(
+    what: str,
+    changes: Mapping[str, Any] | None = None,
+    algorithm: Objective | str | None = None,
+    preset: str | None = None,
+) -> Found:
+    """The recipe that a word names: a preset, a ``.toml`` file, an environment id, or ``module:function``.
+
+    changes     are laid over it
+    algorithm   a name, as it may be in the changes: that algorithm's own switches are laid over (see ``with_changes``); or a
+                value, which is taken as it stands unless it has a name
+    preset      the preset that lies below, in place of the one tuned for the task; "none" is the plain defaults
+
+    Raises SurefootError when nothing answers to the name.
+    """
+    asked: dict[str, Any] = none_from_text(dict(changes or {}))
+    name, below, own = _layers(what, preset)
+    table: Mapping[str, Any] = without_label(merged(below, own))
+    named = algorithm_name(algorithm) if isinstance(algorithm, Objective) else algorithm
+    if isinstance(algorithm, Objective) and named is None:
+        given = merged({"algorithm": "custom", "objective": asdict(algorithm)}, asked)
+        table = merged({**table, "objective": {}}, given)
+    else:
+        given = asked if named is None else {**asked, "algorithm": named}
+        table = with_changes(table, given)
+    fields = tuple(_inherited(without_label(below), table, merged(own, _as_tables(given))))
+    return Found(make_recipe(table), Origin(name, fields) if name is not None and fields else None)
 
 
 def find_recipe(what: str, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe that a word names: a preset, a ``.toml`` file, an environment id, or ``module:function``.
-
-    ``changes`` are laid over it; one of another algorithm takes that algorithm's own switches (see ``with_changes``).
-    Raises SurefootError when nothing answers to the name.
-    """
-    return make_recipe(with_changes(base_table(what), changes or {}))
+    """The recipe that ``find`` finds."""
+    return find(what, changes).recipe
 
 
 def base_table(what: str) -> dict[str, Any]:
     """The tables that a word names, before any change."""
+    _, below, own = _layers(what)
+    return merged(below, own)
+
+
+def _layers(what: str, preset: str | None = None) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
+    """The name and the tables of the preset below, and what the word itself says."""
     tables = presets()
     if what.endswith(".toml"):
-        table = read_toml(Path(what))
-        if "algorithm" in table:  # a resolved recipe always names its algorithm; one that doesn't is laid over a preset
-            return table
-        kind = table.get("kind", "control")
-        below = preset_for(str(table["task"])) if "task" in table else tables.get(str(kind), {})
-        return merged(below, table)
-    if what in tables:
-        if "task" not in tables[what] and "kind" not in tables[what]:
+        own = read_toml(Path(what))
+        if preset is None and "algorithm" in own:  # a resolved recipe names its algorithm; one that doesn't lies over a preset
+            return None, {}, own
+        kind = own.get("kind", "control")
+        usual = _tuned_for(str(own["task"]), tables) if "task" in own else str(kind) if kind in tables else None
+    elif what in tables:
+        own = {name: value for name, value in tables[what].items() if name in ("kind", "task")}
+        if not own:
             raise SurefootError(f"{what!r}: this preset is a starting point for any task; name an environment id instead")
-        return tables[what]
-    if ":" not in what:
-        check_id(what, extra=tables)
-    return preset_for(what)
+        usual = what
+    else:
+        if ":" not in what:
+            check_id(what, extra=tables)
+        own, usual = {"task": what}, _tuned_for(what, tables)
+    name = usual if preset is None else _asked_for(preset, own, tables)
+    below = {} if name is None else tables[name]
+    if "algorithm" in own and own["algorithm"] != below.get("algorithm", own["algorithm"]):
+        below = for_algorithm(below, below["algorithm"], own["algorithm"])
+    return name, below, own
+
+
+def _tuned_for(task: str, tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """The name of the preset tuned for an environment id, or of the default one."""
+    serving = (name for name, t in tables.items() if any(fnmatchcase(task, served) for served in t.get("tuned_for", ())))
+    return next(serving, "default")
+
+
+def _asked_for(preset: str, own: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The preset of a name, or None for "none"; SurefootError for a name that is unknown, or that of another kind of recipe."""
+    if preset.lower() == "none":
+        return None
+    if preset not in tables:
+        raise SurefootError(
+            f"preset={preset!r}: unknown{did_you_mean(preset, tables)} (known: none, for plain defaults; {', '.join(tables)})"
+        )
+    theirs, kind = tables[preset].get("kind", "control"), own.get("kind", "control")
+    if theirs != kind:
+        raise SurefootError(f"preset={preset!r}: is for kind = {theirs!r}, and this is of kind {kind!r}; name one of that kind")
+    return preset
+
+
+WHICH = ("kind", "task", "algorithm")
+"""fields that say which recipe it is; every run's title has them"""
+
+
+def _inherited(below: Mapping[str, Any], table: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Names of what ``below`` sets, is still in ``table``, and was not given; a table's own where all of it is, in a table."""
+    for name, value in below.items():
+        here, changed = table.get(name, {}), given.get(name, {})
+        if name not in table or (not prefix and name in WHICH):
+            continue
+        if isinstance(value, Mapping) and isinstance(here, Mapping) and (not prefix or isinstance(changed, Mapping)):
+            parts = list(_inherited(value, here, changed if isinstance(changed, Mapping) else {}, f"{prefix}{name}."))
+            yield from [f"{prefix}{name}"] if prefix and len(parts) == len(value) else parts
+        elif name not in given:
+            yield f"{prefix}{name}"
 
 
 def without_label(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,8 +166,7 @@ def without_label(table: Mapping[str, Any]) -> dict[str, Any]:
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A preset's tables with changes laid over, under the name of what comes out.
 
-    What a preset sets under ``objective`` was tuned for its own algorithm. Asked for one that differs in nothing but the kind
-    of its trust region, all but that table stays; asked for any other, only the discount.
+    Naming an algorithm changes what defines it, and nothing else: see ``for_algorithm``.
 
     Raises SurefootError for keys of one kind of trust region beside the name of an algorithm with another.
     """
@@ -79,16 +174,39 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     own = _called(str(table.get("algorithm", "PPO_CLIP")), table)
     wanted = changes.get("algorithm")
     if wanted is not None and wanted != own:
-        tuned = table.get("objective")
-        tuned = tuned if isinstance(tuned, Mapping) else {}
-        staying = set(tuned) - {"trust_region"} if _another_trust_region(own, wanted) else {"gamma"}
-        table["objective"] = {name: value for name, value in tuned.items() if name in staying}
+        table = for_algorithm(table, own, wanted)
     if wanted is not None:
         _refuse_another_region(str(wanted), changes)
     together = merged(table, changes)
     if isinstance(together.get("algorithm"), str):
         together["algorithm"] = _called(own if wanted is None else wanted, together)
     return together
+
+
+def for_algorithm(table: Mapping[str, Any], own: str, wanted: object) -> dict[str, Any]:
+    """A recipe's tables, made for the algorithm ``own``, for another.
+
+    The switches in which the two algorithms differ are those of the one that is wanted; all other settings stay, but for those
+    of a switch that it has off. "custom" starts from nothing and keeps the discount alone, which belongs to the task.
+    """
+    tuned = table.get("objective")
+    tuned = tuned if isinstance(tuned, Mapping) else {}
+    base = ALGORITHMS.get(wanted) if isinstance(wanted, str) else None
+    if base is None:
+        return {**table, "objective": {name: value for name, value in tuned.items() if name == "gamma"}}
+    theirs = {"baseline", "scale_by_group", "ratio", *switches_between(ALGORITHMS.get(own, Objective()), base)}
+    theirs |= {name for name, value in tuned.items() if value is None and getattr(base, name, None) is not None}
+    kept = {name: value for name, value in switches_that_are_on(base, tuned).items() if name not in theirs}
+    stays = {name: value for name, value in table.items() if base.baseline == "critic" or name != "critic"}
+    return without_critic(base, {**stays, "objective": kept})
+
+
+def without_critic(base: Objective, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's tables without an optimizer of the critic's own, where there is no critic."""
+    optimizer = table.get("optimizer")
+    if base.baseline == "critic" or not isinstance(optimizer, Mapping):
+        return dict(table)
+    return {**table, "optimizer": {key: value for key, value in optimizer.items() if not key.startswith("critic_")}}
 
 
 def _as_tables(changes: dict[str, Any]) -> dict[str, Any]:
@@ -131,29 +249,9 @@ def _refuse_another_region(wanted: str, changes: Mapping[str, Any]) -> None:
         )
 
 
-def _another_trust_region(own: Any, wanted: Any) -> bool:
-    """Whether two names are those of algorithms that both have a trust region and differ in nothing else."""
-    one, other = ALGORITHMS.get(str(own)), ALGORITHMS.get(str(wanted))
-    if one is None or other is None or one.trust_region is None or other.trust_region is None:
-        return False
-    return set(switches_between(one, other)) == {"trust_region"}
-
-
 def recipe_for(task: str, algorithm: Objective | str | None, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe of a call from Python: a task, an algorithm as a value or a name, and fields to change.
-
-    A named algorithm brings the settings tuned for the task with it; a value of the user's own is taken as it stands.
-    """
-    changes = dict(changes)
-    if isinstance(algorithm, Objective):
-        name = algorithm_name(algorithm)
-        if name is None:
-            table = {**base_table(task), "algorithm": "custom", "objective": asdict(algorithm)}
-            return make_recipe(merged(without_label(table), none_from_text(changes)))
-        algorithm = name
-    if algorithm is not None:
-        changes["algorithm"] = algorithm
-    return find_recipe(task, changes)
+    """The recipe of a call from Python: a task, an algorithm as a value or a name, and fields to change."""
+    return find(task, changes, algorithm).recipe
 
 
 def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
@@ -174,4 +272,4 @@ def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
     )
 
 
-__all__ = ["PPO_CLIP", "check_id", "find_recipe", "preset_for", "presets", "recipe_for", "with_changes"]
+__all__ = ["PPO_CLIP", "Origin", "check_id", "find", "find_recipe", "presets", "recipe_for", "with_changes"]

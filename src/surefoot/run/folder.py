@@ -1,7 +1,7 @@
 """A run folder: who may write to it, and what it holds.
 
 config.toml        the resolved recipe, re-runnable
-environment.json   versions, seed, threads: what the numbers depend on besides the recipe
+environment.json   versions, seed, threads: what the numbers depend on besides the recipe; what it has from which preset
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
 events.*           the same for TensorBoard
 samples/<steps>.*  what a model of language said at an evaluation; cut back as well
@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,11 @@ class RunFolder:
         self._lock = filelock.FileLock(path / ".lock")
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe) -> "RunFolder":
-        """A new run; SurefootError when the folder already holds something, or can't be made."""
+    def create(cls, path: Path, recipe: Recipe, preset: Mapping[str, Any] | None = None) -> "RunFolder":
+        """A new run; SurefootError when the folder already holds something, or can't be made.
+
+        preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
+        """
         if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
             raise SurefootError(
                 f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
@@ -79,7 +83,7 @@ class RunFolder:
             run = cls(path)
             run._acquire()
             write_text(path / "config.toml", to_toml(recipe))
-            write_text(path / "environment.json", json.dumps(environment(recipe), indent=1))
+            write_text(path / "environment.json", json.dumps({**environment(recipe), "preset": preset}, indent=1))
         except OSError as error:
             raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --run-dir") from None
         return run
