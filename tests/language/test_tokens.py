@@ -325,6 +325,12 @@ def test_text_that_begins_with_bos_gets_no_second_one() -> None:
     assert tokens.encode_prompt("⟨system⟩⟨system⟩a") == [bos, bos, a], "a second one in the text is the text's"
 
 
+def test_text_that_ends_with_eos_gets_no_second_one() -> None:
+    assert POCKET.encode_completion("ab⟨eos⟩") == POCKET.encode_completion("ab")
+    assert POCKET.demonstration({"text": "ab⟨eos⟩"}) == POCKET.demonstration({"text": "ab"})
+    assert POCKET.encode_completion("") == [POCKET.eos_id]
+
+
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% if i > j and j > i %}x{% endif %}{% endfor %}{% endfor %}"
 
 

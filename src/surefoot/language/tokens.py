@@ -60,8 +60,9 @@ class Tokens:
         return ids or [self._beginning()]
 
     def encode_completion(self, completion: str) -> list[int]:
-        """The ids of a response, with EOS."""
-        return [*self.tokenizer(completion, add_special_tokens=False)["input_ids"], self.eos_id]
+        """The ids of a response, with EOS where the text does not end with one."""
+        ids = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        return ids if ids and ids[-1] in self.eos_ids else [*ids, self.eos_id]
 
     def encode_reply(self, reply: str | Messages, ended: bool) -> list[int]:
         """The ids that stand between a turn of the model's own and its next one: what others say, and what opens the turn.
