@@ -180,6 +180,8 @@ MORE = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "n
         ([SYSTEM, ASK], []),
         ([SYSTEM, ASK], [SYSTEM, ASK]),
         ([SYSTEM, ASK], [ASK]),
+        ([ASK], [SYSTEM, ASK]),
+        ([{**ASK, "content": "2+2 "}], [ASK]),
         ([ASK, ANSWER, ASK], [ASK, ANSWER, ASK]),
         ("2+2", [ASK]),
         ("2+2\n", [SYSTEM, ASK]),
@@ -188,7 +190,9 @@ MORE = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "n
 def test_an_answer_may_repeat_its_prompt_and_nothing_is_rendered_twice(
     prompt: Any, before: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    asked = before if isinstance(prompt, str) else prompt
+    asked = prompt
+    if isinstance(prompt, str) or before[:1] == [SYSTEM]:
+        asked = [*before[:-1], {**ASK, "content": prompt if isinstance(prompt, str) else ASK["content"]}]
     for answer, worse in (([ANSWER], [WORSE]), ([ANSWER, *MORE], [WORSE])):
         row = {"prompt": prompt, "chosen": [*before, *answer], "rejected": [*before, *worse], "completion": [*before, *answer]}
         rows = read_rows(jsonl(tmp_path / "a.jsonl", [row]))

@@ -11,7 +11,7 @@ from surefoot.language.rows import Row, kind_of
 from surefoot.language.tokens import Tokens
 
 
-def options(row: Row, tokens: Tokens) -> dict[str, Any]:
+def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
     """What the messages of a row bring to the chat template: ``tools``, and what ``chat_template_kwargs`` holds.
 
     Both may be JSON in text, as files with a schema store them. Null and empty ones are as good as none.
@@ -37,7 +37,7 @@ def options(row: Row, tokens: Tokens) -> dict[str, Any]:
     return found
 
 
-def unused(rows: Iterable[Row], read: Callable[[Row], Sequence[str]], tokens: Tokens) -> tuple[str, ...]:
+def unused_columns(rows: Iterable[Row], read: Callable[[Row], Sequence[str]], tokens: Tokens) -> tuple[str, ...]:
     """What has a value in some row and no effect: columns other than those that are ``read``, and keys of messages that the
     chat template does not have, as ``messages[].name``.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from surefoot.errors import SurefootError, did_you_mean
-from surefoot.language import columns as beside
+from surefoot.language.columns import check_weight, template_options, unused_columns
 from surefoot.language.dialogue import CALLS, SETTINGS, TOOLS, Dialogue
 from surefoot.language.optional import quiet
 from surefoot.language.rows import Row as Row
@@ -22,6 +22,8 @@ from surefoot.language.tokens import Messages, Tokens
 
 T = TypeVar("T")
 Part = str | list[dict[str, Any]]
+SYSTEM = ("system", "developer")
+"""roles that speak before the user does"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def demonstrations(rows: Sequence[Row], tokens: Tokens, max_length: int, said: s
     made = _each(rows, lambda row: tokens.demonstration(_demonstration(row, tokens)))
     kept = [(ids, trained) for ids, trained in made if len(ids) <= max_length]
     _check_left(rows, len(kept), max_length, min(len(ids) for ids, _ in made), said)
-    unused = beside.unused(rows, lambda row: _read(row, _demonstrated(row)), tokens)
+    unused = unused_columns(rows, lambda row: _read(row, _demonstrated(row)), tokens)
     return Demonstrations([ids for ids, _ in kept], [trained for _, trained in kept], len(made) - len(kept), unused)
 
 
@@ -145,7 +147,7 @@ def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") 
         chosen_trained,
         rejected_trained,
         len(made) - len(differ),
-        beside.unused(rows, lambda row: _read(row, ("prompt", "chosen", "rejected")), tokens),
+        unused_columns(rows, lambda row: _read(row, ("prompt", "chosen", "rejected")), tokens),
     )
 
 
@@ -159,7 +161,7 @@ def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = ""
     _check_left(rows, len(kept), max_length, min(len(ids) for _, ids in made), said)
     names = dict.fromkeys(name for _, _, row in kept for name in row.columns if name not in _asked(row))
     columns = {name: [row.columns.get(name) for _, _, row in kept] for name in names}
-    unused = beside.unused(rows, lambda row: _read(row, _asked(row)), tokens)
+    unused = unused_columns(rows, lambda row: _read(row, _asked(row)), tokens)
     return Prompts([p for p, _, _ in kept], [ids for _, ids, _ in kept], columns, len(made) - len(kept), unused)
 
 
@@ -251,27 +253,29 @@ def _prompt(row: Row, tokens: Tokens) -> tuple[str | Messages, list[int]]:
 def _parted(prompt: Part, answer: Part, name: str) -> tuple[Part, Part]:
     """Prompt and answer, where messages of the answer may repeat the prompt: its last messages, or all of them.
 
-    A prompt of text is repeated by the first message of the user; then what the answer has up to there is the prompt.
+    Then text is a message of the user, and a system message that only the answer has is the prompt's.
     """
-    if isinstance(prompt, str) and not isinstance(answer, str):
-        first = next((i for i, message in enumerate(answer) if message["role"] == "user"), len(answer))
-        if [message["content"].strip() for message in answer[first : first + 1]] == [prompt.strip()]:
-            prompt = answer[: first + 1]
-    _check_alike({"prompt": prompt, name: answer})
-    if isinstance(prompt, str) or isinstance(answer, str):
+    if isinstance(answer, str):
+        _check_alike({"prompt": prompt, name: answer})
         return prompt, answer
-    asked, told = ([(message["role"], message.get("content")) for message in part] for part in (prompt, answer))
-    repeated = max(count for count in range(min(len(asked), len(told)) + 1) if asked[len(asked) - count :] == told[:count])
-    if repeated == len(answer):
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if answer[0]["role"] in SYSTEM and asked[0]["role"] not in SYSTEM:
+        asked = [answer[0], *asked]
+    first, second = ([(m["role"], m.get("content", "").strip(), m.get(CALLS)) for m in part] for part in (asked, answer))
+    again = max(count for count in range(min(len(first), len(second)) + 1) if first[len(first) - count :] == second[:count])
+    if again == len(answer):
         raise SurefootError(f"column {name!r} has nothing after the prompt; end it with a message of the assistant")
-    return prompt, answer[repeated:]
+    if not again:
+        _check_alike({"prompt": prompt, name: answer})
+        return prompt, answer
+    return asked, answer[again:]
 
 
 def _dialogue(row: Row, part: Part, tokens: Tokens) -> Any:
     """Messages with the tools and settings of their row, where it has any; text as it is."""
     if isinstance(part, str):
         return part
-    options = beside.options(row, tokens)
+    options = template_options(row, tokens)
     if any(CALLS in message for message in part) and not tokens.reads(CALLS, options):
         raise SurefootError(
             f"the chat template does not write {CALLS!r}, which a message has; remove the row, or use another model"
@@ -351,7 +355,7 @@ def _messages(row: Row, name: str) -> list[dict[str, Any]]:
                 raise SurefootError(f"{place} has no {key!r}; a message is an object with a role and a content")
             if not isinstance(message[key], str):
                 raise SurefootError(f"{place}: {key!r} is {kind_of(message[key])}; it must be text")
-        beside.check_weight(message, place)
+        check_weight(message, place)
     return [{key: part for key, part in message.items() if part is not None and (key != CALLS or part)} for message in value]
 
 
