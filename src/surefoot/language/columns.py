@@ -46,9 +46,9 @@ def unused_columns(rows: Iterable[Row], read: Callable[[Row], Sequence[str]], to
     for row in rows:
         names = read(row)
         for name, value in row.columns.items():
-            if value is not None and name not in names:
+            if name not in names and value not in (None, [], {}, ""):
                 found[name] = None
-            elif name not in (TOOLS, SETTINGS) and isinstance(value, list):
+            elif name in names and name not in (TOOLS, SETTINGS) and isinstance(value, list):
                 for key in (key for message in value for key, part in message.items() if part not in (None, [], {}, "")):
                     if key not in known:
                         known[key] = tokens.reads(key, {})
