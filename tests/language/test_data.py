@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from surefoot.errors import SurefootError
-from surefoot.language.data import demonstrations, pairs, prompts, read_rows
+from surefoot.language.best_of import chosen_row
+from surefoot.language.data import demonstrations, pairs, prompts, read_rows, repeated
 from surefoot.language.models import pocket
+from surefoot.language.pairs import pair_row
 from surefoot.language.preview import preview
 from surefoot.language.tokens import Tokens
 
@@ -19,6 +21,8 @@ TOKENS = Tokens(pocket()[1])
 ASK, ANSWER, WORSE = (
     {"role": role, "content": text} for role, text in (("user", "2+2"), ("assistant", "4"), ("assistant", "55"))
 )
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"a": "number", "b": "number"}}}
 ROWS = [{"prompt": "ab", "completion": "c"}, {"prompt": "d", "completion": "ef"}, {"prompt": "g", "completion": "hijk"}]
 
 
@@ -145,14 +149,58 @@ def test_pairs_of_every_shape(row: dict[str, Any], prompt: str, tmp_path: Path) 
     assert texts([found.chosen[0][: found.prompt_lengths[0]]]) == [prompt]
 
 
-def test_two_equal_answers_leave_something_after_the_prompt(tmp_path: Path) -> None:
-    rows = [
+def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:
+    equal = [
         {"chosen": "ab", "rejected": "ab"},
-        {"chosen": "", "rejected": ""},
+        {"prompt": "a", "chosen": "", "rejected": ""},
         {"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
     ]
+    rows = [*equal, {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b" * 100, "rejected": "c"}]
     found = pairs(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
-    assert all(0 < n < len(ids) for n, ids in zip(found.prompt_lengths, found.chosen, strict=True))
+    assert (texts(found.chosen), found.equal, found.dropped) == (["ab⟨eos⟩"], 3, 1)
+    with pytest.raises(SurefootError, match=r"b\.jsonl: in every one of its 3 rows chosen and rejected are the same"):
+        pairs(read_rows(jsonl(tmp_path / "b.jsonl", equal)), TOKENS, 100)
+
+
+def test_two_answers_of_which_one_begins_the_other_leave_something_after_the_prompt(tmp_path: Path) -> None:
+    rows = [{"chosen": "ab", "rejected": "a"}, {"chosen": "", "rejected": "a"}]
+    found = pairs(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
+    assert all(0 < n < len(ids) for n, ids in zip(found.prompt_lengths, found.rejected, strict=True))
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+MORE = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "no"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ([ASK], []),
+        ([ASK], [ASK]),
+        ([SYSTEM, ASK], []),
+        ([SYSTEM, ASK], [SYSTEM, ASK]),
+        ([SYSTEM, ASK], [ASK]),
+        ([ASK], [SYSTEM, ASK]),
+        ([{**ASK, "content": "2+2 "}], [ASK]),
+        ([ASK, ANSWER, ASK], [ASK, ANSWER, ASK]),
+        ("2+2", [ASK]),
+        ("2+2\n", [SYSTEM, ASK]),
+    ],
+)
+def test_an_answer_may_repeat_its_prompt_and_nothing_is_rendered_twice(
+    prompt: Any, before: list[dict[str, str]], tmp_path: Path
+) -> None:
+    asked = prompt
+    if isinstance(prompt, str) or before[:1] == [SYSTEM]:
+        asked = [*before[:-1], {**ASK, "content": prompt if isinstance(prompt, str) else ASK["content"]}]
+    for answer, worse in (([ANSWER], [WORSE]), ([ANSWER, *MORE], [WORSE])):
+        row = {"prompt": prompt, "chosen": [*before, *answer], "rejected": [*before, *worse], "completion": [*before, *answer]}
+        rows = read_rows(jsonl(tmp_path / "a.jsonl", [row]))
+        found, shown = pairs(rows, TOKENS, 100), demonstrations(rows, TOKENS, 100)
+        whole = TOKENS.demonstration({"prompt": asked, "completion": answer})
+        assert (found.chosen[0], found.chosen_trained[0]) == (shown.ids[0], shown.trained[0]) == whole
+        assert found.rejected[0] == TOKENS.demonstration({"prompt": asked, "completion": worse})[0]
+        assert found.chosen[0][: found.prompt_lengths[0]] == TOKENS.encode_prompt(asked)
 
 
 def test_prompts_bring_the_other_columns_of_their_rows(tmp_path: Path) -> None:
@@ -189,6 +237,105 @@ def test_when_every_row_is_dropped_the_shortest_is_told(make: Callable[..., Any]
         SurefootError, match=rf"a\.jsonl: every one of its 2 rows .* has {shortest} tokens and max_length=1; raise"
     ):
         make(rows, TOKENS, 1)
+
+
+# ---- what a chat template reads beside text ----------------------------------------------------------------------------
+
+WITH_TOOLS = Tokens(pocket()[1])
+WITH_TOOLS.tokenizer.chat_template = (
+    "{% if tools %}{{ '[' }}{% for tool in tools %}{{ tool.function.name }}{{ tool.function.parameters | tojson }}{% endfor %}"
+    "{{ ']' }}{% endif %}{% if think %}{{ '(think)' }}{% endif %}"
+    "{% for m in messages %}{{ '<' + m.role + '>' }}"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+OPTIONS = {"tools": [TOOL], "chat_template_kwargs": {"think": True}}
+HEAD = '[add{"a": "number", "b": "number"}](think)<user>2+2<assistant>'
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize("stored", [lambda value: value, json.dumps])
+def test_tools_and_settings_of_a_row_reach_the_chat_template(
+    write: Callable[..., Path], stored: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    beside = {name: stored(value) for name, value in OPTIONS.items()}
+    shapes = {
+        demonstrations: [{"messages": [ASK, ANSWER]}, {"prompt": [ASK], "completion": [ANSWER]}],
+        pairs: [
+            {"chosen": [ASK, ANSWER], "rejected": [ASK, WORSE]},
+            {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]},
+        ],
+        prompts: [{"messages": [ASK, ANSWER]}, {"prompt": [ASK]}],
+    }
+    for make, rows in shapes.items():
+        for row in rows:
+            found: Any = make(read_rows(write(tmp_path / f"a.{write.__name__}", [row | beside])), WITH_TOOLS, 200)
+            first = (found.chosen if make is pairs else found.ids)[0]
+            assert texts([first]) == [HEAD if make is prompts else f"{HEAD}4⟨eos⟩"]
+            assert found.unused == ()
+            if make is pairs:
+                assert texts([found.rejected[0], first[: found.prompt_lengths[0]]]) == [f"{HEAD}55⟨eos⟩", HEAD]
+
+
+def test_rows_without_tools_beside_rows_with_them_are_rendered_without(tmp_path: Path) -> None:
+    more = {**TOOL, "function": {**TOOL["function"], "parameters": {"c": "text"}}}
+    rows = [{"messages": [ASK, ANSWER], "tools": tools} for tools in ([TOOL], [more], [], None)]
+    found = demonstrations(read_rows(parquet(tmp_path / "a.parquet", rows)), WITH_TOOLS, 200)
+    plain = "<user>2+2<assistant>4⟨eos⟩"
+    one, other = '[add{"a": "number", "b": "number"}]', '[add{"c": "text"}]'
+    assert texts(found.ids) == [one + plain, other + plain, plain, plain]
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_a_message_may_call_tools_in_place_of_its_content(write: Callable[..., Path], tmp_path: Path) -> None:
+    said = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "4"}, ANSWER]
+    found = demonstrations(read_rows(write(tmp_path / f"a.{write.__name__}", [{"messages": said}])), WITH_TOOLS, 200)
+    call = '{"name": "add", "arguments": {"a": 2, "b": 2}}⟨eos⟩'
+    assert texts(found.ids) == [f"<user>2+2<assistant>{call}<tool>4<assistant>4⟨eos⟩"]
+    assert texts([[i for i, kept in zip(found.ids[0], found.trained[0], strict=True) if kept]]) == [f"{call}4⟨eos⟩"]
+
+
+def test_a_prompt_keeps_its_tools_wherever_it_is_rendered_again(tmp_path: Path) -> None:
+    found = prompts(read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": [ASK], **OPTIONS}])), WITH_TOOLS, 200)
+    again = repeated(found, [0, 0])
+    assert [WITH_TOOLS.encode_prompt(prompt) for prompt in again.prompts] == found.ids * 2
+    row = pair_row(found.prompts[0], "4", "55")
+    assert row == {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE], **OPTIONS}
+    best = chosen_row(found.prompts[0], ["4", "55"], [1.0, 0.0], [True, True], None, worst=False)
+    assert best == {"prompt": [ASK], "completion": [ANSWER], "reward": 1.0, **OPTIONS}
+
+
+def test_what_is_not_used_is_named_once(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [ASK, {**ANSWER, "name": "it"}], "id": 3, "source": None},
+        {"messages": [ASK, ANSWER], "id": 4, "source": None, "prompt": "2+2", "tools": []},
+        {"text": "abc", "tools": [TOOL]},
+    ]
+    shown = demonstrations(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
+    assert shown.unused == ("messages[].name", "id", "prompt", "tools")
+    both = {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1.5, "messages": [ASK]}
+    assert pairs(read_rows(jsonl(tmp_path / "b.jsonl", [both])), TOKENS, 100).unused == ("score", "messages")
+    assert prompts(read_rows(jsonl(tmp_path / "b.jsonl", [both])), TOKENS, 100).columns.keys() >= {"score", "messages"}
+
+
+def test_messages_of_weight_0_are_read_and_not_trained(tmp_path: Path) -> None:
+    long = [ASK, {**ANSWER, "weight": 0}, {**ASK, "weight": 0}, {**WORSE, "weight": 1}, ASK, ANSWER]
+    rows = read_rows(jsonl(tmp_path / "a.jsonl", [{"messages": long}]))
+    whole = TOKENS.demonstration({"messages": [{key: message[key] for key in ("role", "content")} for message in long]})
+    for template in (None, pocket()[1].chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")):
+        tokens = Tokens(pocket()[1])
+        tokens.tokenizer.chat_template = template or tokens.tokenizer.chat_template
+        found = demonstrations(rows, tokens, 100)
+        assert found.ids == [whole[0]]
+        kept = [i for i, kept in zip(found.ids[0], found.trained[0], strict=True) if kept]
+        assert texts([kept]) == ["55⟨eos⟩4⟨eos⟩"]
+        assert found.unused == ()
+        last = demonstrations(read_rows(jsonl(tmp_path / "b.jsonl", [{"messages": [*long[:5], long[1]]}])), tokens, 100)
+        assert texts(last.ids) == ["⟨user⟩2+2⟨assistant⟩4⟨eos⟩⟨user⟩2+2⟨assistant⟩55⟨eos⟩"], (
+            "nothing is kept after what is trained"
+        )
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------
@@ -228,6 +375,35 @@ def test_when_every_row_is_dropped_the_shortest_is_told(make: Callable[..., Any]
         (pairs, {"chosen": "b", "rejected": [ASK, ANSWER]}, "columns differ: 'chosen' is text, 'rejected' is messages"),
         (pairs, {"prompt": "a", "chosen": [ANSWER], "rejected": [WORSE]}, "columns differ: 'prompt' is text"),
         (pairs, {"chosen": [ANSWER], "rejected": [WORSE]}, "begin differently, so there is no prompt"),
+        (demonstrations, {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "message 2: 'weight' is 0.5; it must be 0 "),
+        (demonstrations, {"messages": [ASK, {**ANSWER, "weight": True}]}, "message 2: 'weight' is True; it must be 0 "),
+        (demonstrations, {"messages": [{**ASK, "weight": 1}, ANSWER]}, "message 1: 'weight' is 1, but only messages of the"),
+        (demonstrations, {"messages": [ASK, {**ANSWER, "weight": 0}]}, "every message of the assistant has weight 0"),
+        (demonstrations, {"messages": [ASK, {**ANSWER, "tool_calls": "f()"}]}, "message 2: 'tool_calls' is text; it must be a"),
+        (demonstrations, {"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "does not write 'tool_calls', which a mess"),
+        (demonstrations, {"messages": [{**ASK, "content": None, "tool_calls": [CALL]}]}, "message 1: 'content' is null"),
+        (demonstrations, {"messages": [ASK, ANSWER], "tools": [TOOL]}, "column 'tools' has no effect, because the chat temp"),
+        (demonstrations, {"messages": [ASK, ANSWER], "tools": "get"}, "column 'tools' is text that is not JSON"),
+        (demonstrations, {"messages": [ASK, ANSWER], "tools": {"a": 1}}, "column 'tools' is an object; it must be a list of"),
+        (demonstrations, {"messages": [ASK, ANSWER], "tools": ["get"]}, "column 'tools', tool 1 is text; it must be an obj"),
+        (
+            pairs,
+            {"chosen": [ASK, ANSWER], "rejected": [ASK, WORSE], "chat_template_kwargs": {"think": True}},
+            "column 'chat_template_kwargs': 'think' has no effect",
+        ),
+        (
+            prompts,
+            {"prompt": [ASK], "chat_template_kwargs": {"add_generation_prompt": False}},
+            "column 'chat_template_kwargs': 'add_generation_prompt' is not for a row to set",
+        ),
+        (prompts, {"prompt": [ASK], "chat_template_kwargs": [1]}, "column 'chat_template_kwargs' is a list; it must be an obj"),
+        (pairs, {"prompt": [ASK], "chosen": [ASK], "rejected": [ASK, WORSE]}, "column 'chosen' has nothing after the prompt"),
+        (pairs, {"prompt": "3+3", "chosen": [ASK, ANSWER], "rejected": [ASK, WORSE]}, "columns differ: 'prompt' is text, 'cho"),
+        (
+            pairs,
+            {"prompt": "2+2", "chosen": [SYSTEM, ASK, ANSWER], "rejected": [ASK, WORSE]},
+            "chosen and rejected have different messages before the prompt",
+        ),
         (prompts, {"question": "a"}, "missing column 'prompt'; a prompt is in"),
         (prompts, {"prompt": [ASK, ANSWER]}, "ends with a message of the assistant"),
         (prompts, {"messages": [ANSWER]}, "has nothing before the answer"),
@@ -286,3 +462,15 @@ def test_a_preview_knows_pairs_and_prompts(tmp_path: Path) -> None:
     asked, _ = printed(jsonl(tmp_path / "b.jsonl", [{"prompt": "a\nb", "answer": 2}]))
     assert "a⏎" in asked
     assert "3, of which 0 trained" in asked
+
+
+def test_a_preview_names_what_is_left_out_and_what_is_not_used(tmp_path: Path) -> None:
+    rows = [{"prompt": "ab", "chosen": "c", "rejected": "dd", "score": 1}, {"prompt": "ab", "chosen": "c", "rejected": "c"}]
+    both, _ = printed(jsonl(tmp_path / "a.jsonl", rows))
+    assert "pairs    │ 1 of 2 rows" in both
+    assert "equal    │ 1 whose answers are the same, dropped" in both
+    assert "not used │ score" in both
+    asked, _ = printed(jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "answer": 2}]))
+    assert "for rewards │ answer" in asked
+    shown, _ = printed(jsonl(tmp_path / "c.jsonl", [{"messages": [{**ASK, "name": "[b]me[/b]"}, ANSWER]}]))
+    assert "not used       │ messages[].name" in shown

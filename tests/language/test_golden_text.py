@@ -148,7 +148,7 @@ def test_sft_has_the_golden_loss_and_none_on_what_is_not_trained() -> None:
 def test_a_reward_model_has_the_golden_loss_and_a_tie_is_no_win(folders: dict[str, Path], tmp_path: Path) -> None:
     name = "bradley_terry_rm_loss"
     x = CASES[name]["inputs"]
-    pairs = [("a", "b"), ("c", "d"), ("e", "e")]
+    pairs = [("a", "b"), ("c", "d"), ("e", "f")]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x", "chosen": c, "rejected": r}) + "\n" for c, r in pairs))
     data = {"train": str(path), "held_out": str(path), "max_length": 8, "batch": 3}
@@ -158,7 +158,10 @@ def test_a_reward_model_has_the_golden_loss_and_a_tie_is_no_win(folders: dict[st
         scores |= {chosen: r_chosen, rejected: r_rejected}
     model = world.policy.model
     texts = [[*world.tokens.encode_prompt("x"), *world.tokens.encode_completion(text)] for text in scores]
+    e, f = world.tokens.tokenizer.convert_tokens_to_ids(["e", "f"])
     with torch.no_grad():
+        letters = model.backbone.get_input_embeddings().weight  # type: ignore[union-attr, operator]
+        letters[f] = letters[e]  # a tie to the last bit
         ends = torch.stack([model.backbone(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts])  # type: ignore[union-attr, operator]
     tiny.teach(model.head, ends, torch.tensor(list(scores.values())).unsqueeze(-1))
     judged = world.evaluate()

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from surefoot.config import make_recipe
 from surefoot.errors import SurefootError
+from surefoot.language.dialogue import Dialogue
 from surefoot.language.models import RewardModel, load_model, scalar_model
 from surefoot.language.rewards import ModelReward, load_reward
+from surefoot.language.rows import write_rows
+from surefoot.language.world import LanguageWorld
 
 from .test_rewards import Term
 
@@ -66,16 +70,19 @@ def test_nothing_to_score_gives_nothing(folders, tmp_path):
     assert ModelReward(tmp_path / "reward")([], [], {}).total.shape == (0,)
 
 
-def test_a_conversation_is_scored_by_the_model_s_own_chat_template(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"tools": [{"name": "add"}]}])
+def test_a_conversation_is_scored_by_the_model_s_own_chat_template_with_its_tools(tmp_path, options):
     model, tokenizer = load_model("pocket")
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + tokenizer.chat_template
     scorer = scalar_model(model, 1, tokenizer)
     scorer.save(tmp_path / "reward")
     messages = [{"role": "user", "content": "Hello?"}]
     answered = [*messages, {"role": "assistant", "content": "Hello."}]
-    ids = torch.tensor([tokenizer.apply_chat_template(answered, return_dict=False)])
+    ids = torch.tensor([tokenizer.apply_chat_template(answered, return_dict=False, **options)])
     with torch.no_grad():
         expected = scorer(ids, torch.ones_like(ids, dtype=torch.bool))
-    torch.testing.assert_close(ModelReward(tmp_path / "reward")([messages], ["Hello."], {}).total, expected)
+    prompts = [Dialogue(messages, options)]
+    torch.testing.assert_close(ModelReward(tmp_path / "reward")(prompts, ["Hello."], {}).total, expected)
 
 
 def test_a_model_and_a_function_add_up(folders, tmp_path):
@@ -111,3 +118,23 @@ def test_a_score_that_is_not_finite_is_refused(folders, tmp_path):
     scorer.save(tmp_path / "reward")
     with pytest.raises(SurefootError, match="gave a score that is not finite"):
         ModelReward(tmp_path / "reward")(["x"], ["y"], {})
+
+
+def test_columns_of_prompts_are_named_where_no_reward_can_read_them(folders, tmp_path):
+    model, tokenizer = load_model(folders["llama"])
+    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": 1}, {"prompt": "b", "source": "web"}])
+    for terms, notes in (
+        ([{"model": str(tmp_path / "reward")}], [f"{tmp_path / 'rows.jsonl'}: not used: 'answer', 'source'"]),
+        ([{"model": str(tmp_path / "reward")}, {"function": f"{tmp_path / 'mine.py'}:short"}], []),
+    ):
+        recipe = {
+            "kind": "language",
+            "model": str(folders["llama"]),
+            "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 8},
+            "sampling": {"prompts": 2, "max_tokens": 4},
+            "reward": {"terms": terms},
+            "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
+        }
+        assert [note for note in LanguageWorld(make_recipe(recipe)).notes if "not used" in note] == notes

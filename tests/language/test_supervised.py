@@ -164,6 +164,24 @@ def test_rows_longer_than_the_models_context_are_dropped_and_counted(
     assert made.notes == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
 
 
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_what_nothing_is_learned_from_is_named_once_before_training(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    key, rows = ("completion", demonstrations) if kind == "sft" else ("chosen", pairs)
+    path = Path(rows(tmp_path / "rows.jsonl"))
+    first = json.loads(path.read_text().splitlines()[0])
+    with path.open("a") as file:
+        file.writelines(json.dumps(first | {"rejected": first[key], "source": "web", "tools": []}) + "\n" for _ in range(2))
+    settings = {"train": str(path), "max_length": 64, "batch": 8}
+    made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["llama"]), "data": settings}))  # type: ignore[arg-type]
+    equal = f"{path}: dropped, because both answers are the same: 2 rows"
+    assert made.collector.rows.count == (26 if kind == "sft" else 24)
+    unused = "'rejected', 'source'" if kind == "sft" else "'source'"
+    assert made.notes == [*([] if kind == "sft" else [equal]), f"{path}: not used: {unused}"]
+    assert made.arithmetic()[: len(made.notes)] == made.notes
+
+
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_an_interrupted_run_resumes_bit_for_bit(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     data = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl", 20)  # epochs end inside batches

@@ -1,6 +1,9 @@
 """What is padded with, what ends a response, and what of a conversation is trained."""
 
+import html
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
+from surefoot.language.deadline import Overdue, within
 from surefoot.language.models import pocket
 from surefoot.language.pocket import ALPHABET, character_tokenizer
 from surefoot.language.tokens import Tokens, left_padded, positions, right_padded
@@ -247,6 +251,108 @@ def test_messages_need_a_chat_template() -> None:
 def test_what_a_template_refuses_is_one_line(template: str) -> None:
     with pytest.raises(SurefootError, match=r"^the chat template refuses these messages \(\w+: [^\n]+\)$"):
         tokens_with(template).encode_prompt(BEGUN)
+
+
+# ---- replies ----------------------------------------------------------------------------------------------------------
+
+TURN = "{{ '<' + m['role'] + '>' }}{{ m['content'] }}{{ eos_token }}"
+SAYS = "And 3<4? Be Surefoot & brief."
+REPLY = [{"role": "user", "content": SAYS}]
+
+
+def chat(turn: str = TURN, before: str = "", over: str = "messages") -> str:
+    """A chat template."""
+    ask = "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    return f"{before}{{% for m in {over} %}}{turn}{{% endfor %}}{ask}"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "{{ '<system>You are Surefoot, made by Surefoot.' + eos_token }}",
+        "{{ '<system>1234567890' + strftime_now('%Y-%m-%d %H:%M:%S') + eos_token }}",
+        "{{ '<user>Surefoot' + eos_token + '<assistant>Surefoot' + eos_token }}",
+    ],
+)
+@pytest.mark.parametrize(
+    ("filter_", "made"),
+    [
+        ("trim", str.strip),
+        ("upper", str.upper),
+        ("lower", str.lower),
+        ("title", lambda text: text.title()),
+        ("escape", lambda text: html.escape(text)),
+        ("urlencode", lambda text: quote(text)),
+    ],
+)
+def test_a_reply_is_what_the_template_writes_behind_the_assistant_whatever_it_does_to_text(
+    before: str, filter_: str, made: Callable[[str], str]
+) -> None:
+    tokens = tokens_with(chat(TURN.replace("m['content']", f"m['content'] | {filter_}"), before))
+    follows = f"<user>{made(SAYS)}⟨eos⟩<assistant>"
+    assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, ended=True)) == follows
+    assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, ended=False)) == f"⟨eos⟩{follows}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (chat(over="messages[-1:]"), "leaves out what the assistant wrote"),
+        (chat(turn=TURN.replace("m['content']", "m['content'][:20]")), "leaves out what the assistant wrote"),
+        (chat(turn=TURN + TURN), "writes the assistant's message more than once"),
+        (chat(before="{% for m in messages %}{{ m['content'] }}{% endfor %}"), "writes the assistant's message more than once"),
+    ],
+)
+def test_a_template_that_drops_or_repeats_the_assistant_is_refused_where_a_reply_follows(template: str, message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
+        tokens_with(template).encode_reply(REPLY, ended=True)
+
+
+# ---- BOS, and time ----------------------------------------------------------------------------------------------------
+
+
+def test_text_that_begins_with_bos_gets_no_second_one() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = tokens_with(bos_token="⟨system⟩")
+    bos, a = tokens.tokenizer.convert_tokens_to_ids(["⟨system⟩", "a"])
+    begins = TemplateProcessing(single="⟨system⟩ $A", special_tokens=[("⟨system⟩", bos)])
+    tokens.tokenizer.backend_tokenizer.post_processor = begins
+    assert tokens.tokenizer("⟨system⟩a")["input_ids"] == [bos, bos, a], "the tokenizer itself does not look"
+    assert tokens.encode_prompt("⟨system⟩a") == tokens.encode_prompt("a") == [bos, a]
+    assert tokens.demonstration({"text": "⟨system⟩aa"}) == ([bos, a, a, 1], [False, True, True, True])
+    assert tokens.encode_prompt("⟨system⟩⟨system⟩a") == [bos, bos, a], "a second one in the text is the text's"
+
+
+def test_text_that_ends_with_eos_gets_no_second_one() -> None:
+    assert POCKET.encode_completion("ab⟨eos⟩") == POCKET.encode_completion("ab")
+    assert POCKET.demonstration({"text": "ab⟨eos⟩"}) == POCKET.demonstration({"text": "ab"})
+    assert POCKET.encode_completion("") == [POCKET.eos_id]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% if i > j and j > i %}x{% endif %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_without_end_is_one_line_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    monkeypatch.setattr("surefoot.language.tokens.RENDERING", 0.2)
+    tokens = tokens_with(ENDLESS)
+    uses = (lambda: tokens.encode_prompt(BEGUN), lambda: tokens.demonstration({"messages": SAID}))
+    with ThreadPoolExecutor(1) as pool:
+        for use in uses:
+            for call in (use, lambda use=use: pool.submit(use).result()):
+                with pytest.raises(SurefootError, match=r"^the chat template takes longer than 0\.2 s [^\n]+$"):
+                    call()
+    assert tokens_with(CHATML).encode_prompt(BEGUN), "others go on"
+
+
+def test_a_deadline_around_a_rendering_stays_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.language.tokens.RENDERING", 30.0)
+    tokens = tokens_with(ENDLESS)
+    with pytest.raises(Overdue):
+        within(0.2, lambda: tokens.encode_prompt(BEGUN))
 
 
 def byte_tokenizer() -> Any:

@@ -121,7 +121,7 @@ def answer_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
     content = list(zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True))
     lengths = [max(len(chosen), len(rejected)) for chosen, rejected, *_ in content]
     trained = [max(sum(chosen), sum(rejected)) for *_, chosen, rejected in content]
-    return Rows(tensors, content, lengths, trained, pairs.dropped)
+    return Rows(tensors, content, lengths, trained, data.pair_notes(path, limit, pairs))
 
 
 class Anchor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.language import data
+from surefoot.language.dialogue import columns_of
 from surefoot.language.metrics import best_of_n_kl
 from surefoot.language.models import context_of
 from surefoot.language.pairs import as_answer, pair_row
@@ -203,7 +204,8 @@ def chosen_row(
         return None
 
     if not worst:
-        return {"prompt": prompt, "completion": as_answer(prompt, responses[best]), "reward": rewards[best]}
+        row = {"prompt": prompt, "completion": as_answer(prompt, responses[best]), "reward": rewards[best]}
+        return row | columns_of(prompt)
     return pair_row(prompt, responses[best], responses[last]) | {"reward": rewards[best], "reward_rejected": rewards[last]}
 
 

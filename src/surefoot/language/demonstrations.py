@@ -21,7 +21,7 @@ class Rows:
 
     lengths   tokens of each row; of a pair, the longer answer's
     trained   those of them that are trained
-    dropped   rows that were too long and are not among them
+    notes     a line for each reason why something of the file is not among them
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class Rows:
         content: Iterable[object],
         lengths: Sequence[int],
         trained: Sequence[int],
-        dropped: int = 0,
+        notes: Sequence[str] = (),
     ) -> None:
         self.count, self.tensors, self.print = len(lengths), tensors, rows_print(content)
-        self.lengths, self.trained, self.dropped = lengths, trained, dropped
+        self.lengths, self.trained, self.notes = lengths, trained, notes
 
     def first(self, count: int) -> tuple[int, int, int]:
         """Of the first ``count`` rows, as far as there are so many: how many, and the most tokens and trained ones in a row."""
@@ -52,7 +52,7 @@ def demonstration_rows(path: str, tokens: Tokens, limit: int, said: str = "") ->
         zip(shown.ids, shown.trained, strict=True),
         [len(ids) for ids in shown.ids],
         [sum(trained) for trained in shown.trained],
-        shown.dropped,
+        data.notes(path, limit, shown.dropped, unused=shown.unused),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError
+from surefoot.language.dialogue import Dialogue, options_of
 from surefoot.language.models import RewardModel
 from surefoot.language.optional import quiet
 from surefoot.language.scores import Columns, Pieces, Prompt, Scores
@@ -115,7 +116,8 @@ class ModelReward:
         """Those of the prompt, and those of the response with its end; together, with the scores of whole responses."""
         if isinstance(prompt, str) or self.per == "step":
             return self.tokens.encode_prompt(prompt), self.tokens.encode_completion(response)
-        return [], self.tokens.render([*prompt, {"role": "assistant", "content": response}])
+        whole = Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt))
+        return [], self.tokens.render(whole)
 
     def _refusal(self, what: str) -> SurefootError:
         return SurefootError(f"{self.field}={self.path!r}: {what}")

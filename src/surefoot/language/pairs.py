@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from surefoot.language.tokens import Messages
+from surefoot.language.dialogue import Messages, columns_of
 
 if TYPE_CHECKING:
     from surefoot.language.trained import LanguageModel
@@ -51,7 +51,8 @@ def prefers_first(first: float, second: float, noise: float, draw: random.Random
 
 def pair_row(prompt: Prompt, chosen: str, rejected: str) -> dict[str, Any]:
     """A row of pairs as ``kind = "reward"`` and ``kind = "dpo"`` read it."""
-    return {"prompt": prompt, "chosen": as_answer(prompt, chosen), "rejected": as_answer(prompt, rejected)}
+    answers = {"chosen": as_answer(prompt, chosen), "rejected": as_answer(prompt, rejected)}
+    return {"prompt": prompt, **answers, **columns_of(prompt)}
 
 
 def as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:

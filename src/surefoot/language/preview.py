@@ -1,6 +1,6 @@
 """A look at data before training: rows with the tokens coloured by what is trained, lengths, and what is dropped."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -42,28 +42,41 @@ def preview(
     found = read_rows(path)
     loaded, tokenizer = load_model(model_folder(str(model)), trust_remote_code=trust_remote_code)
     tokens, limit = Tokens(tokenizer, loaded), max_length or context_of(loaded) or 1_000_000
-    kind, sequences, dropped = _sequences(found, tokens, limit)
+    kind, sequences, left_out = _sequences(found, tokens, limit)
     panels = [Panel(coloured(one, tokens), title=one.label, title_align="left") for one in sequences if _within(one, rows)]
     legend = Text.assemble(("trained", TRAINED), ", ", ("read only", READ))
-    return Group(*panels, legend, _summary(kind, sequences, len(found), dropped, limit))
+    return Group(*panels, legend, _summary(kind, sequences, len(found), left_out))
 
 
-def _sequences(rows: Sequence[Row], tokens: Tokens, limit: int) -> tuple[str, list[Shown], int]:
-    """What kind of data rows are, by the first one's columns; every sequence that is kept; how many rows are not."""
+def _sequences(rows: Sequence[Row], tokens: Tokens, limit: int) -> tuple[str, list[Shown], dict[str, str]]:
+    """What kind of data rows are, by the first one's columns; every sequence that is kept; and what is not, for the summary."""
     names = set(rows[0].columns)
     if names & {"chosen", "rejected"}:
         both = pairs(rows, tokens, limit)
-        found = []
-        for index, length in enumerate(both.prompt_lengths):
-            for name, ids in (("chosen", both.chosen[index]), ("rejected", both.rejected[index])):
-                found.append(Shown(ids, [i >= length for i in range(len(ids))], f"{index + 1} {name}"))
-        return "pairs", found, both.dropped
+        sides = (("chosen", both.chosen, both.chosen_trained), ("rejected", both.rejected, both.rejected_trained))
+        found = [
+            Shown(ids[index], trained[index], f"{index + 1} {name}")
+            for index in range(len(both.chosen))
+            for name, ids, trained in sides
+        ]
+        equal = {"equal": f"{both.equal:,} whose answers are the same, dropped"} if both.equal else {}
+        return "pairs", found, {"dropped": _too_long(both.dropped, limit), **equal, **_unused(both.unused)}
     if "prompt" in names and not names & {"completion", "messages", "text"}:
         asked = prompts(rows, tokens, limit)
-        return "prompts", [Shown(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(asked.ids)], asked.dropped
+        found = [Shown(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(asked.ids)]
+        columns = {"for rewards": ", ".join(asked.unused)} if asked.unused else {}
+        return "prompts", found, {"dropped": _too_long(asked.dropped, limit), **columns}
     told = demonstrations(rows, tokens, limit)
     shown = [Shown(*row, f"{i + 1}") for i, row in enumerate(zip(told.ids, told.trained, strict=True))]
-    return "demonstrations", shown, told.dropped
+    return "demonstrations", shown, {"dropped": _too_long(told.dropped, limit), **_unused(told.unused)}
+
+
+def _too_long(dropped: int, limit: int) -> str:
+    return f"{dropped:,} longer than {limit:,} tokens"
+
+
+def _unused(names: Sequence[str]) -> dict[str, str]:
+    return {"not used": ", ".join(names)} if names else {}
 
 
 def _within(one: Shown, rows: int) -> bool:
@@ -79,15 +92,15 @@ def coloured(one: Shown, tokens: Tokens) -> Text:
     return text
 
 
-def _summary(kind: str, sequences: Sequence[Shown], rows: int, dropped: int, limit: int) -> Table:
+def _summary(kind: str, sequences: Sequence[Shown], rows: int, left_out: Mapping[str, str]) -> Table:
     lengths = sorted(len(one.ids) for one in sequences)
     trained = sum(sum(one.trained) for one in sequences)
     table = Table(show_header=False)
     for name, value in (
-        (kind, f"{rows - dropped:,} of {rows:,} rows"),
-        ("dropped", f"{dropped:,} longer than {limit:,} tokens"),
+        (kind, f"{len({one.label.split()[0] for one in sequences}):,} of {rows:,} rows"),
+        *left_out.items(),
         ("tokens", f"{sum(lengths):,}, of which {trained:,} trained ({trained / sum(lengths):.0%})"),
         ("length", f"{lengths[0]:,} to {lengths[-1]:,}, median {lengths[len(lengths) // 2]:,}"),
     ):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     return table

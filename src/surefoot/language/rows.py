@@ -10,6 +10,9 @@ from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.optional import needed
 from surefoot.run.folder import write_text
 
+RENDERED = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
+"""columns that a chat template may read"""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -104,7 +107,18 @@ def _saved(folder: Path) -> list[Row]:
 
 
 def _numbered(path: Path, columns: Iterable[dict[str, Any]]) -> list[Row]:
-    return [Row(row, f"{path}, row {number}", str(path)) for number, row in enumerate(columns, start=1)]
+    return [Row(_plain(row), f"{path}, row {number}", str(path)) for number, row in enumerate(columns, start=1)]
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a file with a schema, in which every message and tool has the keys of all: as it was before they were added."""
+    return {name: _without_nulls(value) if name in RENDERED else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def kind_of(value: Any) -> str:

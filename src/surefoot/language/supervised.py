@@ -93,7 +93,8 @@ def pair_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
     pairs = data.pairs(data.read_rows(path), tokens, limit, said)
     both = list(zip(pairs.chosen, pairs.rejected, strict=True))
     lengths = [max(map(len, pair)) for pair in both]
-    return Rows(partial(pair_tensors, pairs, pad_id=tokens.pad_id), both, lengths, [0] * len(both), pairs.dropped)
+    tensors = partial(pair_tensors, pairs, pad_id=tokens.pad_id)
+    return Rows(tensors, both, lengths, [0] * len(both), data.pair_notes(path, limit, pairs))
 
 
 def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
@@ -166,7 +167,7 @@ class SupervisedWorld:
         if self.recipe.demonstrations is None:
             return data.pairs(data.read_rows(self.recipe.data.train), self.tokens, *self.room).chosen
         shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, *self.room)
-        self._note(self.recipe.demonstrations, shown.dropped)
+        self.notes += data.notes(self.recipe.demonstrations, self.room[0], shown.dropped, unused=shown.unused)
         if len(shown.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; give at least two")
         return shown.ids
@@ -175,12 +176,8 @@ class SupervisedWorld:
         anchored = isinstance(self.recipe, DpoRecipe)
         read = pair_rows if self.preference else answer_rows if anchored else demonstration_rows
         rows = read(path, self.tokens, *self.room)
-        self._note(path, rows.dropped)
+        self.notes += rows.notes
         return rows
-
-    def _note(self, path: str, dropped: int) -> None:
-        if dropped:
-            self.notes.append(f"{path}: dropped, because longer than {self.room[0]} tokens: {dropped} rows")
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and what the recipe comes to."""

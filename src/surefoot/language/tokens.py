@@ -3,7 +3,9 @@
 Prompts are padded left and responses right; a mask says what is real (True), so which id pads never matters to a model.
 """
 
+import hashlib
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +13,16 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.deadline import Overdue, within
+from surefoot.language.dialogue import WEIGHT, Dialogue, options_of
+from surefoot.language.dialogue import Messages as Messages
 from surefoot.rollout import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, Any]]
-MARK = "Surefoot"
-"""stands for an assistant's message where only what a template writes behind it is wanted"""
+RENDERING = 10.0
+"""seconds that a chat template may take for one conversation"""
 
 
 class Tokens:
@@ -41,17 +45,24 @@ class Tokens:
         return self.eos_ids[0]
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
-        """The ids that a response follows: text with the tokenizer's own beginning, or messages by the chat template."""
+        """The ids that a response follows: text with the tokenizer's own beginning, or messages by the chat template.
+
+        Text that a template has already written begins with BOS, and gets no second one.
+        """
         if not isinstance(prompt, str):
             return self.render(prompt, add_generation_prompt=True)
         ids = list(self.tokenizer(prompt)["input_ids"])
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos] and prompt.startswith(self.tokenizer.bos_token):
+            ids = ids[1:]
         while ids and ids[-1] in self.eos_ids:  # some tokenizers end whatever they encode
             ids.pop()
         return ids or [self._beginning()]
 
     def encode_completion(self, completion: str) -> list[int]:
-        """The ids of a response, with EOS."""
-        return [*self.tokenizer(completion, add_special_tokens=False)["input_ids"], self.eos_id]
+        """The ids of a response, with EOS where the text does not end with one."""
+        ids = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        return ids if ids and ids[-1] in self.eos_ids else [*ids, self.eos_id]
 
     def encode_reply(self, reply: str | Messages, ended: bool) -> list[int]:
         """The ids that stand between a turn of the model's own and its next one: what others say, and what opens the turn.
@@ -65,12 +76,15 @@ class Tokens:
         """
         if isinstance(reply, str):
             return [int(i) for i in self.tokenizer(reply, add_special_tokens=False)["input_ids"]]
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        mark = _mark(self._template(), repr(reply))
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
         written = str(self._apply([*before, *reply], tokenize=False, add_generation_prompt=True))
-        _, found, behind = written.partition(MARK)
-        if not found:
+        _, *behind = written.split(mark)
+        if not behind:
             raise SurefootError("the chat template leaves out what the assistant wrote, so nothing can follow it")
-        ids = [int(i) for i in self.tokenizer(behind, add_special_tokens=False)["input_ids"]]
+        if len(behind) > 1:
+            raise SurefootError("the chat template writes the assistant's message more than once, so no reply just follows it")
+        ids = [int(i) for i in self.tokenizer(behind[0], add_special_tokens=False)["input_ids"]]
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
         if ended and end is not None and not self.decode(ids[:end]).strip():
             return ids[end + 1 :]
@@ -101,27 +115,34 @@ class Tokens:
             return ids, [False] + [True] * (len(ids) - 1)
         prompt, completion = row["prompt"], row["completion"]
         if not isinstance(completion, str):
-            return self.conversation([*prompt, *completion], after=len(prompt))
+            return self.conversation(Dialogue([*prompt, *completion], options_of(prompt)), after=len(prompt))
         before, after = self.encode_prompt(prompt), self.encode_completion(completion)
         return before + after, [False] * len(before) + [True] * len(after)
 
     def conversation(self, messages: Messages, after: int = 0) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and which are trained: the assistant's among ``messages[after:]``. See demonstration."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= after]
-        if not turns:
+        """The ids of a conversation, and which are trained: the assistant's among ``messages[after:]`` but for weight 0.
+
+        See demonstration.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= after]
+        if not answers:
             raise SurefootError("no message is the assistant's, so nothing would be trained")
-        if re.search(r"{%-?\s*generation\b", self._template()):
+        turns = [i for i in answers if messages[i].get(WEIGHT, 1)]
+        if not turns:
+            raise SurefootError("every message of the assistant has weight 0, so nothing would be trained; remove the row")
+        if re.search(r"{%-?\s*generation\b", self._template(options_of(messages))):
             found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
             ids = [int(i) for i in found["input_ids"]]
-            start = self._prefix(messages, turns[0], ids, add_generation_prompt=True) if after else 0
+            start = self._prefix(messages, answers[0], ids, add_generation_prompt=True) if after else 0
             trained = [bool(marked) and i >= start for i, marked in enumerate(found["assistant_masks"])]
+            for turn in answers:
+                if turn not in turns:
+                    self._set(trained, messages, turn, ids, False)
         else:
             ids = self.render(messages)
             trained = [False] * len(ids)
             for turn in turns:
-                start = self._prefix(messages, turn, ids, add_generation_prompt=True)
-                stop = len(ids) if turn == len(messages) - 1 else self._prefix(messages, turn + 1, ids)
-                trained[start:stop] = [True] * (stop - start)
+                self._set(trained, messages, turn, ids, True)
         if not any(trained):
             raise SurefootError(
                 "the chat template marks nothing of what the assistant wrote as generated, so nothing would be trained; "
@@ -137,9 +158,19 @@ class Tokens:
         found = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
         return [int(i) for i in found]
 
+    def reads(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Whether the chat template, for messages with these options, has this name in it."""
+        return re.search(rf"\b{re.escape(name)}\b", self._template(options)) is not None
+
+    def _set(self, trained: list[bool], messages: Messages, turn: int, ids: list[int], value: bool) -> None:
+        """Whether the ids of one message of the assistant are trained."""
+        start = self._prefix(messages, turn, ids, add_generation_prompt=True)
+        stop = len(ids) if turn == len(messages) - 1 else self._prefix(messages, turn + 1, ids)
+        trained[start:stop] = [value] * (stop - start)
+
     def _prefix(self, messages: Messages, count: int, ids: list[int], **options: Any) -> int:
         """How many ids the first messages take; they must be those that the whole conversation begins with."""
-        first = self.render(messages[:count], **options)
+        first = self.render(Dialogue(messages[:count], options_of(messages)), **options)
         if ids[: len(first)] != first:
             raise SurefootError(
                 f"the chat template writes the first {count} messages otherwise when more follow, so it can't be told what "
@@ -165,22 +196,41 @@ class Tokens:
             return [*ids, self.eos_id], [*settled, True]
         return ids, settled
 
-    def _template(self) -> str:
+    def _template(self, options: Mapping[str, Any] | None = None) -> str:
         if not self.tokenizer.chat_template:
             raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
-        return str(self.tokenizer.get_chat_template())
+        return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
-        self._template()
+        """What the chat template writes, within a time: it is a program that came with the model."""
+        beside = options_of(messages)
+        self._template(beside)
+        plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
+        begun = time.monotonic()
         try:
-            return self.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
-        except Exception as error:  # a template is a program
+            return within(RENDERING, lambda: self.tokenizer.apply_chat_template(plain, **beside, **options))
+        except Exception as error:
             raise SurefootError(f"the chat template refuses these messages ({cause_of(error)})") from None
+        except Overdue:
+            if time.monotonic() - begun < RENDERING:  # somebody else's deadline, around this one
+                raise
+            raise SurefootError(
+                f"the chat template takes longer than {RENDERING:g} s for these messages, perhaps without end; correct it, or "
+                "use another model"
+            ) from None
 
     def _beginning(self) -> int:
         """What stands for an empty prompt: a response needs something to follow."""
         bos = self.tokenizer.bos_token_id
         return self.eos_id if bos is None else int(bos)
+
+
+def _mark(*texts: str) -> str:
+    """A number that stands for an assistant's message where only what a template writes behind it is wanted.
+
+    Digits alone: no template changes their case, escapes or strips them. A hash of the texts: none of them can hold it.
+    """
+    return str(int.from_bytes(hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).digest()[:12]) + 10**28)
 
 
 def _eos_ids(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None") -> tuple[int, ...]:

@@ -103,11 +103,10 @@ class LanguageWorld:
         if recipe.mixing.sft_coefficient:
             assert recipe.mixing.demonstrations is not None
             self.mixed = self._demonstrations(recipe.mixing.demonstrations, context)
-        for part in (*parts_of(self.reward), *([] if self.gold is None else [self.gold])):
-            if isinstance(part, FunctionReward):
-                for prompts, _ in asked:
-                    part.check_columns(prompts.columns)
-                self.notes += part.late(*((count, prompts.columns) for prompts, count in asked))
+        for part in self._functions():
+            for prompts, _ in asked:
+                part.check_columns(prompts.columns)
+            self.notes += part.late(*((count, prompts.columns) for prompts, count in asked))
         self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
         if self.environments is not None:
             self.longest = longest if limit in (None, sys.maxsize) else limit or longest
@@ -141,15 +140,19 @@ class LanguageWorld:
         if self.environments is not None:
             return data.bare(data.read_rows(path))
         found = data.prompts(data.read_rows(path), self.tokens, *self.room)
-        if found.dropped:
-            self.notes.append(f"{path}: dropped, because longer than {self.room[0]} tokens: {found.dropped} prompts")
+        unused = () if self._functions() else found.unused
+        self.notes += data.notes(path, self.room[0], found.dropped, unused=unused, rows="prompts")
         return found
+
+    def _functions(self) -> list[FunctionReward]:
+        """The rewards that may read columns."""
+        parts = (*parts_of(self.reward), self.gold)
+        return [part for part in parts if isinstance(part, FunctionReward)]
 
     def _demonstrations(self, path: str, context: int | None) -> Rows:
         limit, said = data.room(sys.maxsize, context)
         rows = demonstration_rows(path, self.tokens, limit, said)
-        if rows.dropped:
-            self.notes.append(f"{path}: dropped, because longer than {limit} tokens: {rows.dropped} rows")
+        self.notes += rows.notes
         return rows
 
     def _mixed_tokens(self, rows: Rows) -> tuple[int, int]:
