@@ -4,12 +4,23 @@ Losses are divided by global counts, so gradients are *summed*: means of means w
 """
 
 import functools
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from surefoot.errors import SurefootError
 from surefoot.functional import Moments, merge_moments
+
+LAUNCHED = (
+    ("RANK", "WORLD_SIZE", "start one process, without torchrun"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "start one process: srun --ntasks=1"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "start one process: srun --ntasks=1"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "start one process, without mpirun"),
+)
+"""variables that say which process this is and how many there are, and what to do instead; the first that is set counts"""
 
 
 def rank() -> int:
@@ -20,6 +31,20 @@ def rank() -> int:
 def world_size() -> int:
     """How many processes train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def check_alone(folder: Path) -> None:
+    """Raise SurefootError where a launcher has started this program several times: each would train the same run."""
+    field, count, remedy = "torch.distributed", world_size(), "call init_process_group only in a program of your own"
+    for which, size, instead in LAUNCHED if count == 1 else ():
+        if which in os.environ and (told := os.environ.get(size, "")).isdecimal():
+            field, count, remedy = size, int(told), instead
+            break
+    if count > 1:
+        raise SurefootError(
+            f"{field}={count}: {count} processes would each train the same run into {folder}; {remedy} (several ranks: "
+            "docs/how-to/several-machines.md)"
+        )
 
 
 def all_sum(tensor: Tensor) -> Tensor:
