@@ -103,8 +103,6 @@ class Rollout:
     truncated: Tensor
     unit: Literal["step", "row"] = "step"
     """what is shuffled: single steps, or whole rows (text, recurrent policies)"""
-    behaviour_log_probs: Tensor | None = None
-    """under whatever sampled, where that was not θ_old (an outside sampler, stale data)"""
     old_distribution: Any = None
     """the Distribution under θ_old, in control; None on text"""
     ref_log_probs: Tensor | None = None

@@ -21,8 +21,8 @@ from starlette.testclient import TestClient
 
 from surefoot import read_trace
 from surefoot.errors import SurefootError
-from surefoot.inspector.server import application, front_end
 from surefoot.inspector.connections import Connection
+from surefoot.inspector.server import application, front_end
 from surefoot.inspector.store import Store, run_names
 from surefoot.inspector.traced import FINDS
 from surefoot.run.places import traces_in
