@@ -126,7 +126,7 @@ def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
 
 def _finish(session: Session, world: World) -> Any:
     try:
-        for line in world.notes:
+        for line in (*world.facts, *world.notes):
             session.display.say(line)
         session.run()
         if session.folder is not None:

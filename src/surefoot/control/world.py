@@ -23,6 +23,7 @@ class ControlWorld:
 
     leaves = False
     beside = None
+    facts = ()
 
     def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None) -> None:
         check_device(recipe.device)
