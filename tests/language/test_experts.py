@@ -28,6 +28,7 @@ from .tiny import VOCABULARY, tokenizer
 pytest.importorskip("peft")
 
 EXPERTS = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+ROUTED = (*EXPERTS, "gate.weight")
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "bos_token_id": None,
@@ -119,8 +120,8 @@ def test_merged_experts_say_what_the_adapter_says(mixture: Path) -> None:
     model, _ = load_model(mixture)
     names = set(model.state_dict())
     base = SharedBase(model)
-    base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
-    base.add(VALUE, AdapterSettings(rank=3, targets=EXPERTS))
+    base.add(POLICY, AdapterSettings(rank=2, targets=ROUTED))
+    base.add(VALUE, AdapterSettings(rank=3, targets=ROUTED))
     moved(base, POLICY)
     moved(base, VALUE, 6)
     adapted, state = logits(model), merged_state(model)

@@ -110,4 +110,10 @@ def _gpt2() -> Shape:
     }
 
 
-_SHAPES: dict[str, Callable[[], Shape]] = {"llama": _llama, "qwen2": _qwen2, "gemma": _gemma, "gpt2": _gpt2, "mixtral": _mixtral}
+_SHAPES: dict[str, Callable[[], Shape]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "gemma": _gemma,
+    "gpt2": _gpt2,
+    "mixtral": _mixtral,
+}
