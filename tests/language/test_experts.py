@@ -165,6 +165,17 @@ def test_experts_with_dropout_and_matrices_that_are_not_there_are_refused(mixtur
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=("experts.up",)))
 
 
+def test_roles_with_other_experts_are_refused_and_those_without_are_not(mixture: Path) -> None:
+    model, _ = load_model(mixture)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
+    base.add(VALUE, AdapterSettings(rank=2, targets=("q_proj",)))
+    with pytest.raises(
+        SurefootError, match=r"^adapter of the judge: is beside experts.down_proj, and that of the policy beside"
+    ):
+        base.add("judge", AdapterSettings(rank=2, targets=("experts.down_proj",)))
+
+
 def test_an_adapter_that_the_model_would_read_past_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load_model(mixture)
     experts = model.model.layers[1].mlp.experts

@@ -182,10 +182,22 @@ class SharedBase:
                     "there does nothing; leave it out"
                 )
 
+    def _check_same_experts(self, role: str, config: Any) -> None:
+        """Raise SurefootError for other experts than another role's: ``peft`` knows a pair by the place of its wrapper."""
+        mine = sorted(config.target_parameters or ())
+        for other, known in self.configs.items():
+            theirs = sorted(known.target_parameters or ())
+            if mine and theirs and mine != theirs:
+                raise SurefootError(
+                    f"adapter of the {role}: is beside {', '.join(mine)}, and that of the {other} beside {', '.join(theirs)}; "
+                    "roles on one base must name the same experts in adapter.targets, or none"
+                )
+
     def _inject(self, role: str, config: Any) -> None:
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
+        self._check_same_experts(role, config)
         wanted = {p for p in self.trunk.parameters() if p.requires_grad}
         # its own start is drawn, and then overwritten; without contents nothing is drawn, nor can a generator's state be read
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.print else unmoved():
