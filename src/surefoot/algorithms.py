@@ -160,6 +160,8 @@ class Objective:
     """β_ref, the weight of KL(π_θ‖π_ref) in the loss; needs a reference policy"""
     reference_estimator: Literal["k1", "k2", "k3", "ratio_k3"] = "k2"
     """how that KL is estimated; see docs/math.md for the gradient of each"""
+    router_coefficient: float = 0.0
+    """weight of the load-balancing loss of a mixture of experts; needs a language model with routers"""
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = "token-mean"
     """how elementwise losses become one number"""
     aggregation_length: int | None = None
@@ -170,7 +172,7 @@ class Objective:
             value = getattr(self, name)
             if value is not None:
                 _require(0 <= value <= 1, f"objective.{name}", value, "must lie in [0, 1]")
-        for name in ("value_coefficient", "entropy_coefficient", "reference_coefficient"):
+        for name in ("value_coefficient", "entropy_coefficient", "reference_coefficient", "router_coefficient"):
             value = getattr(self, name)
             _require(value >= 0, f"objective.{name}", value, "must not be negative")
         for name in ("value_clip", "target_kl"):

@@ -19,6 +19,7 @@ from surefoot.recipes import Origin, find
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import load_checkpoint
 from surefoot.run.dashboard import Display, Silent
+from surefoot.run.distributed import check_alone
 from surefoot.run.folder import RunFolder, checkpoint_to_load
 from surefoot.sections import Section
 from surefoot.session import Session
@@ -65,7 +66,11 @@ def start(
 ) -> Any:
     """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported, and
     ``origin`` is what the recipe has from a preset.
+
+    Raises SurefootError for what can't be trained, and where a launcher has started several processes for one ``run_dir``.
     """
+    if run_dir is not None:
+        check_alone(run_dir)
     world = _make_world(recipe, task)
     try:
         session = Session(recipe, world, None, display or Silent(), callback)
@@ -90,8 +95,9 @@ def resume(
     A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
     changes the schedule from here on.
     Raises SurefootError when the folder is no run, is in use, is finished, is damaged, or when its config.toml was changed
-    since the checkpoint and ``allow_changes`` is False.
+    since the checkpoint and ``allow_changes`` is False; and where a launcher has started several processes.
     """
+    check_alone(Path(run_dir))
     folder = RunFolder.open(Path(run_dir))
     world = None
     try:
@@ -125,7 +131,7 @@ def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
 
 def _finish(session: Session, world: World) -> Any:
     try:
-        for line in world.notes:
+        for line in (*world.facts, *world.notes):
             session.display.say(line)
         session.run()
         if session.folder is not None:

@@ -43,8 +43,14 @@ class Stages:
 
 
 def free_folder(run_dir: Path, name: str) -> Path:
-    """``run_dir/name``, or ``name-2`` and so on where that is taken: no demo writes into another's folder."""
+    """``run_dir/name``, or ``name-2`` and so on where that is taken: no demo writes into another's folder.
+
+    Raises SurefootError where a launcher has started several processes.
+    """
+    from surefoot.run.distributed import check_alone
+
     folder, number = run_dir / name, 2
+    check_alone(folder)
     while folder.exists():
         folder, number = run_dir / f"{name}-{number}", number + 1
     return folder

@@ -1,7 +1,7 @@
 """One batch of experience into updates of θ: epochs × minibatches × micro-batches and the early stop, or a natural step."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -222,7 +222,11 @@ class Learner:
         clip_scale, beta = self._clip_scale(state), self._beta(state)
         sums: list[Tensor] = []
         extremes: list[Tensor] = []
-        for part in self._parts(minibatch):
+        parts: Iterable[Batch] = self._parts(minibatch)
+        if self.objective.router_coefficient:
+            parts = list(parts)
+            self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
+        for part in parts:
             evaluation = self.policy(part.inputs, part.actions, part.mask)
             total, terms, ratio = loss(
                 evaluation, part, self.objective, denominator=denominator, clip_scale=clip_scale, beta=beta
@@ -259,7 +263,7 @@ class Learner:
     def _loss(self, terms: dict[str, float]) -> float:
         """Finite where every term of the loss is; a metric beside them may be anything."""
         entropy = ("entropy",) if self.objective.entropy_coefficient else ()
-        names = ("policy_loss", "penalty_kl", "value_loss", "reference_loss", "sft_loss", *entropy)
+        names = ("policy_loss", "penalty_kl", "value_loss", "reference_loss", "sft_loss", "router_loss", *entropy)
         return sum(terms[name] for name in names if name in terms)
 
     def _kl(self, terms: dict[str, float]) -> float:

@@ -1,4 +1,5 @@
-"""The loss that the switches add up to: L = −J + c_v·L_V − c_e·H + β_ref·KL(π_θ‖π_ref), with −β·KL(π_old‖π_θ) in J if asked.
+"""The loss that the switches add up to: L = −J + c_v·L_V − c_e·H + β_ref·KL(π_θ‖π_ref), with −β·KL(π_old‖π_θ) in J if asked,
+and c_r·L_R for the routers of a mixture of experts.
 
 A pure function of an evaluation and a batch: no state, no randomness, no data-dependent shape. Every term is elementwise
 until ``aggregate`` reduces it with the global count, so that the parts of a split batch add up to the whole.
@@ -169,6 +170,10 @@ def loss(
         kl = reference_kl(log_probs, of_token, kept(batch.ref_log_probs), objective.reference_estimator)
         terms["reference_loss"] = mean(kl)
         total = total + objective.reference_coefficient * terms["reference_loss"]
+    if objective.router_coefficient:
+        assert evaluation.router_loss is not None, "router_coefficient needs a policy that tells its routers' loss"
+        terms["router_loss"] = evaluation.router_loss
+        total = total + objective.router_coefficient * terms["router_loss"]
     with torch.no_grad():
         if batch.old_log_probs is None:
             return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()

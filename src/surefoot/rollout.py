@@ -5,7 +5,7 @@ B is environments or responses, T steps or response tokens. Time is the last axi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -60,6 +60,8 @@ class Evaluation:
     """None where the policy has no critic"""
     distribution: Any = None
     """a Distribution, for exact KL; None on text"""
+    router_loss: Tensor | None = None
+    """[] the part of these rows in the load-balancing loss of a mixture of experts; None where nobody asks for it"""
 
 
 class Policy(nn.Module, ABC):
@@ -75,6 +77,11 @@ class Policy(nn.Module, ABC):
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters that only the value loss reaches; none where the critic shares everything with the policy."""
         return ()
+
+    def prepare(self, parts: Sequence[tuple[Any, Tensor, Tensor | None]]) -> None:
+        """See a whole minibatch (inputs, actions and mask of each part) before its first part is scored with gradient. It is
+        asked for where the objective has a loss that is no sum over rows.
+        """
 
     def costs(self, inputs: Any, mask: Tensor) -> Tensor:
         """How many tokens (or steps) each row is read with, for micro-batches by token budget.   [B, T] -> [B]"""
@@ -103,8 +110,6 @@ class Rollout:
     truncated: Tensor
     unit: Literal["step", "row"] = "step"
     """what is shuffled: single steps, or whole rows (text, recurrent policies)"""
-    behaviour_log_probs: Tensor | None = None
-    """under whatever sampled, where that was not θ_old (an outside sampler, stale data)"""
     old_distribution: Any = None
     """the Distribution under θ_old, in control; None on text"""
     ref_log_probs: Tensor | None = None

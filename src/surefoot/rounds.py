@@ -6,7 +6,6 @@ folder: ``round-1/pairs.jsonl``, ``reward/``, ``ppo/``, ``round.json``.
 """
 
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -29,7 +28,7 @@ from surefoot.language.rows import read_rows, write_rows
 from surefoot.language.trained import model_folder, named, writer
 from surefoot.language.walk import Walk
 from surefoot.run.dashboard import Display
-from surefoot.run.distributed import world_size
+from surefoot.run.distributed import check_alone
 from surefoot.run.folder import FREE, RunFolder, differences, write_text
 from surefoot.run.places import FINISHED
 from surefoot.seeding import derived_seed
@@ -121,7 +120,7 @@ def go_rounds(
 
     Raises SurefootError when the folder holds rounds of another plan, where there are several ranks, and what training raises.
     """
-    check_alone()
+    check_alone(folder)
     if not (folder / "rounds.json").is_file():
         _judge(plan)  # one that can't be loaded claims no folder
     _claim(plan, folder)
@@ -129,17 +128,6 @@ def go_rounds(
         return [_round(plan, folder, number, display_for, say) for number in range(1, rounds + 1)]
     except Interrupted as stop:
         raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to go on") from None
-
-
-def check_alone() -> None:
-    """Raise SurefootError where several processes would make the same rounds into one folder, as ``torchrun`` has them."""
-    told = os.environ.get("WORLD_SIZE", "")
-    ranks = max(world_size(), int(told) if told.isdecimal() else 1)
-    if ranks > 1:
-        raise SurefootError(
-            f"surefoot rounds: has been started in {ranks} processes, and makes rounds in one; start it without torchrun "
-            "(WORLD_SIZE unset)"
-        )
 
 
 def ppo_recipe(plan: Plan, folder: Path, number: int) -> LanguageRecipe:

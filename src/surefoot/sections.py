@@ -180,7 +180,8 @@ class AdapterSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """share of their inputs that is dropped while learning; 0 for online runs, where it would change the policy"""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """layers that get one, by the ends of their names such as ["q_proj", "v_proj"]; all-linear: all linear ones of the trunk"""
+    """layers that get one, by the ends of their names such as ["q_proj", "v_proj"], experts such as ["experts.gate_up_proj"]
+    among them; all-linear: all linear ones of the trunk, which fused experts are not"""
     merge: bool = True
     """leave the merged model in model/ as well; false: adapter/ alone"""
 

@@ -62,7 +62,7 @@ def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: b
     furthest = largest if largest - 1 > 1 - smallest else smallest
     if rollout.old_log_probs is None:
         return 1.0
-    exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64) and rollout.behaviour_log_probs is None
+    exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64)
     if exact and abs(furthest - 1) > START_TOLERANCE:
         raise SurefootError(
             f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± 1e-4); the policy scores "

@@ -33,6 +33,11 @@ class World(Protocol):
         ...
 
     @property
+    def facts(self) -> Sequence[str]:
+        """What is trained, where that is not all of it: a line each, which a run begins with."""
+        ...
+
+    @property
     def notes(self) -> Sequence[str]:
         """What to know before training begins, a line each: rows that were left out, memory that may not suffice."""
         ...

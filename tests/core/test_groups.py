@@ -40,7 +40,7 @@ def same(a: Tensor, b: Tensor) -> None:
 
 def world(seed: int, rows: int = 8) -> tuple[TinyPolicy, Rollout]:
     """Responses of unequal length from another policy, the first of them masked, in groups of two, three and three."""
-    policy = TinyPolicy(seed, critic=False, memory=True)
+    policy = TinyPolicy(seed, critic=False, memory=True, exact=False)
     rollout = moved(random_rollout(policy, seed, rows=rows, unit="row"), seed)
     group = torch.tensor([7, 2, 2, 7, 5, 5, 2, 5])[:rows]  # rows of a group need not stand side by side
     return policy, replace(rollout, group=group)

@@ -250,7 +250,7 @@ def test_constant_learning_rate_stays() -> None:
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_linear_clip_falls_to_zero_with_the_budget_on_both_sides(dual_clip: float | None) -> None:
     """A quarter of the way through, the gradient is that of three quarters of both bounds; dual clip is no such bound."""
-    policy = TinyPolicy()
+    policy = TinyPolicy(exact=False)
     rollout = moved(random_rollout(policy, 0, rows=20), 0)
     credit = assign_credit(rollout, PPO_CLIP)
     linear = replace(PPO_CLIP, reuse=Reuse(1, 1), trust_region=Clip(0.4, 0.8, dual_clip, schedule="linear"))
@@ -387,10 +387,10 @@ def test_the_entropy_bonus_raises_entropy() -> None:
 )
 def test_where_the_gradient_flows_under_a_clip(clip: Clip, ratio: float, advantage: float, flows: bool) -> None:
     """The quadrants of SPEC section 3 through the whole learner, with clip-higher and dual clip; and what is logged."""
-    policy = TinyPolicy(critic=False)
+    policy = TinyPolicy(critic=False, exact=False)
     rollout = random_rollout(policy, 0, holes=False)
     old = rollout.old_log_probs - torch.tensor(ratio).double().log()
-    rollout = replace(rollout, old_log_probs=old, behaviour_log_probs=old)
+    rollout = replace(rollout, old_log_probs=old)
     credit = Credit(torch.full_like(old, advantage), torch.zeros_like(old))
     objective = Objective(reuse=Reuse(1, 1), trust_region=clip)
     found = gradient_of(policy, rollout, credit, objective)
@@ -446,7 +446,6 @@ def test_what_each_estimator_of_the_reference_kl_pulls_towards(
         random_rollout(TinyPolicy(), 0, rows=1, steps=8, holes=False),
         actions=actions,
         old_log_probs=before[actions],
-        behaviour_log_probs=before[actions],
         ref_log_probs=reference[actions],
         old_distribution=None,
     )
@@ -522,7 +521,7 @@ def test_epochs_go_on_without_a_target() -> None:
 
 def test_the_kl_is_measured_from_the_old_policy_to_the_new() -> None:
     """Exactly, and by k3 in the mean over all actions; mean(new − old) would have the other sign."""
-    policy, other = TinyPolicy(0), TinyPolicy(1)
+    policy, other = TinyPolicy(0, exact=False), TinyPolicy(1)
     rollout = moved(random_rollout(other, 0, holes=False), 0, size=0.0)
     metrics = update(Learner(policy, replace(PPO_UNCLIPPED, reuse=Reuse(1, 1), kl_estimator="exact"), ADAM), rollout)
     fresh = TinyPolicy(0)
@@ -585,8 +584,8 @@ def test_one_action_scored_a_thousandth_off_is_enough(gap: float) -> None:
         update(Learner(policy, A2C, ADAM), off)
 
 
-def test_an_outside_sampler_may_disagree() -> None:
-    policy = TinyPolicy()
+def test_a_policy_that_rounds_may_disagree_with_its_past() -> None:
+    policy = TinyPolicy(exact=False)
     metrics = update(Learner(policy, A2C, ADAM), moved(random_rollout(policy, 0), 0))
     assert abs(metrics["ratio_at_start"] - 1) > 0.1  # type: ignore[operator]
 

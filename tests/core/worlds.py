@@ -35,11 +35,14 @@ class TinyPolicy(Policy):
 
     memory   every position also sees the mean of its row up to itself, as a causal model does: for whole rows
     shared   actor and critic share the hidden layer
+    exact    False: rollouts may be those of another policy, and the learner does not refuse them
     """
 
-    def __init__(self, seed: int = 0, *, critic: bool = True, shared: bool = False, memory: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, *, critic: bool = True, shared: bool = False, memory: bool = False, exact: bool = True
+    ) -> None:
         super().__init__()
-        self.memory = memory
+        self.memory, self.exact = memory, exact
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.hidden = nn.Linear(FEATURES, 8, dtype=DOUBLE)
@@ -124,11 +127,11 @@ def random_rollout(
 def moved(rollout: Rollout, seed: int, size: float = 0.4) -> Rollout:
     """The same as collected by another policy, so that ratios are spread around 1 and values have changed since.
 
-    Marked as sampled elsewhere, because the learner refuses a policy that disagrees with its own past.
+    For policies that are not ``exact``: of others the learner refuses one that disagrees with its own past.
     """
     noise = torch.randn(2, *rollout.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE) * size
     old = rollout.old_log_probs + noise[0]
-    return replace(rollout, old_log_probs=old, behaviour_log_probs=old, values=rollout.values + noise[1])
+    return replace(rollout, old_log_probs=old, values=rollout.values + noise[1])
 
 
 def gradient(
@@ -154,7 +157,9 @@ def gradient_of(
     one_pass = replace(objective, reuse=objective.reuse and Reuse(1, 1))
     adam = AdamSettings(1e-3, max_grad_norm=None)
     sizes = {"micro_batch": micro_batch, "micro_batch_tokens": micro_batch_tokens}
-    learner = Learner(copy.deepcopy(policy), one_pass, adam, **sizes)
+    trained = copy.deepcopy(policy)
+    trained.exact = False  # rollouts may be those of another policy
+    learner = Learner(trained, one_pass, adam, **sizes)
     learner.update(rollout, credit, LearnerState.seeded(0, 1))
     return learner.optimizers["policy"].gradients
 

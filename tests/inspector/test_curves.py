@@ -144,3 +144,27 @@ def test_a_running_mean_forgets_what_is_older_and_skips_what_is_unknown() -> Non
     assert running_mean(x, 2).tolist() == [1.0, 2.0, 3.0, 5.0, 52.5]
     assert np.isnan(running_mean(np.array([np.nan, 1.0]), 1)[0])
     assert running_mean(np.array([1.0, np.inf, 2.0, 4.0]), 2).tolist() == [1.0, 1.0, 2.0, 3.0], "one infinity ends no curve"
+
+
+def test_a_long_file_is_answered_for_before_it_is_read_and_is_whole_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curves, "AT_A_TIME", 1_000)
+    write(tmp_path / "metrics.jsonl", rows(1, 2_000))
+    whole, hasty = Columns(tmp_path / "metrics.jsonl"), Columns(tmp_path / "metrics.jsonl")
+    assert whole.read_on() == 1_999
+    seen = [hasty.read_on(0.0) for _ in range(3)]
+    assert 0 < seen[0] < seen[1] < seen[2] < 200, "each time a part"
+    with hasty.lock:
+        assert hasty.read_on(0.01) == seen[2], "while another thread reads, what is known"
+    hasty.read_all()
+    assert hasty.columns.keys() == whole.columns.keys()
+    for name, column in whole.columns.items():
+        assert np.array_equal(hasty.columns[name], column, equal_nan=True)
+
+
+def test_reading_all_ends_before_a_line_that_is_not_whole(columns: Columns) -> None:
+    with columns.path.open("a") as file:
+        file.write('{"iteration": 8, "st')
+    columns.read_all()
+    assert columns.read_on() == 7

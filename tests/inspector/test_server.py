@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 
 from surefoot import read_trace
 from surefoot.errors import SurefootError
+from surefoot.inspector.connections import Connection
 from surefoot.inspector.server import application, front_end
 from surefoot.inspector.store import Store, run_names
 from surefoot.inspector.traced import FINDS
@@ -233,7 +234,7 @@ def remembering(make: Any, made: list[Any]) -> Any:
 
 
 def test_it_listens_on_this_machine_alone(served: str) -> None:
-    port = int(served.split(":")[2].split("/")[0])
+    port = port_of(served)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("GET", "/" + served.split("/", 3)[3])
     answer = connection.getresponse()
@@ -275,6 +276,7 @@ def test_curves_are_told_before_torch_is_imported(cart: Path) -> None:
 import sys
 from pathlib import Path
 from surefoot.inspector.server import application, described
+from surefoot.inspector.connections import Connection
 from surefoot.inspector.store import Store
 store = Store([Path({str(cart)!r})])
 application(store, 1, "x")
@@ -307,3 +309,45 @@ def spoiled(run: Path, length: int) -> int:
     row.visits.advantages[:, :2] = torch.tensor([math.nan, math.inf])
     file.write_bytes(to_bytes(replace(trace, rows=[row, *trace.rows[1:]])))
     return trace.steps
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "patience", 0.5)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: 127", b"GET / HTTP/1.1\r\ncontent-length: 5\r\n\r\n12"])
+def test_a_connection_whose_request_never_becomes_whole_is_closed(hasty: None, served: str, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=10) as half_open:
+        half_open.sendall(sent)
+        while half_open.recv(4096):
+            pass
+
+
+def test_half_of_a_second_request_is_closed_too(hasty: None, served: str) -> None:
+    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=10) as half_open:
+        half_open.sendall(b"GET / HTTP/1.1\r\nhost: elsewhere\r\n\r\n")
+        assert half_open.recv(4096).startswith(b"HTTP/1.1 403")
+        half_open.sendall(b"GET / HTTP/1.1\r\n")
+        while half_open.recv(4096):
+            pass
+
+
+def test_a_page_that_asks_for_a_websocket_gets_no_advice_to_install_anything(
+    served: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    headers = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-key": "x" * 22 + "==",
+        "sec-websocket-version": "13",
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(served), timeout=10)
+    connection.request("GET", "/", headers=headers)
+    assert connection.getresponse().status == 403
+    connection.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def port_of(address: str) -> int:
+    return int(address.split(":")[2].split("/")[0])

@@ -219,10 +219,11 @@ def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no
 def test_rounds_are_refused_where_several_processes_would_make_them(
     start: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = command("rounds", "ppo.toml", "--name", "many")
     assert code == 2
-    assert "has been started in 2 processes, and makes rounds in one; start it without torchrun" in err
+    assert "WORLD_SIZE=2: 2 processes would each train the same run into runs/many" in err
     assert not (start / "runs").exists()
 
 

@@ -67,6 +67,12 @@ def mixed(folder: Path) -> Recipe:
     return make_recipe({**table, "mixing": mixing})
 
 
+def routed(folder: Path) -> Recipe:
+    """A mixture of experts whose routers are balanced: how many tokens each expert gets is counted on both ranks."""
+    table = supervised(folder).model_dump(exclude_unset=True)
+    return make_recipe({**table, "model": str(folder / "mixture"), "objective": {"router_coefficient": 0.5}})
+
+
 def with_dropout(folder: Path) -> Recipe:
     """Adapters whose inputs are dropped: three rows of unequal length on one rank, two on the other."""
     table = supervised(folder).model_dump(exclude_unset=True)
@@ -83,7 +89,7 @@ def shuffling(folder: Path) -> Recipe:
 RESUMED = {"with dropout": with_dropout, "shuffling": shuffling}
 
 
-RECIPES = {"online": online, "mixed": mixed, "supervised": supervised, "in groups": in_groups}
+RECIPES = {"online": online, "mixed": mixed, "supervised": supervised, "routed": routed, "in groups": in_groups}
 
 
 def said(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
@@ -161,6 +167,7 @@ def work(rank: int, folder: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write_folder(folder / "model", "llama")
+    write_folder(folder / "mixture", "mixtral")
     lines = [json.dumps({"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)}) + "\n" for i in range(13)]
     (folder / "prompts.jsonl").write_text("".join(lines))
     (folder / "demonstrations.jsonl").write_text("".join(lines))
@@ -196,7 +203,7 @@ def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
     assert ranks[0][kind]["told"] == ranks[1][kind]["told"]
     for ours, whole in zip(ranks[0][kind]["told"], alone["told"], strict=True):
         assert ours == pytest.approx(whole, rel=1e-5)
-    assert kind == "supervised" or min(whole["score_std"] for whole in alone["told"]) > 0
+    assert kind in ("supervised", "routed") or min(whole["score_std"] for whole in alone["told"]) > 0
 
 
 def test_fewer_rows_than_ranks_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:

@@ -93,6 +93,12 @@ def _gemma() -> Shape:
     return lambda fields: GemmaForCausalLM(GemmaConfig(**fields)), {**_rotary(), "num_key_value_heads": 1, "head_dim": 8}
 
 
+def _mixtral() -> Shape:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return lambda fields: MixtralForCausalLM(MixtralConfig(**fields)), {**_rotary(), "num_local_experts": 4}
+
+
 def _gpt2() -> Shape:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -104,4 +110,10 @@ def _gpt2() -> Shape:
     }
 
 
-_SHAPES: dict[str, Callable[[], Shape]] = {"llama": _llama, "qwen2": _qwen2, "gemma": _gemma, "gpt2": _gpt2}
+_SHAPES: dict[str, Callable[[], Shape]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "gemma": _gemma,
+    "gpt2": _gpt2,
+    "mixtral": _mixtral,
+}

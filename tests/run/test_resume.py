@@ -19,6 +19,7 @@ import surefoot
 from surefoot import SurefootError, api
 from surefoot.control import evaluate
 from surefoot.recipes import find_recipe
+from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 SECONDS = {}
 """how long each task's run takes without a kill"""
@@ -143,7 +144,6 @@ def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, number):
 
 
 def outcome_without_best(path):
-    from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint
 
     return load_checkpoint(latest_checkpoint(path / "checkpoints"))
 
@@ -241,6 +241,24 @@ def test_a_changed_recipe_is_refused_with_the_difference(tmp_path):
     assert_same(before, outcome_without_best(path))
     api.resume(path, allow_changes=True)
     assert outcome_without_best(path)["recipe"]["objective"]["gae_lambda"] == 0.9
+
+
+def test_a_field_that_an_older_version_did_not_know_has_its_default(tmp_path):
+    """In its recipe and in its checkpoint; another value of it is a change like any."""
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    trees = load_checkpoint(checkpoint)
+    del trees["recipe"]["objective"]["router_coefficient"], trees["recipe"]["optimizer"]["warmup"]
+    shutil.rmtree(checkpoint)
+    save_checkpoint(checkpoint, trees)
+    config = path / "config.toml"
+    kept = [line for line in config.read_text().splitlines() if not line.startswith(("router_coefficient", "warmup"))]
+    config.write_text("\n".join([line.replace("[optimizer]", "[optimizer]\nwarmup = 0.1") for line in kept]))
+    with pytest.raises(SurefootError, match=r"changed since the checkpoint \(optimizer.warmup: 0.0 -> 0.1\)"):
+        api.resume(path)
+    config.write_text("\n".join(kept))
+    api.resume(path)
 
 
 def test_another_architecture_is_refused_by_tensor(tmp_path):

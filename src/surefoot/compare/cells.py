@@ -29,6 +29,7 @@ from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import checkpoints_in, latest_checkpoint
+from surefoot.run.distributed import check_alone
 from surefoot.run.folder import differences, write_text
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.tracking import read_metrics
@@ -96,8 +97,10 @@ def default_folder(command: str, recipe: ControlRecipe) -> Path:
 def folder_of(folder: Path, request: dict[str, Any]) -> Iterator[None]:
     """Hold the folder for this request, beginning or continuing it.
 
-    Raises SurefootError when the folder holds something else, was begun with another request, or is in use.
+    Raises SurefootError when the folder holds something else, was begun with another request, or is in use, and where a
+    launcher has started several processes.
     """
+    check_alone(folder)
     file, wanted = folder / "request.json", json.loads(json.dumps(request))
     if folder.exists() and not file.exists() and (not folder.is_dir() or any(p.name != ".lock" for p in folder.iterdir())):
         raise SurefootError(f"{folder}: holds a run or other files; choose another --run-dir")

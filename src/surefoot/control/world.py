@@ -25,6 +25,7 @@ class ControlWorld:
 
     leaves = False
     beside = None
+    facts = ()
 
     def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None, count: int | None = None) -> None:
         check_device(recipe.device)

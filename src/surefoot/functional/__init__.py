@@ -29,6 +29,7 @@ from surefoot.functional.masking import (
 from surefoot.functional.natural_gradient import conjugate_gradient, fisher_vector_product, line_search
 from surefoot.functional.preferences import bradley_terry_loss, dpo_loss, ipo_loss
 from surefoot.functional.returns import discounted_returns, gae, n_step_advantages, successor_values, td_residual
+from surefoot.functional.routing import expert_load, load_balance
 from surefoot.functional.shaping import kl_shaped_rewards, overlong_penalty, place_scores
 from surefoot.functional.surrogates import (
     clip_active,
@@ -52,6 +53,7 @@ __all__ = [
     "conjugate_gradient",
     "discounted_returns",
     "dpo_loss",
+    "expert_load",
     "explained_variance",
     "fisher_vector_product",
     "gae",
@@ -65,6 +67,7 @@ __all__ = [
     "kl_shaped_rewards",
     "leave_one_out_advantages",
     "line_search",
+    "load_balance",
     "masked_mean",
     "masked_moments",
     "masked_var",

@@ -1,13 +1,15 @@
 """metrics.jsonl as columns, read on as it grows, and as few points as a screen can show of however many iterations."""
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,8 @@ from pydantic_core import from_json  # twice as fast as json, and long runs have
 Column = NDArray[np.float64]
 AT_A_TIME = 2**20
 """bytes"""
+AT_ONCE = 0.5
+"""seconds for which reading keeps others waiting, however long a file is"""
 
 
 class Columns:
@@ -30,24 +34,48 @@ class Columns:
         self.offset, self.inode, self.rows = 0, -1, 0
         self.columns: dict[str, Column] = {}
 
-    def read_on(self) -> int:
-        """Take in what was written since the last time; how many iterations there are now."""
-        with self.lock:
+    def read_on(self, patience: float = math.inf) -> int:
+        """Take in what was written since the last time; how many iterations there are now.
+
+        patience   seconds after which what is not read yet is left for the next time. What one thread reads another waits for,
+                   but no longer either
+        """
+        until = time.monotonic() + patience
+        if self.lock.acquire(timeout=-1 if patience == math.inf else patience):
             try:
-                with self.path.open("rb") as file:
-                    state = self.path.stat()
-                    if state.st_ino != self.inode or state.st_size < self.offset:
-                        self._forget()
-                        self.inode = state.st_ino
-                    file.seek(self.offset)
-                    text = file.read()
-            except OSError:
-                self._forget()
-                return 0
-            text = text[: text.rfind(b"\n") + 1]
-            self.offset += len(text)
-            self._append([_block(rows) for rows in _objects(text) if rows])
-            return self.rows
+                self._append(self._blocks(until))
+            finally:
+                self.lock.release()
+        return self.rows
+
+    def _blocks(self, until: float) -> list["Block"]:
+        """What is new in the file, as far as time allows; at least a part of it."""
+        blocks: list[Block] = []
+        try:
+            with self.path.open("rb") as file:
+                state = self.path.stat()
+                if state.st_ino != self.inode or state.st_size < self.offset:
+                    self._forget()
+                    self.inode = state.st_ino
+                file.seek(self.offset)
+                for lines in _whole_lines(file):
+                    self.offset += len(lines)
+                    if rows := _objects(lines):
+                        blocks.append(_block(rows))
+                    if time.monotonic() > until:
+                        break
+        except OSError:
+            self._forget()
+            return []
+        return blocks
+
+    def read_all(self) -> None:
+        """Take in everything, with pauses between which others get what is known."""
+        before = -1
+        while self.offset != before:
+            before = self.offset
+            self.read_on(AT_ONCE)
+            time.sleep(0)
 
     def _append(self, blocks: list["Block"]) -> None:
         if not blocks:
@@ -100,21 +128,28 @@ def _or_nothing(column: Column | None, rows: int) -> Column:
     return np.full(rows, np.nan) if column is None else column
 
 
-def _objects(text: bytes) -> Iterator[list[dict[str, Any]]]:
-    """The objects in whole lines, some at a time: what fits into the processor's cache is read twice as fast."""
-    start = 0
-    while start < len(text):
-        end = text.rfind(b"\n", start, start + AT_A_TIME) + 1 or text.index(b"\n", start) + 1
-        lines = text[start : end - 1]
-        start = end
-        try:
-            rows = from_json(b"[" + lines.replace(b"\n", b",") + b"]", cache_strings="keys")
-        except ValueError:
-            rows = []
-            for line in lines.split(b"\n"):
-                with contextlib.suppress(ValueError):
-                    rows.append(from_json(line))
-        yield [row for row in rows if isinstance(row, dict) and type(row.get("steps")) is int]
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The rest of a file by whole lines, some at a time: what fits into the processor's cache is read twice as fast."""
+    left = b""
+    while part := file.read(AT_A_TIME):
+        lines, end, rest = part.rpartition(b"\n")
+        if end:
+            yield left + lines + end
+            left = rest
+        else:
+            left += part
+
+
+def _objects(lines: bytes) -> list[dict[str, Any]]:
+    """The objects in whole lines."""
+    try:
+        rows = from_json(b"[" + lines[:-1].replace(b"\n", b",") + b"]", cache_strings="keys")
+    except ValueError:
+        rows = []
+        for line in lines.split(b"\n"):
+            with contextlib.suppress(ValueError):
+                rows.append(from_json(line))
+    return [row for row in rows if isinstance(row, dict) and type(row.get("steps")) is int]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surefoot.errors import SurefootError
+from surefoot.inspector.connections import IDLE, Connection
 from surefoot.inspector.store import NotThere, Store, described
 
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -237,7 +238,9 @@ def serve(runs: list[Path], port: int, ready: Callable[[str], None], entered: Ca
         log_level="warning",
         access_log=False,
         lifespan="off",
+        http=Connection,
         ws="none",
+        timeout_keep_alive=IDLE,
         server_header=False,
     )
     threading.Thread(target=store.read_ahead, daemon=True).start()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.inspector.curves import Columns, curve, grid_of, numbers
+from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
 from surefoot.run.metrics import METRICS, SHOWN
 from surefoot.run.places import FINISHED, check_is_run, traces_in
 from surefoot.toml import read_toml
@@ -44,7 +44,7 @@ class Store:
     def read_ahead(self) -> None:
         """Read all metrics now, so that whoever asks first waits less; and once curves are drawn, get ready for traces."""
         for columns in self.columns:
-            columns.read_on()
+            columns.read_all()
         self.drawn.wait()
         time.sleep(1)  # whoever draws needs the processor too
         _ = self.traces
@@ -70,7 +70,7 @@ class Store:
 
     def _run(self, run: int) -> dict[str, Any]:
         path, columns = self.paths[run], self.columns[run]
-        iterations = columns.read_on()
+        iterations = columns.read_on(AT_ONCE / len(self.paths))  # of a long file the rest comes while the page asks again
         recipe = read_toml(path / "config.toml")
         return {
             "name": self.names[run],
@@ -96,7 +96,7 @@ class Store:
         smoothing   the share of a run that the running mean is over
         """
         found = [self.columns[run] for run in runs if self.path(run)]
-        counts = [columns.read_on() for columns in found]
+        counts = [columns.read_on(AT_ONCE / len(found)) for columns in found]
         inside = [c for c in found if len(x := c.columns.get("steps", np.empty(0))) and ((x >= start) & (x <= end)).any()]
         grid = grid_of(inside, start, end, max(2, min(points, 4000))) if inside else np.empty(0)
         told: dict[str, list[dict[str, Any]]] = {}

@@ -86,6 +86,10 @@ class ControlRecipe(Recipe):
             raise SurefootError(
                 f"objective.reference_coefficient={objective.reference_coefficient}: control has no reference policy; set 0"
             )
+        if objective.router_coefficient:
+            raise SurefootError(
+                f"objective.router_coefficient={objective.router_coefficient}: is for mixtures of experts in language; set 0"
+            )
         if objective.baseline != "critic" and self.optimizer.critic_learning_rate is not None:
             raise SurefootError(
                 f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: {self.algorithm} has no critic; "

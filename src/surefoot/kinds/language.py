@@ -95,13 +95,15 @@ class DemonstrationRecipe(ModelRecipe):
         rate = self.optimizer.critic_learning_rate
         if rate is not None:
             raise SurefootError(f"optimizer.critic_learning_rate={rate}: kind = {self.kind!r} has no critic; unset it")
-        wanted = Objective(
-            gamma=0.0, aggregation=self.objective.aggregation, aggregation_length=self.objective.aggregation_length
-        )
-        if self.objective != wanted:
+        free = {name: getattr(self.objective, name) for name in ("aggregation", "aggregation_length", "router_coefficient")}
+        if self.objective != Objective(gamma=0.0, **free):
             raise SurefootError(
                 f"objective: kind = {self.kind!r} learns from rows that are all worth 1 (REINFORCE with gamma = 0); only its "
-                "aggregation can be set"
+                "aggregation can be set, and its router_coefficient in SFT"
+            )
+        if self.objective.router_coefficient and self.kind != "sft":
+            raise SurefootError(
+                f"objective.router_coefficient={self.objective.router_coefficient}: is for kind = 'sft' and 'language'; set 0"
             )
         return self
 

@@ -9,10 +9,14 @@ with a pair each, and the reference is the same W with none: bit for bit what wa
 The switch is a state of the model, and a backward pass that computes layers again (gradient checkpointing) comes when it may
 stand at another role than it did in the forward pass: the gradient would be wrong without a word. ``contexts`` therefore
 remembers with every checkpointed layer which role it was computed in, and plays it again while that layer is recomputed.
+
+The experts of a mixture are one parameter [experts, out, in], beside which ``peft`` puts a pair for each expert. It does so
+by a wrapper around the module that holds them, and one more for each further parameter: base_layer.base_layer.down_proj.
 """
 
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.language.optional import needed
+from surefoot.language.optional import needed, quiet
 from surefoot.language.sources import weights_print
 from surefoot.run.distributed import rank
 from surefoot.seeding import derived_seed, stream
@@ -54,7 +58,9 @@ class SharedBase:
         """the folder or hub id that it came from"""
         self.trunk: Any = model.base_model
         self.seed = seed
-        self.linear = linear_layers(self.trunk)
+        self.linear, self.matrices = linear_layers(self.trunk), bare_matrices(self.trunk)
+        self.size = sum(parameter.numel() for parameter in model.parameters())
+        """parameters of the model"""
         self.configs: dict[str, Any] = {}
         """a LoraConfig by role"""
         self.layers: list[Any] = []
@@ -66,9 +72,10 @@ class SharedBase:
     def add(self, role: str, settings: "AdapterSettings", *, trained: bool = True) -> None:
         """Give a role an adapter that adds nothing yet: B is 0, and A is drawn from the role's own stream.
 
-        Raises SurefootError where ``targets`` names no linear layer of the trunk, or ``peft`` can't adapt one.
+        Raises SurefootError where ``targets`` names no linear layer or matrix of the trunk, or ``peft`` can't adapt one.
         """
         self.inject(role, settings)
+        self._check_reached(role, settings)
         for name, parameter in self.parameters(role):
             with torch.no_grad():
                 if ".lora_A." in name:
@@ -85,7 +92,7 @@ class SharedBase:
 
     def inject(self, role: str, settings: "AdapterSettings") -> None:
         """Put A and B of a role beside the layers, whatever is in them."""
-        self._inject(role, lora_config(settings, resolved(settings.targets, self.linear)))
+        self._inject(role, lora_config(settings, *resolved(settings.targets, self.linear, self.matrices)))
 
     def load(self, role: str, config: Any, tensors: Mapping[str, Tensor]) -> None:
         """Give a role the adapter in these tensors, by the names of ``tensors``; frozen.
@@ -133,10 +140,64 @@ class SharedBase:
             layer._active_adapter = [] if role is None else [role]  # peft's own methods change requires_grad besides
         self.active = role
 
+    def described(self, role: str = POLICY) -> str:
+        """What a role's adapter is beside, and what share of the parameters that leaves frozen: one line."""
+        names = [
+            (own_name(name), getattr(layer, "parameter_name", None))
+            for name, layer in self.trunk.named_modules()
+            if role in getattr(layer, "lora_A", ())
+        ]
+        layers = [name for name, parameter in names if parameter is None]
+        matrices = [f"{name}.{parameter}" for name, parameter in names if parameter is not None]
+        beside = ", ".join([*ends_of(layers), *ends_of(matrices)])
+        trained = sum(parameter.numel() for _, parameter in self.parameters(role))
+        line = f"adapter: beside {beside} ({len(names)} matrices); {trained:,} parameters are trained, "
+        line += f"{self.size / (self.size + trained):.2%} of all are frozen"
+        left = ends_of([name for name, count in self.matrices.items() if count == 3 and name not in matrices])
+        return line + (f", the experts among them ({', '.join(left)}: name them in adapter.targets)" if left else "")
+
+    def _check_reached(self, role: str, settings: "AdapterSettings") -> None:
+        """Raise SurefootError where an adapter of experts would do nothing, as the model reads them past their module, or has a
+        dropout, which ``peft`` can't give it.
+        """
+        wrappers = {name: x for name, x in self.trunk.named_modules() if hasattr(x, "parameter_name") and role in x.lora_A}
+        if not wrappers:
+            return
+        if settings.dropout:
+            ends = ", ".join(ends_of([f"{own_name(name)}.{x.parameter_name}" for name, x in wrappers.items()]))
+            raise SurefootError(f"adapter.dropout={settings.dropout}: experts ({ends}) can't have one; set 0")
+        read: set[str] = set()
+        hooks = [x.register_forward_pre_hook(lambda *_, name=name: read.add(name)) for name, x in wrappers.items()]
+        try:
+            with torch.no_grad(), quiet():
+                self.trunk(input_ids=torch.zeros(1, 4, dtype=torch.long, device=next(self.trunk.parameters()).device))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, wrapper in wrappers.items():
+            if name not in read:
+                target = f"{own_name(name)}.{wrapper.parameter_name}"
+                raise SurefootError(
+                    f"adapter.targets={target!r}: {type(self.trunk).__name__} reads it past its module, so that an adapter "
+                    "there does nothing; leave it out"
+                )
+
+    def _check_same_experts(self, role: str, config: Any) -> None:
+        """Raise SurefootError for other experts than another role's: ``peft`` knows a pair by the place of its wrapper."""
+        mine = sorted(config.target_parameters or ())
+        for other, known in self.configs.items():
+            theirs = sorted(known.target_parameters or ())
+            if mine and theirs and mine != theirs:
+                raise SurefootError(
+                    f"adapter of the {role}: is beside {', '.join(mine)}, and that of the {other} beside {', '.join(theirs)}; "
+                    "roles on one base must name the same experts in adapter.targets, or none"
+                )
+
     def _inject(self, role: str, config: Any) -> None:
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
+        self._check_same_experts(role, config)
         wanted = {p for p in self.trunk.parameters() if p.requires_grad}
         # its own start is drawn, and then overwritten; without contents nothing is drawn, nor can a generator's state be read
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.print else unmoved():
@@ -237,32 +298,65 @@ def linear_layers(trunk: nn.Module) -> list[str]:
     return [name for name, module in trunk.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
 
 
-def resolved(targets: str | tuple[str, ...], linear: list[str]) -> list[str]:
-    """Ends of names, as ``peft`` takes them, that mean linear layers.
-
-    Raises SurefootError for one that means none.
+def bare_matrices(trunk: nn.Module) -> dict[str, int]:
+    """Names of the matrices that a trunk multiplies with and that are no layer of their own, and how many dimensions they have:
+    3 for those of all experts in one, 2 for a router.
     """
-    ends = sorted({name if name.rpartition(".")[2].isdigit() else name.rpartition(".")[2] for name in linear})
+    layers = {f"{name}.weight" for name in linear_layers(trunk)}
+    layers |= {f"{name}.weight" for name, module in trunk.named_modules() if isinstance(module, nn.Embedding)}
+    named = ((name, p) for name, p in trunk.named_parameters() if name not in layers and not name.endswith("bias"))
+    return {name: p.dim() for name, p in named if p.dim() in (2, 3)}
+
+
+def ends_of(names: Iterable[str]) -> list[str]:
+    """The last words of names, as ``targets`` may have them; of a number or ``weight`` with what it belongs to."""
+    found = set()
+    for name in names:
+        above, _, last = name.rpartition(".")
+        found.add(name if last.isdigit() else f"{above.rpartition('.')[2]}.weight" if last == "weight" else last)
+    return sorted(found)
+
+
+def resolved(targets: str | tuple[str, ...], linear: list[str], matrices: Iterable[str] = ()) -> tuple[list[str], list[str]]:
+    """Ends of names, as ``peft`` takes them: those that mean linear layers; and of the others those that mean bare matrices.
+
+    Raises SurefootError for one that means neither.
+    """
     if isinstance(targets, str):
-        return ends
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
+        return ends_of(linear), []
+    layers = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in linear)]
+    others = [target for target in targets if target not in layers]
+    for target in others:
+        if not any(f".{name}".endswith(f".{target}") for name in matrices):
+            ends = [*ends_of(linear), *ends_of(matrices)]
             known = did_you_mean(target, ends) or f"; it has: {', '.join(ends)}"
             raise SurefootError(f"adapter.targets={target!r}: the model's trunk has no linear layer of that name{known}")
-    return list(targets)
+    return layers, others
 
 
-def lora_config(settings: "AdapterSettings", targets: list[str]) -> Any:
+def lora_config(settings: "AdapterSettings", layers: list[str], matrices: list[str]) -> Any:
     """The settings as ``peft`` has them."""
     from peft import LoraConfig
 
     alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
-    return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none")  # type: ignore[arg-type]
+    fused = {"target_parameters": matrices} if matrices else {}
+    options: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", **fused}
+    return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=layers, **options)  # type: ignore[arg-type]
 
 
 def plain_name(name: str, role: str) -> str:
     """A tensor's name without the role: as in the files of ``peft``."""
     return name.removesuffix(f".{role}.weight") + ".weight"
+
+
+def own_name(name: str) -> str:
+    """The name that a module or tensor has without adapters around it."""
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
+
+
+def adapted_parameter(layer: Any) -> str:
+    """Which of its base layer's parameters an adapter is beside."""
+    return str(getattr(layer, "parameter_name", "weight"))
 
 
 @contextmanager
@@ -293,10 +387,11 @@ def merged_state(model: nn.Module, role: str = POLICY) -> dict[str, Tensor] | No
     """
     if not has_adapters(model):
         return None
-    found = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    found = {own_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     for name, layer in model.named_modules():
         if role in getattr(layer, "lora_A", ()):
-            found[f"{name}.weight"] = found[f"{name}.weight"] + layer.get_delta_weight(role)
+            adapted = f"{own_name(name)}.{adapted_parameter(layer)}"
+            found[adapted] = found[adapted] + layer.get_delta_weight(role)
     return found
 
 
@@ -307,9 +402,10 @@ def merge(trunk: nn.Module, role: str = POLICY) -> None:
         if hasattr(layer, "lora_A"):
             plain: Any = layer.get_base_layer()
             if role in layer.lora_A:
-                plain.weight += layer.get_delta_weight(role)
-            parent, _, own = name.rpartition(".")
-            setattr(trunk.get_submodule(parent), own, plain)
+                getattr(plain, adapted_parameter(layer)).add_(layer.get_delta_weight(role))
+            if name == own_name(name):  # not one inside another, which goes with it
+                parent, _, own = name.rpartition(".")
+                setattr(trunk.get_submodule(parent), own, plain)
     if hasattr(trunk, CONTEXTS):
         delattr(trunk, CONTEXTS)
     trunk.requires_grad_(True)

@@ -2,8 +2,8 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,10 +13,12 @@ from surefoot.batches import by_tokens, chosen
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood
 from surefoot.language.adapters import CONTEXTS, SharedBase
+from surefoot.language.experts import Routers
 from surefoot.language.optional import quiet
 from surefoot.language.packing import Packed, lengths, packed
 from surefoot.language.readout import Readout
 from surefoot.rollout import Evaluation, Policy, leaves, map_tensors
+from surefoot.run.distributed import world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,6 +99,7 @@ class LanguagePolicy(Policy):
     chunk          decisions whose logits are held at once; None for as many as make 2²⁴ logits
     checkpointing  compute every layer again in the backward pass instead of keeping what is inside
     bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
+    balanced       tell the load-balancing loss of a mixture's routers, where there is a graph
 
     Dropout is off always, in training as well. ``inputs`` are {"prompt" [B, P], "prompt_mask" [B, P]}.
     """
@@ -110,10 +113,12 @@ class LanguagePolicy(Policy):
         chunk: int | None = None,
         checkpointing: bool = False,
         bf16: bool = False,
+        balanced: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.readout = Readout(model)
+        self.routers = Routers(model) if balanced else None
         self.critic = critic if isinstance(critic, nn.Module) else None
         self.value_head = None
         if critic == "head":
@@ -134,13 +139,37 @@ class LanguagePolicy(Policy):
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = packed(inputs, actions, mask, self.pad_id)
         with computing(self, self.checkpointing, self.bf16):
-            hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
+            with self._listening() as heard:
+                hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
             likelihood = chunked_likelihood(
                 states, actions[batch.rows, batch.steps], self.readout.head, self.temperature, self.chunk
             )
             values = self._values(batch, hidden, batch.rows, batch.before)
         log_probs, entropy = (_spread(x, batch, mask) for x in likelihood)
-        return Evaluation(log_probs, entropy, None if values is None else _spread(values, batch, mask))
+        router_loss = self.routers.loss(heard, batch.real) if self.routers is not None and heard else None
+        return Evaluation(log_probs, entropy, None if values is None else _spread(values, batch, mask), router_loss=router_loss)
+
+    def prepare(self, parts: Sequence[tuple[Inputs, Tensor, Tensor | None]]) -> None:
+        """Count how many tokens go to each expert, in a pass without gradient where the minibatch has several parts."""
+        if self.routers is None:
+            return
+        self.routers.counted = None
+        if len(parts) == 1 and world_size() == 1:
+            return
+        loads = []
+        with torch.no_grad(), computing(self, self.checkpointing, self.bf16):
+            for inputs, actions, mask in parts:
+                batch = packed(
+                    inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
+                )
+                with self.routers.listening() as heard:
+                    self.model.base_model(input_ids=batch.ids, use_cache=False)
+                loads.append(self.routers.load(heard, batch.real))
+        self.routers.count(loads)
+
+    def _listening(self) -> AbstractContextManager[list[Tensor]]:
+        """To the routers, where their loss is asked for and a graph is made."""
+        return nullcontext([]) if self.routers is None or not torch.is_grad_enabled() else self.routers.listening()
 
     def values_after(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
         """V of the whole of each row, after its last token: what a cut response would still have earned; zeros without a

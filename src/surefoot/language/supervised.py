@@ -121,6 +121,7 @@ class SupervisedWorld:
         """where an adapter is trained: what it belongs to"""
         self.room = data.room(recipe.data.max_length, context_of(model))
         """tokens of a row at most: what the recipe allows and the model was made for"""
+        self.facts = [] if self.base is None else [self.base.described()]
         self.notes: list[str] = []
         train = self._rows(recipe.data.train)
         self.held_out = None
@@ -145,7 +146,12 @@ class SupervisedWorld:
         else:
             self.result = LanguageModel(model, self.tokens)
             self.policy = LanguagePolicy(
-                model, None, self.tokens.pad_id, checkpointing=recipe.gradient_checkpointing, bf16=bf16
+                model,
+                None,
+                self.tokens.pad_id,
+                checkpointing=recipe.gradient_checkpointing,
+                bf16=bf16,
+                balanced=recipe.objective.router_coefficient > 0,
             )
         if isinstance(recipe, DpoRecipe):
             held_out = () if self.held_out is None else self.held_out.lengths
@@ -184,6 +190,7 @@ class SupervisedWorld:
         recipe, rows = self.recipe, self.collector.rows.count
         parameters = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         return [
+            *self.facts,
             *self.notes,
             f"parameters: {parameters:,}",
             f"rows: {rows:,}; {recipe.steps:,} steps are {recipe.steps / rows:.2f} epochs",

@@ -81,6 +81,7 @@ class LanguageWorld:
                 name="gold",
                 field="reward.gold",
             )
+        self.facts = [] if self.base is None else [self.base.described()]
         self.notes: list[str] = []
         self.room = data.room(recipe.data.max_length, limit, recipe.sampling.max_tokens)
         if self.room[0] < 1:
@@ -129,6 +130,7 @@ class LanguageWorld:
             recipe.sampling.temperature,
             checkpointing=recipe.gradient_checkpointing,
             bf16=bf16,
+            balanced=recipe.objective.router_coefficient > 0,
         )
         self.policy.to(recipe.device)
         self.reference = self._reference(bf16).to(recipe.device)
@@ -231,6 +233,7 @@ class LanguageWorld:
         if self.beside is not None:
             mixed = [f"mixed in: {recipe.mixed_rows} of {self.beside.rows.count:,} demonstrations per update"]
         return [
+            *self.facts,
             *self.notes,
             *turns,
             f"parameters: {count:,} trained, {critic:,} of them the critic's; {frozen}",

@@ -173,6 +173,10 @@ METRICS: dict[str, Metric] = {
         why_high="training scores actions differently from the rollout",
     ),
     "reference_loss": Metric("mean KL to the reference as the loss sees it; only with reference_coefficient"),
+    "router_loss": Metric(
+        "load-balancing loss of a mixture of experts, before its weight: the experts per token where all get alike, more where "
+        "some get more; only with router_coefficient"
+    ),
     "sft_loss": Metric(
         "mean −log π per token of the demonstrations that are mixed into the updates, before its weight; only with "
         "mixing.sft_coefficient. A rise says that the reward wins: raise the coefficient if that is not wanted"

@@ -222,7 +222,8 @@ def _beside(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
     if Path(base) != Path(model_folder(recipe.model)).expanduser().absolute():
         return None
     told = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    return AdapterSettings(rank=told["r"], alpha=told["lora_alpha"], targets=tuple(told["target_modules"]))
+    targets = (*told["target_modules"], *(told.get("target_parameters") or ()))
+    return AdapterSettings(rank=told["r"], alpha=told["lora_alpha"], targets=targets)
 
 
 def surely_read(lengths: Sequence[int], read: int) -> int:

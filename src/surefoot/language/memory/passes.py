@@ -244,6 +244,7 @@ def _policy_pass(
                 return Passing(tracker.peak)
             log_probs, entropy = map(spread, likelihood)
             evaluation = Evaluation(log_probs, entropy, None if values is None else spread(values))
+            objective = replace(objective, router_coefficient=0.0)
             del hidden, states, likelihood, values, log_probs, entropy
             total, _, _ = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0)
             total.backward()  # type: ignore[no-untyped-call]

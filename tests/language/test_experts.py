@@ -1,0 +1,363 @@
+"""Mixtures of experts: what an adapter is beside is said, it reaches experts, and the router's loss is transformers' own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import surefoot
+from surefoot.config import make_recipe
+from surefoot.credit import assign_credit
+from surefoot.errors import SurefootError
+from surefoot.functional import expert_load, load_balance
+from surefoot.language.adapters import POLICY, VALUE, SharedBase, merge, merged_state
+from surefoot.language.experts import Routers
+from surefoot.language.models import load_model
+from surefoot.language.packing import packed
+from surefoot.language.policy import LanguagePolicy
+from surefoot.rollout import LearnerState
+from surefoot.sections import AdapterSettings
+from surefoot.session import make_learner
+from surefoot.worlds import make_world
+
+from .tiny import VOCABULARY, tokenizer
+
+pytest.importorskip("peft")
+
+EXPERTS = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+ROUTED = (*EXPERTS, "gate.weight")
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_experts_per_tok": 2,
+    "dtype": "float32",
+}
+OWN = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": [0]},
+}
+
+
+def made(family: str, seed: int = 1) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **OWN[family]))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "embed" not in name:
+                weight.mul_(4)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=OWN)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small mixture of experts."""
+    folder = tmp_path_factory.mktemp("mixtures") / str(request.param)
+    made(str(request.param)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
+    return found
+
+
+def moved(base: SharedBase, role: str, seed: int = 5) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in base.parameters(role):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+
+
+# ---- adapters -----------------------------------------------------------------------------------------------------------
+
+
+def test_with_adapters_of_experts_off_the_model_is_its_base_bit_for_bit(mixture: Path) -> None:
+    model, _ = load_model(mixture)
+    before = logits(model)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
+    assert torch.equal(logits(model), before), "an adapter begins by adding nothing"
+    base.add(VALUE, AdapterSettings(rank=3, targets=EXPERTS))
+    moved(base, POLICY)
+    moved(base, VALUE, 6)
+    as_policy = logits(model)
+    with base.playing(None):
+        assert torch.equal(logits(model), before)
+    with base.playing(VALUE):
+        as_value = logits(model)
+    assert min((as_policy - before).abs().max(), (as_value - before).abs().max(), (as_value - as_policy).abs().max()) > 1e-2
+
+
+def test_every_expert_gets_the_gradient_of_its_pair_and_the_base_none(mixture: Path) -> None:
+    model, _ = load_model(mixture)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
+    moved(base, POLICY)
+    model(input_ids=torch.arange(96).view(2, 48)).logits.square().mean().backward()
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert with_gradient == {f"model.{name}" for name, _ in base.parameters(POLICY)}
+    assert any("experts" in name for name in with_gradient)
+
+
+def test_merged_experts_say_what_the_adapter_says(mixture: Path) -> None:
+    model, _ = load_model(mixture)
+    names = set(model.state_dict())
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=ROUTED))
+    base.add(VALUE, AdapterSettings(rank=3, targets=ROUTED))
+    moved(base, POLICY)
+    moved(base, VALUE, 6)
+    adapted, state = logits(model), merged_state(model)
+    assert state is not None
+    assert set(state) == names
+    plain, _ = load_model(mixture)
+    plain.load_state_dict(state)
+    torch.testing.assert_close(logits(plain), adapted, rtol=1e-4, atol=1e-4)
+    merge(base.trunk)
+    assert set(model.state_dict()) == names
+    torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_adapter_is_beside_and_what_it_leaves_frozen_is_said(mixture: Path) -> None:
+    model, _ = load_model(mixture)
+    size = sum(p.numel() for p in model.parameters())
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=("q_proj", "v_proj")))
+    trained = sum(p.numel() for _, p in base.parameters(POLICY))
+    assert base.described() == (
+        f"adapter: beside q_proj, v_proj (4 matrices); {trained:,} parameters are trained, {size / (size + trained):.2%} of "
+        "all are frozen, the experts among them (down_proj, gate_up_proj: name them in adapter.targets)"
+    )
+    model, _ = load_model(mixture)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
+    assert base.described().startswith("adapter: beside q_proj, down_proj, gate_up_proj (")
+    assert base.described().endswith("% of all are frozen")
+
+
+def test_experts_with_dropout_and_matrices_that_are_not_there_are_refused(mixture: Path) -> None:
+    model, _ = load_model(mixture)
+    with pytest.raises(
+        SurefootError, match=r"^adapter.dropout=0.1: experts \(down_proj, gate_up_proj\) can't have one; set 0$"
+    ):
+        SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=EXPERTS, dropout=0.1))
+    model, _ = load_model(mixture)
+    with pytest.raises(
+        SurefootError, match=r"^adapter.targets='experts.up': the model's trunk has no linear layer .*gate_up_proj"
+    ):
+        SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=("experts.up",)))
+
+
+def test_roles_with_other_experts_are_refused_and_those_without_are_not(mixture: Path) -> None:
+    model, _ = load_model(mixture)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
+    base.add(VALUE, AdapterSettings(rank=2, targets=("q_proj",)))
+    with pytest.raises(
+        SurefootError, match=r"^adapter of the judge: is beside experts.down_proj, and that of the policy beside"
+    ):
+        base.add("judge", AdapterSettings(rank=2, targets=("experts.down_proj",)))
+
+
+def test_an_adapter_that_the_model_would_read_past_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load_model(mixture)
+    experts = model.model.layers[1].mlp.experts
+    kind = type(model.model.layers[1].mlp)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden, *_: experts.down_proj.sum() * 0 + hidden)
+    with pytest.raises(SurefootError, match=r"^adapter.targets='.*': .*Model reads it past its module, .*; leave it out$"):
+        SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    lines = [json.dumps({"prompt": "abcd"[i % 4] * (1 + i % 3), "completion": "yes" * (1 + i % 2)}) + "\n" for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    (tmp_path / "rewards.py").write_text("def vowels(responses):\n    return [float(t.count('a')) for t in responses]\n")
+    return {"rows": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'rewards.py'}:vowels"}
+
+
+def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": str(model), "steps": 32, "optimizer": {"learning_rate": 1e-2}}
+    if kind == "sft":
+        return {**found, "data": {"train": files["rows"], "held_out": files["rows"], "max_length": 32, "batch": 8}, **changes}
+    online = {
+        "data": {"train": files["rows"], "max_length": 32},
+        "sampling": {"prompts": 8, "max_tokens": 6},
+        "reward": {"terms": [{"function": files["reward"]}], "missing_eos": "none"},
+        "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
+    }
+    return {**found, **online, **changes}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
+@pytest.mark.parametrize("kind", ["sft", "language"])
+def test_a_run_that_adapts_experts_resumes_exactly_and_leaves_what_peft_and_transformers_read(
+    kind: str, mixture: Path, files: dict[str, str], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    given = fields(kind, files, mixture, adapter={"rank": 2, "targets": EXPERTS}, checkpoint={"every": 16})
+    whole = surefoot.train(kind, run_dir=tmp_path / "whole", **given)
+    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **given)
+    resumed = surefoot.resume(tmp_path / "cut")
+    assert torch.equal(logits(whole.model), logits(resumed.model))
+    base = AutoModelForCausalLM.from_pretrained(mixture)
+    assert (logits(base) - logits(whole.model)).abs().max() > 1e-3
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    loaded = surefoot.load(tmp_path / "cut" / "checkpoints" / "32").model
+    by_peft = PeftModel.from_pretrained(base, tmp_path / "whole" / "adapter")
+    for model in (merged, loaded, by_peft):
+        torch.testing.assert_close(logits(model.eval()), logits(whole.model), rtol=1e-4, atol=1e-4)
+
+
+# ---- the routers' loss --------------------------------------------------------------------------------------------------
+
+
+def theirs(model: Any, ids: Tensor, real: Tensor) -> Tensor:
+    """The loss that the model's own class computes."""
+    found: Tensor = model(input_ids=ids, attention_mask=real.long(), use_cache=False, output_router_logits=True).aux_loss
+    return found
+
+
+def some_text() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(1))
+    return ids, torch.arange(11) < torch.tensor([[11], [4], [7]])
+
+
+def test_the_loss_is_that_of_transformers_on_the_same_logits(mixture: Path) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model, _ = load_model(mixture)
+    ids, real = some_text()
+    routers = Routers(model)
+    with routers.listening() as heard:
+        model.base_model(input_ids=ids)
+    expected = load_balancing_loss_func(tuple(heard), 4, 2, real.long())
+    torch.testing.assert_close(routers.loss(heard, real), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(expected, theirs(model, ids, real), rtol=1e-6, atol=0)
+    assert len(heard) == (1 if "qwen3" in str(mixture) else 2), "layers without experts have no router"
+
+
+def test_equal_loads_cost_as_much_as_each_token_has_experts_and_unequal_ones_more() -> None:
+    even = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
+    all_kept = torch.ones(2, dtype=torch.bool)
+    counts, probabilities = expert_load(even, 2, all_kept)
+    assert counts.tolist() == [1, 1, 1, 1]
+    assert float(load_balance(counts, probabilities, torch.tensor(2.0))) == pytest.approx(2)
+    counts, probabilities = expert_load(even[:1].expand(2, 4) * 9, 2, all_kept)
+    assert float(load_balance(counts, probabilities, torch.tensor(2.0))) == pytest.approx(4, abs=1e-2)
+    counts, probabilities = expert_load(even, 2, torch.tensor([True, False]))
+    assert counts.tolist() == [1, 1, 0, 0]
+
+
+def gradients(kind: str, files: dict[str, str], mixture: Path, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Of one update: the gradient by parameter, what was logged, and the batch; parameters stay."""
+    given = fields(kind, files, mixture, **changes)
+    if kind == "language":
+        given["objective"] = {**given["objective"], "reuse": {"epochs": 1, "minibatches": 1}}
+    recipe = make_recipe(
+        {"kind": kind, **given, "optimizer": {"learning_rate": 1e-2, "max_grad_norm": "none", **given["optimizer"]}}
+    )
+    world: Any = make_world(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 100)
+    rollout = world.collector.collect(state)
+    parameters = {name: p for name, p in world.policy.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    metrics = learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+    found = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(before[name])
+    return found, metrics, (world, rollout)
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 2, "targets": EXPERTS}], ids=["whole", "adapter"])
+@pytest.mark.parametrize("kind", ["sft", "language"])
+def test_the_coefficient_adds_so_much_of_the_gradient_of_transformers_loss(
+    kind: str, adapter: Any, mixture: Path, files: dict[str, str]
+) -> None:
+    extra = {} if adapter is None else {"adapter": adapter}
+    objective = fields(kind, files, mixture).get("objective", {})
+    off, quiet, (world, rollout) = gradients(kind, files, mixture, **extra)
+    on, told, _ = gradients(kind, files, mixture, objective={**objective, "router_coefficient": 0.5}, **extra)
+    batch = packed(rollout.inputs, rollout.actions, rollout.mask, 0)
+    loss = theirs(world.policy.model, batch.ids, batch.real)
+    moving = {name: p for name, p in world.policy.named_parameters() if p.requires_grad}
+    expected = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
+    assert "router_loss" not in quiet
+    assert told["router_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    some = False
+    for (name, _), ours in zip(moving.items(), expected, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(on[name] - off[name], 0.5 * ours, rtol=1e-3, atol=2e-5)
+            some |= bool(ours.abs().max() > 1e-3)
+    assert some, "this example proves nothing"
+
+
+@pytest.mark.parametrize("split", [{"micro_batch": 3}, {"micro_batch_tokens": 24}])
+def test_the_gradient_does_not_depend_on_micro_batches_nor_on_gradient_checkpointing(
+    split: dict[str, int], mixture: Path, files: dict[str, str]
+) -> None:
+    objective = {"router_coefficient": 0.5}
+    whole, told, _ = gradients("sft", files, mixture, objective=objective)
+    parts, also, _ = gradients(
+        "sft", files, mixture, objective=objective, optimizer={"learning_rate": 1e-2, **split}, gradient_checkpointing=True
+    )
+    assert also["router_loss"] == pytest.approx(told["router_loss"], rel=1e-5)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=2e-5)
+
+
+def test_without_a_coefficient_no_router_is_asked(
+    mixture: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("asked")
+
+    before, _, _ = gradients("sft", files, mixture)
+    monkeypatch.setattr(Routers, "__init__", never)
+    monkeypatch.setattr(LanguagePolicy, "prepare", never)
+    after, metrics, _ = gradients("sft", files, mixture)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "router_loss" not in metrics
+
+
+def test_a_load_that_is_balanced_becomes_more_even(mixture: Path, files: dict[str, str]) -> None:
+    seen: list[Any] = []
+    surefoot.train(
+        "sft",
+        callback=seen.append,
+        **fields("sft", files, mixture, steps=400, objective={"router_coefficient": 5.0}, evaluation={"rows": 0}),
+    )
+    assert seen[-1]["router_loss"] < seen[0]["router_loss"]
+    assert 1.9 < seen[-1]["router_loss"] < 2.4
+
+
+def test_a_model_without_routers_and_other_kinds_are_refused(folders: dict[str, Path], files: dict[str, str]) -> None:
+    with pytest.raises(SurefootError, match=r"^objective.router_coefficient: LlamaForCausalLM has no routers .*; set 0$"):
+        surefoot.train("sft", **fields("sft", files, folders["llama"], objective={"router_coefficient": 0.1}))
+    with pytest.raises(SurefootError, match=r"^objective.router_coefficient=0.1: is for kind = 'sft' and 'language'; set 0$"):
+        surefoot.train("dpo", **fields("sft", files, folders["llama"], objective={"router_coefficient": 0.1}))
+    with pytest.raises(SurefootError, match=r"^objective.router_coefficient=0.1: is for mixtures of experts"):
+        surefoot.train("CartPole-v1", objective={"router_coefficient": 0.1})
