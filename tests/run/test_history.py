@@ -182,7 +182,12 @@ def test_no_change_of_what_was_written_passes_unnoticed(data):
 def finished(tmp_path_factory):
     """A run of eight rows."""
     path = tmp_path_factory.mktemp("runs") / "run"
-    fields = {"steps": 512, "rollout": {"environments": 4, "steps": 16}, "checkpoint": {"every": 64}, "evaluation": {"episodes": 1}}
+    fields = {
+        "steps": 512,
+        "rollout": {"environments": 4, "steps": 16},
+        "checkpoint": {"every": 64},
+        "evaluation": {"episodes": 1},
+    }
     api.start(find_recipe("CartPole-v1", fields), path)
     assert len(read_metrics(path / "metrics.jsonl")) == 8
     return path
@@ -251,10 +256,10 @@ def test_metrics_that_are_gone_are_told(surefoot, run):
     assert "metrics.jsonl: has 0 of the" in said
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
-def test_no_command_has_a_traceback_for_nonsense(surefoot, nonsense, run, tmp_path):
+@pytest.mark.parametrize("name", ["a list for a count", "a long number", "brackets"])
+def test_no_command_has_a_traceback_for_nonsense(surefoot, name, run, tmp_path):
     lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
-    (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], nonsense, *lines[3:]]))
+    (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], NONSENSE[name], *lines[3:]]))
     other = shutil.copytree(run, tmp_path / "other")
     for words in (["check", run], ["report", run], ["compare", run, other], ["evaluate", run, "--episodes", 1]):
         assert surefoot(*words)[0] == 0

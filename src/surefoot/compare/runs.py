@@ -114,7 +114,9 @@ def read_run(path: Path) -> Run:
     history = read_history(path)
     if not history.rows:
         why = "has no metrics yet; wait for its first iteration"
-        raise SurefootError(f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; nothing is left of it")
+        raise SurefootError(
+            f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; nothing is left of it"
+        )
     try:
         environment = json.loads((path / "environment.json").read_text("utf-8"))
     except (OSError, ValueError):

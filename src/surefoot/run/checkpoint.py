@@ -189,7 +189,9 @@ def _remove(folder: Path) -> None:
 
 
 def _erase(path: Path) -> None:
-    """Remove a file, or a folder with all that it holds, as far as that is possible."""
+    """Remove a file, or a folder with all that it holds, as far as that is possible; nothing where there is none."""
+    if not os.path.lexists(path):
+        return
     with contextlib.suppress(OSError):
         _at_once(os.unlink, path.iterdir() if path.is_dir() and not path.is_symlink() else [path])
     shutil.rmtree(path, ignore_errors=True)
@@ -241,8 +243,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
             os.rename(old, folder)
         raise
     flush(folder.parent)
-    if old.exists():
-        _erase(old)
+    _erase(old)
 
 
 def flush(path: Path) -> None:

@@ -33,7 +33,9 @@ class History:
         if self.written is None:
             return None
         part = self.text[: self.written["size"]]
-        return part if len(part) == self.written["size"] and hashlib.sha256(part).hexdigest() == self.written["sha256"] else None
+        return (
+            part if len(part) == self.written["size"] and hashlib.sha256(part).hexdigest() == self.written["sha256"] else None
+        )
 
     @cached_property
     def whole(self) -> list[bytes]:
@@ -62,7 +64,9 @@ class History:
         """What is wrong with the file, in words that follow its name; None where nothing is."""
         damaged, faults = self.damaged, []
         if damaged:
-            lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged):,} lines, the first of them line {damaged[0]},"
+            lines = (
+                f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged):,} lines, the first of them line {damaged[0]},"
+            )
             faults.append(f"has {len(self.whole):,} lines, of which {lines} can't be read")
         if self.written is not None and len(self.text) < self.written["size"]:
             faults.append(f"has {len(self.text):,} of the {self.written['size']:,} bytes that the run wrote")

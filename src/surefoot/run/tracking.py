@@ -69,7 +69,9 @@ def cut_back(run: Path, iteration: int, say: Callable[[str], None]) -> bytes:
     kept = history.as_written
     try:
         if kept is None:
-            kept = b"".join(history.whole[n - 1] + b"\n" for n, row in history.numbered.items() if row["iteration"] <= iteration)
+            kept = b"".join(
+                history.whole[n - 1] + b"\n" for n, row in history.numbered.items() if row["iteration"] <= iteration
+            )
             if history.fault is not None:
                 aside = _set_aside(run / DAMAGED, [history.whole[n - 1] for n in history.damaged])
                 say(f"! {path}: {history.fault}{aside}")
