@@ -1,9 +1,10 @@
-"""metrics.jsonl: what was written is read by everybody alike, what was damaged is skipped, kept and reported, never a traceback."""
+"""metrics.jsonl: everybody reads the same rows; what is damaged is skipped, kept and reported, and is never a traceback."""
 
 import hashlib
 import json
 import random
 import shutil
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -92,9 +93,9 @@ def test_the_longest_rising_series_is_found(values):
     longest = [0]  # by trying all
     for mask in range(1, 2 ** len(values)):
         chosen = [value for index, value in enumerate(values) if mask >> index & 1]
-        if all(a < b for a, b in zip(chosen, chosen[1:], strict=False)):
+        if all(a < b for a, b in pairwise(chosen)):
             longest.append(len(chosen))
-    assert all(a < b for a, b in zip(found, found[1:], strict=False))
+    assert all(a < b for a, b in pairwise(found))
     assert len(found) == max(longest)
 
 

@@ -6,8 +6,8 @@ SUREFOOT_KILLS=200,60 asks for so many of control and of language; ``-s`` shows 
 import json
 import os
 import random
-import signal
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable

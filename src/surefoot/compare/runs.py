@@ -97,7 +97,7 @@ class Run:
         ):  # and not at other line ends, which a model may write
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and isinstance(row.get("response"), str):
                 rows.append(row)

@@ -1,4 +1,7 @@
-"""metrics.jsonl as everybody reads it: the rows that a run wrote, and what is wrong with the rest. Nothing here imports torch."""
+"""metrics.jsonl as everybody reads it: the rows that a run wrote, and what is wrong with the rest.
+
+Nothing here imports torch.
+"""
 
 import hashlib
 from array import array
