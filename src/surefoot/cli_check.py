@@ -6,8 +6,6 @@ from typing import Any
 
 import click
 
-from surefoot.errors import SurefootError
-
 
 @click.command()
 @click.argument("what", required=False, metavar="[RECIPE|RUN]")
@@ -42,19 +40,15 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
 def _run(folder: Path, as_json: bool) -> int:
     """Print a run's findings; the exit code."""
-    from surefoot.findings import of_run
-    from surefoot.run.tracking import read_metrics
+    from surefoot.compare.runs import read_run
 
-    metrics = folder / "metrics.jsonl"
-    found = of_run(folder)
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    if not rows:
-        raise SurefootError(f"{folder}: has no metrics yet; wait for its first iteration")
+    run = read_run(folder)
+    found = run.findings
     if as_json:
-        table: dict[str, Any] = {"run": str(folder), "steps": rows[-1]["steps"]}
+        table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
         click.echo(json.dumps({**table, "findings": [finding.to_json() for finding in found]}, ensure_ascii=False))
     elif not found:
-        click.echo(f"{folder}: no findings in {len(rows):,} iterations, {rows[-1]['steps']:,} steps")
+        click.echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
     else:
         click.echo("\n\n".join("\n".join(finding.text) for finding in found))
     return int(any(finding.severity == "serious" for finding in found))

@@ -46,7 +46,8 @@ def final_line(recipe: Recipe, folder: Path) -> tuple[str, float | None]:
     from surefoot.run.metrics import SHOWN
     from surefoot.run.tracking import read_metrics
 
-    last = read_metrics(folder / "metrics.jsonl")[-1]
+    rows = read_metrics(folder / "metrics.jsonl")
+    last = rows[-1] if rows else {"steps": recipe.steps}  # nothing was left to do but to write what a run leaves
     name = next((name for name in recipe.scores if last.get(name) is not None), recipe.scores[-1])
     score = last.get(name)
     shown = "not known yet" if score is None else f"{score:,.4g}" if abs(score) < 10 else f"{score:,.1f}"

@@ -122,7 +122,7 @@ class Session:
         Raises Interrupted after a signal, once everything is saved.
         """
         if self.folder is not None:
-            self.tracker = Tracker(self.folder.path, self.state.iteration, self.state.steps)
+            self.tracker = Tracker(self.folder.path, self.state.iteration, self.state.steps, self.display.say)
             self.watch.begin(read_metrics(self.tracker.path))
             self.samples = SampleFolder(self.folder.path / "samples", self.state.steps)
             settings = self.recipe.traces
@@ -222,6 +222,7 @@ class Session:
     def _save(self) -> None:
         if self.folder is None:
             return
+        assert self.tracker is not None
         trees = {
             **self.world.trees(),
             "recipe": to_table(self.recipe),
@@ -231,5 +232,5 @@ class Session:
             "progress": {"best": self.best, "since_best": self.since_best},
             "untold": self.untold or {},
         }
-        save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees)
+        save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees, self.tracker.written())
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)

@@ -30,25 +30,25 @@ def columns(tmp_path: Path) -> Columns:
 
 def test_what_is_written_later_is_read_on_and_what_was_unknown_before_is_nan(columns: Columns) -> None:
     assert columns.read_on() == 7
-    write(columns.path, [{**row, "late": 2.0, "words": "no number"} for row in rows(8, 10)])
+    write(columns.path, [{**row, "late": 2.0} for row in rows(8, 10)])
     assert columns.read_on() == 9
     assert columns.columns["steps"].tolist() == [10.0 * i for i in range(1, 10)]
     assert np.isnan(columns.columns["late"][:7]).all()
     assert columns.columns["late"][7:].tolist() == [2.0, 2.0]
-    assert "words" not in columns.names()
     assert set(columns.names()) == {"iteration", "steps", "kl", "score", "late"}
 
 
 def test_columns_stay_of_one_length_whatever_a_line_holds(columns: Columns) -> None:
     columns.read_on()
     drawn = columns.columns
-    write(columns.path, [{**row, "kl": "no number"} for row in rows(8, 10)])
+    write(columns.path, [{**row, "kl": None} for row in rows(8, 10)])
+    write(columns.path, [{**row, "kl": "no number"} for row in rows(10, 12)])
     columns.read_on()
-    write(columns.path, rows(10, 12))
+    write(columns.path, rows(12, 14))
     assert columns.read_on() == 11
     assert {len(column) for column in columns.columns.values()} == {11}
     assert np.isnan(columns.columns["kl"][7:9]).all()
-    assert columns.columns["kl"][9:].tolist() == [1 / 10, 1 / 11]
+    assert columns.columns["kl"][9:].tolist() == [1 / 12, 1 / 13]
     assert {len(column) for column in drawn.values()} == {7}, "what is being drawn does not grow"
 
 
@@ -58,7 +58,7 @@ def test_rows_with_other_keys_and_in_another_order_keep_their_own_numbers(tmp_pa
     written = []
     for i in range(20_000):
         chosen = draw.sample(["kl", "entropy", "reward", "gold"], draw.choice([2, 2, 2, 4]))
-        written.append({"steps": i} | {name: draw.choice([None, float(i), -1.0]) for name in chosen})
+        written.append({"iteration": i, "steps": i} | {name: draw.choice([None, float(i), -1.0]) for name in chosen})
     write(tmp_path / "metrics.jsonl", written)
     assert (tmp_path / "metrics.jsonl").stat().st_size > AT_A_TIME // 2
     for at_a_time in (AT_A_TIME, 5_000, 10):
@@ -88,6 +88,14 @@ def test_a_line_whose_steps_are_no_number_is_passed_over(columns: Columns, steps
     assert columns.columns["steps"][-1] == 70
 
 
+def test_a_line_that_does_not_fit_between_its_neighbours_is_passed_over_when_they_are_there(columns: Columns) -> None:
+    write(columns.path, [{"iteration": 8, "steps": 2**40, "kl": 1.0}])
+    assert columns.read_on() == 8
+    write(columns.path, rows(9, 11))
+    assert columns.read_on() == 9
+    assert columns.columns["steps"].tolist() == [10.0 * i for i in (1, 2, 3, 4, 5, 6, 7, 9, 10)]
+
+
 def test_a_file_that_a_resumed_run_cut_back_is_read_anew(columns: Columns, tmp_path: Path) -> None:
     assert columns.read_on() == 7
     write(tmp_path / "other", rows(1, 4), "w")
@@ -112,7 +120,7 @@ def test_no_spike_of_many_iterations_is_lost(tmp_path: Path) -> None:
     values[generator.integers(0, 5_000, 40)] = np.nan
     values[3_333] = 99.0
     path = tmp_path / "metrics.jsonl"
-    write(path, [{"steps": i, "x": None if np.isnan(v) else v} for i, v in enumerate(values.tolist())])
+    write(path, [{"iteration": i, "steps": i, "x": None if np.isnan(v) else v} for i, v in enumerate(values.tolist())])
     run = Columns(path)
     run.read_on()
     grid = grid_of([run], 1_000.0, 4_500.0, 100)
@@ -129,7 +137,7 @@ def test_no_spike_of_many_iterations_is_lost(tmp_path: Path) -> None:
 def test_runs_of_different_lengths_share_a_grid(tmp_path: Path) -> None:
     runs = []
     for name, every in (("a", 7), ("b", 11)):
-        write(tmp_path / name, [{"steps": every * i, "x": float(i)} for i in range(1, 20)])
+        write(tmp_path / name, [{"iteration": i, "steps": every * i, "x": float(i)} for i in range(1, 20)])
         runs.append(Columns(tmp_path / name))
         runs[-1].read_on()
     grid = grid_of(runs, -np.inf, np.inf, 1000)

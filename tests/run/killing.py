@@ -1,11 +1,12 @@
 """Runs in a forked child that can be killed, and what two finished runs are compared by."""
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,32 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def begin_or_continue(path: Path, task: str) -> None:
+FILES = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+"""functions of os by which a run changes what is on the disk, beside writing into a file that is open"""
+
+
+def begin_or_continue(path: Path, task: str, fields: dict[str, Any] | None = None) -> None:
     """Train from the start, or from the last checkpoint, to the end."""
     if (path / "config.toml").exists():
         api.resume(path)
     else:
-        api.start(find_recipe(task, RECIPES[task]), path)
+        api.start(find_recipe(task, fields or RECIPES[task]), path)
 
 
-def in_child(path: Path, task: str, before: Callable[[], None] | None = None, delay: float | None = None) -> int:
+def in_child(
+    path: Path,
+    task: str,
+    before: Callable[[], None] | None = None,
+    delay: float | None = None,
+    fields: dict[str, Any] | None = None,
+) -> int:
     """Run in a child process, killed after ``delay`` seconds if it still runs; its exit code (−9 when it was killed)."""
 
     def body() -> None:
         torch.set_num_threads(1)
         if before is not None:
             before()
-        begin_or_continue(path, task)
+        begin_or_continue(path, task, fields)
 
     child = multiprocessing.get_context("fork").Process(target=body)
     child.start()
@@ -64,33 +75,40 @@ def in_child(path: Path, task: str, before: Callable[[], None] | None = None, de
     return child.exitcode
 
 
-def die_at(module: Any, name: str, call: int, after: bool = False) -> Callable[[], None]:
-    """A change to make in the child: SIGKILL itself at the ``call``-th use of a function of the operating system."""
+def die_at(module: Any, names: str | Sequence[str], call: int, after: bool = False) -> Callable[[], None]:
+    """A change to make in the child: SIGKILL itself at the ``call``-th use of a function of the operating system, or of any of
+    some.
+    """
+    count = itertools.count(1)
+
+    def lethal(real: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            due = next(count) == call
+            if due and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return real(*args, **kwargs)
+            finally:
+                if due:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return function
 
     def patch() -> None:
-        real, count = getattr(module, name), [0]
-
-        def lethal(*args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            if count[0] == call and not after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = real(*args, **kwargs)
-            if count[0] == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        setattr(module, name, lethal)
+        for name in [names] if isinstance(names, str) else names:
+            setattr(module, name, lethal(getattr(module, name)))
 
     return patch
 
 
 def outcome(path: Path) -> dict[str, Any]:
-    """All that must be equal: the final checkpoint, the best one, the traces, and the metrics, time and speed aside."""
+    """All that must be equal: the final checkpoint, the best one, traces, samples, and the metrics, time and speed aside."""
     rows = [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(path / "metrics.jsonl")]
     final, best = latest_checkpoint(path / "checkpoints"), latest_checkpoint(path / "best")
-    traces = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in traces_in(path / "traces")}
+    files = [*traces_in(path / "traces"), *sorted(path.glob("samples/*.jsonl"))]
+    texts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     trees = {"final": load_checkpoint(final), "best": load_checkpoint(best)}
-    return {"rows": rows, "traces": traces, "at": (final.name, best.name), **trees}
+    return {"rows": rows, "texts": texts, "at": (final.name, best.name), **trees}
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:

@@ -11,7 +11,7 @@ from surefoot.recipes import find_recipe
 from surefoot.rollout import LearnerState
 from surefoot.run.dashboard import Dashboard, Lines
 from surefoot.run.metrics import METRICS, complaints
-from surefoot.run.tracking import cut_back, read_metrics
+from surefoot.run.tracking import read_metrics
 
 HEALTHY = {"episode_return": 20.0, "episode_length": 20.0, "steps_per_second": 1000.0, "policy_loss": -0.01, "value_loss": 1.0}
 HEALTHY |= {"kl": 0.01, "ratio_outside": 0.1, "clip_active": 0.05, "explained_variance": 0.5, "entropy": 0.6}
@@ -125,13 +125,6 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
     written |= keys_of_language(tmp_path)
     assert written - set(METRICS) == set()
     assert set(METRICS) - written <= {"reference_loss"}
-
-
-def test_metrics_are_cut_back_to_the_checkpoint_and_half_lines_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"iteration": n}) + "\n" for n in range(1, 6)) + '{"iterat')
-    cut_back(path, 3)
-    assert [row["iteration"] for row in read_metrics(path)] == [1, 2, 3]
 
 
 def test_tensorboard_gets_the_same_scalars(tmp_path):

@@ -19,7 +19,7 @@ import surefoot
 from surefoot import SurefootError, api
 from surefoot.control import evaluate
 from surefoot.recipes import find_recipe
-from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from surefoot.run.checkpoint import fault_of, latest_checkpoint, load_checkpoint, save_checkpoint
 
 SECONDS = {}
 """how long each task's run takes without a kill"""
@@ -96,6 +96,44 @@ def test_a_kill_inside_a_save_changes_nothing(uninterrupted, tmp_path, name, cal
     assert in_child(path, "CartPole-v1") == 0
     assert_same(uninterrupted("CartPole-v1"), outcome(path))
     assert not list(path.glob("**/.*.tmp")), "what the kill left half-written was not cleared away"
+
+
+REMOVING = [("unlink", 7), ("unlink", 15), ("unlink", 50), ("unlink", 53), ("rmdir", 1), ("rmdir", 4)]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("name", "call"), REMOVING)
+def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, call, after):
+    path = tmp_path / "run"
+    assert in_child(path, "CartPole-v1", before=die_at(os, name, call, after)) == -signal.SIGKILL
+    numbered = [folder for place in ("checkpoints", "best") for folder in (path / place).glob("[0-9]*")]
+    assert [folder for folder in numbered if fault_of(folder)] == [], "half a checkpoint under the name of a whole one"
+    assert in_child(path, "CartPole-v1") == 0
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+    assert not list(path.glob("**/.*.tmp")), "what the kill left half-removed was not cleared away"
+
+
+def test_a_run_in_which_an_older_version_was_killed_inside_a_removal_resumes(uninterrupted, tmp_path):
+    """It removed files in place, and a folder without a manifest refused the checkpoint that was to be saved there."""
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
+    for place, steps in (("best", 1024), ("checkpoints", 1280), ("checkpoints", 7)):
+        folder = path / place / str(steps)
+        folder.mkdir(parents=True)
+        (folder / "agent.json").write_text("{}")
+    api.resume(path)
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+    assert not (path / "checkpoints" / "7").exists()
+
+
+@pytest.mark.parametrize("name", ["1", ".notes"])
+def test_what_stands_in_a_run_beside_its_checkpoints_is_left_alone(name, tmp_path):
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
+    (path / name).mkdir()
+    (path / name / "letter.txt").write_text("dear")
+    api.resume(path)
+    assert (path / name / "letter.txt").read_text() == "dear"
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ from typing import Any
 
 from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
-from surefoot.findings import Finding, findings_of
+from surefoot.findings import Finding, findings_in
 from surefoot.kinds import Recipe
 from surefoot.run.folder import FREE as CHANGE_NOTHING
+from surefoot.run.history import History
 from surefoot.run.places import check_is_run
-from surefoot.run.tracking import read_metrics
+from surefoot.run.tracking import FILE, read_history
 from surefoot.toml import read_toml
 
 JUDGED = (
@@ -38,10 +39,15 @@ class Run:
 
     path: Path
     recipe: Recipe
-    rows: Sequence[Mapping[str, Any]]
-    """of metrics.jsonl, one or more"""
+    history: History
+    """of metrics.jsonl, with one row or more"""
     environment: Mapping[str, Any]
     """environment.json; empty where it can't be read"""
+
+    @cached_property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """One for each iteration."""
+        return self.history.rows
 
     @property
     def name(self) -> str:
@@ -68,7 +74,7 @@ class Run:
     @cached_property
     def findings(self) -> list[Finding]:
         """What the doctor says."""
-        return findings_of(self.rows, self.recipe)
+        return findings_in(self.history, self.recipe)
 
     def last(self, metric: str) -> float | None:
         """The last known value of a metric."""
@@ -91,7 +97,7 @@ class Run:
         ):  # and not at other line ends, which a model may write
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and isinstance(row.get("response"), str):
                 rows.append(row)
@@ -105,15 +111,17 @@ def read_run(path: Path) -> Run:
     """
     check_is_run(path)
     recipe = make_recipe(read_toml(path / "config.toml"))
-    metrics = path / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    if not rows:
-        raise SurefootError(f"{path}: has no metrics yet; wait for its first iteration")
+    history = read_history(path)
+    if not history.rows:
+        why = "has no metrics yet; wait for its first iteration"
+        raise SurefootError(
+            f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; nothing is left of it"
+        )
     try:
         environment = json.loads((path / "environment.json").read_text("utf-8"))
     except (OSError, ValueError):
         environment = {}
-    return Run(path, recipe, rows, environment if isinstance(environment, dict) else {})
+    return Run(path, recipe, history, environment if isinstance(environment, dict) else {})
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,8 +15,9 @@ from surefoot.findings.rewards import REWARD_RULES
 from surefoot.findings.story import Story
 from surefoot.findings.updates import UPDATE_RULES
 from surefoot.kinds import Recipe
+from surefoot.run.history import History
 from surefoot.run.places import check_is_run
-from surefoot.run.tracking import read_metrics
+from surefoot.run.tracking import FILE, read_history
 from surefoot.toml import read_toml
 
 RULES = (*REWARD_RULES, *UPDATE_RULES)
@@ -44,9 +45,23 @@ def of_run(folder: str | Path) -> list[Finding]:
     """
     path = Path(folder)
     check_is_run(path)
-    metrics = path / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    return findings_of(rows, make_recipe(read_toml(path / "config.toml")))
+    return findings_in(read_history(path), make_recipe(read_toml(path / "config.toml")))
 
 
-__all__ = ["Evidence", "Finding", "Story", "diagnose", "findings_of", "of_run"]
+def findings_in(history: History, recipe: Recipe) -> list[Finding]:
+    """The findings of a run's metrics, whether they are what it wrote among them."""
+    found = findings_of(history.rows, recipe)
+    if history.fault is None:
+        return found
+    damaged = Finding(
+        "metrics_damaged",
+        "warning",
+        f"{FILE} {history.fault}",
+        "it was edited, copied in part, or changed on the disk",
+        (),
+        ("copy it again from where it is whole", "do without what is missing: resuming a run needs none of it"),
+    )
+    return sorted([damaged, *found], key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+__all__ = ["Evidence", "Finding", "Story", "diagnose", "findings_in", "findings_of", "of_run"]

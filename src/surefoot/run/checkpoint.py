@@ -6,11 +6,13 @@ written under a temporary name, flushed to the disk, and renamed; a folder whose
 not a checkpoint, so a kill at any moment leaves either the old ones or the old ones and the new.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,15 @@ from surefoot.errors import SurefootError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+AT_ONCE = 16
+"""threads that wait for the disk"""
 Trees = Mapping[str, Any]
 
 
-def save_checkpoint(folder: Path, trees: Trees) -> None:
+def save_checkpoint(folder: Path, trees: Trees, written: Mapping[str, Any] | None = None) -> None:
     """Write trees to ``folder``, replacing an older checkpoint there.
+
+    written   size and SHA-256 of the metrics before it, which the manifest keeps
 
     Raises SurefootError when the disk refuses; whatever was there before is then still there.
     """
@@ -42,13 +48,13 @@ def save_checkpoint(folder: Path, trees: Trees) -> None:
         for name, tree in trees.items():
             tensors: dict[str, Tensor] = {}
             skeleton = pack(tree, "", tensors)
-            _write(temporary / f"{name}.json", json.dumps(skeleton, indent=1).encode())
+            (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
             if tensors:
                 save_file(tensors, temporary / f"{name}.safetensors")
-                flush(temporary / f"{name}.safetensors")
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        _write(temporary / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1).encode())
-        flush(temporary)
+        manifest = {"format": FORMAT, "files": files} | ({} if written is None else {"metrics": dict(written)})
+        (temporary / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
+        _at_once(flush, [*temporary.iterdir(), temporary])
         replace_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -128,17 +134,42 @@ def latest_checkpoint(folder: Path) -> Path | None:
     raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
 
 
+def written_before(checkpoint: Path) -> dict[str, Any] | None:
+    """Size and SHA-256 of the metrics that a run had written before a checkpoint; None where it does not say."""
+    try:
+        metrics = json.loads((checkpoint / MANIFEST).read_text())["metrics"]
+        return {"size": int(metrics["size"]), "sha256": str(metrics["sha256"])}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` checkpoints, and what a kill left half-written."""
+    """Remove all but the last ``keep`` checkpoints, and what a kill left."""
     found = checkpoints_in(folder)
-    _remove(found[: max(0, len(found) - keep)])
-    for path in folder.glob(".*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in found[: max(0, len(found) - keep)]:
+        _remove(path)
+    clear_checkpoints(folder)
 
 
 def keep_only_this(checkpoint: Path) -> None:
     """Remove every other checkpoint beside this one, later ones too: a resumed run may have gone another way."""
-    _remove([path for path in checkpoints_in(checkpoint.parent) if path != checkpoint])
+    for path in checkpoints_in(checkpoint.parent):
+        if path != checkpoint:
+            _remove(path)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a kill left half-written or half-removed."""
+    for path in folder.glob(".*.tmp"):
+        _erase(path)
+
+
+def clear_checkpoints(folder: Path) -> None:
+    """The same in a run's folder of checkpoints, where a numbered folder without a manifest is a part of one."""
+    clear(folder)
+    for path in folder.glob("[0-9]*"):
+        if path.name.isdigit() and path.is_dir() and not (path / MANIFEST).exists():
+            _remove(path)
 
 
 def require(trees: Trees, names: tuple[str, ...], where: Path) -> None:
@@ -148,9 +179,29 @@ def require(trees: Trees, names: tuple[str, ...], where: Path) -> None:
         raise SurefootError(f"{where}: holds no {', '.join(missing)}; it is not a checkpoint of that kind")
 
 
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
+def _remove(folder: Path) -> None:
+    """Remove a folder. First it takes a name that counts for nothing, so that a kill on the way leaves no part of it."""
+    gone = folder.with_name(f".{folder.name}.{os.getpid()}.gone.tmp")
+    _erase(gone)
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+        _erase(gone)
+
+
+def _erase(path: Path) -> None:
+    """Remove a file, or a folder with all that it holds, as far as that is possible; nothing where there is none."""
+    if not os.path.lexists(path):
+        return
+    with contextlib.suppress(OSError):
+        _at_once(os.unlink, path.iterdir() if path.is_dir() and not path.is_symlink() else [path])
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _at_once(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
+    """Do what waits for the disk to many paths: all wait together about as long as one."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for _ in pool.map(work, paths):
+            pass
 
 
 def pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -183,6 +234,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
     """Rename a finished folder to its place; on an error the older one is there again."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
     if folder.exists():
+        _erase(old)
         os.rename(folder, old)
     try:
         os.rename(temporary, folder)
@@ -191,14 +243,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
             os.rename(old, folder)
         raise
     flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    _erase(old)
 
 
 def flush(path: Path) -> None:

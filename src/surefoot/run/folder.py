@@ -3,6 +3,7 @@
 config.toml        the resolved recipe, re-runnable
 environment.json   versions, seed, threads: what the numbers depend on besides the recipe; what it has from which preset
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
+metrics.damaged.jsonl   lines of it that could not be read on resume
 events.*           the same for TensorBoard
 samples/<steps>.*  what a model of language said at an evaluation; cut back as well
 traces/<steps>.*   every number behind some of the updates, cut back as well
@@ -28,7 +29,7 @@ import filelock
 from surefoot.config import make_recipe, to_table, to_toml
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
-from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
+from surefoot.run.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
 from surefoot.run.places import FINISHED, check_is_run
 from surefoot.toml import read_toml
 
@@ -95,6 +96,9 @@ class RunFolder:
         check_is_run(path)
         run = cls(path)
         run._acquire()
+        clear(path)
+        clear_checkpoints(run.checkpoints)
+        clear_checkpoints(run.best)
         return run
 
     def _acquire(self) -> None:
