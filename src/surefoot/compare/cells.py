@@ -30,6 +30,7 @@ from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import checkpoints_in, latest_checkpoint
 from surefoot.run.folder import differences, write_text
+from surefoot.run.reading import read_table
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.tracking import read_metrics
 from surefoot.session import Session
@@ -127,10 +128,9 @@ def folder_of(folder: Path, request: dict[str, Any]) -> Iterator[None]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        table = json.loads(file.read_text("utf-8"))
-    except ValueError:
-        raise SurefootError(f"{file}: is damaged; choose another --run-dir") from None
-    return dict(table)
+        return read_table(file)
+    except SurefootError as error:
+        raise SurefootError(f"{error}; choose another --run-dir") from None
 
 
 def recipe_tables(recipes: Mapping[str, ControlRecipe]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from surefoot.errors import SurefootError
 from surefoot.findings import Finding, findings_of
 from surefoot.kinds import Recipe
 from surefoot.run.folder import FREE as CHANGE_NOTHING
-from surefoot.run.places import check_is_run
+from surefoot.run.places import check_is_run, samples_in
+from surefoot.run.reading import parsed, read_table
 from surefoot.run.tracking import read_metrics
 from surefoot.toml import read_toml
 
@@ -81,16 +82,16 @@ class Run:
 
     def samples(self) -> tuple[int, list[dict[str, Any]]] | None:
         """What was said at the last evaluation, and at which step; None where nothing was."""
-        files = [file for file in (self.path / "samples").glob("*.jsonl") if file.stem.isdigit()]
+        files = samples_in(self.path / "samples")
         if not files:
             return None
-        file = max(files, key=lambda file: int(file.stem))
+        file = files[-1]
         rows = []
         for line in file.read_text("utf-8", errors="replace").split(
             "\n"
         ):  # and not at other line ends, which a model may write
             try:
-                row = json.loads(line)
+                row = parsed(line)
             except ValueError:
                 continue
             if isinstance(row, dict) and isinstance(row.get("response"), str):
@@ -110,10 +111,10 @@ def read_run(path: Path) -> Run:
     if not rows:
         raise SurefootError(f"{path}: has no metrics yet; wait for its first iteration")
     try:
-        environment = json.loads((path / "environment.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        environment = read_table(path / "environment.json")
+    except SurefootError:
         environment = {}
-    return Run(path, recipe, rows, environment if isinstance(environment, dict) else {})
+    return Run(path, recipe, rows, environment)
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

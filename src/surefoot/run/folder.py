@@ -28,6 +28,7 @@ from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
 from surefoot.run.places import FINISHED, check_is_run
+from surefoot.run.reading import read_table
 from surefoot.toml import read_toml
 
 FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
@@ -112,16 +113,16 @@ class RunFolder:
     def began_in(self) -> str | None:
         """The working folder that a recipe's relative paths are from; None where it isn't known."""
         try:
-            return str(json.loads((self.path / "environment.json").read_text())["working_folder"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(read_table(self.path / "environment.json")["working_folder"])
+        except (SurefootError, KeyError):
             return None
 
     @property
     def finished_at(self) -> int | None:
         """The steps after which what a run leaves was written; None where it has not been."""
         try:
-            return int(json.loads((self.path / FINISHED).read_text())["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return int(read_table(self.path / FINISHED)["steps"])
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     def finish(self, steps: int) -> None:
