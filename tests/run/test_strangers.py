@@ -202,7 +202,7 @@ def test_signed_json_beyond_what_python_reads_is_refused(command, run, name, tex
         refused(command("resume", str(run), "--quiet"))
 
 
-@pytest.mark.parametrize("name", ["config.toml", "environment.json", "finished.json", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["config.toml", "environment.json", "finished.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "nothing", "deep", "long", "list"])
 def test_no_file_of_a_run_makes_a_command_fail_otherwise_or_wait(command, run, name, kind):
     (run / name).unlink(missing_ok=True)
@@ -217,7 +217,7 @@ def test_no_file_of_a_run_makes_a_command_fail_otherwise_or_wait(command, run, n
     }
     make[kind](run / name)
     shutil.copytree(run, f"{run}-2", symlinks=True, ignore=lambda *_: [name])
-    for words in commands(run)[: 3 if name == "metrics.jsonl" else None]:
+    for words in (words for words in commands(run) if words[0] in ("check", "report", "compare", "inspect", "resume")):
         code, _, error = command(*words)
         assert code in (0, 1, 2), (words, error)
         if code == 2:

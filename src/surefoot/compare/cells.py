@@ -25,6 +25,7 @@ from surefoot.compare.summary import summary
 from surefoot.config import to_table
 from surefoot.control.environments import VectorEnvironments
 from surefoot.control.world import ControlWorld
+from surefoot.dotted import with_own_children_as_usual, without_working_folder
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Metrics
@@ -276,7 +277,7 @@ def _side_by_side(
                     cell = waiting.pop(0)
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_child, args=(theirs, folder, cell, episodes))
-                    with _ignoring_interrupts():
+                    with without_working_folder(), _ignoring_interrupts():
                         process.start()
                     theirs.close()
                     running[ours] = (cell, process)
@@ -330,6 +331,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def _child(connection: Connection, folder: Path, cell: Cell, episodes: int) -> None:
+    with_own_children_as_usual()
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C on the terminal goes to the parent alone, which passes one signal on
     parent = multiprocessing.parent_process()
