@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from surefoot.cli_echo import echo
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
 from surefoot.config import recipe_fields, to_toml
 from surefoot.errors import SurefootError
@@ -69,7 +70,7 @@ def train(
         changes.setdefault("checkpoint", {})["every"] = checkpoint_every
     recipe = find_recipe(what, changes)
     if dry_run:
-        click.echo(describe(recipe))
+        echo(describe(recipe))
         return
     from surefoot.api import start
 
@@ -107,18 +108,18 @@ def list_() -> None:
 
     known_recipes = presets()
     width = max(len(name) for name in known_recipes)
-    click.echo("recipes (surefoot train NAME, or any of its ids):")
+    echo("recipes (surefoot train NAME, or any of its ids):")
     for name, table in known_recipes.items():
         text = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}.get(
             table.get("kind", ""), table.get("algorithm", "PPO_CLIP")
         )
         served = table.get("tuned_for") or [table.get("model", "a model of your own") if "kind" in table else "any other id"]
-        click.echo(f"  {name:<{width}}  {text}, {table['steps']:,} steps: {', '.join(served)}")
-    click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
+        echo(f"  {name:<{width}}  {text}, {table['steps']:,} steps: {', '.join(served)}")
+    echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
     import gymnasium
 
     known = sorted(name for name in gymnasium.registry if "/" not in name)
-    click.echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
+    echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
 
 
 def describe(recipe: Recipe) -> str:

@@ -120,7 +120,9 @@ def test_a_manifest_of_any_shape_is_refused_in_one_line(command, run, text):
     refused(command("resume", str(run), "--quiet"), "512")
 
 
-@pytest.mark.parametrize("name", ["../agent.json", "/etc/passwd", "..", ".", "a/b", "a\\b", "", "a\nb", "manifest.json", "\x1b[2J"])
+@pytest.mark.parametrize(
+    "name", ["../agent.json", "/etc/passwd", "..", ".", "a/b", "a\\b", "", "a\nb", "manifest.json", "\x1b[2J"]
+)
 def test_a_manifest_lists_names_of_files_beside_it_and_nothing_else(tmp_path, name):
     save_checkpoint(tmp_path / "one", {"tree": {"n": 1}})
     table = json.loads((tmp_path / "one" / MANIFEST).read_text())
@@ -281,3 +283,35 @@ def test_readers_say_one_line_for_what_they_cannot_read(tmp_path):
                 read(path)
             assert str(raised.value).startswith(f"{path}: ")
     assert parse_value(DEEP) == DEEP
+
+
+NAMES = ["", ".", "..", "a/b", "../up", "/tmp/x", "a\\b", "a\nb", "a\x1b[2Jb", "a\rb", "a\u202eb", "a\x00b", "a\udcffb"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path, name):
+    refused(command("train", "CartPole-v1", "--steps", "256", "--name", name, "--quiet"), "--name=", "is no name of a folder")
+    (tmp_path / "r.toml").write_text('kind = "language"\nmodel = "pocket"\n[data]\ntrain = "x"\n[reward]\ngold = "a:b"\n')
+    refused(command("rounds", "r.toml", "--name", name, "--quiet"), "--name=", "is no name of a folder")
+    if "/" not in name and "\\" not in name and "\x00" not in name and name.strip("."):
+        with pytest.raises(SurefootError, match=r"run_dir=.*is no name of a folder"):
+            api.train("CartPole-v1", steps=256, run_dir=tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
+
+
+def test_no_name_reaches_the_terminal_raw(command, run, tmp_path):
+    """A folder of a stranger's may be called anything."""
+    evil = tmp_path / "a\x1b[2J\x9b31m\u202e\udcffz"
+    os.rename(run, evil)
+    shutil.copytree(evil, f"{evil}-2")
+    for words in [*commands(evil), ["check", str(evil), "--json"], ["compare", str(evil), f"{evil}-2", "--json"]]:
+        code, out, error = command(*words)
+        assert code in (0, 1, 2)
+        assert not {c for c in out + error if not c.isprintable() and c != "\n"}, words
+        if "--json" in words:
+            json.loads(out)
+    for name in ("run\x1b[2J", "manifest\x1b.json"):
+        (best(evil) / name).write_text("")
+        code, _, error = command("evaluate", str(evil))
+        assert code == 2
+        assert "\x1b" not in error

@@ -11,10 +11,13 @@ from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
 from surefoot.findings import Finding, findings_of
 from surefoot.kinds import Recipe
+from surefoot.run.checkpoint import checkpoints_in
 from surefoot.run.folder import FREE as CHANGE_NOTHING
+from surefoot.run.folder import changed_since
 from surefoot.run.places import check_is_run, samples_in
 from surefoot.run.reading import parsed, read_table
 from surefoot.run.tracking import read_metrics
+from surefoot.run.visible import visible
 from surefoot.toml import read_toml
 
 JUDGED = (
@@ -43,11 +46,13 @@ class Run:
     """of metrics.jsonl, one or more"""
     environment: Mapping[str, Any]
     """environment.json; empty where it can't be read"""
+    changed: Sequence[str] = ()
+    """how config.toml differs from the recipe that the newest checkpoint was made by"""
 
     @property
     def name(self) -> str:
-        """Its folder's."""
-        return self.path.resolve().name
+        """Its folder's, in one line."""
+        return visible(self.path.resolve().name)
 
     @property
     def steps(self) -> int:
@@ -114,7 +119,8 @@ def read_run(path: Path) -> Run:
         environment = read_table(path / "environment.json")
     except SurefootError:
         environment = {}
-    return Run(path, recipe, rows, environment)
+    checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
+    return Run(path, recipe, rows, environment, changed_since(checkpoint, recipe))
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

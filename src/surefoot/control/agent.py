@@ -230,9 +230,9 @@ class Agent(nn.Module):
         require(trees, ("agent", "recipe", "spaces"), where)
         recipe = control_recipe({**trees["recipe"], "device": "cpu"})
         with made_from(where):
-            spaces_ = trees["spaces"]
-            agent = cls.for_spaces(recipe, *(space_from_json(spaces_[name]) for name in ("observation", "action")), recipe.task)
-            agent.masked = spaces_.get("masked")  # older checkpoints don't say
+            observation, action = (space_from_json(trees["spaces"][name]) for name in ("observation", "action"))
+            agent = cls.for_spaces(recipe, observation, action, recipe.task)
+            agent.masked = trees["spaces"].get("masked")  # older checkpoints don't say
             load_weights(agent, trees["agent"], where)
             agent._lay_out()
         return agent

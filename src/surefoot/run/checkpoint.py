@@ -119,7 +119,9 @@ def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
     found, files = table.get("format"), table.get("files")
     if found != FORMAT:
         said = str(found)[:20]
-        raise SurefootError(f"{manifest}: format {said} is not {FORMAT}, the one this version reads; use the version that wrote it")
+        raise SurefootError(
+            f"{manifest}: format {said} is not {FORMAT}, the one this version reads; use the version that wrote it"
+        )
     if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
         raise SurefootError(f"{manifest}: can't be read (its files are no table of tables)")
     for name in files:
@@ -255,7 +257,7 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> 
 
 
 def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
-    """Raise SurefootError, naming the first tensor that doesn't fit, unless names and shapes are the same and numbers finite."""
+    """Raise SurefootError, naming the first tensor, unless names and shapes are the same and all numbers finite."""
     for name in sorted(set(own) | set(weights)):
         mine = tuple(own[name].shape) if name in own else "no such tensor"
         theirs = tuple(weights[name].shape) if name in weights else "no such tensor"

@@ -27,7 +27,7 @@ from surefoot.config import make_recipe, to_table, to_toml
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, latest_checkpoint
-from surefoot.run.places import FINISHED, check_is_run
+from surefoot.run.places import FINISHED, check_is_run, check_name
 from surefoot.run.reading import read_table
 from surefoot.toml import read_toml
 
@@ -71,6 +71,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> "RunFolder":
         """A new run; SurefootError when the folder already holds something, or can't be made."""
+        check_name("run_dir", path.resolve().name)
         if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
             raise SurefootError(
                 f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
@@ -208,6 +209,14 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
     free = tuple(f"{name}: " for name in ("steps", *FREE))
     return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
+
+
+def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:
+    """How a run's recipe, as config.toml has it now, differs from the one that its checkpoint was made by."""
+    try:
+        return [] if checkpoint is None else recipe_differences(read_table(checkpoint / "recipe.json"), recipe)
+    except SurefootError:  # whoever loads the checkpoint says so
+        return []
 
 
 def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -15,6 +15,12 @@ TRACE = ".safetensors"
 SAMPLES = ".jsonl"
 
 
+def check_name(field: str, name: str) -> None:
+    """Raise SurefootError unless a name is that of one folder, in letters that a terminal shows as they are."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise SurefootError(f"{field}={name!r}: is no name of a folder; use letters, digits, - and _, and --run-dir for a path")
+
+
 def check_is_run(path: Path) -> None:
     """Raise SurefootError unless ``path`` is a run folder."""
     if not path.exists():

@@ -13,7 +13,6 @@ from typing import Any
 
 from surefoot.errors import SurefootError, cause_of
 
-
 DEEPEST = 64
 """tables in tables"""
 
