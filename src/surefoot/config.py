@@ -48,6 +48,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     table["objective"] = merged(merged(asdict(base), KINDS[kind].switches(base)), changes)
     region = _region_meant(table["objective"].get("trust_region"))
     _refuse_truth_for_numbers(table)
+    _refuse_long_numbers(table)
     table = KINDS[kind].completed(table)
     try:
         recipe = KINDS[kind].model_validate(table)
@@ -82,6 +83,19 @@ def _refuse_truth_for_numbers(table: Mapping[str, Any]) -> None:
     for name, value in _flat(table):
         if isinstance(value, bool) and "number" in types.get(name, ""):
             raise SurefootError(f"{name}={str(value).lower()}: must be a {types[name]}")
+
+
+def _refuse_long_numbers(value: Any, name: str = "") -> None:
+    """A whole number of TOML has 64 bits, and so have those that tensors hold; Python's may have any number."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            _refuse_long_numbers(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _refuse_long_numbers(part, name)
+    elif isinstance(value, int) and value.bit_length() > 63:
+        shown = value if value.bit_length() < 100 else f"{hex(value)[:20]}…"  # of longer ones Python may refuse the digits
+        raise SurefootError(f"{name}={shown}: is a number of more than 64 bits; give a smaller one")
 
 
 def _refuse_what_toml_cannot_hold(recipe: Recipe) -> None:
