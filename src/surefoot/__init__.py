@@ -5,6 +5,11 @@
 The public names are listed in ``__all__``; ``surefoot.functional`` holds the formulas.
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", "surefoot"] and not sys.flags.safe_path:
+    del sys.path[0]  # the working folder, which may be a stranger's; see surefoot.dotted
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,6 @@
 """The command line: find the command, call it, and say errors in one line on stderr with exit code 2."""
 
 import importlib
-import os
 import sys
 from typing import NoReturn
 
@@ -40,7 +39,6 @@ COMMANDS = {
 
 def main() -> NoReturn:
     """Run the command line and exit: 0, 2 for anything the user can mend, 130 after Ctrl-C or SIGTERM."""
-    sys.path.insert(0, os.getcwd())  # so that module:function finds the user's own file, as with python -m
     try:
         sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
     except Interrupted as stop:

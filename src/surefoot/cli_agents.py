@@ -1,14 +1,13 @@
 """Commands for what was trained: judge it, film it, export it."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from surefoot.cli_attempts import attempt_flags, attempts_from, refuse_for_agents
+from surefoot.cli_echo import echo, echo_json
 from surefoot.errors import SurefootError
-from surefoot.run.visible import visible_json
 from surefoot.seeding import MAX_SEED
 from surefoot.toml import read_toml
 
@@ -51,15 +50,18 @@ def evaluate(
         from surefoot.language.evaluate import evaluate_run, table
 
         told = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(**attempts))
-        click.echo(visible_json(told) if as_json else table(told))
+        if as_json:
+            echo_json(told)
+        else:
+            echo(table(told))
         return
     refuse_for_agents(attempts)
     result = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
     if as_json:
-        click.echo(json.dumps({**result.to_json(), "checkpoint": str(checkpoint)}))
+        echo_json({**result.to_json(), "checkpoint": str(checkpoint)})
         return
-    click.echo(f"return {result.mean_return:.2f} ± {result.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
-    click.echo(f"lengths {min(result.lengths)} to {max(result.lengths)}; checkpoint {checkpoint}")
+    echo(f"return {result.mean_return:.2f} ± {result.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
+    echo(f"lengths {min(result.lengths)} to {max(result.lengths)}; checkpoint {checkpoint}")
 
 
 @click.command()
@@ -101,7 +103,7 @@ def watch(
                 flag = name.replace("_", "-")
                 raise SurefootError(f"--{flag}: --traced films what the run did in training; leave --{flag} out")
         for line in film_traces(run, traced, size=pixels, fps=fps, caption=not no_caption):
-            click.echo(line)
+            echo(line)
         return
     found = chosen_checkpoint(run, checkpoint)
     agent = agent_in(found)
@@ -110,7 +112,7 @@ def watch(
     filmed = film(
         agent, path, other, episodes=episodes, seed=seed, size=pixels, fps=fps, max_steps=max_steps, caption=not no_caption
     )
-    click.echo(filmed.line())
+    echo(filmed.line())
 
 
 @click.command()
@@ -126,7 +128,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     found = chosen_checkpoint(run, checkpoint)
     agent = agent_in(found)
     path = out or output_file(run, found, agent.recipe.task, "exports", ENDINGS[format])
-    click.echo(export_agent(agent, path, format, found.absolute().name).line())
+    echo(export_agent(agent, path, format, found.absolute().name).line())
 
 
 def agent_in(checkpoint: Path) -> "Agent":

@@ -1,6 +1,5 @@
 """The commands that draw many responses to a prompt: pass@k in evaluate, and best-of-n."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surefoot.cli_echo import echo, echo_json
 from surefoot.errors import SurefootError
 from surefoot.seeding import MAX_SEED
 
@@ -122,4 +122,7 @@ def best_of_n(
     out.parent.mkdir(parents=True, exist_ok=True)
     found = best_of.best_of_n(language_model, prompts, reward, best_of.Drawing(**drawing), worst=worst)
     write_rows(out, found.rows)
-    click.echo(json.dumps(found.to_json()) if as_json else "\n".join([*found.lines(), f"the rows are in {out}{replaced}"]))
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo("\n".join([*found.lines(), f"the rows are in {out}{replaced}"]))

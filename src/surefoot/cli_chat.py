@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from surefoot.cli_attempts import Finite
+from surefoot.cli_echo import echo
 from surefoot.errors import SurefootError
 from surefoot.seeding import MAX_SEED
 
@@ -52,24 +53,24 @@ def talk(conversation: "Chat", terminal: bool) -> None:
     Raises SurefootError for a line from a pipe that can't be answered. A person is told, and may try another.
     """
     how = "the chat template keeps the conversation" if conversation.remembers else NO_TEMPLATE
-    click.echo(f"{how}{'; /reset forgets it' * conversation.remembers}; /quit leaves" if terminal else how, err=not terminal)
+    echo(f"{how}{'; /reset forgets it' * conversation.remembers}; /quit leaves" if terminal else how, err=not terminal)
     try:
         for line in lines_of(terminal):
             if line == "/quit":
                 return
             if line == "/reset":
                 conversation.reset()
-                click.echo("forgotten", err=not terminal)
+                echo("forgotten", err=not terminal)
                 continue
             try:
                 conversation.answer(line, show)
             except SurefootError as error:
                 if not terminal:
                     raise
-                click.echo(str(error), err=True, nl=False)
-            click.echo()
+                echo(str(error), err=True, nl=False)
+            echo()
     except KeyboardInterrupt:
-        click.echo()
+        echo()
 
 
 NO_TEMPLATE = "this model has no chat template: each line is a prompt by itself, and is continued"
@@ -89,16 +90,13 @@ def lines_of(terminal: bool) -> Iterator[str]:
         try:
             line = input(ASK)
         except EOFError:
-            click.echo()
+            echo()
             return
         if line:
             yield line
 
 
 def show(piece: str) -> None:
-    """Print part of an answer at once, control characters as what they are."""
-    from surefoot.run.visible import visible_lines
-
-    encoding = sys.stdout.encoding or "utf-8"  # a model may write what the other end has no letter for
-    click.echo(visible_lines(piece).encode(encoding, "backslashreplace").decode(encoding), nl=False)
+    """Print part of an answer at once."""
+    echo(piece, nl=False)
     sys.stdout.flush()

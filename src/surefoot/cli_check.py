@@ -1,10 +1,11 @@
 """The doctor as a command: this machine, a recipe before it is run, a run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
+
+from surefoot.cli_echo import echo, echo_json
 
 
 @click.command()
@@ -29,12 +30,12 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     else:
         checks = [*check_machine(recipe.device, recipe.engine == "compiled"), *check_recipe(recipe)]
     if as_json:
-        click.echo(json.dumps({"checks": [each.to_json() for each in checks], "failed": failed(checks)}))
+        echo_json({"checks": [each.to_json() for each in checks], "failed": failed(checks)})
     else:
         width = max(len(each.name) for each in checks)
         for each in checks:
             for line in each.lines(width):
-                click.echo(visible(line))  # an error's text may hold what a model said
+                echo(visible(line))  # an error's text may hold line breaks of a model
     ctx.exit(int(failed(checks)))
 
 
@@ -46,9 +47,9 @@ def _run(folder: Path, as_json: bool) -> int:
     found = run.findings
     if as_json:
         table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
-        click.echo(json.dumps({**table, "findings": [finding.to_json() for finding in found]}, ensure_ascii=False))
+        echo_json({**table, "findings": [finding.to_json() for finding in found]})
     elif not found:
-        click.echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
+        echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
     else:
-        click.echo("\n\n".join("\n".join(finding.text) for finding in found))
+        echo("\n\n".join("\n".join(finding.text) for finding in found))
     return int(any(finding.severity == "serious" for finding in found))

@@ -1,6 +1,5 @@
 """Commands that train many cells to compare them: the ladder, and algorithms of one's choice."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from surefoot.algorithms import LADDER
+from surefoot.cli_echo import echo, echo_json
 from surefoot.cli_train import changes_from, recipe_flags
 
 if TYPE_CHECKING:
@@ -75,5 +75,8 @@ def compare_algorithms(
 
 def show_report(report: "Report", as_json: bool) -> None:
     """Tables for a person, or all of it for a program."""
-    click.echo(json.dumps(report.results) if as_json else f"\n{report.text}\n")
-    click.echo(report.last_line, err=as_json)
+    if as_json:
+        echo_json(report.results)
+    else:
+        echo(f"\n{report.text}\n")
+    echo(report.last_line, err=as_json)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from surefoot.cli_echo import echo
 from surefoot.errors import SurefootError, missing_extra
 
 
@@ -37,7 +38,7 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
         write_text(path, content)
     except OSError as error:
         raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --out") from None
-    click.echo(f"{path}: the clip table{', with samples' if runs else ''}; open it in any browser, it needs no network")
+    echo(f"{path}: the clip table{', with samples' if runs else ''}; open it in any browser, it needs no network")
     if not no_browser and watched():
         webbrowser.open(path.absolute().as_uri())
 
@@ -55,9 +56,7 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
         door.remove_when_killed()
 
     def ready(address: str) -> None:
-        click.echo(
-            f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C ends the inspector."
-        )
+        echo(f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C ends the inspector.")
         if not no_browser and watched() and (file := door.make(address)):
             webbrowser.open(file)
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from surefoot.cli_attempts import rows_to
+from surefoot.cli_echo import echo, echo_json
 from surefoot.cli_words import Group
 from surefoot.errors import SurefootError
 from surefoot.seeding import MAX_SEED
@@ -47,7 +48,6 @@ def generate(
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
     from surefoot.language.tokens import text_of
-    from surefoot.run.visible import visible_json, visible_lines
 
     language_model = writer(model, trust_remote_code)
     asked: list[Any] = list(prompts)
@@ -76,10 +76,10 @@ def generate(
     for number, response in enumerate(written):
         prompt = asked[number // samples]
         if as_json:
-            click.echo(visible_json({"prompt": prompt, "response": response}))
+            echo_json({"prompt": prompt, "response": response})
         else:
             line = f"{text_of(prompt)} → {response}"
-            click.echo(visible_lines(line) if sys.stdout.isatty() else line)
+            (echo if sys.stdout.isatty() else click.echo)(line)  # a pipe gets what the model wrote
 
 
 @click.group(cls=Group)
@@ -148,7 +148,7 @@ def accuracy(
     answering = writer(model, trust_remote_code)
     found = accuracy_of(answering, file, reward, temperature=temperature, keep_cut=keep_cut, **options)
     for line in found.lines():
-        click.echo(line)
+        echo(line)
 
 
 @data.command()
@@ -184,7 +184,7 @@ def make(
         made = tasks.rows(task, rows, seed, difficulty, test=test)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_rows(out, made)
-    click.echo(f"{len(made)} rows in {out}{replaced}")
+    echo(f"{len(made)} rows in {out}{replaced}")
 
 
 @data.command(name="tasks")
@@ -194,8 +194,8 @@ def list_tasks() -> None:
 
     for name, task in TASKS.items():
         least, greatest = task.difficulties
-        click.echo(f"{name:<10} {task.about} ({least} to {greatest}, usually {task.usual})")
+        echo(f"{name:<10} {task.about} ({least} to {greatest}, usually {task.usual})")
     for name, game in GAMES.items():
         least, greatest = game.DIFFICULTIES
-        click.echo(f"{name:<10} {game.ABOUT} ({least} to {greatest}, usually {game.USUAL})")
-    click.echo("reasoning_gym/NAME: tasks of that package with one right answer (extra reasoning-gym)")
+        echo(f"{name:<10} {game.ABOUT} ({least} to {greatest}, usually {game.USUAL})")
+    echo("reasoning_gym/NAME: tasks of that package with one right answer (extra reasoning-gym)")

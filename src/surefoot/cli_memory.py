@@ -1,6 +1,5 @@
 """The memory planner as a command."""
 
-import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from surefoot.cli_echo import echo_json
 from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
@@ -99,6 +99,6 @@ def memory(
     with Console(stderr=True).status("counting the passes") if sys.stderr.isatty() else nullcontext():
         made = plan(model, setup, nominal)
     if as_json:
-        click.echo(json.dumps(to_json(made)))
+        echo_json(to_json(made))
         return
     Console(width=None if sys.stdout.isatty() else 120).print(shown(made))

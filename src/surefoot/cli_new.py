@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from surefoot.cli_echo import echo
+
 
 @click.command()
 @click.argument("name", type=click.Path(path_type=Path))
@@ -14,12 +16,12 @@ def new(name: Path, language: bool) -> None:
     from surefoot.scaffold import write_scaffold
 
     for path in write_scaffold(name, language=language):
-        click.echo(path)
-    click.echo("Try next:")
+        echo(path)
+    echo("Try next:")
     for line in (
         f"cd {shlex.quote(str(name))}",
         f"{'python -m pytest':<32} # the tests pass (pip install pytest); keep them so",
         f"{'surefoot check recipe.toml':<32} # what stands between you and a run",
         "surefoot train recipe.toml",
     ):
-        click.echo(f"  {line}")
+        echo(f"  {line}")

@@ -1,10 +1,10 @@
 """What is made of runs that are there: a page of one or more, and a comparison."""
 
-import json
 from pathlib import Path
 
 import click
 
+from surefoot.cli_echo import echo, echo_json
 from surefoot.errors import SurefootError
 
 
@@ -24,11 +24,11 @@ def report(runs: tuple[Path, ...], out: Path | None, figures: str | None) -> Non
         raise SurefootError(f"--out {path}: is a folder; name a file, such as {path / 'report.html'}")
     found = [read_run(run) for run in runs]
     write_report(found, path)
-    click.echo(f"{path}, {path.stat().st_size / 1000:,.0f} kB")
+    echo(f"{path}, {path.stat().st_size / 1000:,.0f} kB")
     if figures is not None:
         folder = path.with_name(f"{path.stem}-figures")
         written = write_figures(found, folder, figures)
-        click.echo(f"{len(written)} figures in {folder}/")
+        echo(f"{len(written)} figures in {folder}/")
 
 
 @click.command()
@@ -46,4 +46,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
         if resolved[index] in resolved[:index]:
             raise SurefootError(f"compare: {run} is named twice; name each run once")
     comparison = compare_runs([read_run(run) for run in runs])
-    click.echo(json.dumps(comparison.to_json(), ensure_ascii=False) if as_json else told(comparison))
+    if as_json:
+        echo_json(comparison.to_json())
+    else:
+        echo(told(comparison))

@@ -1,16 +1,17 @@
 """``surefoot rounds``: pairs, reward model, PPO; and again."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from surefoot.cli_attempts import Finite
+from surefoot.cli_echo import echo, echo_json
 from surefoot.cli_runs import display_for
 from surefoot.errors import SurefootError
 from surefoot.kinds import LanguageRecipe, Recipe
 from surefoot.recipes import find_recipe
+from surefoot.run.places import check_name
 
 
 @click.command()
@@ -43,6 +44,8 @@ def rounds(
     Each round samples pairs of the policy as it is, has them labelled, trains the reward model on them and on older ones, and
     continues PPO against it. Repeat the command to continue; a larger --rounds adds to what is there.
     """
+    if name is not None:
+        check_name("--name", name)
     if recipe.suffix != ".toml":
         raise SurefootError(f"{recipe}: rounds need a recipe's file; name a .toml of kind = 'language'")
     found = find_recipe(str(recipe))
@@ -58,5 +61,8 @@ def rounds(
         return Silent() if as_json else display_for(one, run, quiet)
 
     folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
-    told = go_rounds(Plan(found, who, **settings), folder, count, shown, lambda line: click.echo(line, err=as_json))
-    click.echo(json.dumps({"rounds": told}) if as_json else f"\n{table(told)}\nthe rounds are in {folder}")
+    told = go_rounds(Plan(found, who, **settings), folder, count, shown, lambda line: echo(line, err=as_json))
+    if as_json:
+        echo_json({"rounds": told})
+    else:
+        echo(f"\n{table(told)}\nthe rounds are in {folder}")

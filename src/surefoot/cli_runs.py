@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
+from surefoot.cli_echo import echo
 from surefoot.kinds import Recipe
+from surefoot.run.places import check_name
 
 if TYPE_CHECKING:
     from surefoot.recipes import Origin
@@ -18,6 +18,7 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
     """Where a run goes. Names made up here never collide; names that were given are taken as they are."""
     suffix = f"-seed{recipe.seed}" if several else ""
     if name is not None:
+        check_name("--name", name)
         return (run_dir or Path("runs")) / f"{name}{suffix}"
     if run_dir is not None:
         return run_dir / f"seed{recipe.seed}" if several else run_dir
@@ -69,6 +70,6 @@ def spread(scores: list[float | None]) -> str:
 def tell(line: str) -> None:
     """Print what a training came to; whoever listened may have gone, and that ends nothing."""
     try:
-        click.echo(line)
+        echo(line)
     except BrokenPipeError:  # the descriptor itself, so that the flush at the end has somewhere to go, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from surefoot.cli_echo import echo
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
 from surefoot.cli_words import Switch
 from surefoot.config import SWITCH, recipe_fields, to_toml
@@ -76,7 +77,7 @@ def train(
     found = find(what, changes, preset=preset)
     recipe = found.recipe
     if dry_run:
-        click.echo(describe(found))
+        echo(describe(found))
         return
     from surefoot.api import start
 
@@ -114,18 +115,18 @@ def list_() -> None:
 
     known_recipes = presets()
     width = max(len(name) for name in known_recipes)
-    click.echo("recipes (surefoot train NAME, or any of its ids):")
+    echo("recipes (surefoot train NAME, or any of its ids):")
     for name, table in known_recipes.items():
         text = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}.get(
             table.get("kind", ""), table.get("algorithm", "PPO_CLIP")
         )
         served = table.get("tuned_for") or [table.get("model", "a model of your own") if "kind" in table else "any other id"]
-        click.echo(f"  {name:<{width}}  {text}, {table['steps']:,} steps: {', '.join(served)}")
-    click.echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
+        echo(f"  {name:<{width}}  {text}, {table['steps']:,} steps: {', '.join(served)}")
+    echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
     import gymnasium
 
     known = sorted(name for name in gymnasium.registry if "/" not in name)
-    click.echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
+    echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
 
 
 def describe(found: Found) -> str:

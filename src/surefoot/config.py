@@ -3,7 +3,6 @@
 What a recipe holds is in ``kinds``. No torch is imported here, so that ``--help`` is quick.
 """
 
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -28,8 +27,6 @@ MISSING = {
 """fields without a default, each with an example"""
 
 
-LONGEST_NUMBER = 512
-"""bits of the largest whole number that a recipe reads at all"""
 LONGEST_VALUE = 200
 """characters of a value that an error quotes"""
 
@@ -41,7 +38,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
     """
     table = dict(none_from_text(table))
-    _refuse_endless_numbers(table)
+    _refuse_long_numbers(table)
     kind = table.get("kind", "control")
     if not isinstance(kind, str) or kind not in KINDS:
         raise SurefootError(f"kind={kind!r}: unknown{did_you_mean(str(kind), KINDS)} (known: {', '.join(KINDS)})")
@@ -92,17 +89,17 @@ def _refuse_truth_for_numbers(table: Mapping[str, Any]) -> None:
             raise SurefootError(f"{name}={str(value).lower()}: must be a {types[name]}")
 
 
-def _refuse_endless_numbers(value: Any, field: str = "") -> None:
-    """Whole numbers that no float can hold: Python writes no more than 4,300 digits, not even into an error."""
+def _refuse_long_numbers(value: Any, name: str = "") -> None:
+    """A whole number of TOML has 64 bits, and so have those that tensors hold; Python's may have any number."""
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _refuse_endless_numbers(inner, f"{field}.{key}" if field else str(key))
+        for key, part in value.items():
+            _refuse_long_numbers(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
-        for place, inner in enumerate(value):
-            _refuse_endless_numbers(inner, f"{field}.{place}")
-    elif isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
-        digits = int(value.bit_length() * math.log10(2))
-        raise SurefootError(f"{field}: is a whole number of about {digits:,} digits; give a smaller one")
+        for part in value:
+            _refuse_long_numbers(part, name)
+    elif isinstance(value, int) and value.bit_length() > 63:
+        shown = value if value.bit_length() < 100 else f"{hex(value)[:20]}…"  # of longer ones Python may refuse the digits
+        raise SurefootError(f"{name}={shown}: is a number of more than 64 bits; give a smaller one")
 
 
 def _refuse_what_toml_cannot_hold(recipe: Recipe) -> None:

@@ -1,8 +1,15 @@
-"""Things of the user's own, named as ``module:name`` or ``file.py:name`` in a recipe."""
+"""Things of the user's own, named as ``module:name`` or ``file.py:name`` in a recipe.
+
+The working folder is on Python's path only once something is imported from there, and last: a folder of a stranger's, in which
+a command merely reads, gives Python no module.
+"""
 
 import importlib
 import importlib.util
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,19 +20,51 @@ from surefoot.errors import SurefootError, cause_of
 def imported(field: str, path: str, remedy: str = "") -> Any:
     """What ``module:name`` or ``file.py:name`` stands for, imported as Python does; nothing is evaluated.
 
-    A file is found from the working directory and read anew on every call; the modules beside it are not put on the path.
+    A module is also found in the working folder, after all that is installed. A file is found from there, and read anew on
+    every call; the modules beside it are not put on the path.
     Raises SurefootError, naming the recipe's field, when there is no such thing.
     """
     module, _, name = path.rpartition(":")
     try:
         if not (module and name):
             raise ValueError("it is not two names with a colon between them")
-        return getattr(_from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module), name)
+        if module.endswith(".py"):
+            return getattr(_from_file(Path(module)), name)
+        working_folder_last()
+        return getattr(importlib.import_module(module), name)
     except Exception as error:
         advice = f"; {remedy}" if remedy else ""
         raise SurefootError(
             f"{field}={path!r}: can't be imported ({cause_of(error)}); it must name module:function or file.py:function{advice}"
         ) from None
+
+
+def working_folder_last() -> None:
+    """Have modules found in the working folder too, from now on."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+
+
+SAFE, OURS = "PYTHONSAFEPATH", "while surefoot starts it"
+"""the variable that keeps Python from putting its working folder first on its path, and the value that we give it"""
+
+
+@contextmanager
+def without_working_folder() -> Iterator[None]:
+    """Processes that are started meanwhile import what they need to begin from where it is installed, and not from the
+    working folder. ``multiprocessing`` then gives them this process's path.
+    """
+    os.environ[SAFE] = os.environ.get(SAFE) or OURS
+    try:
+        yield
+    finally:
+        with_own_children_as_usual()
+
+
+def with_own_children_as_usual() -> None:
+    """In a process that was started like that: what it starts itself is as it would be without us."""
+    if os.environ.get(SAFE) == OURS:
+        del os.environ[SAFE]
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -4,6 +4,7 @@ Control and language fill these types differently; credit, objective and learner
 B is environments or responses, T steps or response tokens. Time is the last axis and masks are True where kept.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -196,7 +197,7 @@ class LearnerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there; the budget stays this state's own, so that a run can be extended."""
         for name in ("steps", "iteration", "updates", "faults"):
-            setattr(self, name, state[name])
-        self.coefficients = dict(state["coefficients"])
+            setattr(self, name, operator.index(state[name]))
+        self.coefficients = {name: float(weight) for name, weight in state["coefficients"].items()}
         for name, saved in state["generators"].items():
             self.generators[name].set_state(saved)

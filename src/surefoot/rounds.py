@@ -31,6 +31,7 @@ from surefoot.run.dashboard import Display
 from surefoot.run.distributed import check_alone
 from surefoot.run.folder import FREE, RunFolder, differences, write_text
 from surefoot.run.places import FINISHED
+from surefoot.run.reading import read_table
 from surefoot.seeding import derived_seed
 from surefoot.toml import read_toml
 
@@ -180,7 +181,7 @@ def _claim(plan: Plan, folder: Path) -> None:
     path, told = folder / "rounds.json", plan.to_json()
     try:
         if path.is_file():
-            before = json.loads(path.read_text("utf-8"))
+            before = read_table(path)
             found = differences(before, json.loads(json.dumps(told)))
             if changed := [line for line in found if not line.startswith(tuple(f"recipe.{name}: " for name in FREE))]:
                 raise SurefootError(f"{folder}: holds other rounds ({'; '.join(changed)}); undo that, or choose another --name")
@@ -198,8 +199,7 @@ def _claim(plan: Plan, folder: Path) -> None:
 def _round(plan: Plan, folder: Path, number: int, display_for: Shows, say: Callable[[str], None]) -> dict[str, Any]:
     here = folder / f"round-{number}"
     if (here / "round.json").is_file():
-        found: dict[str, Any] = json.loads((here / "round.json").read_text("utf-8"))
-        return found
+        return read_table(here / "round.json")
     here.mkdir(exist_ok=True)
     torch.set_num_threads(plan.recipe.threads)
     if not (here / "pairs.jsonl").is_file():  # written last of the three

@@ -16,6 +16,7 @@ from surefoot.rollout import LearnerState, Metrics, Policy
 from surefoot.run.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require, save_checkpoint
 from surefoot.run.dashboard import Display
 from surefoot.run.folder import RunFolder, recipe_differences, scored_alike
+from surefoot.run.reading import made_from, steps_named
 from surefoot.run.samples import SampleFolder
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.traces import TraceFolder
@@ -82,13 +83,19 @@ class Session:
         """
         trees = load_checkpoint(checkpoint)
         require(trees, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
+        with made_from(checkpoint):
+            self._continue_from(trees, checkpoint, allow_changes)
+
+    def _continue_from(self, trees: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
         changed = recipe_differences(trees["recipe"], self.recipe)
         if changed and not allow_changes:
             raise SurefootError(
                 f"{checkpoint.parent.parent / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); "
                 "undo it, or pass --allow-changes"
             )
-        done = int(trees["state"]["steps"])
+        done = trees["state"]["steps"]
+        if done != steps_named(checkpoint.name):
+            raise SurefootError(f"{checkpoint}: holds the state after other steps than its name says; use an older checkpoint")
         left = not self.world.leaves or self.folder is None or self.folder.finished_at == done
         self.untold = trees.get("untold") or None
         if done >= self.recipe.steps and left and self.untold is None:
@@ -112,7 +119,7 @@ class Session:
         if best is None or progress["best"] is None:
             return
         if scored_alike(load_checkpoint(best)["recipe"], to_table(self.recipe)):
-            self.best, self.since_best = progress["best"], progress.get("since_best", 0)
+            self.best, self.since_best = float(progress["best"]), int(progress.get("since_best", 0))
         else:
             self.display.say("evaluations are scored otherwise than before: the best so far is forgotten")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.run.reading import parsed, read_text
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -12,17 +13,17 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Raises SurefootError when it is missing, a folder, or not TOML (with the line).
     """
+    text = read_text(path)
     try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
+        found: dict[str, Any] = parsed(text, tomllib.loads)
+    except ValueError as error:
         raise SurefootError(f"{path}: not TOML ({error})") from None
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be read ({error.strerror}); check the path") from None
+    return found
 
 
 def parse_value(text: str) -> Any:
     """A flag's text as TOML would read it (0.9, true, [64, 64]); a bare word is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:  # no TOML, or a number with thousands of digits
+        return parsed(f"value = {text}", tomllib.loads)["value"]
+    except ValueError:
         return text

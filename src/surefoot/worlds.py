@@ -10,6 +10,7 @@ import torch
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe
 from surefoot.rollout import Beside, Collector, Metrics, Policy, Rollout
+from surefoot.run.checkpoint import require
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,11 @@ def check_device(device: str) -> None:
 
 
 def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:
-    """What a checkpoint's trees hold, as training gave it back: an agent, or a model of language."""
+    """What a checkpoint's trees hold, as training gave it back: an agent, or a model of language.
+
+    Raises SurefootError where they are not those of such a thing, or don't fit each other.
+    """
+    require(trees, ("agent", "recipe"), where)
     if trees["recipe"].get("kind", "control") == "control":
         from surefoot.control.agent import Agent
 

@@ -149,7 +149,7 @@ def test_a_folder_is_for_one_command_at_a_time_and_not_for_other_files(tmp_path)
 
 def test_a_damaged_request_is_refused(tmp_path):
     (tmp_path / "request.json").write_text("{")
-    with pytest.raises(SurefootError, match=r"request\.json: is damaged"), folder_of(tmp_path, {}):
+    with pytest.raises(SurefootError, match=r"request\.json: can't be read"), folder_of(tmp_path, {}):
         pass
 
 

@@ -107,7 +107,7 @@ def check_drawing(seconds: float = 30.0) -> Check:
     backend = os.environ.get("MUJOCO_GL") or "egl"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", DRAW],
+            [sys.executable, "-P", "-c", DRAW],
             env={**os.environ, "MUJOCO_GL": backend},
             capture_output=True,
             timeout=seconds,

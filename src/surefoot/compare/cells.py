@@ -25,12 +25,14 @@ from surefoot.compare.summary import summary
 from surefoot.config import to_table
 from surefoot.control.environments import VectorEnvironments
 from surefoot.control.world import ControlWorld
+from surefoot.dotted import with_own_children_as_usual, without_working_folder
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.rollout import Metrics
 from surefoot.run.checkpoint import checkpoints_in, latest_checkpoint
 from surefoot.run.distributed import check_alone
 from surefoot.run.folder import differences, write_text
+from surefoot.run.reading import read_table
 from surefoot.run.stopping import StopOnSignal
 from surefoot.run.tracking import read_metrics
 from surefoot.session import Session
@@ -130,10 +132,9 @@ def folder_of(folder: Path, request: dict[str, Any]) -> Iterator[None]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        table = json.loads(file.read_text("utf-8"))
-    except ValueError:
-        raise SurefootError(f"{file}: is damaged; choose another --run-dir") from None
-    return dict(table)
+        return read_table(file)
+    except SurefootError as error:
+        raise SurefootError(f"{error}; choose another --run-dir") from None
 
 
 def recipe_tables(recipes: Mapping[str, ControlRecipe]) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def _side_by_side(
                     cell = waiting.pop(0)
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_child, args=(theirs, folder, cell, episodes))
-                    with _ignoring_interrupts():
+                    with without_working_folder(), _ignoring_interrupts():
                         process.start()
                     theirs.close()
                     running[ours] = (cell, process)
@@ -333,6 +334,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def _child(connection: Connection, folder: Path, cell: Cell, episodes: int) -> None:
+    with_own_children_as_usual()
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C on the terminal goes to the parent alone, which passes one signal on
     parent = multiprocessing.parent_process()

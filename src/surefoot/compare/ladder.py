@@ -26,6 +26,7 @@ from surefoot.kinds import ControlRecipe
 from surefoot.recipes import base_table, without_critic, without_label
 from surefoot.run.checkpoint import latest_checkpoint
 from surefoot.run.folder import write_text
+from surefoot.run.reading import read_table
 
 NAMES = tuple(next(name for name, value in ALGORITHMS.items() if value == rung) for rung in LADDER)
 MEASURED = 4
@@ -134,8 +135,7 @@ def _gradients(folder: Path, frozen: Cell, measured: Mapping[str, Objective], ba
     """The noise of the measured rungs' gradients under the frozen agent, from where it was kept or anew."""
     file = folder / "gradients.json"
     if file.exists():
-        kept: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        return kept
+        return read_table(file)
     checkpoint = latest_checkpoint(folder / frozen.name / "checkpoints")
     assert checkpoint is not None, "a cell that is finished has a checkpoint"
     agent, size = api.load(checkpoint), frozen.recipe.batch_size

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.rollout import LearnerState, Metrics
 from surefoot.run.samples import Sample
+from surefoot.run.visible import visible_lines
 
 EVERY = 60.0
 """seconds between plain lines while nothing finishes"""
@@ -63,7 +64,7 @@ class Overall:
         """A line that stays."""
         self.told = time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # whoever listened has gone; the work goes on
-            self.console.print(line, markup=False)
+            self.console.print(visible_lines(line), markup=False)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -9,6 +9,7 @@ import numpy as np
 from surefoot.compare.report import each, finite, how_sure, mean_and_interval, number, span
 from surefoot.compare.runs import ABSENT, JUDGED, Run, differences_between, fields_of, flat, grouped
 from surefoot.compare.statistics import bootstrap_interval, interquartile_mean, markdown_table, mean, middle, resampled
+from surefoot.run.visible import visible
 
 KEPT = ("python", "platform", "versions", "git")
 """of environment.json, what a number may depend on"""
@@ -135,7 +136,10 @@ def told(comparison: Comparison) -> str:
         lines += ["What else differs, and may matter:", _table(["in environment.json", "values"], rows)]
     for group in groups:
         for run in group.runs:
-            lines += [f"{run.path}: {finding.line}" for finding in run.findings if finding.severity != "note"]
+            if run.changed:
+                changed = "; ".join(map(visible, run.changed))
+                lines.append(f"{visible(str(run.path))}: config.toml was changed since the checkpoint: {changed}")
+            lines += [f"{visible(str(run.path))}: {finding.line}" for finding in run.findings if finding.severity != "note"]
     return "\n\n".join(lines)
 
 

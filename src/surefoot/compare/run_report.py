@@ -206,6 +206,8 @@ def _recipes(runs: Sequence[Run]) -> Iterable[str]:
             yield "<p>All recipes are the same.</p>"
     for run in runs:
         table = "\n".join(map(_text, to_toml(run.recipe).split("\n")))
+        if run.changed:
+            yield f"<p>{_text(run.name)}: config.toml was changed since the checkpoint: {_text('; '.join(run.changed))}</p>"
         yield f"<details><summary>{_text(run.name)}: config.toml</summary><pre>{table}</pre></details>"
 
 

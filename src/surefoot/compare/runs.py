@@ -11,10 +11,14 @@ from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
 from surefoot.findings import Finding, findings_in
 from surefoot.kinds import Recipe
+from surefoot.run.checkpoint import checkpoints_in
 from surefoot.run.folder import FREE as CHANGE_NOTHING
+from surefoot.run.folder import changed_since
 from surefoot.run.history import History
-from surefoot.run.places import check_is_run
+from surefoot.run.places import check_is_run, samples_in
+from surefoot.run.reading import parsed, read_table
 from surefoot.run.tracking import FILE, read_history
+from surefoot.run.visible import visible
 from surefoot.toml import read_toml
 
 JUDGED = (
@@ -43,6 +47,8 @@ class Run:
     """of metrics.jsonl, with one row or more"""
     environment: Mapping[str, Any]
     """environment.json; empty where it can't be read"""
+    changed: Sequence[str] = ()
+    """how config.toml differs from the recipe that the newest checkpoint was made by"""
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -51,8 +57,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its folder's."""
-        return self.path.resolve().name
+        """Its folder's, in one line."""
+        return visible(self.path.resolve().name)
 
     @property
     def steps(self) -> int:
@@ -87,17 +93,17 @@ class Run:
 
     def samples(self) -> tuple[int, list[dict[str, Any]]] | None:
         """What was said at the last evaluation, and at which step; None where nothing was."""
-        files = [file for file in (self.path / "samples").glob("*.jsonl") if file.stem.isdigit()]
+        files = samples_in(self.path / "samples")
         if not files:
             return None
-        file = max(files, key=lambda file: int(file.stem))
+        file = files[-1]
         rows = []
         for line in file.read_text("utf-8", errors="replace").split(
             "\n"
         ):  # and not at other line ends, which a model may write
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = parsed(line)
+            except ValueError:
                 continue
             if isinstance(row, dict) and isinstance(row.get("response"), str):
                 rows.append(row)
@@ -118,10 +124,11 @@ def read_run(path: Path) -> Run:
             f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; nothing is left of it"
         )
     try:
-        environment = json.loads((path / "environment.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        environment = read_table(path / "environment.json")
+    except SurefootError:
         environment = {}
-    return Run(path, recipe, history, environment if isinstance(environment, dict) else {})
+    checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
+    return Run(path, recipe, history, environment, changed_since(checkpoint, recipe))
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

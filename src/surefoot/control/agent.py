@@ -29,7 +29,8 @@ from surefoot.control.spaces import (
 from surefoot.errors import SurefootError
 from surefoot.kinds import ControlRecipe
 from surefoot.optimizer import flattened, grouped
-from surefoot.run.checkpoint import load_weights, save_checkpoint
+from surefoot.run.checkpoint import load_weights, require, save_checkpoint
+from surefoot.run.reading import made_from
 from surefoot.seeding import stream
 
 Act = Callable[[Observations, Tensor | None, Array], tuple[Tensor, Array, Tensor | None]]
@@ -226,11 +227,14 @@ class Agent(nn.Module):
     @classmethod
     def from_trees(cls, trees: dict[str, Any], where: Path) -> "Agent":
         """The agent that a checkpoint holds; SurefootError where weights and recipe don't fit."""
+        require(trees, ("agent", "recipe", "spaces"), where)
         recipe = control_recipe({**trees["recipe"], "device": "cpu"})
-        agent = cls(recipe, *(space_from_json(trees["spaces"][name]) for name in ("observation", "action")))
-        agent.masked = trees["spaces"].get("masked")  # older checkpoints don't say
-        load_weights(agent, trees["agent"], where)
-        agent._lay_out()
+        with made_from(where):
+            observation, action = (space_from_json(trees["spaces"][name]) for name in ("observation", "action"))
+            agent = cls.for_spaces(recipe, observation, action, recipe.task)
+            agent.masked = trees["spaces"].get("masked")  # older checkpoints don't say
+            load_weights(agent, trees["agent"], where)
+            agent._lay_out()
         return agent
 
     def _lay_out(self) -> None:

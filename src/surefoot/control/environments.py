@@ -23,7 +23,7 @@ from surefoot.control.returned import RESET, STEP, as_number, given, score_and_l
 from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
 from surefoot.control.vector import check_infos, said, stated_mode
-from surefoot.dotted import imported
+from surefoot.dotted import imported, working_folder_last
 from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.seeding import derived_seed
 
@@ -380,6 +380,8 @@ def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str)
     if callable(task):
         return lambda: task(**arguments)
     function = task.partition(":")[2]
+    if function:  # Gymnasium imports the module of an id such as module:Robot-v0
+        working_folder_last()
     if function and not function.rpartition("-v")[2].isdigit():
         found = imported(
             "task", task, "a function that can't be imported is passed itself, as in surefoot.resume(run, task=make)"

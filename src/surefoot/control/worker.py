@@ -21,6 +21,7 @@ import gymnasium
 
 from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, make_environments, maker
 from surefoot.control.faults import at_fault
+from surefoot.dotted import with_own_children_as_usual
 from surefoot.errors import SurefootError, cause_of, place_of
 
 IDLE = -1
@@ -48,6 +49,7 @@ def serve(connection: "Connection[Any, Any]", place: Any, task: bytes, part: Sli
 
     An answer is (True, result) or (False, one line, traceback).
     """
+    with_own_children_as_usual()
     _stay_until_the_parent_ends(kill_with_parent)
     environments: LoopedEnvironments | None = None
     method, arguments = "make", ()

@@ -31,6 +31,7 @@ from surefoot.control.environments import MakeEnvironment, Step, task_name
 from surefoot.control.faults import at_fault
 from surefoot.control.spaces import Array
 from surefoot.control.worker import IDLE, IMPORTED_AGAIN, Slice, serve
+from surefoot.dotted import without_working_folder
 from surefoot.errors import SurefootError, cause_of
 
 STARTING = 120
@@ -214,7 +215,7 @@ def _start(packed: bytes, part: Slice, needs_main: bool) -> Worker:
     with_us = threading.current_thread() is threading.main_thread()
     process = context.Process(target=serve, args=(theirs, place, packed, part, with_us), name=f"surefoot-{part.first}")
     try:
-        with _interrupts_held(), contextlib.nullcontext() if needs_main else _main_hidden():
+        with without_working_folder(), _interrupts_held(), contextlib.nullcontext() if needs_main else _main_hidden():
             process.start()
     except (OSError, AssertionError) as error:  # no more processes; a daemon may have none
         ours.close()

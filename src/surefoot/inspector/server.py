@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from surefoot.errors import SurefootError
 from surefoot.inspector.connections import IDLE, Connection
 from surefoot.inspector.store import NotThere, Store, described
+from surefoot.run.reading import made_from
 
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 HEADERS = {
@@ -188,7 +189,8 @@ def as_json(tell: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
     async def answer(request: Request) -> Response:
         try:
-            return JSONResponse(await run_in_threadpool(tell, request))
+            with made_from(Path(request.url.path), "the run's files are damaged or of another version"):
+                return JSONResponse(await run_in_threadpool(tell, request))
         except (SurefootError, FileNotFoundError) as error:
             said = str(error) if isinstance(error, SurefootError) else "it is not there any more"
             return JSONResponse({"error": said}, 404)

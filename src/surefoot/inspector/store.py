@@ -1,9 +1,9 @@
 """What the inspector knows of some runs. It reads their folders and never writes to them."""
 
 import json
-import re
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ import numpy as np
 from surefoot.errors import SurefootError
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
 from surefoot.run.metrics import METRICS, SHOWN
-from surefoot.run.places import FINISHED, check_is_run, traces_in
+from surefoot.run.places import FINISHED, check_is_run, samples_in, traces_in
+from surefoot.run.reading import parsed
 from surefoot.toml import read_toml
 
 if TYPE_CHECKING:
@@ -121,7 +122,12 @@ class Store:
         found = []
         text = (path / "samples" / f"{steps}.jsonl").read_text("utf-8", errors="replace")
         for line in text.strip("\n").split("\n")[:200]:  # and not where a model wrote another kind of line end
-            sample = json.loads(line, parse_constant=lambda _: None)
+            try:
+                sample = parsed(line, partial(json.loads, parse_constant=lambda _: None))
+            except ValueError:
+                continue
+            if not isinstance(sample, dict):
+                continue
             texts = {name: said(sample.get(name)) for name in ("prompt", "response")}
             found.append({**{name: x for name, x in sample.items() if not isinstance(x, str)}, **texts})
         return found
@@ -162,7 +168,7 @@ def run_names(paths: list[Path]) -> list[str]:
 
 def sample_steps(path: Path) -> list[int]:
     """After how many steps a model was asked."""
-    return sorted(int(file.stem) for file in (path / "samples").glob("*.jsonl") if re.fullmatch(r"\d+", file.stem))
+    return [int(file.stem) for file in samples_in(path / "samples")]
 
 
 def shortened(text: Any, most: int) -> str | None:

@@ -17,6 +17,7 @@ from surefoot.language.models import RewardModel, load_model, new_head, read_hea
 from surefoot.language.pretrained import HEAD, is_folder, read_tokenizer, written_whole
 from surefoot.language.sources import check_same, weights_print
 from surefoot.run.checkpoint import check_fits, load_weights
+from surefoot.run.reading import read_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,7 +146,7 @@ def reward_role(base: SharedBase, name: str, role: str | None = None) -> RewardM
     if folder is None:
         return None
     try:
-        if json.loads((folder / BASE).read_text("utf-8"))["print"] != base.print or not (folder / HEAD).is_file():
+        if read_table(folder / BASE)["print"] != base.print or not (folder / HEAD).is_file():
             return None
         from peft import LoraConfig
 

@@ -18,8 +18,8 @@ from surefoot.language.metrics import win_rate
 from surefoot.language.sources import check_same
 from surefoot.language.supervised import SupervisedWorld
 from surefoot.language.world import LanguageWorld
-from surefoot.run.checkpoint import load_checkpoint
-from surefoot.run.folder import checkpoint_to_load
+from surefoot.run.checkpoint import load_checkpoint, require
+from surefoot.run.folder import checkpoint_to_load, recipe_differences
 from surefoot.run.places import check_is_run
 from surefoot.toml import read_toml
 from surefoot.worlds import make_world
@@ -52,7 +52,8 @@ def evaluate_run(
     """
     check_is_run(run)
     checkpoint = checkpoint_to_load(run)
-    recipe = changed(make_recipe(read_toml(run / "config.toml")), data, rows, seed)
+    written = make_recipe(read_toml(run / "config.toml"))
+    recipe = changed(written, data, rows, seed)
     if attempts is not None and recipe.kind != "language":
         raise SurefootError(
             f"--samples {attempts.samples}: needs a reward, which a run of kind = {recipe.kind!r} has not; see surefoot data "
@@ -60,7 +61,10 @@ def evaluate_run(
         )
     world = make_world(recipe)
     trees = load_checkpoint(checkpoint)
+    require(trees, ("agent", "recipe"), checkpoint)
     told: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
+    if differences := recipe_differences(trees["recipe"], written):
+        told["config_changed"] = differences
     if not isinstance(world, LanguageWorld):
         if isinstance(world, SupervisedWorld):
             check_same(trees.get("sources", {}), world.frozen)
@@ -115,6 +119,8 @@ def changed(recipe: Recipe, data: str | None, rows: int | None, seed: int | None
 def table(told: dict[str, Any]) -> str:
     """What ``evaluate_run`` found, for a person."""
     lines = [f"{told['kind']} run after {told['steps']:,} steps; checkpoint {told['checkpoint']}"]
+    if "config_changed" in told:
+        lines.append(f"config.toml was changed since the checkpoint: {'; '.join(told['config_changed'])}")
     if "trained" not in told:
         found = {name: value for name, value in told.items() if name.startswith("held_out_")}
         return "\n".join([*lines, *(f"{name.replace('_', ' '):24}{value:>12.4f}" for name, value in found.items())])

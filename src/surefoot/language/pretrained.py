@@ -3,7 +3,6 @@
 Left alone, ``from_pretrained`` fills weights that are missing with random numbers and drops those that are too many.
 """
 
-import json
 import re
 import shutil
 import socket
@@ -21,6 +20,7 @@ from torch import nn
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.optional import quiet
 from surefoot.run.checkpoint import flush, replace_folder
+from surefoot.run.reading import read_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -168,7 +168,7 @@ def check_parts(folder: Path) -> None:
         raise SurefootError(f"model={name!r}: has no weights ({WEIGHTS[0]}); copy the whole folder")
     if weights.name.endswith(".index.json"):
         try:
-            shards = sorted(set(json.loads(weights.read_text("utf-8"))["weight_map"].values()))
+            shards = sorted(set(read_table(weights)["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SurefootError(
                 f"model={name!r}: {weights.name} can't be read ({cause_of(error)}); copy the whole folder"

@@ -19,9 +19,10 @@ from surefoot.language.models import RewardModel, context_of, load_model, save_m
 from surefoot.language.pretrained import HEAD
 from surefoot.language.sampler import generate
 from surefoot.language.tokens import Messages, Tokens
-from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, load_weights
+from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
 from surefoot.run.distributed import rank
 from surefoot.run.folder import checkpoint_to_load
+from surefoot.run.reading import made_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -123,6 +124,7 @@ def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:
     if (path / "config.toml").is_file() or (path / "manifest.json").is_file():
         checkpoint = checkpoint_to_load(path)
         trees = load_checkpoint(checkpoint)
+        require(trees, ("recipe",), checkpoint)
         kind = trees["recipe"].get("kind", "control")
         if kind not in ("sft", "dpo", "language"):
             raise SurefootError(
@@ -159,25 +161,26 @@ def description(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[
 
 
 def from_trees(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> LanguageModel | RewardModel:
-    """The model that a checkpoint holds: of language, or of rewards."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    """The model that a checkpoint holds: of language, or of rewards; SurefootError where its trees are not those of one."""
+    require(trees, ("agent", "recipe", "model"), where)
+    with made_from(where):
+        return _model_from(trees, where, trust_remote_code)
 
-    reward = trees["recipe"]["kind"] == "reward"
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in trees["model"]["tokenizer"].items():
-            if Path(name).name != name or Path(name).suffix not in TEXT:  # a checkpoint may be somebody else's
-                raise SurefootError(f"{where}: names {name!r} as a file of its tokenizer, which is never written; don't use it")
-            (Path(folder) / name).write_text(text, "utf-8")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+
+def _model_from(trees: dict[str, Any], where: Path, trust_remote_code: bool) -> LanguageModel | RewardModel:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+
+    tokenizer = _tokenizer_from(trees["model"]["tokenizer"], where, trust_remote_code)
     if "base" in trees:
         return _whole(trees, where, tokenizer, trust_remote_code)
+    reward = trees["recipe"]["kind"] == "reward"
     told = dict(trees["model"]["config"])
     config: Any = AutoConfig.for_model(told.pop("model_type"), **told)
     auto: Any = AutoModel if reward else AutoModelForCausalLM
     prefix = "writer.model." if trees["recipe"]["kind"] == "dpo" else "model."
     weights = {name.removeprefix(prefix): x for name, x in trees["agent"].items() if name.startswith(prefix)}
     with torch.random.fork_rng(devices=[]):  # the start is drawn, and then overwritten; buffers are computed and stay
-        model = auto.from_config(config)
+        model = auto.from_config(config, trust_remote_code=trust_remote_code)
     if not reward:
         load_weights(model, weights, where)
         if trees["model"].get("generation"):
@@ -188,6 +191,18 @@ def from_trees(trees: dict[str, Any], where: Path, trust_remote_code: bool = Fal
     load_weights(scores, weights, where)
     _standardise_as_left(scores, where.absolute().parent.parent / "model" / HEAD)
     return scores.eval()
+
+
+def _tokenizer_from(files: dict[str, str], where: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            if Path(name).name != name or Path(name).suffix not in TEXT:  # a checkpoint may be somebody else's
+                raise SurefootError(f"{where}: names {name!r} as a file of its tokenizer, which is never written; don't use it")
+            (Path(folder) / name).write_text(text, "utf-8")
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return found
 
 
 def _whole(
@@ -206,10 +221,11 @@ def _whole(
 def _standardise_as_left(scores: RewardModel, left: Path) -> None:
     """Mean and std are found when a run ends, and are in the model it leaves: take them where that has these weights."""
     if left.is_file():
-        tensors = load_file(left)
-        if torch.equal(tensors["weight"], scores.head.weight.detach()):
-            scores.mean.copy_(tensors["mean"])
-            scores.std.copy_(tensors["std"])
+        with made_from(left):
+            tensors = load_file(left)
+            if torch.equal(tensors["weight"], scores.head.weight.detach()):
+                scores.mean.copy_(tensors["mean"])
+                scores.std.copy_(tensors["std"])
 
 
 def leave(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None) -> list[str]:

@@ -1,5 +1,6 @@
 """In which order rows are read: every one once per epoch, each epoch in an order of its own."""
 
+from operator import index
 from typing import Any
 
 import torch
@@ -52,5 +53,7 @@ class Walk:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
-        self.epoch, self.place = state["epoch"], state["place"]
+        self.epoch, self.place = index(state["epoch"]), index(state["place"])
+        if not 0 <= self.place <= self.count:
+            raise ValueError(f"place={self.place}: of {self.count} rows")
         self._order = self._order_of(self.epoch)

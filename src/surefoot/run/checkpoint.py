@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, cause_of
+from surefoot.run.reading import read_json, read_table, steps_named
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -72,50 +73,75 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     problem = fault_of(folder)
     if problem:
         raise SurefootError(f"{folder}: {problem}")
-    names = json.loads((folder / MANIFEST).read_text())["files"]
+    names = _listed(folder / MANIFEST)
     trees = {}
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
         try:
             tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
-            trees[name] = unpack(json.loads((folder / f"{name}.json").read_text()), tensors)
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise SurefootError(f"{folder}: {name} can't be read ({error})") from None
+            trees[name] = unpack(read_json(folder / f"{name}.json"), tensors)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise SurefootError(f"{folder}: {name} can't be read ({cause_of(error)})") from None
     return trees
 
 
 def fault_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None for a sound one."""
+    manifest = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-        if manifest["format"] != FORMAT:
-            return f"format {manifest['format']} is not {FORMAT}, the one this version reads; use the version that wrote it"
+        if not manifest.exists():
+            return f"no {MANIFEST}: not a checkpoint, or one that was never finished"
+        files = _listed(manifest)
         for path in sorted(folder.iterdir()):
             if path.name != MANIFEST and path.name not in files:
-                kind = "a pickle" if _is_pickle(path) else "a file"
+                kind = "a pickle" if path.is_file() and _is_pickle(path) else "a file"
                 return f"holds {kind} that its manifest does not list ({path.name}), which is never read; remove it"
         for name, expected in files.items():
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if _is_pickle(folder / name):
-                return f"{name} is a pickle, which is never read"
-            found = _fingerprint(folder / name)
-            if found["size"] != expected["size"]:
-                return f"{name} has {found['size']} bytes instead of {expected['size']} (truncated?)"
-            if found != expected:
-                return f"{name} does not match its SHA-256 (changed or damaged)"
-    except FileNotFoundError:
-        return f"no {MANIFEST}: not a checkpoint, or one that was never finished"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} can't be read ({error})"
+            problem = _fault_of_file(folder / name, expected)
+            if problem:
+                return f"{name} {problem}"
+    except SurefootError as error:
+        return f"{MANIFEST} {str(error).removeprefix(f'{manifest}: ')}"
+    except OSError as error:
+        return f"can't be read ({cause_of(error)})"
     return None
+
+
+def _fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
+    if not path.is_file():  # nor is a pipe one, or a device
+        return "is no plain file" if path.exists() else "is missing"
+    if _is_pickle(path):
+        return "is a pickle, which is never read"
+    if (size := path.stat().st_size) != expected.get("size"):
+        return f"has {size} bytes instead of {str(expected.get('size'))[:20]} (truncated?)"
+    return None if _fingerprint(path) == expected else "does not match its SHA-256 (changed or damaged)"
+
+
+def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
+    """The files that a manifest lists, all of them beside it, with what it says of each.
+
+    Raises SurefootError for what is no manifest, or one of another format.
+    """
+    table = read_table(manifest)
+    found, files = table.get("format"), table.get("files")
+    if found != FORMAT:
+        said = str(found)[:20]
+        raise SurefootError(
+            f"{manifest}: format {said} is not {FORMAT}, the one this version reads; use the version that wrote it"
+        )
+    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
+        raise SurefootError(f"{manifest}: can't be read (its files are no table of tables)")
+    for name in files:
+        if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or not name.isprintable():
+            raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is no name of a file beside it; don't use it")
+    return files
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Checkpoint folders named by their step, oldest first, sound or not."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if p.name.isdigit() and (p / MANIFEST).exists()), key=lambda p: int(p.name))
+    found = (path for path in folder.iterdir() if steps_named(path.name) is not None and (path / MANIFEST).exists())
+    return sorted(found, key=lambda path: int(path.name))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -173,8 +199,8 @@ def clear_checkpoints(folder: Path) -> None:
 
 
 def require(trees: Trees, names: tuple[str, ...], where: Path) -> None:
-    """Raise SurefootError unless a checkpoint holds all these trees."""
-    missing = [name for name in names if name not in trees]
+    """Raise SurefootError unless a checkpoint holds all these trees, and each is a table."""
+    missing = [name for name in names if not isinstance(trees.get(name), Mapping)]
     if missing:
         raise SurefootError(f"{where}: holds no {', '.join(missing)}; it is not a checkpoint of that kind")
 
@@ -276,9 +302,15 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> 
 
 
 def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
-    """Raise SurefootError, naming the first tensor that doesn't fit, unless names and shapes are the same."""
+    """Raise SurefootError, naming the first tensor, unless names and shapes are the same and all numbers finite."""
     for name in sorted(set(own) | set(weights)):
         mine = tuple(own[name].shape) if name in own else "no such tensor"
         theirs = tuple(weights[name].shape) if name in weights else "no such tensor"
         if mine != theirs:
             raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
+    for name, tensor in weights.items():
+        bad = int(tensor.numel() - tensor.isfinite().sum())
+        if bad and own[name].isfinite().all():
+            raise SurefootError(
+                f"{where}: {name} holds numbers that are not finite ({bad:,} of {tensor.numel():,}); take another checkpoint"
+            )

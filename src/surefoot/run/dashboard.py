@@ -17,6 +17,7 @@ from rich.text import Text
 from surefoot.rollout import LearnerState, Metrics
 from surefoot.run.metrics import SHOWN, complaints
 from surefoot.run.samples import FEW, Sample, line_of, sample_table, some
+from surefoot.run.visible import shown_on, visible, visible_lines
 
 JUDGED = ("evaluation_", "held_out_")
 """what metrics of an evaluation begin with: they stay on display until the next one"""
@@ -53,7 +54,7 @@ class Quiet:
         pass
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        print(shown_on(sys.stdout, line), flush=True)
 
     def close(self) -> None:
         pass
@@ -95,9 +96,8 @@ class Lines:
         self.said = []
 
     def say(self, line: str) -> None:
-        encoding = sys.stdout.encoding or "utf-8"  # a model may write what the other end has no letter for
         with contextlib.suppress(BrokenPipeError):  # whoever listened has gone; the run goes on
-            print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+            print(shown_on(sys.stdout, line), flush=True)
 
     def close(self) -> None:
         pass
@@ -107,13 +107,13 @@ class Dashboard:
     """A table redrawn in place. What is unhealthy turns yellow and says why."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
-        self.title = title
+        self.title = visible(title)
         self.clock = _Clock()
         self.judged: Metrics = {}
         self.said: tuple[int, Sequence[Sample]] | None = None
         self.new = False
         """whether what was said has not been on display yet"""
-        self.live = Live(Text(title), console=console or Console(), refresh_per_second=8, transient=False)
+        self.live = Live(Text(self.title), console=console or Console(), refresh_per_second=8, transient=False)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not before: a run may be refused until now. Once is enough, more does nothing
@@ -155,7 +155,7 @@ class Dashboard:
         return Group(Text(self.title, style="bold"), progress, table)
 
     def say(self, line: str) -> None:
-        self.live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.live.console.print(visible_lines(line), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self.live.stop()

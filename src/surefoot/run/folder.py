@@ -30,7 +30,8 @@ from surefoot.config import make_recipe, to_table, to_toml
 from surefoot.errors import SurefootError
 from surefoot.kinds import Recipe
 from surefoot.run.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
-from surefoot.run.places import FINISHED, check_is_run
+from surefoot.run.places import FINISHED, check_is_run, check_name
+from surefoot.run.reading import read_table
 from surefoot.toml import read_toml
 
 FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
@@ -76,6 +77,7 @@ class RunFolder:
 
         preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
         """
+        check_name("run_dir", path.resolve().name)
         if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
             raise SurefootError(
                 f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
@@ -121,16 +123,16 @@ class RunFolder:
     def began_in(self) -> str | None:
         """The working folder that a recipe's relative paths are from; None where it isn't known."""
         try:
-            return str(json.loads((self.path / "environment.json").read_text())["working_folder"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(read_table(self.path / "environment.json")["working_folder"])
+        except (SurefootError, KeyError):
             return None
 
     @property
     def finished_at(self) -> int | None:
         """The steps after which what a run leaves was written; None where it has not been."""
         try:
-            return int(json.loads((self.path / FINISHED).read_text())["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return int(read_table(self.path / FINISHED)["steps"])
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     def finish(self, steps: int) -> None:
@@ -218,6 +220,14 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     with contextlib.suppress(SurefootError):
         before = to_table(make_recipe(before))  # of an older version: a field that it did not know has its default
     return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
+
+
+def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:
+    """How a run's recipe, as config.toml has it now, differs from the one that its checkpoint was made by."""
+    try:
+        return [] if checkpoint is None else recipe_differences(read_table(checkpoint / "recipe.json"), recipe)
+    except SurefootError:  # whoever loads the checkpoint says so
+        return []
 
 
 def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:

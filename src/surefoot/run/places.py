@@ -5,12 +5,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.errors import SurefootError
+from surefoot.run.reading import steps_named
 
 if TYPE_CHECKING:
     from surefoot.traces import TracedRow
 
 FINISHED = "finished.json"
 TRACE = ".safetensors"
+SAMPLES = ".jsonl"
+
+
+def check_name(field: str, name: str) -> None:
+    """Raise SurefootError unless a name is that of one folder, in letters that a terminal shows as they are."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise SurefootError(f"{field}={name!r}: is no name of a folder; use letters, digits, - and _, and --run-dir for a path")
 
 
 def check_is_run(path: Path) -> None:
@@ -27,7 +35,18 @@ def check_is_run(path: Path) -> None:
 
 def traces_in(folder: Path) -> list[Path]:
     """The files of a folder of traces, oldest first; none where there is no such folder."""
-    return sorted((path for path in folder.glob(f"*{TRACE}") if path.stem.isdigit()), key=lambda path: int(path.stem))
+    return files_by_steps(folder, TRACE)
+
+
+def samples_in(folder: Path) -> list[Path]:
+    """The files of a folder of samples, oldest first; none where there is no such folder."""
+    return files_by_steps(folder, SAMPLES)
+
+
+def files_by_steps(folder: Path, ending: str) -> list[Path]:
+    """The plain files in a folder that are named by a number of steps, oldest first; none where there is no such folder."""
+    found = (path for path in folder.glob(f"*{ending}") if steps_named(path.stem) is not None and path.is_file())
+    return sorted(found, key=lambda path: int(path.stem))
 
 
 def film_of(run: Path, steps: int, index: int, row: "TracedRow") -> Path | None:

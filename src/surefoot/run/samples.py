@@ -14,6 +14,7 @@ from rich.text import Text
 
 from surefoot.errors import SurefootError
 from surefoot.run.folder import write_text
+from surefoot.run.places import samples_in
 from surefoot.run.visible import visible
 
 Sample = dict[str, Any]
@@ -33,8 +34,8 @@ class SampleFolder:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
-        for path in folder.glob("*.jsonl"):
-            if path.stem.isdigit() and int(path.stem) > steps:
+        for path in samples_in(folder):
+            if int(path.stem) > steps:
                 path.unlink()
 
     def write(self, steps: int, samples: Sequence[Sample]) -> None:

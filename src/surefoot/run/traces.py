@@ -17,6 +17,7 @@ from surefoot.run.checkpoint import pack, unpack
 from surefoot.run.folder import write_bytes
 from surefoot.run.places import TRACE as ENDING
 from surefoot.run.places import traces_in
+from surefoot.run.reading import check_plain, parsed
 from surefoot.traces import Trace, TracedRow, Visits
 
 FORMAT = 1
@@ -84,14 +85,18 @@ def read_trace(path: str | Path) -> Trace:
 
     Raises SurefootError when there is no such file, or it is no trace.
     """
+    path = Path(path)
     try:
+        check_plain(path)
         with safe_open(path, "pt") as file:
-            header = json.loads(file.metadata()[HEADER])
+            header = parsed(file.metadata()[HEADER])
             if header["format"] != FORMAT:
                 raise SurefootError(f"{path}: has format {header['format']}, not {FORMAT}; use the version that wrote it")
             table = unpack(header["trace"], {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         rows = [TracedRow(**{**row, "visits": Visits(**row["visits"])}) for row in table["rows"]]
         return Trace(**{**table, "rows": rows})
+    except SurefootError:
+        raise
     except FileNotFoundError:
         raise SurefootError(f"{path}: no such file; a run's traces are in its folder traces/, unless traces.rows = 0") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:

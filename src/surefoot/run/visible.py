@@ -17,6 +17,12 @@ def visible_lines(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else _mark(c) for c in text)
 
 
+def shown_on(stream: Any, text: str) -> str:
+    """The same for a stream, which may have no letter for all that a model or a name holds."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return visible_lines(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
 def visible_json(value: Any) -> str:
     """JSON of one line that says the same and can be printed: what is not printed in it is escaped."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(value, ensure_ascii=False))

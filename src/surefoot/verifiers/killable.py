@@ -71,7 +71,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "surefoot.verifiers.worker"],
+            [sys.executable, "-P", "-m", "surefoot.verifiers.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

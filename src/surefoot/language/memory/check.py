@@ -6,7 +6,6 @@ long responses become) is taken as short as it can be, and what is counted may b
 would fit.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from surefoot.language.models import config_of
 from surefoot.language.policy import CHUNK
 from surefoot.language.rewards import BATCH_TOKENS
 from surefoot.language.trained import model_folder
+from surefoot.run.reading import made_from, read_table
 from surefoot.sections import AdapterSettings
 
 Measure = Callable[[Setup], int]
@@ -218,12 +218,12 @@ def _beside(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
     folder = adapter_folder(name) if recipe.adapter is not None else None
     if folder is None:
         return None
-    base = json.loads((folder / BASE).read_text("utf-8"))["model"]
-    if Path(base) != Path(model_folder(recipe.model)).expanduser().absolute():
-        return None
-    told = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    targets = (*told["target_modules"], *(told.get("target_parameters") or ()))
-    return AdapterSettings(rank=told["r"], alpha=told["lora_alpha"], targets=targets)
+    with made_from(folder, "copy the whole folder"):
+        if Path(read_table(folder / BASE)["model"]) != Path(model_folder(recipe.model)).expanduser().absolute():
+            return None
+        config = read_table(folder / "adapter_config.json")
+        targets = (*config["target_modules"], *(config.get("target_parameters") or ()))
+        return AdapterSettings(rank=config["r"], alpha=config["lora_alpha"], targets=targets)
 
 
 def surely_read(lengths: Sequence[int], read: int) -> int:

@@ -1,0 +1,92 @@
+"""Files of a run or an agent, whoever wrote them: what can't be read is one line that names it, and nothing is waited for.
+
+No torch is imported here.
+"""
+
+import json
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import SurefootError, cause_of
+
+DEEPEST = 64
+"""tables in tables"""
+
+
+def read_text(path: Path) -> str:
+    """The text of a plain file, or of a link to one; a pipe or a device could keep a reader waiting, and is not opened.
+
+    Raises SurefootError when there is none, or it is no UTF-8.
+    """
+    try:
+        check_plain(path)
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError as error:
+        raise SurefootError(f"{path}: can't be read ({error})") from None
+
+
+def check_plain(path: Path) -> None:
+    """Raise SurefootError for a folder, a pipe or a device, FileNotFoundError for nothing at all."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise SurefootError(f"{path}: is no plain file")
+
+
+def parsed(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
+    """What a text of JSON, or of another form, says.
+
+    Raises ValueError, as ``parse`` does, also for what is nested deeper than anything we write: functions that call themselves
+    may follow the rest.
+    """
+    found, too_deep = None, True
+    with suppress(RecursionError):
+        found = parse(text)
+        too_deep = _deeper_than(DEEPEST, found)
+    if too_deep:
+        raise ValueError(f"nested more than {DEEPEST} deep")
+    return found
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_deeper_than(levels - 1, part) for part in parts)
+
+
+def read_json(path: Path) -> Any:
+    """What is in a file of JSON. Raises SurefootError when it is none, or nested too deep."""
+    text = read_text(path)
+    try:
+        return parsed(text)
+    except ValueError as error:
+        raise SurefootError(f"{path}: can't be read ({cause_of(error)})") from None
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table in a file of JSON. Raises SurefootError when it is anything else."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise SurefootError(f"{path}: can't be read (it holds a {type(found).__name__} instead of a table)")
+    return found
+
+
+def steps_named(name: str) -> int | None:
+    """The steps that a name such as ``5120`` stands for, as a run writes it; None for any other name."""
+    return int(name) if re.fullmatch("[0-9]{1,18}", name) else None
+
+
+@contextmanager
+def made_from(where: Path, remedy: str = "take another checkpoint") -> Iterator[None]:
+    """Making something of what a file holds. Its hash may be right and its content of any shape: whatever goes wrong is one
+    line that names the file.
+    """
+    try:
+        yield
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise SurefootError(f"{where}: holds what can't be used ({cause_of(error)}); {remedy}") from None

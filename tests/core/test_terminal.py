@@ -1,0 +1,29 @@
+"""Commands print by one function, which lets nothing through that is a command to the terminal."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import surefoot
+from surefoot.run.visible import shown_on
+
+SOURCE = Path(surefoot.__file__).parent
+ELSEWHERE = {"cli_echo.py": {"click.echo"}, "cli_language.py": {"click.echo"}, "cli.py": {"click.echo", "print"}}
+"""who prints otherwise: the function itself, generate to a pipe, and the one line of an error, which is made visible there"""
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.glob("cli*.py")), ids=lambda path: path.stem)
+def test_commands_print_by_one_function(path: Path) -> None:
+    used = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)}
+    named = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
+    found = (used | named) & {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
+    assert found <= ELSEWHERE.get(path.name, set())
+
+
+def test_text_for_a_terminal_keeps_its_lines_and_loses_its_commands() -> None:
+    class Narrow:
+        encoding = "ascii"
+
+    assert shown_on(None, "a\tb\nc\x1b[2J\x9b\u202e\udcff\r→") == "a\tb\nc\\x1b[2J\\x9b\\u202e\\udcff\\r→"
+    assert shown_on(Narrow(), "→ é") == "\\u2192 \\xe9"
