@@ -48,6 +48,8 @@ GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO")
 FAMILY = ("PPO_CLIP", "GRPO", "REINFORCE_BASELINE", "A2C", "PPO_PENALTY", "RLOO", "DR_GRPO", "DAPO", "GSPO", "DPO")
 RATES = {"DPO": (1e-4, 3e-4)}
 """learning rates to choose from, if not ``USUAL``"""
+OWN = {"A2C": {"objective": {"gae_lambda": 0.95, "value_coefficient": 0.5}}}
+"""settings of an algorithm that differ from the preset's"""
 USUAL = (3e-4, 1e-3)
 TUNED_ON = 11
 TAUGHT: dict[str, dict[str, Any]] = {"sorting": {}, "addition": {"steps": 240_000, "data": {"batch": 32}}}
@@ -92,7 +94,7 @@ def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, 
         seconds = finished(run, "dpo", {**changes, "steps": Sizes().problems, "reference": {"beta": BETA}})
     else:
         changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
-        changes |= in_groups(algorithm) if algorithm in GROUPS else {"algorithm": algorithm}
+        changes |= in_groups(algorithm) if algorithm in GROUPS else {"algorithm": algorithm, **OWN.get(algorithm, {})}
         seconds = finished(run, task, changes)
     metrics = read_metrics(run / "metrics.jsonl")
     return {
