@@ -22,7 +22,7 @@ from surefoot.control.observations import Reader, copied
 from surefoot.control.returned import RESET, STEP, as_number, given, score_and_life
 from surefoot.control.simulator import mujoco_to_logging
 from surefoot.control.spaces import MASK, Array, Misfit, Observations
-from surefoot.control.vector import check_infos, said, stated_mode
+from surefoot.control.vector import check_complete, check_infos, said, stated_mode
 from surefoot.dotted import imported
 from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.seeding import derived_seed
@@ -231,6 +231,7 @@ class VectorEnvironments:
     """
 
     def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str) -> None:
+        check_complete(environments, name)
         self.environments, self.seed, self.name = environments, seed, name
         self.count = environments.num_envs
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space

@@ -204,9 +204,12 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
 
 
 def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
-    """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
+    """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number.
+
+    A field that the checkpoint is too old for counts as a resumed run reads it.
+    """
     free = tuple(f"{name}: " for name in ("steps", *FREE))
-    return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
+    return [line for line in differences(to_table(make_recipe(before)), to_table(recipe)) if not line.startswith(free)]
 
 
 def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:
