@@ -68,7 +68,9 @@ class Far(Bandit):
         self.action_space = spaces.Box(low, high, (1,), np.float32)
 
 
-@pytest.mark.parametrize(("low", "high", "beyond"), [(100, 1000, True), (-1e-3, 1e-3, True), (400, 1e5, True), (-50, 40, False)])
+@pytest.mark.parametrize(
+    ("low", "high", "beyond"), [(100, 1000, True), (-1e-3, 1e-3, True), (400, 1e5, True), (-50, 40, False)]
+)
 def test_bounds_that_the_policy_does_not_meet_are_named_as_the_cause(low: float, high: float, beyond: bool) -> None:
     def found(**fields: Any) -> Any:
         return trained(BANDIT, lambda: Far(low, high), steps=2_560, optimizer={"learning_rate": 1e-4}, **SMALL, **fields)

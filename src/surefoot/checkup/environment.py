@@ -15,7 +15,7 @@ from surefoot.control.actions import Bounds
 from surefoot.control.environments import MakeEnvironment, maker, task_name
 from surefoot.control.observations import Reader, broken_parts
 from surefoot.control.returned import RESET, STEP, as_number, given
-from surefoot.control.spaces import NOT_FINITE, Misfit
+from surefoot.control.spaces import NOT_FINITE, Array, Misfit, as_float32
 from surefoot.errors import SurefootError, cause_of
 
 STEPS = 500
@@ -79,7 +79,7 @@ def check_bounds(space: Any, stretched: bool, spread: float) -> list[Check]:
         how = "over which −1 … 1 of the policy is stretched" if bounds.moved[index] else "to which actions are clipped"
         return [Check("actions", "ok", f"{where}, {how}")]
     drawn = f"an untrained policy draws 0 ± {spread:.3g}, "
-    drawn += "a small part of that" if wide[index] else f"of which {within[index]:.0%} is within"
+    drawn += f"of which {within[index]:.0%} is within" if within[index] < 0.2 else "a small part of that"
     fix = "set normalise.actions = true" if finite[index] else "scale actions to about ±1, by a wrapper"
     return [Check("actions", "warning", f"{where}: {drawn}", fix)]
 
@@ -111,8 +111,7 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Check]:
                 environment.action_space.sample(np.asarray(mask, np.int8)) if discrete else environment.action_space.sample()
             )
             observation, reward, terminated, truncated, info = given(environment.step(action), STEP)
-            with np.errstate(over="ignore"):
-                rewards.append(float(np.float32(as_number(reward))))  # as training keeps it
+            rewards.append(float(as_float32(as_number(reward))))  # what training makes of it
             _look(reader, observation, None if terminated or truncated else info)
             returns[-1] += float(reward)
             if terminated or truncated:
@@ -127,24 +126,33 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Check]:
             Check("reward", "failed", f"step {len(rewards) + 1} of chance raised {cause_of(error)}", "mend the environment")
         ]
     speed = len(rewards) / (time.perf_counter() - begun)
-    whole = returns[:-1] or returns
+    return [
+        _earned(np.array(rewards), np.array(returns), ends),
+        Check("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
+    ]
+
+
+def _earned(rewards: Array, returns: Array, ends: int) -> Check:
+    """What chance earns, and whether that can be learned from.
+
+    returns   of episodes, the last of which has not ended
+    """
+    if not np.isfinite(rewards).all():
+        count = int((~np.isfinite(rewards)).sum())
+        return Check("reward", "failed", f"{count} of {STEPS} rewards are {NOT_FINITE}", "mend the environment")
+    whole = returns[:-1] if len(returns) > 1 else returns
     earned = f"chance earns {np.mean(rewards):.3g} ± {np.std(rewards):.3g} a step"
     earned += (
         f", {np.mean(whole):.4g} ± {np.std(whole):.3g} an episode ({ends} ended)" if ends else f"; no episode ended in {STEPS}"
     )
     largest = np.max(np.abs(rewards))
-    if not np.isfinite(rewards).all():
-        count = int((~np.isfinite(rewards)).sum())
-        found = Check("reward", "failed", f"{count} of {STEPS} rewards are {NOT_FINITE}", "mend the environment")
-    elif np.ptp(rewards) == 0 and (ends < 2 or np.ptp(whole) == 0):
+    if np.ptp(rewards) == 0 and (ends < 2 or np.ptp(whole) == 0):
         fix = "look whether it can differ; a reward on the way, or easier first episodes, help"
-        found = Check("reward", "warning", f"{earned}: it never differs, so chance finds nothing to learn from", fix)
-    elif largest > 100:
+        return Check("reward", "warning", f"{earned}: it never differs, so chance finds nothing to learn from", fix)
+    if largest > 100:
         fix = "set normalise.rewards = true, or scale it to order 1"
-        found = Check("reward", "warning", f"{earned}; the largest is {largest:,.4g}, which is hard on a critic", fix)
-    else:
-        found = Check("reward", "ok", earned)
-    return [found, Check("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning")]
+        return Check("reward", "warning", f"{earned}; the largest is {largest:,.4g}, which is hard on a critic", fix)
+    return Check("reward", "ok", earned)
 
 
 def _look(reader: Reader, observation: Any, info: Any) -> None:

@@ -20,6 +20,7 @@ from surefoot.control.spaces import (
     Array,
     Misfit,
     Observations,
+    as_float32,
     check_action_space,
     choices,
     leaves,
@@ -205,7 +206,7 @@ class Agent(nn.Module):
             try:
                 part = leaf.part_of(observation)
                 part = leaf.array_of(part) if isinstance(part, (list, tuple)) else part
-                array = np.asarray(part, leaf.dtype if leaf.vector else None)
+                array = as_float32(part) if leaf.vector else np.asarray(part)
                 batch = array.shape[: array.ndim - len(leaf.shape)]
                 if array.shape[len(batch) :] != leaf.shape or len(batch) > 1:
                     raise SurefootError(f"{path}: has shape {array.shape}; this agent takes {leaf.shape}, or a batch of them")

@@ -25,6 +25,12 @@ SMALLEST_IMAGE = 36
 """pixels on a side that the image network needs"""
 
 
+def as_float32(numbers: Any) -> Array:
+    """As float32, in which what is too large for it is infinite, without a warning: whoever looks for that will say so."""
+    with np.errstate(over="ignore"):
+        return np.asarray(numbers, np.float32)
+
+
 class Misfit(ValueError):
     """Something does not fit its space. The text says what it is: "an observation of shape (3,) where …"."""
 
@@ -75,8 +81,9 @@ class Leaf:
         if shape != expected:
             got = f"type {type(value).__name__}" if shape is None else f"shape {shape}"
             raise Misfit(f"{self.named()} of {got} where its space says shape {expected}")
-        if not self.vector:
-            self.check_kind(value)
+        if self.vector:
+            return as_float32(value)
+        self.check_kind(value)
         return value
 
     def array_of(self, numbers: Any) -> Array:
