@@ -329,7 +329,7 @@ def assert_sound(world: ControlWorld, rollout: Rollout) -> None:
 
 def test_a_reward_too_large_for_float32_is_named_as_such() -> None:
     world = collecting(with_poison("reward", 1e300, 0, 3), steps=12)
-    with pytest.raises(NotFiniteError, match="the reward of environment 1 at step 3 .* not finite as float32, which ends at"):
+    with pytest.raises(NotFiniteError, match=r"the reward of environment 1 at step 3 .* not finite as float32, which ends at"):
         world.collector.collect(fresh_state())
 
 

@@ -405,7 +405,7 @@ class Huge(Listing):
 @pytest.mark.parametrize("task", [Huge, lambda: SyncVectorEnv([Huge])], ids=["looped", "vector"])
 def test_what_is_too_large_for_float32_is_refused_in_those_words(task: Any) -> None:
     world = world_of(lambda: Listing([0, 0]))
-    with pytest.raises(NotFiniteError, match="observation of environment 0 at step 0 .* not finite as float32, which ends at"):
+    with pytest.raises(NotFiniteError, match=r"observation of environment 0 at step 0 .* not finite as float32, which ends at"):
         world_of(task, rollout={"environments": 1, "steps": 8}).collector.collect(fresh_state())
     with pytest.raises(SurefootError, match="observation: is not finite as float32, which ends at"):
         world.agent.predict([1e300, 0])
