@@ -44,7 +44,7 @@ def refused(result, *parts):
         ("CartPole-v1", {"clip_range": 0.1}, "objective.trust_region.clip"),
         ("CartPole-v1", {"policy_kwargs": {"net_arch": [8]}}, "network"),
         ("sft", {"batch_size": 64, "model": "pocket", "data": {"train": "rows.jsonl"}}, "data.batch"),
-        ("guess", {"num_generations": 8, "model": "pocket"}, "sampling.samples"),
+        ("guess", {"num_generations": 8, "model": "pocket", "data": {"train": "rows.jsonl"}}, "sampling.samples"),
     ],
 )
 def test_a_field_by_another_librarys_name_is_answered_with_ours(task, fields, meant):
