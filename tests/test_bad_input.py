@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError, api
-from surefoot.config import make_recipe, merged, recipe_fields
+from surefoot.config import ELSEWHERE, make_recipe, merged, recipe_fields
 from surefoot.errors import to_install
 from surefoot.kinds import KINDS
 from surefoot.kinds.recipe import nearest_divisor
@@ -30,6 +30,34 @@ def refused(result, *parts):
     assert error.startswith("surefoot: ")
     for part in parts:
         assert part in error
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "meant"),
+    [
+        ("CartPole-v1", {"total_timesteps": 100}, "steps"),
+        ("CartPole-v1", {"learning_rate": 1e-3}, "optimizer.learning_rate"),
+        ("CartPole-v1", {"n_steps": 8}, "rollout.steps"),
+        ("CartPole-v1", {"n_envs": 8}, "rollout.environments"),
+        ("CartPole-v1", {"num_envs": 8}, "rollout.environments"),
+        ("CartPole-v1", {"rollout": {"num_envs": 8}}, "rollout.environments"),
+        ("CartPole-v1", {"batch_size": 64}, "objective.reuse.minibatches"),
+        ("CartPole-v1", {"n_epochs": 4}, "objective.reuse.epochs"),
+        ("CartPole-v1", {"ent_coef": 0.01}, "objective.entropy_coefficient"),
+        ("CartPole-v1", {"clip_range": 0.1}, "objective.trust_region.clip"),
+        ("CartPole-v1", {"policy_kwargs": {"net_arch": [8]}}, "network"),
+        ("sft", {"batch_size": 64, "model": "pocket", "data": {"train": "rows.jsonl"}}, "data.batch"),
+        ("guess", {"num_generations": 8, "model": "pocket", "data": {"train": "rows.jsonl"}}, "sampling.samples"),
+    ],
+)
+def test_a_field_by_another_librarys_name_is_answered_with_ours(task, fields, meant):
+    with pytest.raises(SurefootError, match=rf"unknown key; did you mean '{meant}'\?$"):
+        api.train(task, **fields)
+
+
+def test_every_field_that_is_suggested_for_another_librarys_name_is_one():
+    known = {name for name, _ in recipe_fields()} | {name.partition(".")[0] for name, _ in recipe_fields()}
+    assert {name for names in ELSEWHERE.values() for name in names} <= known
 
 
 CASES = [

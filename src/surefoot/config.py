@@ -161,6 +161,32 @@ WRITTEN = {
 }
 """how kinds of values are written that pydantic calls by Python's names"""
 
+ELSEWHERE = {
+    "total_timesteps": ("steps",),
+    "max_steps": ("steps",),
+    "lr": ("optimizer.learning_rate",),
+    "n_steps": ("rollout.steps",),
+    "num_steps": ("rollout.steps",),
+    "n_envs": ("rollout.environments",),
+    "num_envs": ("rollout.environments",),
+    "n_epochs": ("objective.reuse.epochs",),
+    "update_epochs": ("objective.reuse.epochs",),
+    "num_ppo_epochs": ("objective.reuse.epochs",),
+    "batch_size": ("data.batch", "objective.reuse.minibatches"),
+    "per_device_train_batch_size": ("data.batch", "objective.reuse.minibatches"),
+    "ent_coef": ("objective.entropy_coefficient",),
+    "vf_coef": ("objective.value_coefficient",),
+    "clip_range": ("objective.trust_region.clip",),
+    "cliprange": ("objective.trust_region.clip",),
+    "normalize_advantage": ("objective.normalise_advantages",),
+    "net_arch": ("network.hidden",),
+    "policy_kwargs": ("network",),
+    "num_generations": ("sampling.samples",),
+    "max_completion_length": ("sampling.max_tokens",),
+    "max_new_tokens": ("sampling.max_tokens",),
+}
+"""what other libraries call it (Stable-Baselines3, CleanRL, TRL), and the field here: the first that the kind has"""
+
 
 def explain(error: pydantic.ValidationError, region: str = "", kind: str | None = None) -> str:
     """The first complaint of a validation as one line: field, value, remedy. ``region`` is the trust region that is meant."""
@@ -176,9 +202,12 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         depth = len(place) - 1
         siblings = {path[depth] for path in paths if len(path) > depth and path[:depth] == place[:-1]}
         within = [".".join(path) for path in paths if path[-1] == place[-1]]  # it may be a field of a table
+        if not within:
+            known = {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+            within = [name for name in ELSEWHERE.get(place[-1], ()) if name in known][:1]
         hint = f"; did you mean {within[0]!r}?" if len(within) == 1 else did_you_mean(place[-1], siblings)
-        known = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # of a list's tables none are listed
-        return f"{field}={given}: unknown key{hint or known}"
+        listed = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # of a list's tables none are listed
+        return f"{field}={given}: unknown key{hint or listed}"
     if first["type"] == "missing":
         example = MISSING.get(field)
         return f"{field}: is missing; set it, for example {example}" if example else f"{field}: is missing"

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, place_of
 
 
 def imported(field: str, path: str, remedy: str = "") -> Any:
@@ -34,8 +34,9 @@ def imported(field: str, path: str, remedy: str = "") -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
         advice = f"; {remedy}" if remedy else ""
+        why = cause_of(error) + (f" in {where}" if (where := place_of(error)) else "")
         raise SurefootError(
-            f"{field}={path!r}: can't be imported ({cause_of(error)}); it must name module:function or file.py:function{advice}"
+            f"{field}={path!r}: can't be imported ({why}); it must name module:function or file.py:function{advice}"
         ) from None
 
 

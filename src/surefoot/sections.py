@@ -91,14 +91,16 @@ class RolloutSettings(Section):
 
 
 class NormaliseSettings(Section):
-    """Running normalisation of what the network sees."""
+    """One scale for whatever the task has: of what the network sees, by running statistics, and of what it does."""
 
     observations: bool = False
     """shift and scale observations by their running mean and standard deviation"""
     rewards: bool = False
     """divide rewards by the running standard deviation of the discounted return"""
+    actions: bool = True
+    """stretch −1 … 1 of the policy over the bounds of Box actions, where both are finite; false: actions are only clipped"""
     clip: float = Field(10.0, gt=0)
-    """clip what was normalised at ±this"""
+    """clip observations and rewards that were normalised at ±this"""
 
 
 class EvaluationSettings(Section):

@@ -76,6 +76,50 @@ def test_a_reward_that_chance_never_meets_is_a_warning() -> None:
     assert states(lambda: Task(pays=float("nan")))["reward"][0] == "failed"
 
 
+def test_a_reward_beyond_float32_fails() -> None:
+    state, line = states(lambda: Task(pays=1e300))["reward"]
+    assert (state, "float32" in line) == ("failed", True)
+
+
+class Boxed(Task):
+    """Takes one number between bounds."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__(pays=1.0)
+        self.action_space = spaces.Box(low, high, (1,), np.float32)
+
+    def step(self, action: Any) -> Any:
+        return super().step(float(action[0]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "stretched", "state", "said"),
+    [
+        (100, 1000, True, "ok", "bounds 100 to 1,000, over which −1 … 1 of the policy is stretched"),
+        (100, 1000, False, "warning", "bounds 100 to 1,000: an untrained policy draws 0 ± 1, of which 0% is within"),
+        (-1e-3, 1e-3, True, "ok", "stretched"),
+        (-1e-3, 1e-3, False, "warning", "bounds -0.001 to 0.001"),
+        (-50, 50, False, "warning", "a small part of that"),
+        (-1, 1, True, "ok", "bounds -1 to 1, to which actions are clipped"),
+        (-2, 2, False, "ok", "clipped"),
+        (-0.4, 0.4, False, "ok", "clipped"),
+        (100, np.inf, True, "warning", "bounds 100 to inf"),
+        (-np.inf, np.inf, True, "ok", "bounds -inf to inf"),
+    ],
+)
+def test_bounds_far_from_where_a_policy_begins_are_a_warning_with_its_fix(
+    low: float, high: float, stretched: bool, state: str, said: str
+) -> None:
+    (found,) = (check for check in check_environment(lambda: Boxed(low, high), {}, 1, stretched) if check.name == "actions")
+    assert (found.state, said in found.what) == (state, True), found.what
+    if state == "warning":
+        assert found.fix == ("set normalise.actions = true" if high < np.inf else "scale actions to about ±1, by a wrapper")
+
+
+def test_choices_have_no_bounds_to_check() -> None:
+    assert "actions" not in states("CartPole-v1")
+
+
 class Sick(gymnasium.Env[Any, Any]):
     """What it shows is not what training takes, from the fifth step on; Gymnasium's checker takes one step."""
 

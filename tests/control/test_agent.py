@@ -17,6 +17,7 @@ from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootE
 from surefoot.algorithms import algorithm_name
 from surefoot.control import evaluate
 from surefoot.control.environments import episode_seed
+from surefoot.control.export import export_agent
 
 from .tiny import Clockwork, Endless, bare, small
 
@@ -43,6 +44,13 @@ def assert_same_weights(a: surefoot.Agent, b: surefoot.Agent) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
+
+
+class Paid(Endless):
+    """Episodes of one step that pay 40 or 60."""
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), float(self.np_random.choice([40, 60])), True, False, {}
 
 
 # ---- training ---------------------------------------------------------------------------------------------------------
@@ -278,7 +286,8 @@ def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> Non
     with torch.no_grad():
         normalised = agent.observation_normaliser(bare(torch.from_numpy(observations)))
         features = agent.policy.critic_trunk(normalised)
-        torch.testing.assert_close(agent.policy.critic_head(features).squeeze(-1), torch.from_numpy(values))
+        spread = np.sqrt(float(agent.reward_normaliser.var) + 1e-8)  # what rewards were divided by
+        np.testing.assert_allclose(values, agent.policy.critic_head(features).squeeze(-1) * spread, rtol=1e-5)
 
 
 def test_an_agent_without_a_critic_says_so() -> None:
@@ -432,9 +441,7 @@ def test_what_is_not_finite_stops_an_evaluation_with_the_words_of_training(what:
         pass
 
     Ill.what = what
-    line = (
-        rf"Ill: the {what} of environment 0 at step 3 of its episode is not finite, in an evaluation; mend .* evaluation.seed"
-    )
+    line = rf"Ill: the {what} of environment 0 at step 3 of its episode is not finite .*, in an evaluation; .* evaluation.seed"
     with pytest.raises(NotFiniteError, match=line):
         surefoot.evaluate(agent, Ill, episodes=2)
 
@@ -447,3 +454,25 @@ def test_an_episode_that_never_ends_is_not_waited_for(monkeypatch: pytest.Monkey
         surefoot.evaluate(agent, Endless, episodes=2)
     limited = partial(gymnasium.wrappers.TimeLimit, Endless(), 50)
     assert surefoot.evaluate(agent, limited, episodes=1).lengths == [50]  # the last step that is waited for
+
+
+# ---- V in the task's units --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rewards", [True, False])
+def test_a_value_is_the_discounted_return_in_the_rewards_of_the_task(rewards: bool, tmp_path: Path) -> None:
+    agent = surefoot.train(
+        Paid,
+        PPO_CLIP,
+        steps=3_000,
+        optimizer={"learning_rate": 3e-2, "schedule": "linear"},
+        **{**QUICK, "normalise": {"rewards": rewards}},
+    )
+    seen = np.zeros((3, 2), np.float32)
+    assert agent.value(seen[0]) == pytest.approx(50, rel=0.1)
+    np.testing.assert_allclose(agent.value(seen), [agent.value(seen[0])] * 3, rtol=1e-5)
+    agent.save(tmp_path / "kept")
+    assert surefoot.load(tmp_path / "kept").value(seen[0]) == agent.value(seen[0])
+    export_agent(agent, tmp_path / "a.pt2", "torch")
+    told = torch.export.load(tmp_path / "a.pt2").module()(torch.from_numpy(seen))[-1]
+    np.testing.assert_allclose(told, agent.value(seen), rtol=1e-5)

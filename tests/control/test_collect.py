@@ -130,18 +130,21 @@ def test_a_rollout_stays_what_it_was_when_the_policy_moves(lstm: int | None) -> 
 
 def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:
     single = clockworks(action_space=BOX)
-    rollout = collecting(single, steps=50, network={"log_std": 0.5}).collector.collect(fresh_state())
+    fields: dict[str, Any] = {"network": {"log_std": 0.5}, "normalise": {"actions": False}}
+    rollout = collecting(single, steps=50, **fields).collector.collect(fresh_state())
     stored, low, high = rollout.actions.numpy(), BOX.low, BOX.high
     sent = np.stack([[step.action for step in env.log] for env in single])
     assert np.array_equal(sent, np.clip(stored, low, high))
     for side in (stored < low, stored > high):
         assert 0.05 < side.mean() < 0.8
+    assert rollout.metrics["actions_clipped"] == pytest.approx(((stored < low) | (stored > high)).mean())
 
 
 def test_an_unbounded_box_gets_the_actions_as_they_are() -> None:
     single = clockworks(action_space=spaces.Box(-np.inf, np.inf, (2,), np.float32))
     rollout = collecting(single, network={"log_std": 2.0}).collector.collect(fresh_state())
     assert np.array_equal(np.stack([[step.action for step in env.log] for env in single]), rollout.actions.numpy())
+    assert "actions_clipped" not in rollout.metrics
 
 
 def test_discrete_actions_are_stored_from_zero_and_sent_from_the_start_of_their_space() -> None:
@@ -322,6 +325,12 @@ def assert_sound(world: ControlWorld, rollout: Rollout) -> None:
         assert getattr(rollout, name).isfinite().all(), name
     for name, buffer in world.agent.named_buffers():
         assert buffer.isfinite().all(), name
+
+
+def test_a_reward_too_large_for_float32_is_named_as_such() -> None:
+    world = collecting(with_poison("reward", 1e300, 0, 3), steps=12)
+    with pytest.raises(NotFiniteError, match=r"the reward of environment 1 at step 3 .* not finite as float32, which ends at"):
+        world.collector.collect(fresh_state())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

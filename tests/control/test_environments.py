@@ -1,5 +1,6 @@
 """Laws of environments: every autoreset mode yields the same kept transitions, episodes replay, faults are named."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
 import surefoot
@@ -523,6 +524,60 @@ def test_an_environment_that_can_not_be_made_is_named_whichever_of_them_it_is(nt
 
     with pytest.raises(SurefootError, match=r"task='maker': could not be made \(RuntimeError: the wheels came off\)"):
         make_environments(maker, {}, 2, SEED)
+
+
+def test_the_line_that_fails_while_an_environment_is_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def make(legs=2):\n    assert legs == 4\n")
+    with pytest.raises(SurefootError, match=r"could not be made \(AssertionError\); mend it \(mine\.py:2\)$"):
+        make_environments(f"{tmp_path / 'mine.py'}:make", {}, 1, SEED)
+    (tmp_path / "worse.py").write_text("legs = 2\nassert legs == 4\n")
+    with pytest.raises(SurefootError, match=r"can't be imported \(AssertionError in worse\.py:2\)"):
+        make_environments(f"{tmp_path / 'worse.py'}:make", {}, 1, SEED)
+
+
+def test_a_vector_environment_without_single_spaces_is_refused_in_one_line() -> None:
+    class Bare(VectorEnv[Any, Any, Any]):
+        num_envs = 2
+        observation_space = action_space = spaces.Discrete(2)
+
+    with pytest.raises(
+        SurefootError, match=r"^task='Bare': .*without single_observation_space and single_action_space"
+    ) as raised:
+        make_environments(Bare, {}, 2, SEED)
+    assert "\n" not in str(raised.value)
+
+
+PLUGIN = """\
+import gymnasium
+gymnasium.register("{id}", entry_point="gymnasium.envs.classic_control:CartPoleEnv")
+"""
+
+
+@pytest.mark.parametrize("states", [True, False], ids=["says so", "needs Gymnasium"])
+def test_an_id_that_an_installed_package_registers_is_named_with_its_package(
+    states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, task = f"mazes{states}".lower(), f"Mazes{states}-Small-v0"
+    for name, text in (("__init__.py", PLUGIN.format(id=task)),):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / name).write_text(text)
+    about = tmp_path / f"{package}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\nRequires-Dist: gymnasium>=1\n")
+    (about / "top_level.txt").write_text(package)
+    if states:
+        (about / "entry_points.txt").write_text(f"[gymnasium.envs]\n__root__ = {package}.within:register\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SurefootError, match=rf"^task='{task}': .*name it '{package}:{task}'$"):
+        surefoot.train(task, steps=100)
+    assert surefoot.train(f"{package}:{task}", steps=1, evaluation={"episodes": 0}) is not None
+
+
+def test_a_package_that_needs_no_gymnasium_is_not_imported_for_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with pytest.raises(SurefootError, match="'this-v0': no recipe"):
+        surefoot.train("this-v0", steps=100)
+    assert "this" not in sys.modules
 
 
 def test_a_task_may_be_a_function_of_a_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import surefoot
 from surefoot import SurefootError, read_trace
-from surefoot.control.agent import sender_for
+from surefoot.control.actions import sender_for
 from surefoot.control.environments import LoopedEnvironments
 from surefoot.control.replay import NotTheSameError, replay
 from surefoot.control.traced_film import film_traces
@@ -30,9 +30,9 @@ def rows_of(run: Path) -> list[TracedRow]:
     return [row for file in traces_in(run / "traces") for row in read_trace(file).rows]
 
 
-def replayed(row: TracedRow, task: str, seed: int = 1) -> list[Any]:
+def replayed(row: TracedRow, task: str, seed: int = 1, stretched: bool = False) -> list[Any]:
     environments = LoopedEnvironments(lambda: gymnasium.make(task), 1, seed, task)
-    return list(replay(row, environments, sender_for(environments.action_space)))
+    return list(replay(row, environments, sender_for(environments.action_space, stretched)))
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,17 @@ def test_so_can_actions_that_an_environment_gets_clipped(tmp_path: Path) -> None
     assert {row.about["step"] for row in rows} == {0, 32, 64}
     for row in rows:
         assert len(replayed(row, "Pendulum-v1", 3)) == 33
+
+
+def test_so_can_actions_that_are_stretched_over_their_bounds_and_films_of_them_are_made(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"objective": {"reuse": {"minibatches": 4}}, "normalise": {"actions": True}}
+    surefoot.train("Pendulum-v1", steps=128, seed=3, run_dir=tmp_path / "run", **{**SHORT, **fields})
+    rows = rows_of(tmp_path / "run")
+    for row in rows:
+        assert len(replayed(row, "Pendulum-v1", 3, stretched=True)) == 33
+        with pytest.raises(NotTheSameError):
+            replayed(row, "Pendulum-v1", 3)
+    assert all("replayed" in line for line in film_traces(tmp_path / "run", "all"))
 
 
 def test_a_person_can_replay_it_with_gymnasium_alone(run: Path) -> None:

@@ -15,9 +15,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 import surefoot
-from surefoot import ALGORITHMS, PPO_CLIP, SurefootError
+from surefoot import ALGORITHMS, PPO_CLIP, NotFiniteError, SurefootError
 from surefoot.control.agent import Agent
 from surefoot.control.environments import LoopedEnvironments, VectorEnvironments
+from surefoot.control.episodes import greedy_episode
 from surefoot.control.spaces import (
     Misfit,
     channels_last,
@@ -346,3 +347,71 @@ def test_masks_may_be_numbers_or_truths(dtype: Any) -> None:
     allowed = read_mask(np.array([0, 1, 1, 0, 1], dtype), (3, 2))
     assert allowed.tolist() == [False, True, True, False, True]
     assert allowed.dtype == bool
+
+
+# ---- lists ------------------------------------------------------------------------------------------------------------
+
+
+class Listing(Endless):
+    """Shows lists."""
+
+    def __init__(self, shown: Any) -> None:
+        self.shown = shown
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return self.shown, {}
+
+    def step(self, action: Any) -> Any:
+        return self.shown, 1.0, True, False, {}
+
+
+@pytest.mark.parametrize("shown", [[0.5, -1], (0.5, -1)], ids=["a list", "a tuple"])
+def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_films_alike(shown: Any) -> None:
+    world = world_of(lambda: Listing(shown))
+    rollout = world.collector.collect(fresh_state())
+    assert rollout.inputs["observation"][0, 0].tolist() == [0.5, -1]
+    agent = world.agent
+    assert agent.predict(shown, deterministic=True)[0] == agent.predict(np.float32(shown), deterministic=True)[0]
+    assert len(list(greedy_episode(agent, Listing(shown), "Listing", 0, 0, 5))) == 2
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ([0.5, -1, 3], r"shape \(3,\)"),
+        ([[0.5], [0.5, 1]], "lists that differ in length"),
+        (["0.5", "1"], "a list that holds other than numbers"),
+        ([None, 1], "a list that holds other than numbers"),
+    ],
+)
+def test_other_lists_are_refused_by_environments_and_predict_alike(shown: Any, said: str) -> None:
+    with pytest.raises(SurefootError, match=said):
+        world_of(lambda: Listing(shown))
+    world = world_of(lambda: Listing([0.5, -1]))
+    with pytest.raises(SurefootError, match=said):
+        world.agent.predict(shown)
+    world.close()
+
+
+class Huge(Listing):
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def __init__(self) -> None:
+        super().__init__(np.array([1e300, 0]))
+
+
+@pytest.mark.parametrize("task", [Huge, lambda: SyncVectorEnv([Huge])], ids=["looped", "vector"])
+def test_what_is_too_large_for_float32_is_refused_in_those_words(task: Any) -> None:
+    world = world_of(lambda: Listing([0, 0]))
+    with pytest.raises(NotFiniteError, match=r"observation of environment 0 at step 0 .* not finite as float32, which ends at"):
+        world_of(task, rollout={"environments": 1, "steps": 8}).collector.collect(fresh_state())
+    with pytest.raises(SurefootError, match="observation: is not finite as float32, which ends at"):
+        world.agent.predict([1e300, 0])
+    world.close()
+
+
+def test_lists_of_whole_numbers_are_no_image() -> None:
+    with pytest.raises(Misfit, match="int64 where its space says uint8"):
+        leaves(spaces.Box(0, 255, (36, 36), np.uint8))["observation"].read(np.zeros((36, 36), int).tolist())

@@ -59,6 +59,31 @@ def test_a_reward_that_never_differs_is_flat_for_want_of_a_reward() -> None:
     assert "differs" in found["return_flat"].cause
 
 
+class Far(Bandit):
+    """Pays for how near an action is to the middle of its bounds."""
+
+    def __init__(self, low: float, high: float) -> None:
+        self.middle, self.reach = (low + high) / 2, (high - low) / 2
+        super().__init__(lambda action, *_: 1 - abs(float(action[0]) - self.middle) / self.reach)
+        self.action_space = spaces.Box(low, high, (1,), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "beyond"), [(100, 1000, True), (-1e-3, 1e-3, True), (400, 1e5, True), (-50, 40, False)]
+)
+def test_bounds_that_the_policy_does_not_meet_are_named_as_the_cause(low: float, high: float, beyond: bool) -> None:
+    def found(**fields: Any) -> Any:
+        return trained(BANDIT, lambda: Far(low, high), steps=2_560, optimizer={"learning_rate": 1e-4}, **SMALL, **fields)
+
+    flat = found(normalise={"actions": False})["return_flat"]
+    assert "bounds" in flat.cause
+    assert "normalise.actions = true" in flat.advice[0]
+    clipped = next(evidence for evidence in flat.evidence if evidence.metric == "actions_clipped")
+    assert (clipped.value > 0.9) is beyond
+    stretched = found().get("return_flat")
+    assert stretched is None or "bounds" not in stretched.cause
+
+
 def test_a_critic_that_is_thrown_about_misleads() -> None:
     optimizer = {"critic_learning_rate": 3.0, "critic_max_grad_norm": None}
     objective = {"gae_lambda": 1.0, **FEW}

@@ -38,7 +38,7 @@ def check_recipe(recipe: Recipe) -> list[Check]:
 def _environment(recipe: ControlRecipe) -> list[Check]:
     from surefoot.checkup.environment import check_environment
 
-    return check_environment(recipe.task, recipe.environment, recipe.seed)
+    return check_environment(recipe.task, recipe.environment, recipe.seed, recipe.normalise.actions, recipe.network.log_std)
 
 
 def _arithmetic(recipe: Recipe, lines: list[str]) -> list[Check]:

@@ -33,9 +33,8 @@ class Acting(nn.Module):
         space = agent.action_space
         self.shape, self.discrete = tuple(space.shape or ()), isinstance(space, spaces.Discrete)
         self.kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
-        bounds = (space.low, space.high) if isinstance(space, spaces.Box) else (getattr(space, "start", 0),)
-        counted = None if isinstance(space, spaces.Box) else np.int64  # PyTorch adds up no unsigned numbers
-        self.bounds = [torch.from_numpy(np.array(bound, counted)) for bound in bounds]
+        self.bounds, self.value_unit = agent.bounds, agent.unit_of_value
+        self.first = torch.from_numpy(np.array(getattr(space, "start", 0), np.int64))  # PyTorch adds up no unsigned numbers
         self.inputs = {
             path: torch.from_numpy(np.full((2, *leaf.shape), 0 if leaf.bounds is None else leaf.bounds[0], leaf.dtype))
             for path, leaf in agent.leaves.items()
@@ -62,14 +61,14 @@ class Acting(nn.Module):
         inputs = self._inputs(*given)
         distribution, memory = self.policy.step(inputs)
         action = distribution.mode()
+        if self.bounds is not None:
+            action = self.bounds.within(action)
         action = action.reshape(action.shape[:1] + self.shape)
-        if len(self.bounds) == 2:  # within a Box, counted from a start elsewhere
-            action = torch.minimum(torch.maximum(action, self.bounds[0]), self.bounds[1])
-        else:
-            action = action + self.bounds[0]
+        if self.bounds is None:
+            action = action + self.first
         found = [action.to(self.kind), *(getattr(distribution, field.name) for field in fields(distribution))]
         if self.policy.critic_head is not None:
-            found.append(self.policy.values(inputs))
+            found.append(self.policy.values(inputs) * self.value_unit)
         if memory is not None:
             found.append(memory)
         return tuple(found)

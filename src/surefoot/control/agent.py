@@ -4,21 +4,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.config import control_recipe, to_table
+from surefoot.control.actions import Bounds, sender_for
 from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.normalise import Normalise, ObservationNormaliser, RewardNormaliser
 from surefoot.control.policies import ActorCritic
 from surefoot.control.spaces import (
     MASK,
+    NOT_FINITE,
     Array,
     Misfit,
     Observations,
+    as_float32,
     check_action_space,
     choices,
     leaves,
@@ -57,6 +59,7 @@ class Agent(nn.Module):
         wanted = normalise.observations and vectors
         self.observation_normaliser = ObservationNormaliser(vectors, normalise.clip) if wanted else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
+        self.bounds = Bounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
         self.policy.to(recipe.device)
         self.generator = stream(recipe.seed, "predict")
 
@@ -103,11 +106,16 @@ class Agent(nn.Module):
 
     def sender(self) -> Callable[[Tensor], Array]:
         """What an environment gets for actions as stored."""
-        return sender_for(self.action_space)
+        return sender_for(self.action_space, self.recipe.normalise.actions)
+
+    @property
+    def unit_of_value(self) -> float:
+        """What 1 of the critic's V is in the task's rewards: the running standard deviation that they were divided by."""
+        return 1.0 if self.reward_normaliser is None else 1 / float(self.reward_normaliser.scale)
 
     @torch.no_grad()
     def values(self, observations: Mapping[str, Array], memory: Tensor | None = None, starts: Array | None = None) -> Tensor:
-        """V of the leaves of observations [..., *leaf] as a tensor on the policy's device.
+        """V of the leaves of observations [..., *leaf] as a tensor on the policy's device, in units of (normalised) rewards.
 
         With memory [N, ...] the observations are [N, *leaf]; ``starts`` [N] is False everywhere where it is not given.
         """
@@ -148,7 +156,8 @@ class Agent(nn.Module):
         ), state if memory is None else memory.cpu().numpy()
 
     def value(self, observation: Any, state: Any = None, episode_start: Any = None) -> Any:
-        """V(s) of one observation (a float) or of several (an array [B]); state and starts as in ``predict``.
+        """V(s) of one observation (a float) or of several (an array [B]): the discounted return that the critic expects, in
+        the task's own rewards, normalised or not (what normalise.clip cut off aside). State and starts as in ``predict``.
 
         Raises SurefootError when the agent was trained without a critic, or for an observation of the wrong shape.
         """
@@ -156,7 +165,7 @@ class Agent(nn.Module):
             raise SurefootError(f"value: {self.recipe.algorithm} has no critic; train with objective.baseline = 'critic'")
         with torch.inference_mode():
             inputs, single = self._remembering(*self.read(observation), state, episode_start)
-            values = self.policy.values(inputs).cpu().numpy()
+            values = self.policy.values(inputs).cpu().numpy() * self.unit_of_value
         values = values[0] if single else values
         return float(values) if values.ndim == 0 else values
 
@@ -197,14 +206,15 @@ class Agent(nn.Module):
         for path, leaf in self.leaves.items():
             try:
                 part = leaf.part_of(observation)
-                array = np.asarray(part, leaf.dtype if leaf.vector else None)
+                part = leaf.array_of(part) if isinstance(part, (list, tuple)) else part
+                array = as_float32(part) if leaf.vector else np.asarray(part)
                 batch = array.shape[: array.ndim - len(leaf.shape)]
                 if array.shape[len(batch) :] != leaf.shape or len(batch) > 1:
                     raise SurefootError(f"{path}: has shape {array.shape}; this agent takes {leaf.shape}, or a batch of them")
                 if not leaf.vector:
                     leaf.check_kind(array)
                 elif not np.isfinite(array).all():
-                    raise SurefootError(f"{path}: is not finite; agents learn what finite observations mean")
+                    raise SurefootError(f"{path}: is {NOT_FINITE}; agents learn what finite observations mean")
             except Misfit as misfit:
                 raise SurefootError(f"observation: is {misfit}") from None
             except (TypeError, ValueError) as error:
@@ -253,24 +263,3 @@ def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array 
     if memory is None:
         return inputs
     return inputs | {REMEMBERED: memory, STARTS: torch.tensor(starts, device=memory.device)}
-
-
-def sender_for(space: gymnasium.Space[Any]) -> Callable[[Tensor], Array]:
-    """From actions as stored to what an environment gets: within a Box's bounds, counted from a start, of the space's shape.
-
-    It is a copy: an environment may change what it is given.
-    """
-    if isinstance(space, spaces.Discrete):
-        start = int(space.start)
-        return lambda actions: (actions.numpy() + start).astype(space.dtype, copy=False)
-    if isinstance(space, spaces.Box):
-        low, high = torch.from_numpy(space.low.reshape(-1)), torch.from_numpy(space.high.reshape(-1))
-        if len(space.shape) == 1 and space.dtype == np.float32:
-            return lambda actions: torch.minimum(torch.maximum(actions, low), high).numpy()
-        return lambda actions: _shaped(torch.minimum(torch.maximum(actions, low), high).numpy(), space)
-    first = space.start.reshape(-1) if isinstance(space, spaces.MultiDiscrete) else 0
-    return lambda actions: _shaped(actions.numpy() + first, space)
-
-
-def _shaped(actions: Array, space: Any) -> Array:
-    return actions.reshape(actions.shape[:-1] + space.shape).astype(space.dtype, copy=False)

@@ -16,6 +16,7 @@ from surefoot.control.agent import Agent
 from surefoot.control.compiled_actor import CompiledActor
 from surefoot.control.environments import Environments, Step
 from surefoot.control.memory import REMEMBERED, STARTS
+from surefoot.control.normalise import share_of
 from surefoot.control.observations import broken_parts, not_finite
 from surefoot.control.replay import Replayable, Seen
 from surefoot.control.spaces import Array, Observations
@@ -154,7 +155,7 @@ class ControlCollector:
             unit="step" if before is None else "row",
             reward_parts={"environment": rewards},
             steps=int(mask.sum()),
-            metrics=self._metrics() | self._clipped(inputs, shaped, mask),
+            metrics=self._metrics() | self._clipped(inputs, shaped, actions, mask),
         )
 
     def _values(
@@ -222,8 +223,8 @@ class ControlCollector:
             "episodes": float(self.finished_count),
         }
 
-    def _clipped(self, inputs: Mapping[str, Tensor], rewards: Tensor, mask: Tensor) -> Metrics:
-        """How much of what was normalised is at the limit."""
+    def _clipped(self, inputs: Mapping[str, Tensor], rewards: Tensor, actions: Tensor, mask: Tensor) -> Metrics:
+        """How much of what was normalised is at the limit, and how much of what was done is beyond its bounds."""
         seen, paid = self.agent.observation_normaliser, self.agent.reward_normaliser
         told: Metrics = {}
         if seen is not None and seen.shapes:
@@ -232,6 +233,9 @@ class ControlCollector:
             told["observations_clipped"] = seen.at_limit(torch.cat(flat, -1), kept)
         if paid is not None:
             told["rewards_clipped"] = paid.at_limit(rewards, mask)
+        bounds = self.agent.bounds
+        if bounds is not None and bounds.bounded.any():
+            told["actions_clipped"] = share_of(bounds.beyond(actions)[mask])
         return told
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from surefoot.control.faults import at_fault, making_failed
 from surefoot.control.observations import Reader, copied
 from surefoot.control.returned import RESET, STEP, as_number, given, score_and_life
 from surefoot.control.simulator import mujoco_to_logging
-from surefoot.control.spaces import MASK, Array, Misfit, Observations
-from surefoot.control.vector import check_infos, said, stated_mode
+from surefoot.control.spaces import MASK, Array, Misfit, Observations, as_float32
+from surefoot.control.vector import check_complete, check_infos, said, stated_mode
 from surefoot.dotted import imported, working_folder_last
 from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.seeding import derived_seed
@@ -139,7 +139,7 @@ class LoopedEnvironments:
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
-        rewards, scores, finals = np.zeros(count, np.float32), np.zeros(count, np.float32), {}
+        rewards, scores, finals = np.zeros(count), np.zeros(count), {}
         terminated, truncated, going_on = np.zeros(count, bool), np.zeros(count, bool), np.zeros(count, bool)
         for index in range(count) if active is None else np.flatnonzero(active).tolist():
             rewards[index], term, trunc, scores[index], life_lost = self.act(index, actions[index])
@@ -150,7 +150,8 @@ class LoopedEnvironments:
                     finals[index] = self.reader.one_of(self.observations, index)
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
-        return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, going_on)
+        earned, scores = as_float32(rewards), as_float32(scores)
+        return Step(copied(self.observations), earned, terminated, truncated, ignored, finals, scores, going_on)
 
     def mark(self) -> None:
         self.marked = [(episode, log, len(log)) for episode, log in zip(self.episodes, self.actions, strict=True)]
@@ -231,6 +232,7 @@ class VectorEnvironments:
     """
 
     def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str) -> None:
+        check_complete(environments, name)
         self.environments, self.seed, self.name = environments, seed, name
         self.count = environments.num_envs
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
@@ -287,8 +289,8 @@ class VectorEnvironments:
             terminated, truncated = terminated & ~ignored, truncated & ~ignored
             self.over = terminated | truncated
             seen = self._read(observations, infos, ~self.over)
-        rewards = np.where(ignored, 0, rewards).astype(np.float32)
-        scores = np.where(ignored, 0, said(told, "score", rewards)).astype(np.float32)
+        rewards = as_float32(np.where(ignored, 0, rewards))
+        scores = as_float32(np.where(ignored, 0, said(told, "score", rewards)))
         going_on = said(told, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
         return Step(seen, rewards, terminated | going_on, truncated, ignored, finals, scores, going_on)
 

@@ -1,6 +1,6 @@
 """One greedy episode in a plain environment, step by step: for those who look at it (videos, exports)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,9 @@ def greedy_episode(
     yield moment
     while not moment.over and moment.step < limit:
         mask = None if moment.mask is None else np.asarray(moment.mask)[None]
-        actions, state = agent.predict(_batch_of_one(moment.observation), state, deterministic=True, action_mask=mask)
+        actions, state = agent.predict(
+            _batch_of_one(agent.observation_space, moment.observation), state, deterministic=True, action_mask=mask
+        )
         action = actions[0]
         action = int(action) if isinstance(agent.action_space, spaces.Discrete) else action
         step = moment.step + 1
@@ -64,12 +66,12 @@ def greedy_episode(
         yield moment
 
 
-def _batch_of_one(observation: Any) -> Any:
+def _batch_of_one(space: gymnasium.Space[Any], observation: Any) -> Any:
     """The observation as a batch: evaluation works on batches too, and the last bits of a product depend on it."""
-    if isinstance(observation, Mapping):
-        return {key: _batch_of_one(part) for key, part in observation.items()}
-    if isinstance(observation, tuple):
-        return tuple(_batch_of_one(part) for part in observation)
+    if isinstance(space, spaces.Dict):
+        return {key: _batch_of_one(part, observation[key]) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_batch_of_one(part, value) for part, value in zip(space.spaces, observation, strict=True))
     return np.asarray(observation)[None]
 
 

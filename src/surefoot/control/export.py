@@ -222,9 +222,9 @@ def _compare(agent: Agent, acting: Acting, read: Reader, situations: list[Situat
     for name, ours, theirs in zip(acting.outputs, wanted, read(given), strict=True):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             raise _differs(what, f"{name} is {theirs.dtype} {theirs.shape} instead of {ours.dtype} {ours.shape}")
-        if len(acting.bounds) == 1 and name == "action":  # how much less likely than the likeliest is what was chosen
+        if acting.bounds is None and name == "action":  # how much less likely than the likeliest is what was chosen
             logits = wanted[acting.outputs.index("logits")]
-            first = acting.bounds[0].numpy()
+            first = acting.first.numpy()
             ours, theirs = (_logits_of((actions - first).reshape(logits.shape[:-1]), logits) for actions in (ours, theirs))
         finite = np.isfinite(ours)
         bound = ATOL * max(1.0, float(np.abs(ours[finite]).max(initial=0))) + RTOL * np.abs(np.where(finite, ours, 0))

@@ -5,7 +5,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import find_highest_version
 
-from surefoot.errors import SurefootError, to_install
+from surefoot.errors import SurefootError, cause_of, place_of, to_install
 
 GO_ON = "resume the run, or repeat the command"
 """after a fault in an evaluation, which belongs to either"""
@@ -39,4 +39,5 @@ def making_failed(name: str, error: Exception) -> SurefootError:
         extra = next((value for key, value in extras.items() if key in text.lower()), None)
         if extra:
             return SurefootError(f"task={name!r}: needs an extra that is not installed; run: {to_install(extra)}")
-    return SurefootError(f"task={name!r}: could not be made ({type(error).__name__}: {text})")
+    line = f"; mend it ({where})" if (where := place_of(error)) else ""
+    return SurefootError(f"task={name!r}: could not be made ({cause_of(error)}){line}")

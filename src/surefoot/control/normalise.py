@@ -39,10 +39,7 @@ class RunningMoments(nn.Module):
 
         x  [B, T, *], mask [B, T]
         """
-        kept = x[mask]
-        cut = (kept.abs() >= self.clip).sum()
-        at_limit, count = all_sum(torch.stack([cut, cut.new_tensor(kept.numel())])).tolist()
-        return at_limit / count if count else math.nan
+        return share_of(x[mask].abs() >= self.clip)
 
     @property
     def scale(self) -> Tensor:
@@ -108,6 +105,12 @@ class RewardNormaliser(RunningMoments):
         running, carried = running_returns(rewards, ended, mask, carried, self.gamma)
         self.update(running, mask)
         return carried
+
+
+def share_of(held: Tensor) -> float:
+    """The share of the entries, of all ranks, that are true; NaN where there are none."""
+    true, count = all_sum(torch.stack([held.sum(), torch.tensor(held.numel(), device=held.device)])).tolist()
+    return true / count if count else math.nan
 
 
 def running_returns(rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tensor, gamma: float) -> tuple[Tensor, Tensor]:

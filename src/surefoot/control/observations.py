@@ -11,6 +11,7 @@ import numpy as np
 from surefoot.control.spaces import (
     BARE,
     MASK,
+    NOT_FINITE,
     Array,
     Misfit,
     Observations,
@@ -112,4 +113,4 @@ def broken_parts(observations: Observations, rewards: Array | None, finals: dict
 
 def not_finite(task: str, what: str, environment: int, step: int) -> str:
     """How a message about it begins."""
-    return f"{task}: the {what} of environment {environment} at step {step} of its episode is not finite"
+    return f"{task}: the {what} of environment {environment} at step {step} of its episode is {NOT_FINITE}"

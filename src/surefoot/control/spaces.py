@@ -20,8 +20,15 @@ Observations = dict[str, Array]
 
 BARE = "observation"
 MASK = "action_mask"
+NOT_FINITE = "not finite as float32, which ends at ±3.4e38"
 SMALLEST_IMAGE = 36
 """pixels on a side that the image network needs"""
+
+
+def as_float32(numbers: Any) -> Array:
+    """As float32, in which what is too large for it is infinite, without a warning: whoever looks for that will say so."""
+    with np.errstate(over="ignore"):
+        return np.asarray(numbers, np.float32)
 
 
 class Misfit(ValueError):
@@ -65,6 +72,8 @@ class Leaf:
     def read(self, observation: Any, batch: tuple[int, ...] = ()) -> Any:
         """This part of one observation, or of a batch [*batch, *leaf]; Misfit where shape or kind are not the space's."""
         value = self.part_of(observation)
+        if isinstance(value, (list, tuple)):
+            value = self.array_of(value)
         expected = batch + self.shape if batch else self.shape
         shape = getattr(value, "shape", None)
         if shape is None and not expected and isinstance(value, (int, float)):
@@ -72,9 +81,20 @@ class Leaf:
         if shape != expected:
             got = f"type {type(value).__name__}" if shape is None else f"shape {shape}"
             raise Misfit(f"{self.named()} of {got} where its space says shape {expected}")
-        if not self.vector:
-            self.check_kind(value)
+        if self.vector:
+            return as_float32(value)
+        self.check_kind(value)
         return value
+
+    def array_of(self, numbers: Any) -> Array:
+        """A list of numbers as the array that it stands for; Misfit where it stands for none."""
+        try:
+            found = np.asarray(numbers)
+        except ValueError:
+            raise Misfit(f"{self.named()} of lists that differ in length") from None
+        if found.dtype.kind not in "biuf":
+            raise Misfit(f"{self.named()} of a list that holds other than numbers")
+        return found
 
     def check_kind(self, value: Any) -> None:
         """Misfit unless an image is of bytes, and whole numbers are whole and in their range."""

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from surefoot.config import make_recipe
-from surefoot.control.agent import sender_for
+from surefoot.control.actions import sender_for
 from surefoot.control.encoder import Encoder, program
 from surefoot.control.environments import LoopedEnvironments, MakeEnvironment, task_name
 from surefoot.control.pictures import caption_height, captioned, fitted
@@ -57,7 +57,8 @@ def film_traces(
         room = height - caption_height(height) if caption else height
         prepare_mujoco(environment, name, width, room)
         environments = LoopedEnvironments(lambda: environment, 1, recipe.seed, name)
-        send, speed = sender_for(environment.action_space), fps or frames_per_second(environment, recipe.seed)
+        send = sender_for(environment.action_space, recipe.normalise.actions)
+        speed = fps or frames_per_second(environment, recipe.seed)
         for file in files:
             for index, row in enumerate(read_trace(file).rows):
                 path = film_of(run, int(file.stem), index, row)

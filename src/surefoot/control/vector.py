@@ -13,6 +13,19 @@ SAID = "surefoot"
 """the key of a step's ``info`` under which an environment may say {"score": number, "life_lost": bool}; see ``Step``"""
 
 
+def check_complete(environments: VectorEnv[Any, Any, Any], name: str) -> None:
+    """Raise SurefootError for a vector environment without what Gymnasium's interface promises: the class itself sets none."""
+    lacking = [
+        part for part in ("num_envs", "single_observation_space", "single_action_space") if not hasattr(environments, part)
+    ]
+    if lacking:
+        kind = type(environments).__name__
+        raise SurefootError(
+            f"task={name!r}: made a vector environment ({kind}) without {' and '.join(lacking)}, which Gymnasium's interface "
+            "has; set them, or make single environments (gymnasium.Env)"
+        )
+
+
 def stated_mode(environments: VectorEnv[Any, Any, Any], name: str) -> AutoresetMode:
     """The autoreset mode in a vector environment's metadata.
 

@@ -93,6 +93,7 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
         cause = "the policy hardly moves: each batch changes it by next to nothing"
     else:
         cause = "the policy moves, but not to where more is earned: the advantages are mostly noise, or it does not explore"
+    bounds = bounds_missed(story, recipe)
     explore = (
         "objective.entropy_coefficient = 0.01"
         if recipe is None or not recipe.objective.entropy_coefficient
@@ -109,14 +110,34 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
         ),
     }[constant]
     more = ("a higher optimizer.learning_rate, or more epochs (objective.reuse.epochs)",) if still and not constant else ()
+    seen = ((kl,) if known else ()) + (entropy,)
+    if bounds is not None:
+        cause, more, seen = bounds[0], (bounds[1],), (story.curve("actions_clipped"), *seen)
     return Finding(
         "return_flat",
         "warning",
         f"the {name} {how}, over {story.steps:,} steps; if that is the best there is, nothing is wrong",
         cause,
-        (earned.evidence(), *(curve.evidence() for curve in ((kl,) if known else ()) + (entropy,) if len(curve))),
+        (earned.evidence(), *(curve.evidence() for curve in seen if len(curve))),
         (*more, *tries),
     )
+
+
+def bounds_missed(story: Story, recipe: Recipe | None) -> tuple[str, str] | None:
+    """Where Box actions lie nearly all beyond their bounds, or all far within them: a cause, and what to try."""
+    clipped = story.curve("actions_clipped")
+    stretched = not isinstance(recipe, ControlRecipe) or recipe.normalise.actions
+    if not len(clipped):
+        return None
+    share = float(clipped.values.mean())
+    stretch = "set normalise.actions = true: −1 … 1 of the policy is then stretched over bounds that are finite"
+    if share > 0.9:
+        cause = f"{share:.0%} of what the policy draws lies beyond the bounds of its actions, and is clipped to the same few"
+        here = "a smaller network.log_std; or, where a bound is infinite, actions of about ±1, by a wrapper of the environment"
+        return cause, here if stretched else stretch
+    if share < 1e-4 and not stretched:
+        return "no action comes near its bounds: the policy begins at about ±1, and they may be far wider", stretch
+    return None
 
 
 def return_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:

@@ -38,6 +38,7 @@ WATCHED = (
     "ratio_at_start",
     "observations_clipped",
     "rewards_clipped",
+    "actions_clipped",
     "stopped_early",
     "epochs",
     "step_taken",

@@ -1,5 +1,6 @@
 """Recipes for agents in environments, and which combinations are refused."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -8,6 +9,9 @@ from pydantic import Field
 from surefoot.errors import SurefootError
 from surefoot.kinds.recipe import Recipe, nearest_divisor, require_size
 from surefoot.sections import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
+
+WHOLE = {"seed", "device", "threads", "rollout", "network", "normalise", "optimizer", "evaluation", "checkpoint"}
+"""what every recipe states that a run or an agent keeps, whatever version wrote it; one typed by hand does not"""
 
 
 class ControlRecipe(Recipe):
@@ -26,6 +30,14 @@ class ControlRecipe(Recipe):
     network: Network = Network()
     normalise: NormaliseSettings = NormaliseSettings()
     evaluation: ControlEvaluation = ControlEvaluation()
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """What was kept whole before there was ``normalise.actions`` goes on without."""
+        normalise = table.get("normalise")
+        if not (table.keys() >= WHOLE and isinstance(normalise, Mapping) and "actions" not in normalise):
+            return table
+        return {**table, "normalise": {**normalise, "actions": False}}
 
     @property
     def batch_size(self) -> int:

@@ -4,11 +4,14 @@ A preset may say ``tuned_for = [ids]``: the tasks that it serves, also as patter
 it is a field of the recipe.
 """
 
+import contextlib
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
+from importlib.metadata import entry_points, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -266,10 +269,30 @@ def check_id(task: str, extra: Mapping[str, Any] | None = None) -> None:
         return
     if task.endswith(".py"):
         raise SurefootError(f"task={task!r}: is a file; name what in it makes the environment, as in '{task}:make'")
+    if package := _package_with(task):
+        raise SurefootError(f"task={task!r}: is registered when {package} is imported; name it {f'{package}:{task}'!r}")
     known = {*gymnasium.registry, *(extra or ())}
     raise SurefootError(
         f"{task!r}: no recipe, .toml file or environment id of that name{did_you_mean(task, known)} (see: surefoot list)"
     )
 
 
-__all__ = ["PPO_CLIP", "Origin", "check_id", "find", "find_recipe", "presets", "recipe_for", "with_changes"]
+def _package_with(task: str) -> str | None:
+    """The installed package that registers an id when it is imported, as ``module:id`` has Gymnasium do.
+
+    Looked at are packages that say they have environments, and the one that is called as the id begins, if it needs Gymnasium.
+    """
+    import gymnasium
+
+    stated = {entry.module.partition(".")[0] for entry in entry_points(group="gymnasium.envs")}
+    first = re.split(r"\W", task)[0].lower()
+    needing = (name for name in packages_distributions().get(first, ()) for need in requires(name) or () if "gymnasium" in need)
+    for package in sorted(stated | ({first} if any(needing) else set())):
+        with contextlib.suppress(Exception):  # one that can't be imported registers nothing
+            importlib.import_module(package)
+        if task in gymnasium.registry:
+            return package
+    return None
+
+
+__all__ = ["PPO_CLIP", "Origin", "check_id", "find", "find_recipe", "preset_for", "presets", "recipe_for", "with_changes"]

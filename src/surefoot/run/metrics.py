@@ -47,6 +47,10 @@ METRICS: dict[str, Metric] = {
         high=0.05,
         why_high="the normaliser cuts many rewards: raise normalise.clip, or scale rewards in the environment",
     ),
+    "actions_clipped": Metric(
+        "share of the sampled numbers of Box actions that are clipped to their bounds; only where there are bounds. "
+        "Much is right where extremes are best; near 1 from the start on, the policy acts elsewhere: see normalise.actions"
+    ),
     "evaluation_return": Metric("mean return of the greedy evaluation episodes, when there was one this iteration"),
     "reward": Metric("mean score of the responses of this iteration, missing ends treated, before the KL is taken off"),
     "gold": Metric(

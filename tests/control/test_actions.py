@@ -1,0 +1,205 @@
+"""Laws of Box actions: finite bounds are the policy's −1 … 1 wherever it acts, and bounds of ±1 cost no bit."""
+
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
+
+import surefoot
+from surefoot import PPO_CLIP
+from surefoot.config import control_recipe, make_recipe, to_table
+from surefoot.control.actions import Bounds
+from surefoot.control.compiled_actor import CompiledActor
+from surefoot.control.episodes import greedy_episode
+from surefoot.control.export import export_agent
+from surefoot.recipes import find_recipe, presets, without_label
+from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.run.folder import checkpoint_to_load
+
+from .tiny import Endless, fresh_state, world_of
+
+FAR = spaces.Box(np.float32([100, -1e-3]), np.float32([1000, 1e-3]))
+FEW: dict[str, Any] = {
+    "rollout": {"environments": 2, "steps": 8},
+    "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
+    "evaluation": {"episodes": 0},
+}
+finite = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+class Far(Endless):
+    """Keeps the actions that it gets; episodes are cut after four steps."""
+
+    action_space = FAR
+    got: list[np.ndarray]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.t, self.got = 0, []
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        self.got.append(np.array(action))
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32), float(action[0]), False, self.t == 4, {}
+
+
+def together() -> SyncVectorEnv:
+    return SyncVectorEnv([Far, Far])
+
+
+def one(low: float, high: float) -> spaces.Box:
+    return spaces.Box(low, high, (1,), np.float32)
+
+
+def stretched(actions: Any) -> np.ndarray:
+    """What FAR's environments get for actions of the policy, derived here once more."""
+    unit = np.clip(np.asarray(actions, np.float64), -1, 1)
+    return np.stack([100 + 900 * (unit[..., 0] + 1) / 2, 1e-3 * unit[..., 1]], -1)
+
+
+# ---- the formula ------------------------------------------------------------------------------------------------------
+
+
+@given(finite, finite, finite)
+def test_whatever_is_drawn_the_environment_gets_an_action_of_its_space(a: float, b: float, drawn: float) -> None:
+    space = one(min(a, b), max(a, b))
+    for wanted in (True, False):
+        assert space.contains(Bounds(space, wanted).within(torch.tensor([drawn])).numpy())
+
+
+@pytest.mark.parametrize(("low", "high"), [(100, 1000), (-1e-3, 1e-3), (0, 1), (-2, 2), (-5, -3), (-3e38, 3e38)])
+def test_the_ends_and_the_middle_of_the_policys_range_are_those_of_the_box(low: float, high: float) -> None:
+    given_ = Bounds(one(low, high), True).within(torch.tensor([[-1.0], [0.0], [1.0], [-7.0], [7.0]]))
+    np.testing.assert_allclose(given_[:, 0], [low, low / 2 + high / 2, high, low, high], rtol=1e-6)
+
+
+def test_a_number_bounded_by_one_goes_through_to_the_last_bit_beside_others_that_are_stretched() -> None:
+    space = spaces.Box(np.float32([-1, 0, -1, -np.inf]), np.float32([1, 4, np.inf, 2]))
+    drawn = torch.tensor([[0.1, 0.5, 7.7, -9.3], [-0.0, 0.0, -0.0, -0.0]])
+    found = Bounds(space, True).within(drawn)
+    assert found.dtype == drawn.dtype
+    for column in (0, 2, 3):
+        np.testing.assert_array_equal(found[:, column].numpy().view(np.int32), drawn[:, column].numpy().view(np.int32))
+    assert found[:, 1].tolist() == [3.0, 2.0]
+    assert not Bounds(spaces.Box(-1, 1, (2, 3)), True).stretches
+    assert not Bounds(space, False).stretches
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_the_largest_number_there_is_is_no_bound(dtype: Any) -> None:
+    largest = float(np.finfo(dtype).max)
+    bounds = Bounds(spaces.Box(dtype(-largest), dtype(largest), (2,), dtype), True)
+    assert not bounds.stretches
+    assert not bounds.bounded.any()
+
+
+def test_beyond_are_the_numbers_that_are_clipped_of_those_with_a_bound() -> None:
+    space = spaces.Box(np.float32([100, -np.inf, -np.inf]), np.float32([1000, np.inf, 2]))
+    drawn = torch.tensor([[1.5, 1e9, 1.5], [0.5, 1e9, 2.5]])
+    assert Bounds(space, True).beyond(drawn).tolist() == [[True, False], [False, True]]
+    assert Bounds(space, False).beyond(drawn).tolist() == [[True, False], [True, True]]
+
+
+# ---- everyone agrees --------------------------------------------------------------------------------------------------
+
+
+def test_training_predicting_evaluating_and_exported_files_all_stretch_alike(tmp_path: Path) -> None:
+    world = world_of(Far, PPO_CLIP, **FEW)
+    rollout = world.collector.collect(fresh_state())
+    for environment, drawn in zip(world.environments.environments, rollout.actions, strict=True):  # type: ignore[attr-defined]
+        assert environment.got == [], "every fourth step resets"
+        np.testing.assert_allclose(rollout.reward_parts["environment"][0], stretched(rollout.actions[0])[:, 0], rtol=1e-6)
+        assert drawn.abs().max() < 10, "what is stored is as the policy drew it"
+    agent = world.agent
+    with torch.no_grad():
+        agent.policy.actor_head.weight.mul_(400)
+    seen = np.random.default_rng(1).uniform(-1, 1, (50, 2)).astype(np.float32)
+    mean = agent.policy.step(agent.normaliser()(agent.tensors({"observation": seen})))[0].mean.detach()
+    assert ((mean.abs() > 1).any(), (mean.abs() < 1).any()) == (True, True)
+    action, _ = agent.predict(seen, deterministic=True)
+    np.testing.assert_allclose(action, stretched(mean), rtol=1e-5, atol=1e-9)
+    episode = [moment.reward for moment in greedy_episode(agent, Far(), "Far", 0, 0, 9)][1:]
+    judged = surefoot.evaluate(agent, Far, episodes=1)
+    assert judged.returns[0] == pytest.approx(sum(episode))
+    assert min(episode) >= 100
+    for format, ending in (("torch", "pt2"), ("onnx", "onnx")):
+        export_agent(agent, tmp_path / f"a.{ending}", format)  # compares the file with predict
+    theirs = torch.export.load(tmp_path / "a.pt2").module()(torch.from_numpy(seen))[0]
+    np.testing.assert_allclose(theirs, action, rtol=1e-5, atol=1e-9)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    theirs = onnxruntime.InferenceSession(tmp_path / "a.onnx").run(["action"], {"observation": seen})[0]
+    np.testing.assert_allclose(theirs, action, rtol=1e-5, atol=1e-9)
+    compiled, starts = CompiledActor(agent), np.ones(50, bool)
+    assert compiled.agent.sender()(mean).tolist() == action.tolist()
+    _, sent, _ = agent.actor(torch.Generator().manual_seed(1))({"observation": seen}, None, starts)
+    assert all(FAR.contains(each) for each in sent)
+    world.close()
+
+
+def test_worker_processes_and_vector_environments_get_what_the_loop_gets() -> None:
+    earned = []
+    for task, backend in (("Far", "loop"), ("Far", "workers"), ("together", "loop")):
+        fields = {**FEW, "rollout": {**FEW["rollout"], "backend": backend}, "seed": 5}
+        world = world_of(globals()[task], PPO_CLIP, **fields)
+        earned.append(world.collector.collect(fresh_state()).reward_parts["environment"][:, :4])  # rows of the first episode
+        world.close()
+    assert float(earned[0].min()) >= 100
+    assert torch.equal(earned[0], earned[1])
+    assert torch.equal(earned[0], earned[2])
+
+
+def test_where_bounds_are_one_already_nothing_is_changed() -> None:
+    weights = []
+    for wanted in (True, False):
+        agent = surefoot.train("MountainCarContinuous-v0", PPO_CLIP, steps=64, normalise={"actions": wanted}, **FEW)
+        weights.append(agent.state_dict())
+    for name, ours in weights[0].items():
+        assert torch.equal(ours, weights[1][name]), name
+
+
+# ---- what was kept before ---------------------------------------------------------------------------------------------
+
+
+def without_the_field(table: dict[str, Any]) -> dict[str, Any]:
+    return {**table, "normalise": {key: value for key, value in table["normalise"].items() if key != "actions"}}
+
+
+def test_a_recipe_kept_before_there_was_stretching_is_read_as_without_and_one_typed_by_hand_as_with() -> None:
+    kept = to_table(find_recipe("CartPole-v1"))
+    assert kept["normalise"]["actions"] is True
+    assert control_recipe(without_the_field(kept)).normalise.actions is False
+    assert control_recipe({"task": "CartPole-v1", "seed": 1, "normalise": {"clip": 5.0}}).normalise.actions is True
+
+
+@pytest.mark.parametrize("name", ["pendulum", "mujoco"])  # whose tasks have bounds of ±2 and ±3, too
+def test_a_preset_keeps_the_actions_that_its_results_were_measured_with(name: str) -> None:
+    assert control_recipe(without_label(presets()[name])).normalise.actions is False
+
+
+def test_an_agent_and_a_run_kept_without_the_field_go_on_as_they_were(tmp_path: Path) -> None:
+    run, later = tmp_path / "run", {"normalise": {"actions": False}}
+    surefoot.train(Far, PPO_CLIP, steps=16, run_dir=run, **FEW, **later)
+    whole = surefoot.train(Far, PPO_CLIP, steps=32, **FEW, **later)
+    config = run / "config.toml"
+    config.write_text(tomli_w.dumps(without_the_field(tomllib.loads(config.read_text("utf-8")))), "utf-8")
+    checkpoint = checkpoint_to_load(run)
+    trees = load_checkpoint(checkpoint)  # its tensors may lie in the files themselves
+    save_checkpoint(tmp_path / "older", {**trees, "recipe": without_the_field(trees["recipe"])})
+    shutil.rmtree(checkpoint)
+    shutil.move(tmp_path / "older", checkpoint)
+    old = surefoot.load(run)
+    assert old.predict(np.zeros(2), deterministic=True)[0][0] == 100
+    resumed = surefoot.resume(run, steps=32, task=Far)
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+    assert make_recipe(tomllib.loads(config.read_text("utf-8"))).normalise.actions is False  # type: ignore[union-attr]
