@@ -32,7 +32,7 @@ REFERENCE = ROOT / "docs" / "reference"
 NOTICE = "<!-- Written by docs/generate.py; change the code it describes instead. -->"
 MATH_PAGE = "[math.md](../math.md)"
 
-FUNCTIONAL = ("returns", "surrogates", "kl", "critics", "groups", "preferences", "likelihood", "shaping", "natural_gradient")
+FUNCTIONAL = ("returns", "surrogates", "kl", "critics", "groups", "preferences", "likelihood", "shaping", "routing", "natural_gradient")
 """the files of surefoot.functional in the order of the page; masking is last"""
 TITLES = {"kl": "KL divergence"}
 
