@@ -42,9 +42,11 @@ def test_links_to_files_beside_the_pages_lead_to_pages_made_of_them(tool: dict[s
         tool["on_the_site"]("[g](nowhere.md)", page)
 
 
-def test_a_pipe_in_the_code_of_a_table_is_a_pipe(tool: dict[str, Any]) -> None:
+def test_what_github_and_the_site_escape_otherwise_reads_the_same(tool: dict[str, Any]) -> None:
     made, _ = tool["on_the_site"](r"| `int \| None` | `a<b` |", ROOT / "docs" / "index.md")
     assert made == "| <code>int &#124; None</code> | `a<b` |"
+    made, _ = tool["on_the_site"]("k\\<n `k\\<n`\n```\nk\\<n | `a\\|b`\n```\n", ROOT / "docs" / "index.md")
+    assert made == "k&lt;n `k\\<n`\n```\nk\\<n | `a\\|b`\n```\n"
 
 
 @pytest.mark.parametrize(
@@ -71,9 +73,12 @@ def test_the_site_is_whole_and_works_from_a_folder(tool: dict[str, Any], tmp_pat
     """``page`` fails on any request beyond this machine, and on any formula that KaTeX does not understand."""
     assert tool["build"](tmp_path) == []
     site = tmp_path / "site"
-    page.goto((site / "math.html").as_uri())
-    page.wait_for_selector(".katex-display")
-    assert page.evaluate("document.querySelectorAll('.arithmatex:not(:has(.katex))').length") == 0
+    with_formulas = [file for file in site.rglob("*.html") if 'class="arithmatex"' in file.read_text("utf-8")]
+    assert {"math.html", "ladder.html"} <= {file.name for file in with_formulas}
+    for file in with_formulas:
+        page.goto(file.as_uri())
+        page.wait_for_selector(".katex")
+        assert page.evaluate("document.querySelectorAll('.arithmatex:not(:has(.katex))').length") == 0, file.name
     page.goto((site / "index.html").as_uri())
     page.locator(".md-search__button").click()
     page.get_by_role("combobox", name="Search").fill("leave_one_out")

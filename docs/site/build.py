@@ -28,9 +28,9 @@ ALONGSIDE = (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md")
 """pages of the site that are not under docs/"""
 COPIED = {".png", ".html"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".md": "markdown"}
-NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
-LINK = re.compile(r"^```.*?^```|`[^`\n]+`|\]\(([^)\s]+)\)", re.M | re.S)
-"""a link; or code, in which what looks like a link is none"""
+NO_PROSE = "---\nsearch:\n  exclude: true\nhide:\n  - navigation\n  - toc\n---\n\n"
+MARKUP = re.compile(r"^```.*?^```|`[^`\n]+`|\]\(([^)\s]+)\)|\\<", re.M | re.S)
+"""a link, or an escaped <; or code, in which what looks like one is none"""
 SHIM = "https://unpkg.com/iframe-worker/shim"
 """what the search of a site without a server needs, which pages would fetch; a copy of it is in assets/"""
 
@@ -61,6 +61,8 @@ def on_the_site(text: str, path: Path) -> tuple[str, set[Path]]:
     def changed(found: re.Match[str]) -> str:
         if re.match(r"`[^`]", found[0]) and r"\|" in found[0]:  # a pipe in a table, which this Markdown would leave escaped
             return f"<code>{html.escape(found[0].strip('`')).replace(chr(92) + '|', '&#124;')}</code>"
+        if found[0] == r"\<":  # which this Markdown would leave escaped, too
+            return "&lt;"
         target, mark, anchor = (found[1] or "").partition("#")
         if not target or urlsplit(target).scheme:
             return found[0]
@@ -70,7 +72,7 @@ def on_the_site(text: str, path: Path) -> tuple[str, set[Path]]:
         linked.add(file)
         return f"]({posixpath.relpath(place(file), posixpath.dirname(place(path)))}{mark}{anchor})"
 
-    return LINK.sub(changed, text), linked
+    return MARKUP.sub(changed, text), linked
 
 
 def source_page(path: Path) -> str:
@@ -78,9 +80,9 @@ def source_page(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in LANGUAGES)
-        return f"{NOT_SEARCHED}# `{name}/`\n\n" + "\n".join(f"- [{file.name}]({file.name}.md)" for file in files) + "\n"
+        return f"{NO_PROSE}# `{name}/`\n\n" + "\n".join(f"- [{file.name}]({file.name}.md)" for file in files) + "\n"
     text = path.read_text("utf-8").rstrip()
-    return f"{NOT_SEARCHED}# `{name}`\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
+    return f"{NO_PROSE}# `{name}`\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
 
 
 def notebook_page(path: Path) -> str:
