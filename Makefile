@@ -25,6 +25,7 @@ slow: .venv/dev
 
 docs: .venv/dev
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/site/build.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Surefoot needs Python 3.11 or newer; set PYTHON=python3.x"; exit 2; }
@@ -43,4 +44,4 @@ docs: .venv/dev
 	touch .venv/dev
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the code: docstrings, recipe fields, metrics, and the command line's options.
+"""Write docs/reference/ and docs/troubleshooting.md from the code: docstrings, fields, metrics, options, findings.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    write nothing; exit 1 and list the stale pages
@@ -10,6 +10,7 @@ and tables are made only from names, defaults and meanings.
 import argparse
 import ast
 import re
+import runpy
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ import griffe
 from surefoot.algorithms import ALGORITHMS, Objective
 from surefoot.cli import COMMANDS, cli
 from surefoot.config import recipe_fields
+from surefoot.findings import Finding, findings_of
 from surefoot.inspector.page import clip_table_page
 from surefoot.run.metrics import METRICS, SHOWN, TIMING, Metric
 
@@ -391,6 +393,62 @@ def cli_page() -> str:
     )
 
 
+# ---- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+TROUBLES = runpy.run_path(str(ROOT / "docs" / "troubles.py"))["TROUBLES"]
+FOUND_AS = re.compile(r'Finding\(\s*"(\w+)"')
+SETTING = re.compile(r"\b[a-z]\w*(?:\.[a-z]\w*)+(?: = (?:[\d.]*\d|'\w+'))?|\b[a-z]+_\w+\b")
+BEFORE = """- **It does not install, or a part is missing:** `surefoot check` looks at this machine, and lists what is missing
+  and how to get it.
+- **It stops with one line and exit code 2:** the line names the field, its value, what is wrong with it and the remedy.
+- **A recipe has never run before:** `surefoot check RECIPE` tries its environment, or its model and reward, in seconds
+  ([check a run](how-to/check-a-run.md)).
+- **It was interrupted:** `surefoot resume RUN` continues ([resume](how-to/resume.md))."""
+
+
+def words(text: str) -> str:
+    """A finding's words as Markdown, with its metrics and settings as code."""
+    return escaped(SETTING.sub(lambda found: code(found[0]), text))
+
+
+def described_finding(finding: Finding) -> str:
+    metrics = ", ".join(dict.fromkeys(code(evidence.metric) for evidence in finding.evidence))
+    tries = "\n".join(f"{number}. {words(advice)}" for number, advice in enumerate(finding.advice, 1))
+    return (
+        f"{code(finding.name)} ({finding.severity}): {words(finding.what)}.\n\n"
+        f"- **Why:** {words(finding.cause)}.\n- **Look at:** {metrics}.\n\nTry, the likeliest first:\n\n{tries}"
+    )
+
+
+def trouble(name: str, heading: str, more: str, runs: list[list[dict[str, Any]]]) -> str:
+    """A symptom, and its finding as it comes out of each run."""
+    parts = [f"### {heading}"]
+    for run in runs:
+        found = {finding.name: finding for finding in findings_of(run)}
+        assert name in found, f"the run that is to show {name} shows {list(found)}"
+        parts.append(described_finding(found[name]))
+    title = Path(more.partition("#")[0]).stem.replace("-", " ")
+    return "\n\n".join([*parts, f"Read more: [{title}]({more})."])
+
+
+def troubleshooting_page() -> str:
+    troubles = runpy.run_path(str(ROOT / "docs" / "troubles.py"))["TROUBLES"]
+    sources = sorted((ROOT / "src" / "surefoot" / "findings").glob("*.py"))
+    known = {name for source in sources for name in FOUND_AS.findall(source.read_text("utf-8"))}
+    here = {name for symptoms in troubles.values() for name in symptoms}
+    assert known == here, f"findings and docs/troubles.py differ in {known ^ here}"
+    parts = [
+        "What you see, why, and what to try. The words are those of `surefoot check RUN`, the numbers an example's; that "
+        "command finds which of these hold in your run, with your numbers. Metrics are explained in [their reference]"
+        "(reference/metrics.md).",
+        f"## Before training\n\n{BEFORE}",
+    ]
+    for title, symptoms in troubles.items():
+        parts += [f"## {title}", *(trouble(name, *about) for name, about in symptoms.items())]
+    return page("Troubleshooting", *parts)
+
+
 # ---- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +462,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "clip-table.html": clip_table_page(),
+        ROOT / "docs" / "troubleshooting.md": troubleshooting_page(),
     }
 
 

@@ -79,3 +79,11 @@ def test_every_pin_is_exact_and_torch_is_the_small_build():
     assert all(pin.count("==") == 1 for pin in pins)
     assert "torch==2.13.0" in pins
     assert not [pin for pin in pins if "+" in pin]
+
+
+def test_the_citation_is_of_this_version_and_licence():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line.partition(": ") for line in (ROOT / "CITATION.cff").read_text().splitlines() if not line.startswith(" ")]
+    citation = {key: value for key, _, value in lines}
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert {"cff-version", "message", "title", "authors:"} <= set(citation)
