@@ -9,6 +9,7 @@ and tables are made only from names, defaults and meanings.
 
 import argparse
 import ast
+import json
 import re
 import runpy
 import sys
@@ -25,8 +26,9 @@ import griffe
 from surefoot.algorithms import ALGORITHMS, Objective
 from surefoot.cli import COMMANDS, cli
 from surefoot.config import recipe_fields
-from surefoot.findings import Finding, findings_of
+from surefoot.findings import Finding, findings_in
 from surefoot.inspector.page import clip_table_page
+from surefoot.run.history import History
 from surefoot.run.metrics import METRICS, SHOWN, TIMING, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +36,18 @@ REFERENCE = ROOT / "docs" / "reference"
 NOTICE = "<!-- Written by docs/generate.py; change the code it describes instead. -->"
 MATH_PAGE = "[math.md](../math.md)"
 
-FUNCTIONAL = ("returns", "surrogates", "kl", "critics", "groups", "preferences", "likelihood", "shaping", "routing", "natural_gradient")
+FUNCTIONAL = (
+    "returns",
+    "surrogates",
+    "kl",
+    "critics",
+    "groups",
+    "preferences",
+    "likelihood",
+    "shaping",
+    "routing",
+    "natural_gradient",
+)
 """the files of surefoot.functional in the order of the page; masking is last"""
 TITLES = {"kl": "KL divergence"}
 
@@ -413,7 +426,7 @@ def words(text: str) -> str:
 
 
 def described_finding(finding: Finding) -> str:
-    metrics = ", ".join(dict.fromkeys(code(evidence.metric) for evidence in finding.evidence))
+    metrics = ", ".join(dict.fromkeys(code(evidence.metric) for evidence in finding.evidence)) or "`metrics.jsonl`"
     tries = "\n".join(f"{number}. {words(advice)}" for number, advice in enumerate(finding.advice, 1))
     return (
         f"{code(finding.name)} ({finding.severity}): {words(finding.what)}.\n\n"
@@ -421,11 +434,12 @@ def described_finding(finding: Finding) -> str:
     )
 
 
-def trouble(name: str, heading: str, more: str, runs: list[list[dict[str, Any]]]) -> str:
-    """A symptom, and its finding as it comes out of each run."""
+def trouble(name: str, heading: str, more: str, runs: list[list[dict[str, Any] | None]]) -> str:
+    """A symptom, and its finding as it comes out of each run; a row that is None is a line that can't be read."""
     parts = [f"### {heading}"]
     for run in runs:
-        found = {finding.name: finding for finding in findings_of(run)}
+        history = History("".join("?\n" if row is None else json.dumps(row) + "\n" for row in run).encode())
+        found = {finding.name: finding for finding in findings_in(history)}
         assert name in found, f"the run that is to show {name} shows {list(found)}"
         parts.append(described_finding(found[name]))
     title = Path(more.partition("#")[0]).stem.replace("-", " ")

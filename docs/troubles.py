@@ -17,7 +17,7 @@ def rows(count: int, **values: Any) -> list[dict[str, Any]]:
 
 WAVE = {"episode_return": lambda i: 20 + i % 2}
 SURE = {"reward": lambda i: i / 100}
-Symptoms = dict[str, tuple[str, str, list[list[dict[str, Any]]]]]
+Symptoms = dict[str, tuple[str, str, list[list[dict[str, Any] | None]]]]
 TROUBLES: dict[str, Symptoms] = {
     "Nothing is learned": {
         "return_flat": (
@@ -109,6 +109,11 @@ TROUBLES: dict[str, Symptoms] = {
             "Normalised numbers are cut off",
             "math.md#normalisation",
             [rows(100, observations_clipped=0.2, **SURE)],
+        ),
+        "metrics_damaged": (
+            "`metrics.jsonl` is damaged",
+            "how-to/resume.md",
+            [[*rows(50, **SURE), None]],
         ),
     },
 }

@@ -48,7 +48,7 @@ def of_run(folder: str | Path) -> list[Finding]:
     return findings_in(read_history(path), make_recipe(read_toml(path / "config.toml")))
 
 
-def findings_in(history: History, recipe: Recipe) -> list[Finding]:
+def findings_in(history: History, recipe: Recipe | None = None) -> list[Finding]:
     """The findings of a run's metrics, whether they are what it wrote among them."""
     found = findings_of(history.rows, recipe)
     if history.fault is None:
