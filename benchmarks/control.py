@@ -42,12 +42,12 @@ def cell_file(library: str, task: str, seed: int, args: argparse.Namespace) -> P
 def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     """Train one Surefoot cell; also evaluate the final agent greedily."""
     import surefoot
-    from surefoot.api import start
-    from surefoot.config import to_table
-    from surefoot.recipes import find_recipe
-    from surefoot.run.checkpoint import latest_checkpoint
-    from surefoot.run.folder import RunFolder, recipe_differences
-    from surefoot.run.tracking import read_metrics
+    from surefoot.recipes.presets import find_recipe
+    from surefoot.recipes.reading import to_table
+    from surefoot.runs.api import start
+    from surefoot.runs.checkpoint import latest_checkpoint
+    from surefoot.runs.folder import RunFolder, recipe_differences
+    from surefoot.runs.tracking import read_metrics
 
     run = HERE / "runs" / f"{cells(task, args)}-{seed}"
     changes = {"task": task, "steps": args.steps, "seed": seed, "engine": args.engine, "evaluation": {"episodes": 0}}

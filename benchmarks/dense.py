@@ -41,7 +41,7 @@ def start(folder: Path, seed: int, digits: int) -> Path:
     """Train a model on demonstrations of a teacher that guesses every other digit."""
     import surefoot
     from surefoot.language import tasks
-    from surefoot.language.rows import write_rows
+    from surefoot.language.data.rows import write_rows
 
     write_rows(folder / "demonstrations.jsonl", tasks.demonstrations("successors", 16_000, seed, digits, sloppy=1.0))
     write_rows(folder / "train.jsonl", tasks.rows("successors", 4_000, seed, digits))
@@ -61,7 +61,7 @@ def start(folder: Path, seed: int, digits: int) -> Path:
 def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, digits: int) -> dict[str, Any]:
     """Train one cell; returns held-out accuracy by steps and by whole answers, over the number of responses."""
     import surefoot
-    from surefoot.run.tracking import read_metrics
+    from surefoot.runs.tracking import read_metrics
 
     begun = time.process_time()
     run = folder / named(method, learning_rate)
@@ -99,9 +99,9 @@ def named(method: str, learning_rate: float) -> str:
 
 def before(folder: Path, sft: Path, digits: int) -> dict[str, Any]:
     """Accuracy of the starting model's samples."""
-    from surefoot.language.accuracy import accuracy
-    from surefoot.language.rewards import FunctionReward
-    from surefoot.language.trained import writer
+    from surefoot.language.analysis.accuracy import accuracy
+    from surefoot.language.models.trained import writer
+    from surefoot.language.rewards.terms import FunctionReward
 
     model, rows = writer(str(sft)), folder / "test.jsonl"
     found = [

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.demo_language import judged, online
+from surefoot.demos.reviews import judged, online
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "language.md", ROOT / "benchmarks" / "results" / "language"

@@ -25,16 +25,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import surefoot
 from surefoot.compare.statistics import markdown_table
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState
 from surefoot.language.memory.check import planned
 from surefoot.language.memory.estimate import estimated
 from surefoot.language.memory.shapes import counted
 from surefoot.language.memory.tracker import Tracker
-from surefoot.language.pocket import character_tokenizer
-from surefoot.rollout import LearnerState
-from surefoot.session import make_learner
-from surefoot.worlds import make_world
+from surefoot.language.models.pocket import character_tokenizer
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
+from surefoot.runs.worlds import make_world
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "memory.md", ROOT / "benchmarks" / "results" / "memory"

@@ -26,17 +26,17 @@ from typing import Any
 
 import torch
 
-from surefoot import api
 from surefoot.compare.statistics import markdown_table
-from surefoot.demo_verifier import Sizes, in_groups, write_data
+from surefoot.demos.sorting import Sizes, in_groups, write_data
 from surefoot.language import tasks
-from surefoot.language.best_of import Drawing, best_of_n, reward_from
-from surefoot.language.metrics import pass_at_k
-from surefoot.language.rows import read_rows, write_rows
-from surefoot.language.trained import writer
-from surefoot.recipes import find_recipe
-from surefoot.run.dashboard import Silent
-from surefoot.run.tracking import read_metrics
+from surefoot.language.analysis.best_of import Drawing, best_of_n, reward_from
+from surefoot.language.analysis.metrics import pass_at_k
+from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.language.models.trained import writer
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
+from surefoot.runs.display import Silent
+from surefoot.runs.tracking import read_metrics
 
 HERE = Path(__file__).resolve().parent
 RESULTS, RUNS, PAGE = (

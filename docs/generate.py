@@ -23,13 +23,13 @@ from typing import Any
 import click
 import griffe
 
-from surefoot.algorithms import ALGORITHMS, Objective
-from surefoot.cli import COMMANDS, cli
-from surefoot.config import recipe_fields
-from surefoot.findings import Finding, findings_in
+from surefoot.cli.main import COMMANDS, cli
+from surefoot.core.algorithms import ALGORITHMS, Objective
+from surefoot.diagnostics.findings import Finding, findings_in
 from surefoot.inspector.page import clip_table_page
-from surefoot.run.history import History
-from surefoot.run.metrics import METRICS, SHOWN, TIMING, Metric
+from surefoot.recipes.reading import recipe_fields
+from surefoot.runs.history import History
+from surefoot.runs.metrics import METRICS, SHOWN, TIMING, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -52,13 +52,13 @@ FUNCTIONAL = (
 TITLES = {"kl": "KL divergence"}
 
 API: dict[str, dict[str, tuple[str, ...]]] = {
-    "Functions": {"surefoot.api": ("train", "resume", "load", "evaluate"), "surefoot.run.traces": ("read_trace",)},
+    "Functions": {"surefoot.runs.api": ("train", "resume", "load", "evaluate"), "surefoot.runs.traces": ("read_trace",)},
     "Agents, results and traces": {
         "surefoot.control.agent": ("Agent",),
         "surefoot.control.evaluate": ("EvaluationResult",),
-        "surefoot.traces": ("Trace", "TracedRow", "Visits"),
+        "surefoot.core.traces": ("Trace", "TracedRow", "Visits"),
     },
-    "Switches": {"surefoot.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
+    "Switches": {"surefoot.core.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
     "Verifiers and the sandbox": {
         "surefoot.verifiers.answers": ("exact", "numeric"),
         "surefoot.verifiers.packages": ("math", "json"),
@@ -68,13 +68,13 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Errors": {"surefoot.errors": ("SurefootError", "NotFiniteError", "Interrupted")},
     "The contract between collecting and learning": {
-        "surefoot.rollout": ("Rollout", "Evaluation", "Credit", "Policy", "Collector", "LearnerState"),
+        "surefoot.core.rollout": ("Rollout", "Evaluation", "Credit", "Policy", "Collector", "LearnerState"),
     },
     "The loop and its parts": {
-        "surefoot.loop": ("run_loop",),
-        "surefoot.credit": ("assign_credit",),
-        "surefoot.learner": ("Learner",),
-        "surefoot.optimizer": ("AdamSettings",),
+        "surefoot.core.loop": ("run_loop",),
+        "surefoot.core.credit": ("assign_credit",),
+        "surefoot.core.learner": ("Learner",),
+        "surefoot.core.optimizer": ("AdamSettings",),
     },
 }
 METHODS = {
@@ -252,7 +252,7 @@ def api_page(package: griffe.Module) -> str:
 
 def algorithms_block(package: griffe.Module) -> str:
     """The algorithms as defined in the source."""
-    members = package["algorithms"].members
+    members = package["core.algorithms"].members
     lines = [members[name].source for name in (*ALGORITHMS, "LADDER")]
     return (
         "Algorithms are values of `Objective`. These are all their differences:\n\n```py\n" + "\n".join(lines) + "\n```\n\n"
@@ -287,7 +287,7 @@ def recipe_page() -> str:
         if section == "objective":
             parts += ["### What the named algorithms set", named_algorithms()]
     parts += ["## Presets", "The tuned recipes that `surefoot list` shows, unabridged."]
-    for path in sorted(resources.files("surefoot.recipes").iterdir(), key=lambda path: path.name):
+    for path in sorted(resources.files("surefoot.recipes.presets").iterdir(), key=lambda path: path.name):
         if path.name.endswith(".toml"):
             parts.append(f"### `{path.name.removesuffix('.toml')}`\n\n```toml\n{path.read_text('utf-8').rstrip()}\n```")
     return page("Recipe", *parts)
@@ -448,7 +448,7 @@ def trouble(name: str, heading: str, more: str, runs: list[list[dict[str, Any] |
 
 def troubleshooting_page() -> str:
     troubles = runpy.run_path(str(ROOT / "docs" / "troubles.py"))["TROUBLES"]
-    sources = sorted((ROOT / "src" / "surefoot" / "findings").glob("*.py"))
+    sources = sorted((ROOT / "src" / "surefoot" / "diagnostics").glob("*.py"))
     known = {name for source in sources for name in FOUND_AS.findall(source.read_text("utf-8"))}
     here = {name for symptoms in troubles.values() for name in symptoms}
     assert known == here, f"findings and docs/troubles.py differ in {known ^ here}"

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot import cli, sandbox
+from surefoot import sandbox
+from surefoot.cli import main as cli
 from surefoot.errors import SurefootError
 
 os.environ.setdefault("MUJOCO_GL", "disable")
-sys.path.insert(0, str(Path(__file__).parent / "run"))
+sys.path.insert(0, str(Path(__file__).parent / "runs"))
 
 
 def _folders_in_memory(memory: str = "/dev/shm", room: float = 4e9) -> None:

@@ -13,13 +13,14 @@ import gymnasium
 import numpy as np
 import pytest
 
-from surefoot import SurefootError, api
-from surefoot.config import ELSEWHERE, make_recipe, merged, recipe_fields
+from surefoot import SurefootError
 from surefoot.errors import to_install
-from surefoot.kinds import KINDS
-from surefoot.kinds.recipe import nearest_divisor
-from surefoot.recipes import find_recipe
-from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.recipes.base import nearest_divisor
+from surefoot.recipes.kinds import KINDS
+from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import ELSEWHERE, make_recipe, merged, recipe_fields
+from surefoot.runs import api
+from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
 
 def refused(result, *parts):
@@ -280,7 +281,7 @@ FULL = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from surefoot import api
-from surefoot.cli import main
+from surefoot.cli.main import main
 limited = []
 def shrink_the_disk(metrics):
     if metrics["steps"] > 512 and not limited:

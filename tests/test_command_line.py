@@ -13,14 +13,14 @@ import pytest
 import tomli_w
 
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, train
-from surefoot.algorithms import TRUST_REGIONS, switches_between
-from surefoot.cli import COMMANDS, cli, fail
-from surefoot.cli_train import changes_from
-from surefoot.config import make_recipe, recipe_fields, to_toml
-from surefoot.demo_stages import command_here
+from surefoot.cli.main import COMMANDS, cli, fail
+from surefoot.cli.train import changes_from
+from surefoot.core.algorithms import TRUST_REGIONS, switches_between
+from surefoot.demos.stages import command_here
 from surefoot.errors import SurefootError
-from surefoot.recipes import Found, find, find_recipe, presets, recipe_for
-from surefoot.toml import parse_value
+from surefoot.recipes.presets import Found, find, find_recipe, presets, recipe_for
+from surefoot.recipes.reading import make_recipe, recipe_fields, to_toml
+from surefoot.recipes.toml import parse_value
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def surefoot(command):
 
 
 def test_help_waits_for_neither_torch_nor_gymnasium():
-    code = "import sys; from surefoot.cli import cli; cli.main(['train', '--help'], standalone_mode=False); "
+    code = "import sys; from surefoot.cli.main import cli; cli.main(['train', '--help'], standalone_mode=False); "
     code += "assert not {'torch', 'gymnasium'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_who_only_looks_waits_for_no_recipes():
-    code = "import sys; from surefoot.cli import cli; cli.main(['inspect', '--help'], standalone_mode=False); "
-    code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'surefoot.kinds'} & set(sys.modules)"
+    code = "import sys; from surefoot.cli.main import cli; cli.main(['inspect', '--help'], standalone_mode=False); "
+    code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'surefoot.recipes.kinds'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

@@ -26,9 +26,9 @@ from typing import Any
 import click
 import pytest
 
-from surefoot.cli import COMMANDS, cli, main
-from surefoot.cli_train import changes_from
-from surefoot.recipes import find_recipe
+from surefoot.cli.main import COMMANDS, cli, main
+from surefoot.cli.train import changes_from
+from surefoot.recipes.presets import find_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

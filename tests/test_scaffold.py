@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.checkup import check_recipe, failed
-from surefoot.recipes import find_recipe
+from surefoot.diagnostics import check_recipe, failed
+from surefoot.recipes.presets import find_recipe
 
 
 class Passed:

@@ -36,8 +36,8 @@ import torch
 
 import surefoot
 from surefoot import functional as F
-from surefoot.algorithms import switches_between
 from surefoot.compare.gradients import noise_of, sample_gradients
+from surefoot.core.algorithms import switches_between
 
 STEPS = int(os.environ.get("SUREFOOT_NOTEBOOK_STEPS", 20_000))  # of each run
 ENOUGH = STEPS >= 20_000  # with fewer, the claims about learning are not checked

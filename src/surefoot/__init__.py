@@ -8,12 +8,12 @@ The public names are listed in ``__all__``; ``surefoot.functional`` holds the fo
 import sys
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", "surefoot"] and not sys.flags.safe_path:
-    del sys.path[0]  # the working folder, which may be a stranger's; see surefoot.dotted
+    del sys.path[0]  # the working folder, which may be a stranger's; see surefoot.recipes.import_object
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from surefoot.algorithms import (
+from surefoot.core.algorithms import (
     A2C,
     ACTOR_CRITIC,
     ALGORITHMS,
@@ -40,26 +40,26 @@ from surefoot.errors import Interrupted, NotFiniteError, SurefootError
 
 if TYPE_CHECKING:
     from surefoot import functional
-    from surefoot.api import evaluate, load, resume, train
     from surefoot.control.agent import Agent
     from surefoot.control.evaluate import EvaluationResult
-    from surefoot.run.traces import read_trace
-    from surefoot.traces import Trace, TracedRow, Visits
+    from surefoot.core.traces import Trace, TracedRow, Visits
+    from surefoot.runs.api import evaluate, load, resume, train
+    from surefoot.runs.traces import read_trace
 
 __version__ = "0.1.0"
 
 # Imported when first asked for: they need torch, which takes seconds, and `surefoot --help` should not.
 _LATER = {
-    "train": "surefoot.api",
-    "resume": "surefoot.api",
-    "load": "surefoot.api",
-    "evaluate": "surefoot.api",
+    "train": "surefoot.runs.api",
+    "resume": "surefoot.runs.api",
+    "load": "surefoot.runs.api",
+    "evaluate": "surefoot.runs.api",
     "Agent": "surefoot.control.agent",
     "EvaluationResult": "surefoot.control.evaluate",
-    "read_trace": "surefoot.run.traces",
-    "Trace": "surefoot.traces",
-    "TracedRow": "surefoot.traces",
-    "Visits": "surefoot.traces",
+    "read_trace": "surefoot.runs.traces",
+    "Trace": "surefoot.core.traces",
+    "TracedRow": "surefoot.core.traces",
+    "Visits": "surefoot.core.traces",
     "functional": "surefoot.functional",
 }
 

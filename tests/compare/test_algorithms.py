@@ -9,7 +9,7 @@ from surefoot.compare.algorithms import notes, recipes_for, report_text, switche
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.report import finite, number
 from surefoot.compare.statistics import bootstrap_interval
-from surefoot.recipes import find_recipe
+from surefoot.recipes.presets import find_recipe
 
 from .conftest import TINY
 

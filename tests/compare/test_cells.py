@@ -11,11 +11,12 @@ import gymnasium
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from surefoot import Interrupted, SurefootError, api
+from surefoot import Interrupted, SurefootError
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
 from surefoot.compare.cells import Cell, folder_of, run_cells
 from surefoot.compare.progress import Overall
 from surefoot.compare.summary import summary
+from surefoot.runs import api
 
 from .conftest import TINY
 

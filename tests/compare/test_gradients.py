@@ -170,10 +170,10 @@ def test_the_same_seed_gives_the_same_batches_and_another_seed_others(agent, sam
 def test_the_gradient_is_that_of_training(agent):
     """A batch's gradient under rung 2 is what the learner's own loss gives the actor, but for the common divisor."""
     from surefoot.control.collect import ControlCollector
-    from surefoot.control.environments import make_environments
-    from surefoot.credit import assign_credit
-    from surefoot.rollout import LearnerState
-    from surefoot.seeding import derived_seed
+    from surefoot.control.environments.looped import make_environments
+    from surefoot.core.credit import assign_credit
+    from surefoot.core.rollout import LearnerState
+    from surefoot.core.seeding import derived_seed
 
     (measured,) = sample_gradients(agent, RUNGS[2:3], batches=1, at_least=50, seed=4, task=corridor).gradients[:, 0]
     own = derived_seed(4, "gradient variance")

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from surefoot import LADDER, Clip, Reuse, SurefootError
-from surefoot.algorithms import switches_between
 from surefoot.compare.ladder import NAMES, climb, rung_recipe
 from surefoot.compare.plots import apart
 from surefoot.compare.report import number
-from surefoot.config import control_recipe, to_table
-from surefoot.recipes import find_recipe
+from surefoot.core.algorithms import switches_between
+from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import control_recipe, to_table
 
 from .conftest import TINY
 
@@ -165,7 +165,7 @@ def test_the_plot_is_a_real_picture(climbed):
 
 def test_doing_it_again_trains_nothing_and_gives_the_same(climbed, monkeypatch, no_plots):
     folder, report = climbed
-    from surefoot import api
+    from surefoot.runs import api
 
     monkeypatch.setattr(api, "start", None)
     monkeypatch.setattr(api, "resume", None)

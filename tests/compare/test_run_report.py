@@ -15,9 +15,9 @@ from surefoot.compare.run_comparison import difference_interval
 from surefoot.compare.run_plots import binned, smoothed
 from surefoot.compare.run_report import page
 from surefoot.compare.runs import fields_of, grouped, read_run
-from surefoot.config import make_recipe, to_table
 from surefoot.errors import SurefootError
-from surefoot.run.samples import SampleFolder
+from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.runs.samples import SampleFolder
 
 HOSTILE = "<script>alert(1)</script>"
 

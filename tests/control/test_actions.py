@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 import surefoot
 from surefoot import PPO_CLIP
-from surefoot.config import control_recipe, make_recipe, to_table
 from surefoot.control.actions import Bounds
-from surefoot.control.compiled_actor import CompiledActor
 from surefoot.control.episodes import greedy_episode
-from surefoot.control.export import export_agent
-from surefoot.recipes import find_recipe, presets, without_label
-from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
-from surefoot.run.folder import checkpoint_to_load
+from surefoot.control.export.files import export_agent
+from surefoot.control.policies.compiled import CompiledActor
+from surefoot.recipes.presets import find_recipe, presets, without_label
+from surefoot.recipes.reading import control_recipe, make_recipe, to_table
+from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.runs.folder import checkpoint_to_load
 
 from .tiny import Endless, fresh_state, world_of
 

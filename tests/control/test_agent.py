@@ -14,10 +14,10 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
-from surefoot.algorithms import algorithm_name
 from surefoot.control import evaluate
-from surefoot.control.environments import episode_seed
-from surefoot.control.export import export_agent
+from surefoot.control.environments.looped import episode_seed
+from surefoot.control.export.files import export_agent
+from surefoot.core.algorithms import algorithm_name
 
 from .tiny import Clockwork, Endless, bare, small
 

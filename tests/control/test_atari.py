@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError
-from surefoot.control.atari import Lives, make_atari, register
-from surefoot.control.backends import training_environments
-from surefoot.control.environments import Environments, LoopedEnvironments, make_environments
+from surefoot.control.environments.atari import Lives, make_atari, register
+from surefoot.control.environments.backends import training_environments
+from surefoot.control.environments.looped import Environments, LoopedEnvironments, make_environments
+from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
-from surefoot.control.workers import WorkerEnvironments
-from surefoot.recipes import find_recipe
-from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("ale_py")

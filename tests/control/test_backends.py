@@ -12,12 +12,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.backends import training_environments
-from surefoot.control.environments import Step, VectorEnvironments
+from surefoot.control.environments.backends import training_environments
+from surefoot.control.environments.looped import Step, VectorEnvironments
 from surefoot.control.episodes import greedy_episode
-from surefoot.control.memory import STARTS
+from surefoot.control.policies.recurrent import STARTS
 from surefoot.control.spaces import BARE
-from surefoot.recipes import find_recipe
+from surefoot.recipes.presets import find_recipe
 
 from .tiny import Clockwork, Endless, clockworks, fresh_state, world_of
 

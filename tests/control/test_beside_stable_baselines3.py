@@ -17,11 +17,11 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import Tensor
 
 from surefoot.control.world import ControlWorld
-from surefoot.credit import assign_credit
-from surefoot.learner import Learner
-from surefoot.recipes import find_recipe
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.session import make_learner
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.session import make_learner
 
 STEPS, EPOCHS, SIZE = 512, 4, 64
 PARTS = {
@@ -124,7 +124,7 @@ def test_an_iteration_ends_at_the_weights_of_stable_baselines3(task: str, monkey
         for found, expected in ((credit.advantages, buffer.advantages), (credit.returns, buffer.returns)):
             np.testing.assert_allclose(found, np.swapaxes(expected, 0, 1), rtol=1e-4, atol=1e-5)
         own, theirs = iter(orders), iter(orders)
-        monkeypatch.setattr("surefoot.batches.order_of", lambda count, generator, own=own: next(own))
+        monkeypatch.setattr("surefoot.core.minibatches.order_of", lambda count, generator, own=own: next(own))
 
         def in_order(size: int, theirs: Iterator[Tensor] = theirs) -> Iterator[Any]:
             if not buffer.generator_ready:

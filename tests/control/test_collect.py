@@ -15,7 +15,7 @@ import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
 from surefoot.control.collect import EPISODES_REMEMBERED
 from surefoot.control.world import ControlWorld
-from surefoot.rollout import Rollout, leaves
+from surefoot.core.rollout import Rollout, leaves
 
 from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, small, world_of
 
@@ -168,7 +168,7 @@ def test_without_a_critic_values_are_zero() -> None:
     assert not rollout.next_values.any()
 
 
-@pytest.mark.parametrize("algorithm", LADDER, ids=lambda a: surefoot.algorithms.algorithm_name(a))
+@pytest.mark.parametrize("algorithm", LADDER, ids=lambda a: surefoot.core.algorithms.algorithm_name(a))
 def test_every_rung_learns_from_what_was_collected(algorithm: Any) -> None:
     lasting = [((30, "terminated"), (20, "truncated"))] * 2
     maker = one_by_one(clockworks(lasting))

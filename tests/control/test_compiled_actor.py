@@ -9,11 +9,11 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from surefoot.config import make_recipe
-from surefoot.control.compiled_actor import CompiledActor
+from surefoot.control.policies.compiled import CompiledActor
 from surefoot.control.world import ControlWorld
-from surefoot.credit import assign_credit
-from surefoot.session import make_learner
+from surefoot.core.credit import assign_credit
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
 
 from .test_spaces import NESTED
 from .tiny import Sampled, fresh_state

@@ -18,12 +18,12 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control import export
-from surefoot.control.environments import episode_seed
-from surefoot.control.export import export_agent
-from surefoot.control.situations import situations_of
+from surefoot.control.environments.looped import episode_seed
+from surefoot.control.export import files as export
+from surefoot.control.export.files import export_agent
+from surefoot.control.export.probes import situations_of
 from surefoot.control.spaces import BARE, MASK
-from surefoot.run.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 from .test_masks import MANY, SEEN, at
 from .test_masks import masks as random_masks

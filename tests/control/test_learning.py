@@ -9,8 +9,8 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot import LADDER, PPO_CLIP, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO
-from surefoot.algorithms import algorithm_name
-from surefoot.demo import SOLVED
+from surefoot.core.algorithms import algorithm_name
+from surefoot.demos.cartpole import SOLVED
 
 from .tiny import Endless
 

@@ -13,11 +13,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
 from surefoot import PPO_CLIP, REINFORCE, SurefootError
-from surefoot.control.environments import LoopedEnvironments, VectorEnvironments
-from surefoot.control.policies import ActorCritic
+from surefoot.control.environments.looped import LoopedEnvironments, VectorEnvironments
+from surefoot.control.policies.actor_critic import ActorCritic
+from surefoot.core.seeding import stream
 from surefoot.functional import fisher_vector_product
-from surefoot.sections import Network
-from surefoot.seeding import stream
+from surefoot.recipes.sections import Network
 
 from .tiny import Endless, Sampled, fresh_state, small, world_of
 

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import surefoot
-from surefoot.config import Recipe, make_recipe
 from surefoot.control.agent import Agent
-from surefoot.control.memory import REMEMBERED, STARTS, Memory
+from surefoot.control.policies.recurrent import REMEMBERED, STARTS, Memory
 from surefoot.control.world import ControlWorld
+from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.errors import SurefootError
-from surefoot.rollout import LearnerState, Metrics, Rollout
+from surefoot.recipes.reading import Recipe, make_recipe
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "memory.py"
 SMALL: dict[str, Any] = {

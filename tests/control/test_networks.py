@@ -14,11 +14,11 @@ from torch.nn import functional
 
 import surefoot
 from surefoot import PPO_CLIP, SurefootError
-from surefoot.control import networks
-from surefoot.control.networks import CustomTrunk, NatureCNN, OneHot, Trunk, Vector
-from surefoot.control.policies import ActorCritic
-from surefoot.sections import Network
-from surefoot.seeding import stream
+from surefoot.control.policies import networks
+from surefoot.control.policies.actor_critic import ActorCritic
+from surefoot.control.policies.networks import CustomTrunk, NatureCNN, OneHot, Trunk, Vector
+from surefoot.core.seeding import stream
+from surefoot.recipes.sections import Network
 
 from .tiny import Sampled, small
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.control.episodes import Moment
-from surefoot.control.pictures import FONT, caption_height, captioned, fitted
-from surefoot.control.video import size_from_text, small_print
+from surefoot.control.video.film import size_from_text, small_print
+from surefoot.control.video.pictures import FONT, caption_height, captioned, fitted
 from surefoot.errors import SurefootError
 
 SIDES = st.integers(1, 400)

@@ -13,12 +13,12 @@ import torch
 import surefoot
 from surefoot import SurefootError, read_trace
 from surefoot.control.actions import sender_for
-from surefoot.control.environments import LoopedEnvironments
+from surefoot.control.environments.looped import LoopedEnvironments
 from surefoot.control.replay import NotTheSameError, replay
-from surefoot.control.traced_film import film_traces
-from surefoot.run.places import film_of, traces_in
-from surefoot.run.traces import to_bytes
-from surefoot.traces import TracedRow
+from surefoot.control.video.traced import film_traces
+from surefoot.core.traces import TracedRow
+from surefoot.runs.paths import film_of, traces_in
+from surefoot.runs.traces import to_bytes
 
 from .test_video import decoded
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from surefoot.control import simulator
 from surefoot.control.agent import Agent
-from surefoot.control.environments import make_environments
-from surefoot.recipes import find_recipe
+from surefoot.control.environments import simulator
+from surefoot.control.environments.looped import make_environments
+from surefoot.recipes.presets import find_recipe
 
 PROGRAM = """
 import sys
@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 import surefoot
-from surefoot.control.environments import make_environments
-from surefoot.control.export import export_agent
+from surefoot.control.environments.looped import make_environments
+from surefoot.control.export.files import export_agent
 
 export_agent(surefoot.load(sys.argv[1]), Path(sys.argv[1]) / "agent.pt2", "torch")
 print("exported", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 import surefoot
 from surefoot import ALGORITHMS, PPO_CLIP, NotFiniteError, SurefootError
 from surefoot.control.agent import Agent
-from surefoot.control.environments import LoopedEnvironments, VectorEnvironments
+from surefoot.control.environments.looped import LoopedEnvironments, VectorEnvironments
 from surefoot.control.episodes import greedy_episode
 from surefoot.control.spaces import (
     Misfit,

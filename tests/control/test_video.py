@@ -18,9 +18,9 @@ import pytest
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.encoder import Encoder
 from surefoot.control.episodes import greedy_episode
-from surefoot.control.video import choose_headless, film
+from surefoot.control.video.encoder import Encoder
+from surefoot.control.video.film import choose_headless, film
 
 from .tiny import Endless
 
@@ -113,7 +113,7 @@ ELSEWHERE = """
 import json, sys
 from pathlib import Path
 import surefoot
-from surefoot.control.video import choose_headless, film
+from surefoot.control.video.film import choose_headless, film
 choose_headless()
 fields = {"rollout": {"environments": 1, "steps": 64}, "evaluation": {"episodes": 0}}
 for task, arguments in json.loads(sys.argv[1]).items():
@@ -296,7 +296,7 @@ def test_an_encoder_that_fails_says_why_and_leaves_nothing(count: int, tmp_path:
     script = tmp_path / "ffmpeg"
     script.write_text('#!/bin/sh\nfor last; do :; done\nhead -c 1000 > "$last"\necho "$last: No space left" >&2\nexit 1\n')
     script.chmod(0o700)
-    monkeypatch.setattr(surefoot.control.encoder, "program", lambda: str(script))
+    monkeypatch.setattr(surefoot.control.video.encoder, "program", lambda: str(script))
     with pytest.raises(SurefootError, match=r"out/film.mp4: not written, the encoder failed \(.*No space left\)"):
         black(tmp_path / "out" / "film.mp4", count)
     assert list((tmp_path / "out").iterdir()) == []

@@ -19,11 +19,11 @@ import pytest
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.environments import Environments, LoopedEnvironments, Step, episode_seed, make_environments
+from surefoot.control.environments.looped import Environments, LoopedEnvironments, Step, episode_seed, make_environments
+from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
-from surefoot.control.workers import WorkerEnvironments
-from surefoot.recipes import find_recipe
-from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
 from .misbehaving import Misbehaving, Odd, vector
 
@@ -137,7 +137,7 @@ def test_an_id_that_was_registered_by_hand_is_known_to_the_workers() -> None:
 
 
 def test_a_worker_needs_no_torch() -> None:
-    command = "import sys, surefoot.control.worker; print('torch' in sys.modules)"
+    command = "import sys, surefoot.control.environments.worker; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
 
@@ -296,7 +296,7 @@ def test_workers_end_when_their_parent_is_killed_even_the_one_that_hangs(tmp_pat
         import os, signal, threading, time
         import numpy as np
         from control.misbehaving import Misbehaving
-        from surefoot.control.workers import WorkerEnvironments
+        from surefoot.control.environments.workers import WorkerEnvironments
         how = {"how": "spins", "doom": DOOM, "at": 1}
         environments = WorkerEnvironments(Misbehaving, how, 2, SEED, 2, 60)
         print(*[worker.process.pid for worker in environments._crew], flush=True)
@@ -324,7 +324,7 @@ def alive(pid: int) -> bool:
 OWN = """
     import gymnasium
     import numpy as np
-    from surefoot.control.workers import WorkerEnvironments
+    from surefoot.control.environments.workers import WorkerEnvironments
     class Own(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         action_space = gymnasium.spaces.Discrete(2)

@@ -9,11 +9,11 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from surefoot.algorithms import PPO_CLIP, Objective
 from surefoot.control.spaces import choices
 from surefoot.control.world import ControlWorld
-from surefoot.recipes import recipe_for
-from surefoot.rollout import LearnerState
+from surefoot.core.algorithms import PPO_CLIP, Objective
+from surefoot.core.rollout import LearnerState
+from surefoot.recipes.presets import recipe_for
 
 QUIET = {"evaluation": {"episodes": 0}, "normalise": {"observations": False, "rewards": False}}
 

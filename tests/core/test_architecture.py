@@ -1,7 +1,7 @@
 """Directions between the parts, kept by reading the imports of every file; and what ``surefoot --help`` may load.
 
-DESIGN: ``functional`` imports torch alone. ``control`` and ``language`` never import each other. ``run`` imports neither. What
-learns knows rollouts and no worlds. Nothing imports ``cli``.
+``functional`` imports torch alone, ``core`` imports ``functional`` and itself. ``control`` and ``language`` never import each
+other. ``recipes`` needs no torch. Only ``__main__`` imports ``cli``.
 """
 
 import ast
@@ -12,24 +12,23 @@ from pathlib import Path
 import pytest
 
 import surefoot
-from surefoot.cli import COMMANDS
+from surefoot.cli.main import COMMANDS
 
 SOURCE = Path(surefoot.__file__).parent
 WORLDS = ("surefoot.control", "surefoot.language")
-CORE = ("algorithms", "rollout", "credit", "objective", "optimizer", "learner", "natural_step", "loop", "traces")
 LIGHT = (
     "surefoot",
-    "surefoot.cli",
-    "surefoot.config",
-    "surefoot.recipes",
-    "surefoot.algorithms",
+    "surefoot.cli.main",
+    "surefoot.recipes.reading",
+    "surefoot.recipes.presets",
+    "surefoot.core.algorithms",
     "surefoot.errors",
     ", ".join(sorted({where.partition(":")[0] for where in COMMANDS.values()})),
 )
 
 
 def module_of(path: Path, source: Path = SOURCE) -> str:
-    """``…/surefoot/run/folder.py`` -> ``surefoot.run.folder``"""
+    """``…/surefoot/runs/folder.py`` -> ``surefoot.runs.folder``"""
     parts = path.relative_to(source.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -71,9 +70,9 @@ def offences(importers: str | tuple[str, ...], forbidden: str | tuple[str, ...])
 def test_every_file_is_read() -> None:
     """An empty list would keep every direction."""
     assert {"surefoot", "surefoot.__main__", "surefoot.functional.returns", "surefoot.control.collect"} <= set(FILES)
-    assert "surefoot.functional" in IMPORTS["surefoot.credit"]
-    assert "surefoot.rollout" in IMPORTS["surefoot.control.collect"]
-    assert "surefoot.api" in IMPORTS["surefoot.cli_train"], "imports inside functions count"
+    assert "surefoot.functional" in IMPORTS["surefoot.core.credit"]
+    assert "surefoot.core.rollout" in IMPORTS["surefoot.control.collect"]
+    assert "surefoot.runs.api" in IMPORTS["surefoot.cli.train"], "imports inside functions count"
 
 
 @pytest.mark.parametrize(
@@ -104,11 +103,6 @@ def test_control_and_language_never_import_each_other() -> None:
     assert offences("surefoot.language", "surefoot.control") == []
 
 
-def test_worlds_know_no_session() -> None:
-    assert offences(WORLDS, ("surefoot.session", "surefoot.api", "surefoot.cli")) == []
-    assert {"surefoot.control", "surefoot.language"} <= set(FILES)
-
-
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
     """What is loaded in a new process by all of language and by the ladder: one process, since torch takes seconds."""
@@ -116,7 +110,7 @@ def loaded() -> set[str]:
     command = f"import sys, surefoot.compare.ladder, {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     found = set(done.stdout.split())
-    assert {"torch", "surefoot.compare.ladder", "surefoot.language.models"} <= found
+    assert {"torch", "surefoot.compare.ladder", "surefoot.language.models.loading"} <= found
     return found
 
 
@@ -136,25 +130,81 @@ def test_verifiers_and_the_sandbox_know_nothing_of_training() -> None:
     assert offences("surefoot.sandbox", "surefoot.verifiers") == []
 
 
-def test_run_imports_no_world() -> None:
-    assert offences("surefoot.run", WORLDS) == []
+def test_the_core_imports_torch_functional_errors_and_itself_only() -> None:
+    """Every module of ``core`` is read, so a new one is covered from its first day."""
+    core = [name for name in FILES if inside(name, "surefoot.core")]
+    assert {"surefoot.core.learner", "surefoot.core.steps.compiled", "surefoot.core.minibatches"} <= set(core)
+    allowed = ("surefoot.core", "surefoot.functional", "surefoot.errors")
+    ours = {found for name in core for found in IMPORTS[name] if inside(found, "surefoot")} - {"surefoot"}
+    assert {name for name in ours if not any(inside(name, part) for part in allowed)} == set()
+    assert offences("surefoot.core", ("gymnasium", "transformers", "rich", "click", "pydantic")) == []
 
 
-def test_what_learns_knows_no_world() -> None:
-    core = tuple(f"surefoot.{name}" for name in CORE)
-    outside = (*WORLDS, "gymnasium", "numpy", "surefoot.session", "surefoot.api", "surefoot.cli", "surefoot.config")
-    assert offences(core, outside) == []
-    assert len(set(core) & set(FILES)) >= 7
+def test_worlds_read_of_runs_only_what_is_written_to_disk() -> None:
+    """A world saves and loads itself; it knows no session, display or tracker."""
+    disk = ("surefoot.runs.checkpoint", "surefoot.runs.folder", "surefoot.runs.paths", "surefoot.runs.traces")
+    used = {name for part in WORLDS for file in FILES if inside(file, part) for name in IMPORTS[file]}
+    ours = {name for name in used if inside(name, "surefoot.runs")} - {"surefoot.runs"}
+    assert {name for name in ours if not any(inside(name, module) for module in disk)} == set()
 
 
-def test_the_core_reads_of_run_only_what_sums_over_ranks() -> None:
-    core = tuple(f"surefoot.{name}" for name in CORE)
-    used = {found for name in core if name in IMPORTS for found in IMPORTS[name] if inside(found, "surefoot.run")}
-    assert {name for name in used if not inside(name, "surefoot.run.distributed")} <= {"surefoot.run"}
+def test_recipes_import_of_surefoot_only_the_core_and_errors() -> None:
+    allowed = ("surefoot.recipes", "surefoot.core", "surefoot.errors", "surefoot.files")
+    ours = {n for file in FILES if inside(file, "surefoot.recipes") for n in IMPORTS[file] if inside(n, "surefoot")} - {
+        "surefoot"
+    }
+    assert {name for name in ours if not any(inside(name, part) for part in allowed)} == set()
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other, directly or through others."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for name in graph[waiting.pop()] - seen:
+                seen.add(name)
+                waiting.append(name)
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    return [{a, b} for a in graph for b in reach[a] if a < b and a in reach[b]]
+
+
+def test_no_two_modules_import_each_other_anywhere() -> None:
+    """Imports inside functions count: a circle that is only postponed is still a circle."""
+    typed = {name: set(IMPORTS[name]) - only_for_types(path) for name, path in FILES.items()}
+    assert (
+        circles({name: {found for found in all_found if found in FILES and found != name} for name, all_found in typed.items()})
+        == []
+    )
+
+
+def only_for_types(path: Path) -> set[str]:
+    """What a file imports under ``if TYPE_CHECKING`` alone."""
+    tree = ast.parse(path.read_text("utf-8"))
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    text = "\n".join(ast.unparse(node) for block in blocks for node in block.body)
+    return imports(text, module_of(path), path.name == "__init__.py")
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [{"b", "c"}]
+
+
+def test_no_folder_holds_more_than_twelve_modules_and_the_top_sixteen_entries() -> None:
+    folders: dict[Path, int] = {}
+    for path in FILES.values():
+        if path.name not in ("__init__.py", "__main__.py"):
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+    assert {str(folder.relative_to(SOURCE)): n for folder, n in folders.items() if n > 12} == {}
+    hidden = {"__pycache__", "py.typed", "__init__.py", "__main__.py"}
+    assert len([path for path in SOURCE.iterdir() if path.name not in hidden]) <= 16
 
 
 def test_only_main_imports_the_command_line() -> None:
-    everyone = offences("surefoot", "surefoot.cli")
+    everyone = offences("surefoot", "surefoot.cli.main")
     assert [line for line in everyone if not line.startswith("surefoot.__main__ ")] == []
     assert everyone
 
@@ -164,16 +214,16 @@ def test_only_the_command_line_knows_comparisons() -> None:
     assert [
         line
         for line in everyone
-        if not line.startswith(("surefoot.compare", "surefoot.cli_check ", "surefoot.cli_compare ", "surefoot.cli_report "))
+        if not line.startswith(("surefoot.compare", "surefoot.cli.check ", "surefoot.cli.compare ", "surefoot.cli.report "))
     ] == []
     assert everyone
 
 
 def test_only_the_command_line_knows_the_inspector_and_it_knows_no_world() -> None:
     everyone = offences("surefoot", "surefoot.inspector")
-    assert [line for line in everyone if not line.startswith(("surefoot.inspector", "surefoot.cli_inspect "))] == []
+    assert [line for line in everyone if not line.startswith(("surefoot.inspector", "surefoot.cli.inspect "))] == []
     assert everyone
-    assert offences("surefoot.inspector", (*WORLDS, "surefoot.session", "surefoot.api")) == []
+    assert offences("surefoot.inspector", (*WORLDS, "surefoot.runs.session", "surefoot.runs.api")) == []
     assert {line.split()[0].rpartition(".")[0] for line in offences("surefoot", ("starlette", "uvicorn"))} <= {
         "surefoot.inspector"
     }
@@ -193,8 +243,3 @@ def test_help_needs_no_torch(name: str) -> None:
     command = f"import sys, {name}; print(sorted({{'torch', 'numpy', 'gymnasium', 'tensorboard'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_no_file_is_longer_than_400_lines() -> None:
-    lengths = {str(path.relative_to(SOURCE)): len(path.read_text("utf-8").splitlines()) for path in FILES.values()}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}

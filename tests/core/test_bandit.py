@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import DR_GRPO, GRPO, PPO_CLIP, RLOO, Reuse
-from surefoot.algorithms import Objective
+from surefoot.core.algorithms import Objective
+from surefoot.core.learner import Learner
+from surefoot.core.loop import run_loop
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import Evaluation, LearnerState, Policy, Rollout
 from surefoot.functional import kl_shaped_rewards, token_entropy, token_log_probs
-from surefoot.learner import Learner
-from surefoot.loop import run_loop
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import Evaluation, LearnerState, Policy, Rollout
 
 REWARDS = torch.tensor([1.0, 0.6, 0.0, -0.4, 0.3])
 REFERENCE = torch.tensor([0.05, 0.15, 0.40, 0.30, 0.10])

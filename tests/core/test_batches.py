@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot import PPO_CLIP
-from surefoot.batches import by_tokens, rows_of, slices
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.minibatches import by_tokens, rows_of, slices
 
 from .worlds import TinyPolicy, random_rollout
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surefoot import A2C, ACTOR_CRITIC, REINFORCE, REINFORCE_BASELINE, Objective
-from surefoot.credit import assign_credit
-from surefoot.rollout import Rollout
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import Rollout
 
 from .worlds import DOUBLE, TinyPolicy, random_rollout
 

@@ -5,30 +5,30 @@ import math
 
 import pytest
 
-from surefoot.dotted import imported
 from surefoot.errors import SurefootError
+from surefoot.recipes.import_object import import_object
 
 
 def test_a_module_is_imported_as_python_does():
-    assert imported("field", "math:tau") is math.tau
-    assert imported("field", "os.path:join") is __import__("os").path.join
+    assert import_object("field", "math:tau") is math.tau
+    assert import_object("field", "os.path:join") is __import__("os").path.join
 
 
 def test_a_file_is_loaded_wherever_it_lies(tmp_path, monkeypatch):
     folder = tmp_path / "with space"
     folder.mkdir()
     (folder / "my-rewards.py").write_text("def twice(x):\n    return 2 * x\n")
-    assert imported("field", f"{folder / 'my-rewards.py'}:twice")(4) == 8
+    assert import_object("field", f"{folder / 'my-rewards.py'}:twice")(4) == 8
     monkeypatch.chdir(folder)
-    assert imported("field", "my-rewards.py:twice")(5) == 10
+    assert import_object("field", "my-rewards.py:twice")(5) == 10
 
 
 def test_a_file_is_read_anew(tmp_path):
     file = tmp_path / "edited.py"
     file.write_text("answer = 'before'\n")
-    assert imported("field", f"{file}:answer") == "before"
+    assert import_object("field", f"{file}:answer") == "before"
     file.write_text("answer = 'after, and longer'\n")
-    assert imported("field", f"{file}:answer") == "after, and longer"
+    assert import_object("field", f"{file}:answer") == "after, and longer"
 
 
 def test_a_file_may_hold_dataclasses(tmp_path):
@@ -37,7 +37,7 @@ def test_a_file_may_hold_dataclasses(tmp_path):
         "from __future__ import annotations\nimport dataclasses\n"
         "@dataclasses.dataclass\nclass Kept:\n    x: int = 1\n    y: dataclasses.InitVar[int] = 2\n"
     )
-    kept = imported("field", f"{tmp_path / 'kept.py'}:Kept")
+    kept = import_object("field", f"{tmp_path / 'kept.py'}:Kept")
     assert [field.name for field in dataclasses.fields(kept)] == ["x"]
 
 
@@ -61,7 +61,7 @@ def test_what_is_not_there_is_one_line_with_the_field(name, what, tmp_path, monk
     (tmp_path / "fine.py").write_text("f = 1\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SurefootError) as raised:
-        imported("reward.function", name)
+        import_object("reward.function", name)
     assert str(raised.value).startswith(f"reward.function={name!r}: can't be imported (")
     assert what in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -10,16 +10,16 @@ from chain import check_chain
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import surefoot
-from surefoot.config import make_recipe
 from surefoot.control.world import ControlWorld
-from surefoot.credit import assign_credit
-from surefoot.engine import CompiledStep
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.rollout import Credit, LearnerState, Metrics
+from surefoot.core.steps.compiled import CompiledStep
+from surefoot.core.steps.program import _fingerprint
+from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.learner import Learner
-from surefoot.program import _fingerprint
-from surefoot.rollout import Credit, LearnerState, Metrics
-from surefoot.session import make_learner
-from surefoot.traces import Recorder
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
 
 TINY: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 32},
@@ -189,7 +189,7 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.program.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.core.steps.program.compiler", lambda: None)
     with pytest.raises(SurefootError, match=r"needs a C\+\+ compiler"):
         surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", engine="compiled", **TINY)
     assert not (tmp_path / "run").exists()
@@ -197,6 +197,6 @@ def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPat
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.program.compiler", lambda: "/bin/false")
+    monkeypatch.setattr("surefoot.core.steps.program.compiler", lambda: "/bin/false")
     with pytest.raises(SurefootError, match=r"^engine='compiled': /bin/false could not compile the program \(.*set engine"):
         trained("compiled", 1)

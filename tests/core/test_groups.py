@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surefoot import ALGORITHMS, DAPO, DR_GRPO, GRPO, GSPO, PPO_CLIP, RLOO, Clip, Objective, Reuse, SurefootError
-from surefoot.algorithms import switches_between
-from surefoot.credit import assign_credit
-from surefoot.learner import Learner
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import LearnerState, Rollout, map_tensors
+from surefoot.core.algorithms import switches_between
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 
 from .worlds import TinyPolicy, gradient, moved, random_rollout
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surefoot import GRPO, PPO_CLIP, RLOO, Clip, Objective, Penalty, Reuse
-from surefoot.rollout import Rollout, map_tensors
+from surefoot.core.rollout import Rollout, map_tensors
 
 from .worlds import ACTIONS, DOUBLE, FEATURES, TinyPolicy, gradient, moved, random_rollout
 

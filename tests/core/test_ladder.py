@@ -25,9 +25,9 @@ from surefoot import (
     Objective,
     Reuse,
 )
-from surefoot.algorithms import algorithm_name, switches_between
-from surefoot.credit import assign_credit
-from surefoot.rollout import Rollout
+from surefoot.core.algorithms import algorithm_name, switches_between
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import Rollout
 
 from .worlds import TinyPolicy, gradient, gradient_of, moved, random_rollout
 

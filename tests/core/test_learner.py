@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import A2C, PPO_CLIP, PPO_UNCLIPPED, REINFORCE, Clip, NotFiniteError, Objective, Reuse, SurefootError
-from surefoot.batches import global_count, rows_of
-from surefoot.credit import assign_credit
-from surefoot.learner import Learner
-from surefoot.loop import run_loop
-from surefoot.objective import Batch, loss
-from surefoot.optimizer import BETAS, AdamSettings, FlatAdam
-from surefoot.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.loop import run_loop
+from surefoot.core.minibatches import global_count, rows_of
+from surefoot.core.objective import Batch, loss
+from surefoot.core.optimizer import BETAS, AdamSettings, FlatAdam
+from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 
 from .worlds import DOUBLE, TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
 

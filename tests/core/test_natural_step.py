@@ -17,17 +17,17 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot import PPO_UNCLIPPED, TRPO, Constraint, Interrupted, NotFiniteError, Objective, Reuse, SurefootError
-from surefoot.batches import global_count, rows_of, slices
-from surefoot.control.memory import REMEMBERED, STARTS
-from surefoot.control.policies import ActorCritic
+from surefoot.control.policies.actor_critic import ActorCritic
+from surefoot.control.policies.recurrent import REMEMBERED, STARTS
 from surefoot.control.spaces import BARE
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.minibatches import global_count, rows_of, slices
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
+from surefoot.core.steps.trpo import NaturalStep, damped_fisher
 from surefoot.functional import token_entropy, token_log_probs
-from surefoot.learner import Learner
-from surefoot.natural_step import NaturalStep, damped_fisher
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
-from surefoot.sections import Network
+from surefoot.recipes.sections import Network
 
 from .token_world import TokenCollector, Transformer
 from .worlds import DOUBLE, Choice, TinyPolicy, parameters, random_rollout

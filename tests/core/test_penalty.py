@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from surefoot import PPO_PENALTY, PPO_PENALTY_ADAPTIVE, PPO_UNCLIPPED, Objective, Penalty, Reuse, SurefootError
-from surefoot.credit import assign_credit
-from surefoot.learner import BETA_RANGE, Learner
-from surefoot.loop import run_loop
-from surefoot.objective import Batch, old_kl
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import Evaluation, LearnerState, Metrics, Rollout, map_tensors
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import BETA_RANGE, Learner
+from surefoot.core.loop import run_loop
+from surefoot.core.objective import Batch, old_kl
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import Evaluation, LearnerState, Metrics, Rollout, map_tensors
 
 from .worlds import TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
 

@@ -1,10 +1,10 @@
-"""Streams of randomness: the laws of surefoot.seeding."""
+"""Streams of randomness: the laws of surefoot.core.seeding."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.seeding import derived_seed, stream
+from surefoot.core.seeding import derived_seed, stream
 
 names = st.sampled_from(["weights", "predict", "sample", "shuffle", "evaluation"])
 

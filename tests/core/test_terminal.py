@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import surefoot
-from surefoot.run.visible import shown_on
+from surefoot.terminal import shown_on
 
 SOURCE = Path(surefoot.__file__).parent
 ELSEWHERE = {"cli_echo.py": {"click.echo"}, "cli_language.py": {"click.echo"}, "cli.py": {"click.echo", "print"}}

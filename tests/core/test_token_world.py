@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from surefoot import A2C, PPO_CLIP, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, REINFORCE_BASELINE, Objective, Reuse
-from surefoot.credit import assign_credit
-from surefoot.learner import Learner
-from surefoot.loop import run_loop
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import LearnerState, Metrics, Rollout
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.loop import run_loop
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import LearnerState, Metrics, Rollout
 
 from .token_world import EOS, LIMIT, PAD, PROMPT, TokenCollector, Transformer
 

@@ -25,12 +25,12 @@ from surefoot import (
     Objective,
     Reuse,
 )
-from surefoot.credit import assign_credit
-from surefoot.learner import Learner
-from surefoot.loop import run_loop
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.traces import Recorder, Trace, chosen_pieces, longest_piece
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.loop import run_loop
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.core.traces import Recorder, Trace, chosen_pieces, longest_piece
 
 from .token_world import TokenCollector, Transformer
 from .worlds import TinyPolicy, moved, parameters, random_rollout

@@ -30,13 +30,13 @@ from surefoot import (
     Penalty,
     Reuse,
 )
-from surefoot.batches import normalised, rows_of
 from surefoot.control.normalise import RewardNormaliser
-from surefoot.credit import assign_credit
-from surefoot.learner import Learner
-from surefoot.loop import run_loop
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import Evaluation, LearnerState, Metrics, Policy, Rollout
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.loop import run_loop
+from surefoot.core.minibatches import normalised, rows_of
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import Evaluation, LearnerState, Metrics, Policy, Rollout
 
 from .worlds import TinyPolicy, gradient, joined, moved, parameters, random_rollout
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from surefoot.core.rollout import Evaluation, LearnerState, Policy, Rollout
 from surefoot.functional import (
     kl_k1,
     kl_shaped_rewards,
@@ -21,7 +22,6 @@ from surefoot.functional import (
     token_entropy,
     token_log_probs,
 )
-from surefoot.rollout import Evaluation, LearnerState, Policy, Rollout
 
 VOCABULARY, EOS, PAD, FIRST_LETTER = 10, 0, 1, 2
 PROMPT, LIMIT = 2, 8

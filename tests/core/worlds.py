@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.algorithms import Objective, Reuse
-from surefoot.credit import assign_credit
+from surefoot.core.algorithms import Objective, Reuse
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import Credit, Evaluation, LearnerState, Policy, Rollout
 from surefoot.functional import categorical_kl, successor_values, token_entropy, token_log_probs
-from surefoot.learner import Learner
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import Credit, Evaluation, LearnerState, Policy, Rollout
 
 DOUBLE = torch.float64
 FEATURES, ACTIONS = 3, 4

@@ -11,10 +11,10 @@ from language.tiny import model, tokenizer
 
 import surefoot
 from surefoot import read_trace
-from surefoot.language.rows import write_rows
+from surefoot.core.traces import Trace, TracedRow
+from surefoot.language.data.rows import write_rows
 from surefoot.language.tasks import rows
-from surefoot.run.places import traces_in
-from surefoot.traces import Trace, TracedRow
+from surefoot.runs.paths import traces_in
 
 from .test_inspector import bold, number, settled
 

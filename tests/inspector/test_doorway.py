@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 import pytest
 import uvicorn
 
-from surefoot import cli_inspect
+from surefoot.cli import inspect as cli_inspect
 from surefoot.inspector.doorway import Doorway
 
 from .test_server import remembering

@@ -11,10 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from surefoot import read_trace
-from surefoot.control.traced_film import film_traces
+from surefoot.control.video.traced import film_traces
+from surefoot.core.traces import TracedRow
 from surefoot.inspector.store import Store
-from surefoot.run.places import film_of, refusal_of, traces_in
-from surefoot.traces import TracedRow
+from surefoot.runs.paths import film_of, refusal_of, traces_in
 
 from .test_inspector import settled, until
 from .test_server import TOKEN, client

@@ -10,8 +10,8 @@ import pytest
 
 import surefoot
 from surefoot import read_trace
-from surefoot.run.places import traces_in
-from surefoot.run.tracking import read_metrics
+from surefoot.runs.paths import traces_in
+from surefoot.runs.tracking import read_metrics
 
 from .conftest import HOSTILE
 from .test_server import spoiled

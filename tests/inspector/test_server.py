@@ -20,14 +20,14 @@ from chain import check_chain
 from starlette.testclient import TestClient
 
 from surefoot import read_trace
+from surefoot.core.traces import BRANCHES
 from surefoot.errors import SurefootError
 from surefoot.inspector.connections import Connection
 from surefoot.inspector.server import application, front_end
 from surefoot.inspector.store import Store, run_names
 from surefoot.inspector.traced import FINDS
-from surefoot.run.places import traces_in
-from surefoot.run.traces import to_bytes
-from surefoot.traces import BRANCHES
+from surefoot.runs.paths import traces_in
+from surefoot.runs.traces import to_bytes
 
 PORT, TOKEN = 8123, "the-token"
 HERE = f"http://127.0.0.1:{PORT}"

@@ -44,6 +44,6 @@ def folder(family: str, folders: dict[str, Path]) -> Path:
 @pytest.fixture
 def loaded(folder: Path) -> tuple[Any, Any]:
     """Model and tokenizer of ``family``, freshly loaded: a test may change them."""
-    from surefoot.language.models import load_model
+    from surefoot.language.models.loading import load_model
 
     return load_model(folder)

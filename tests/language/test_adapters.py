@@ -13,23 +13,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import surefoot
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.objective import Batch, loss
+from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
-from surefoot.language.adapters import CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
-from surefoot.language.evaluate import evaluate_run
-from surefoot.language.models import RewardModel, load_model
-from surefoot.language.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
-from surefoot.language.sampler import sample
-from surefoot.language.supervised import SupervisedWorld
-from surefoot.language.trained import from_trees
-from surefoot.language.world import LanguageWorld
-from surefoot.objective import Batch, loss
-from surefoot.rollout import LearnerState
-from surefoot.run.checkpoint import load_checkpoint, save_checkpoint
-from surefoot.run.folder import checkpoint_to_load
-from surefoot.sections import AdapterSettings
-from surefoot.session import make_learner
+from surefoot.language.adapters.layers import CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
+from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.models.loading import RewardModel, load_model
+from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
+from surefoot.language.models.trained import from_trees
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling.sampler import sample
+from surefoot.language.supervised.world import SupervisedWorld
+from surefoot.recipes.reading import make_recipe
+from surefoot.recipes.sections import AdapterSettings
+from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.runs.folder import checkpoint_to_load
+from surefoot.runs.session import make_learner
 
 from .tiny import write_folder
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.config import make_recipe
 from surefoot.errors import SurefootError
-from surefoot.language.attempts import Attempts, attempted, ks_from_text, majority
-from surefoot.language.rewards import FunctionReward
-from surefoot.language.rows import write_rows
-from surefoot.language.world import LanguageWorld
+from surefoot.language.analysis.attempts import Attempts, attempted, ks_from_text, majority
+from surefoot.language.data.rows import write_rows
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.terms import FunctionReward
+from surefoot.recipes.reading import make_recipe
 
 from .tiny import say
 

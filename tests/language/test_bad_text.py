@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from surefoot.language.models import load_model, scalar_model
-from surefoot.language.pocket import character_tokenizer
-from surefoot.run.checkpoint import load_checkpoint
+from surefoot.language.models.loading import load_model, scalar_model
+from surefoot.language.models.pocket import character_tokenizer
+from surefoot.runs.checkpoint import load_checkpoint
 
 from . import tiny
 

@@ -9,13 +9,13 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.language import data
-from surefoot.language.best_of import Drawing, best_of_n, chosen_row, reward_from, term_from
-from surefoot.language.models import load_model
-from surefoot.language.rewards import FunctionReward
-from surefoot.language.rows import write_rows
-from surefoot.language.tokens import Tokens
-from surefoot.language.trained import LanguageModel
+from surefoot.language.analysis.best_of import Drawing, best_of_n, chosen_row, reward_from, term_from
+from surefoot.language.data import datasets as data
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.trained import LanguageModel
+from surefoot.language.rewards.terms import FunctionReward
 
 from .tiny import say
 

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from surefoot import PPO_CLIP
-from surefoot.batches import global_count, rows_of
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
-from surefoot.language.world import LanguageWorld
-from surefoot.objective import loss
-from surefoot.rollout import Credit, LearnerState, Rollout, map_tensors
+from surefoot.core.credit import assign_credit
+from surefoot.core.minibatches import global_count, rows_of
+from surefoot.core.objective import loss
+from surefoot.core.rollout import Credit, LearnerState, Rollout, map_tensors
+from surefoot.language.online.world import LanguageWorld
+from surefoot.recipes.reading import make_recipe
 
 from .tiny import say
 

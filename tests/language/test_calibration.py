@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.config import make_recipe
-from surefoot.language import data
-from surefoot.language.calibration import calibration, lines, returns, success
-from surefoot.language.world import LanguageWorld
-from surefoot.rollout import LearnerState
+from surefoot.core.rollout import LearnerState
+from surefoot.language.analysis.calibration import calibration, lines, returns, success
+from surefoot.language.data import datasets as data
+from surefoot.language.online.world import LanguageWorld
+from surefoot.recipes.reading import make_recipe
 
 
 class Counting(nn.Module):

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.cli_chat import NO_TEMPLATE, talk
+from surefoot.cli.chat import NO_TEMPLATE, talk
 from surefoot.errors import SurefootError
-from surefoot.language.chat import Chat, Manner, certain
-from surefoot.language.pocket import pocket
-from surefoot.language.tokens import Tokens
-from surefoot.language.trained import LanguageModel, writer
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.pocket import pocket
+from surefoot.language.models.trained import LanguageModel, writer
+from surefoot.language.sampling.chat import Chat, Manner, certain
 
 Command = Callable[..., tuple[int, str, str]]
 EVIL = "\x1b\x9b\u202e\n"
@@ -133,7 +133,7 @@ TEXTS = st.text("ab\ufffd", max_size=12)
 
 @given(TEXTS, TEXTS, st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
 def test_what_is_certain_of_a_text_stays_when_it_goes_on(text: str, more: str, stop: list[str]) -> None:
-    from surefoot.language.sampler import before
+    from surefoot.language.sampling.sampler import before
 
     if before(text, stop) == text:  # drawing ends with a stop string
         assert before(text + more, stop).startswith(certain(text, stop))
@@ -208,7 +208,7 @@ def test_escape_sequences_of_a_model_reach_no_terminal(command: Command, evil: P
     _, as_json, _ = command(*words, "--json")
     assert printable(as_json)
     assert "".join(f"x → {json.loads(line)['response']}\n" for line in as_json.splitlines()) == raw
-    monkeypatch.setattr("surefoot.cli_language.sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("surefoot.cli.language.sys.stdout.isatty", lambda: True)
     _, shown, _ = command(*words)
     assert printable(shown)
     assert shown.count("\\x1b") == raw.count("\x1b")

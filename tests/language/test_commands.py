@@ -8,9 +8,9 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.run.checkpoint import load_checkpoint
-from surefoot.run.folder import checkpoint_to_load
-from surefoot.run.tracking import read_metrics
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.folder import checkpoint_to_load
+from surefoot.runs.tracking import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 
 def test_a_checkpoint_that_would_write_outside_its_folder_is_refused(runs: Path, tmp_path: Path) -> None:
-    from surefoot.language.trained import from_trees
+    from surefoot.language.models.trained import from_trees
 
     where = checkpoint_to_load(runs / "sft")
     for name in ("../escaped.json", str(tmp_path / "escaped.json"), "code.py"):

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from surefoot.errors import SurefootError
-from surefoot.language.best_of import chosen_row
-from surefoot.language.data import demonstrations, pairs, prompts, read_rows, repeated
-from surefoot.language.models import pocket
-from surefoot.language.pairs import pair_row
-from surefoot.language.preview import preview
-from surefoot.language.tokens import Tokens
+from surefoot.language.analysis.best_of import chosen_row
+from surefoot.language.data.datasets import demonstrations, pairs, prompts, read_rows, repeated
+from surefoot.language.data.pairs import pair_row
+from surefoot.language.data.preview import preview
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import pocket
 
 TOKENS = Tokens(pocket()[1])
 ASK, ANSWER, WORSE = (

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from surefoot.language.deadline import Overdue, within
+from surefoot.language.rewards.deadline import Overdue, within
 
 SOON = 0.3
 needs_alarms = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no alarms on this system")

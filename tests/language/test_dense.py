@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import surefoot
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
-from surefoot.language.calibration import calibration
-from surefoot.language.models import RewardModel, load_model, scalar_model
-from surefoot.language.rewards import FunctionReward, ModelReward, WeightedSum
-from surefoot.language.scores import Scores
-from surefoot.language.steps import pieces, steps_of
-from surefoot.language.tokens import Tokens
-from surefoot.language.world import LanguageWorld
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.run.places import traces_in
-from surefoot.run.traces import read_trace
+from surefoot.language.analysis.calibration import calibration
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import RewardModel, load_model, scalar_model
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.scores import Scores
+from surefoot.language.rewards.steps import pieces, steps_of
+from surefoot.language.rewards.terms import FunctionReward, ModelReward, WeightedSum
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.paths import traces_in
+from surefoot.runs.traces import read_trace
 
 TEXTS = ["a;bb;c", "été;日本;🙂!", "", ";; ;", "no separator", "  two  spaces ", "end;"]
 TOKENS = [["a", ";b", "b;c", ""], ["x", ";", ""]]

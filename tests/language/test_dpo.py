@@ -14,20 +14,20 @@ from core.test_bandit import BAR, BETAS, REFERENCE, REWARDS, Arms, distance, opt
 from torch import Tensor
 
 import surefoot
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.loop import run_loop
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.functional import dpo_loss, ipo_loss
-from surefoot.language.anchored import AnchoredPairPolicy, answer_log_probs
-from surefoot.language.demonstrations import Rows
-from surefoot.language.evaluate import evaluate_run
-from surefoot.language.supervised import RowCollector, SupervisedWorld
-from surefoot.learner import Learner
-from surefoot.loop import run_loop
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import LearnerState
-from surefoot.run.tracking import read_metrics
-from surefoot.session import make_learner
+from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.supervised.demonstrations import Rows
+from surefoot.language.supervised.dpo import AnchoredPairPolicy, answer_log_probs
+from surefoot.language.supervised.world import RowCollector, SupervisedWorld
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
+from surefoot.runs.tracking import read_metrics
 
 from .test_supervised import pairs, write
 from .tiny import write_folder
@@ -226,7 +226,7 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_asks_the_reference_aga
     fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
     whole = surefoot.train("dpo", run_dir=tmp_path / "whole", **fields)
     surefoot.train("dpo", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
-    monkeypatch.setattr("surefoot.language.anchored.Reference.ask", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr("surefoot.language.supervised.dpo.Reference.ask", lambda *_: pytest.fail("asked again"))
     resumed = surefoot.resume(tmp_path / "cut")
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, resumed.model.state_dict()[name]), name

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.language import endpoint
-from surefoot.language.rewards import FunctionReward, load_reward
-from surefoot.sections import RewardTerm
+from surefoot.language.rewards import endpoint
+from surefoot.language.rewards.terms import FunctionReward, load_reward
+from surefoot.recipes.sections import RewardTerm
 
 PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb", "ccc"]
 COLUMNS = {"answer": ["a", "b", "ccc"], "weight": [1, 2, 3]}

@@ -12,18 +12,18 @@ import torch
 from rich.console import Console
 
 import surefoot
-from surefoot import api
-from surefoot.cli import main
-from surefoot.config import make_recipe, to_toml
+from surefoot.cli.main import main
 from surefoot.errors import SurefootError
-from surefoot.language.evaluate import evaluate_run
-from surefoot.language.models import RewardModel
-from surefoot.language.preview import preview
-from surefoot.language.trained import writer
-from surefoot.run.checkpoint import load_checkpoint
-from surefoot.run.folder import RunFolder, scored_alike
-from surefoot.run.tracking import read_metrics
-from surefoot.toml import read_toml
+from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.data.preview import preview
+from surefoot.language.models.loading import RewardModel
+from surefoot.language.models.trained import writer
+from surefoot.recipes.reading import make_recipe, to_toml
+from surefoot.recipes.toml import read_toml
+from surefoot.runs import api
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.folder import RunFolder, scored_alike
+from surefoot.runs.tracking import read_metrics
 
 from .tiny import write_folder
 
@@ -90,7 +90,7 @@ def test_a_run_that_was_killed_before_it_left_its_model_leaves_it_when_resumed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as killing:
-        for world in ("surefoot.language.world.LanguageWorld", "surefoot.language.supervised.SupervisedWorld"):
+        for world in ("surefoot.language.online.world.LanguageWorld", "surefoot.language.supervised.world.SupervisedWorld"):
             killing.setattr(f"{world}.finish", killed)
         with pytest.raises(KeyboardInterrupt):
             surefoot.train(kind, run_dir=files / "cut", **fields(kind, files))

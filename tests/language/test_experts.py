@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 import surefoot
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.functional import expert_load, load_balance
-from surefoot.language.adapters import POLICY, VALUE, SharedBase, merge, merged_state
-from surefoot.language.experts import Routers
-from surefoot.language.models import load_model
-from surefoot.language.packing import packed
-from surefoot.language.policy import LanguagePolicy
-from surefoot.rollout import LearnerState
-from surefoot.sections import AdapterSettings
-from surefoot.session import make_learner
-from surefoot.worlds import make_world
+from surefoot.language.adapters.experts import Routers
+from surefoot.language.adapters.layers import POLICY, VALUE, SharedBase, merge, merged_state
+from surefoot.language.data.packing import packed
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.recipes.reading import make_recipe
+from surefoot.recipes.sections import AdapterSettings
+from surefoot.runs.session import make_learner
+from surefoot.runs.worlds import make_world
 
 from .tiny import VOCABULARY, tokenizer
 

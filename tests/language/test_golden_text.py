@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from surefoot import PPO_CLIP, Objective
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
-from surefoot.language.data import Demonstrations
-from surefoot.language.demonstrations import Rows, demonstration_tensors
-from surefoot.language.models import scalar_model
-from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy
-from surefoot.language.sampler import sample
-from surefoot.language.supervised import RowCollector, SupervisedWorld
-from surefoot.language.world import LanguageWorld
-from surefoot.learner import Learner
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import LearnerState, Rollout, map_tensors
-from surefoot.session import make_learner
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import LearnerState, Rollout, map_tensors
+from surefoot.language.data.datasets import Demonstrations
+from surefoot.language.models.loading import scalar_model
+from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling.sampler import sample
+from surefoot.language.supervised.demonstrations import Rows, demonstration_tensors
+from surefoot.language.supervised.world import RowCollector, SupervisedWorld
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
 
 from . import tiny
 

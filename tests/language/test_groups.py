@@ -10,17 +10,17 @@ import torch
 
 import surefoot
 from surefoot import DR_GRPO, GRPO, SurefootError
-from surefoot.config import make_recipe, to_table
-from surefoot.credit import assign_credit
-from surefoot.kinds import LanguageRecipe
-from surefoot.language.groups import filling, joined_samples, rows_of_batch, with_signal
-from surefoot.language.sampler import Samples
-from surefoot.language.walk import Walk
-from surefoot.language.world import LanguageWorld
-from surefoot.recipes import find_recipe, recipe_for
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.run.tracking import read_metrics
-from surefoot.session import make_learner
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.language.data.epochs import Walk
+from surefoot.language.online.groups import filling, joined_samples, rows_of_batch, with_signal
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling.sampler import Samples
+from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.presets import find_recipe, recipe_for
+from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.runs.session import make_learner
+from surefoot.runs.tracking import read_metrics
 
 REWARDS = """
 def vowels(responses):

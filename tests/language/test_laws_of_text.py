@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Reuse
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.optimizer import AdamSettings
+from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.functional import masked_mean
-from surefoot.language.data import repeated
-from surefoot.language.rewards import FunctionReward
-from surefoot.language.sampler import before
-from surefoot.language.supervised import SupervisedWorld
-from surefoot.language.world import LanguageWorld
-from surefoot.learner import Learner
-from surefoot.optimizer import AdamSettings
-from surefoot.rollout import LearnerState, Rollout, map_tensors
+from surefoot.language.data.datasets import repeated
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.terms import FunctionReward
+from surefoot.language.sampling.sampler import before
+from surefoot.language.supervised.world import SupervisedWorld
+from surefoot.recipes.reading import make_recipe
 
 from .tiny import VOCABULARY, say, write_folder
 

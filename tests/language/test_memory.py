@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 
 import surefoot
-import surefoot.worlds
-from surefoot.config import make_recipe
+import surefoot.runs.worlds
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, passes, room, shapes
 from surefoot.language.memory.check import Room, planned, rough, running, surely, surely_read
@@ -22,7 +21,8 @@ from surefoot.language.memory.estimate import Setup, alternatives, estimated, fe
 from surefoot.language.memory.planner import fits, llama_of, model_config, plan, shown, textbook, to_json, with_value
 from surefoot.language.memory.shapes import counted
 from surefoot.language.memory.tracker import Tracker
-from surefoot.language.models import load_model, scalar_model
+from surefoot.language.models.loading import load_model, scalar_model
+from surefoot.recipes.reading import make_recipe
 
 from .tiny import model
 
@@ -179,7 +179,7 @@ def test_long_demonstrations_that_are_watched_or_mixed_in_are_counted_within_15_
     table = online(here, evaluation={"demonstrations": str(shown), "rows": 20}, optimizer=optimizer)
     table["mixing"] = {"sft_coefficient": 0.5, "demonstrations": str(shown), "batch": 12}
     table["check_memory"] = True
-    world = surefoot.worlds.make_world(make_recipe(table))
+    world = surefoot.runs.worlds.make_world(make_recipe(table))
     full = world.memory.full  # type: ignore[attr-defined]
     assert full is not None
     assert (full.demonstrated, full.mixed) == (passes.Parts(20, 60, 40), passes.Parts(12, 60, 40))
@@ -198,7 +198,7 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
     setup = planned(make_recipe(table), prompt=PROMPT, response=TOKENS)
     assert setup.rounds == 3
     found, alone = estimated(setup), estimated(replace(setup, rounds=1))
-    world = surefoot.worlds.make_world(make_recipe(table))
+    world = surefoot.runs.worlds.make_world(make_recipe(table))
     drawn = world.collector._answers_to_next(4, 0).samples  # type: ignore[attr-defined]
     held = [drawn.prompt, drawn.prompt_mask, drawn.actions, drawn.mask, drawn.log_probs]
     for phase in ("sampling", "scoring"):
@@ -252,15 +252,15 @@ def test_a_run_that_fits_exactly_is_not_refused(here: Path, scarce: Any) -> None
     tables = [online(here, critic={"own_model": True}), given(here, "sft", "demonstrations")]
     for table, peak in [(table, max(watched(table).peaks.values())) for table in tables]:
         scarce(peak)
-        surefoot.worlds.make_world(make_recipe(table))
+        surefoot.runs.worlds.make_world(make_recipe(table))
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
     recipe = make_recipe(online(here, critic={"own_model": True}))
     scarce(staying_bytes(planned(recipe, prompt=1, response=1)) - 1)
-    monkeypatch.setattr("surefoot.language.pretrained.read_weights", None)
+    monkeypatch.setattr("surefoot.language.models.pretrained.read_weights", None)
     with pytest.raises(SurefootError, match=r"memory: .* moments alone.* set critic\.own_model = false"):
-        surefoot.worlds.make_world(recipe)
+        surefoot.runs.worlds.make_world(recipe)
 
 
 @pytest.mark.parametrize("setting", ["gradient_checkpointing = true", "optimizer.micro_batch_tokens = ", "sampling.prompts = "])
@@ -273,11 +273,11 @@ def test_the_knob_that_is_named_helps(here: Path, scarce: Any, setting: str) -> 
     earlier = [name for name, _ in ways[:place]]
     scarce(running(estimated(ways[place][1])))
     with pytest.raises(SurefootError) as caught:
-        surefoot.worlds.make_world(make_recipe(table))
+        surefoot.runs.worlds.make_world(make_recipe(table))
     said = str(caught.value)
     named = said.partition("; set ")[2].partition(" (")[0]
     assert named.startswith((setting, *earlier))
-    surefoot.worlds.make_world(make_recipe(with_settings(table, named)))
+    surefoot.runs.worlds.make_world(make_recipe(with_settings(table, named)))
 
 
 def test_what_is_named_is_a_recipe(here: Path) -> None:
@@ -338,9 +338,9 @@ def test_resuming_is_refused_in_the_same_way_and_goes_on_when_told(here: Path, t
 def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
     recipe = make_recipe(online(here))
     short = surely(estimated(planned(recipe, prompt=PROMPT, response=1)))
-    assert surefoot.worlds.make_world(recipe).notes == []
+    assert surefoot.runs.worlds.make_world(recipe).notes == []
     scarce(short)
-    notes = surefoot.worlds.make_world(recipe).notes
+    notes = surefoot.runs.worlds.make_world(recipe).notes
     assert len(notes) == 1
     assert notes[0].startswith("memory: may need ")
 

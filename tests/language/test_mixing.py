@@ -9,16 +9,16 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import surefoot
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState
+from surefoot.core.traces import Recorder, Trace
 from surefoot.errors import SurefootError
-from surefoot.language.mixing import NAME
-from surefoot.language.world import LanguageWorld
-from surefoot.recipes import find_recipe
-from surefoot.rollout import LearnerState
-from surefoot.run.tracking import read_metrics
-from surefoot.session import make_learner
-from surefoot.traces import Recorder, Trace
+from surefoot.language.online.mixing import NAME
+from surefoot.language.online.world import LanguageWorld
+from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
+from surefoot.runs.tracking import read_metrics
 
 ONCE = {"epochs": 1, "minibatches": 1}
 

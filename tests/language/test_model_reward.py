@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from surefoot.config import make_recipe
 from surefoot.errors import SurefootError
-from surefoot.language.dialogue import Dialogue
-from surefoot.language.models import RewardModel, load_model, scalar_model
-from surefoot.language.rewards import ModelReward, load_reward
-from surefoot.language.rows import write_rows
-from surefoot.language.world import LanguageWorld
+from surefoot.language.data.dialogue import Dialogue
+from surefoot.language.data.rows import write_rows
+from surefoot.language.models.loading import RewardModel, load_model, scalar_model
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.terms import ModelReward, load_reward
+from surefoot.recipes.reading import make_recipe
 
 from .test_rewards import Term
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError
-from surefoot.language.models import RewardModel, context_of, load_model, pocket, save_model, scalar_model
-from surefoot.language.pocket import ALPHABET
-from surefoot.language.tokens import left_padded, right_padded
+from surefoot.language.data.tokens import left_padded, right_padded
+from surefoot.language.models.loading import RewardModel, context_of, load_model, pocket, save_model, scalar_model
+from surefoot.language.models.pocket import ALPHABET
 
 from . import tiny
 
@@ -235,7 +235,7 @@ def shard_missing(folder: Path) -> None:
 
 
 def foreign_tokenizer(folder: Path) -> None:
-    from surefoot.language.pocket import character_tokenizer
+    from surefoot.language.models.pocket import character_tokenizer
 
     character_tokenizer("".join(map(chr, range(32, 300)))).save_pretrained(folder)
 
@@ -333,7 +333,7 @@ def test_a_hub_id_without_a_network_is_one_line_at_once(
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr("surefoot.language.pretrained.getproxies", dict)
+    monkeypatch.setattr("surefoot.language.models.pretrained.getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     with pytest.raises(SurefootError, match=rf"^model='{name}': no such folder here, and the hub can't be reached{hint}; give"):
         load_model(name)
@@ -430,7 +430,7 @@ def test_a_folder_of_something_else_is_not_written_over(folders: dict[str, Path]
 
 
 def test_a_module_of_its_own_rate_loses_it_too() -> None:
-    from surefoot.language.pretrained import no_dropout
+    from surefoot.language.models.pretrained import no_dropout
 
     layer = nn.Dropout(0.3)
     no_dropout(layer)

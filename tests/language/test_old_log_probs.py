@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.config import make_recipe
+from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
-from surefoot.language.world import LanguageWorld
-from surefoot.rollout import LearnerState
-from surefoot.run.dashboard import Silent
-from surefoot.run.tracking import read_metrics
-from surefoot.toml import read_toml
+from surefoot.language.online.world import LanguageWorld
+from surefoot.recipes.reading import make_recipe
+from surefoot.recipes.toml import read_toml
+from surefoot.runs.display import Silent
+from surefoot.runs.tracking import read_metrics
 
 BOTH = pytest.mark.parametrize("whose", ["trainer", "sampler"])
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.config import make_recipe, to_table
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
-from surefoot.language.models import load_model, scalar_model
-from surefoot.language.world import LanguageWorld
-from surefoot.recipes import find_recipe
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.run.folder import recipe_differences
-from surefoot.run.tracking import read_metrics
-from surefoot.session import make_learner
+from surefoot.language.models.loading import load_model, scalar_model
+from surefoot.language.online.world import LanguageWorld
+from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.runs.folder import recipe_differences
+from surefoot.runs.session import make_learner
+from surefoot.runs.tracking import read_metrics
 
 from .tiny import write_folder
 
@@ -93,7 +93,7 @@ def test_of_several_ranks_each_has_time_enough_for_its_own_share(
     reward = {"terms": [{"function": f"{files['rewards']}:patient"}], "deadline": 30.0}
     (said,) = [note for note in world(files, folders["llama"], reward=reward).notes if "all hang" in note]
     assert "16 responses" in said
-    monkeypatch.setattr("surefoot.language.world.world_size", lambda: 2)
+    monkeypatch.setattr("surefoot.language.online.world.world_size", lambda: 2)
     assert not [note for note in world(files, folders["llama"], reward=reward).notes if "all hang" in note]
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from surefoot import PPO_CLIP, Constraint, Objective, Reuse, SurefootError  # noqa: E402
-from surefoot.credit import assign_credit  # noqa: E402
+from surefoot.core.credit import assign_credit  # noqa: E402
+from surefoot.core.learner import Learner  # noqa: E402
+from surefoot.core.optimizer import AdamSettings, FlatAdam  # noqa: E402
+from surefoot.core.rollout import Evaluation, LearnerState, Rollout, map_tensors  # noqa: E402
 from surefoot.functional import successor_values  # noqa: E402
-from surefoot.language.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts  # noqa: E402
-from surefoot.language.readout import Readout  # noqa: E402
-from surefoot.learner import Learner  # noqa: E402
-from surefoot.optimizer import AdamSettings, FlatAdam  # noqa: E402
-from surefoot.rollout import Evaluation, LearnerState, Rollout, map_tensors  # noqa: E402
+from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts  # noqa: E402
+from surefoot.language.models.readout import Readout  # noqa: E402
 
 from . import tiny  # noqa: E402
 from .tiny import FAMILIES, VOCABULARY, WIDTH  # noqa: E402

@@ -191,7 +191,7 @@ def test_a_pair_of_one_text_twice_is_left_out():
 
 
 def test_gold_is_a_reward_function_as_recipes_name_them():
-    from surefoot.language.rewards import FunctionReward
+    from surefoot.language.rewards.terms import FunctionReward
 
     reward = FunctionReward("surefoot.language.tasks.reviews:gold")
     scores = reward([BIKE], ["i love it."], {"other": [1]})

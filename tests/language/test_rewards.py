@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.language.rewards import FunctionReward, WeightedSum, load_reward
-from surefoot.sections import RewardTerm
+from surefoot.language.rewards.terms import FunctionReward, WeightedSum, load_reward
+from surefoot.recipes.sections import RewardTerm
 
 PROMPTS = ["one: ", "two: ", "three: "]
 RESPONSES = ["a", "bb", "ccc"]

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 import surefoot
-from surefoot.config import make_recipe, to_toml
 from surefoot.errors import SurefootError
-from surefoot.kinds import LanguageRecipe
-from surefoot.language.pairs import prefers_first
-from surefoot.language.rows import read_rows, write_rows
-from surefoot.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
-from surefoot.run.folder import RunFolder
-from surefoot.run.tracking import read_metrics
-from surefoot.toml import read_toml
+from surefoot.language.data.pairs import prefers_first
+from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.reading import make_recipe, to_toml
+from surefoot.recipes.toml import read_toml
+from surefoot.runs.folder import RunFolder
+from surefoot.runs.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
+from surefoot.runs.tracking import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -235,7 +235,7 @@ def test_without_noise_the_better_answer_is_chosen_and_with_it_as_bradley_and_te
 
 
 def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
-    from surefoot.language.rewards import Scores
+    from surefoot.language.rewards.terms import Scores
 
     def length(prompts: Any, responses: Any, columns: Any) -> Scores:
         total = torch.tensor([float(len(text)) for text in responses])

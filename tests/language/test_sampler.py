@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.language.endings import Ending
-from surefoot.language.sampler import Path, Samples, generate, inverse_cdf, sample, uniforms_of
-from surefoot.language.tokens import Tokens
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.sampling.endings import Ending
+from surefoot.language.sampling.sampler import Path, Samples, generate, inverse_cdf, sample, uniforms_of
 
 from . import tiny
 
@@ -80,7 +80,7 @@ def test_a_known_family_takes_the_fast_path(family: str) -> None:
 
 
 def test_the_built_in_model_takes_the_fast_path() -> None:
-    from surefoot.language.models import load_model
+    from surefoot.language.models.loading import load_model
 
     model, _ = load_model("pocket")
     drawn = draw(model)

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState, leaves
 from surefoot.errors import SurefootError
 from surefoot.functional import bradley_terry_loss
-from surefoot.language import data
-from surefoot.language.models import RewardModel
-from surefoot.language.supervised import RowCollector, SupervisedWorld
-from surefoot.rollout import LearnerState, leaves
-from surefoot.run.tracking import read_metrics
-from surefoot.session import make_learner
+from surefoot.language.data import datasets as data
+from surefoot.language.models.loading import RewardModel
+from surefoot.language.supervised.world import RowCollector, SupervisedWorld
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
+from surefoot.runs.tracking import read_metrics
 
 SENTENCES = ("the cat sat", "a dog ran", "birds sing", "the sun is up")
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
 from surefoot.language import tasks
-from surefoot.language.accuracy import accuracy
-from surefoot.language.rewards import FunctionReward
-from surefoot.language.rows import write_rows
+from surefoot.language.analysis.accuracy import accuracy
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.rewards.terms import FunctionReward
 from surefoot.language.tasks import TASKS, countdown, demonstrations, rows, successors, verify
 from surefoot.language.tasks.task import Row
-from surefoot.language.tokens import Tokens
 
 from .tiny import tokenizer
 

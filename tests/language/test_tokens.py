@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
-from surefoot.language.deadline import Overdue, within
-from surefoot.language.models import pocket
-from surefoot.language.pocket import ALPHABET, character_tokenizer
-from surefoot.language.tokens import Tokens, left_padded, positions, right_padded
+from surefoot.language.data.tokens import Tokens, left_padded, positions, right_padded
+from surefoot.language.models.loading import pocket
+from surefoot.language.models.pocket import ALPHABET, character_tokenizer
+from surefoot.language.rewards.deadline import Overdue, within
 
 from . import tiny
 
@@ -337,7 +337,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% if i > j and
 def test_a_template_without_end_is_one_line_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    monkeypatch.setattr("surefoot.language.tokens.RENDERING", 0.2)
+    monkeypatch.setattr("surefoot.language.data.tokens.RENDERING", 0.2)
     tokens = tokens_with(ENDLESS)
     uses = (lambda: tokens.encode_prompt(BEGUN), lambda: tokens.demonstration({"messages": SAID}))
     with ThreadPoolExecutor(1) as pool:
@@ -349,7 +349,7 @@ def test_a_template_without_end_is_one_line_in_every_thread(monkeypatch: pytest.
 
 
 def test_a_deadline_around_a_rendering_stays_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.language.tokens.RENDERING", 30.0)
+    monkeypatch.setattr("surefoot.language.data.tokens.RENDERING", 30.0)
     tokens = tokens_with(ENDLESS)
     with pytest.raises(Overdue):
         within(0.2, lambda: tokens.encode_prompt(BEGUN))

@@ -9,9 +9,9 @@ from chain import check_chain
 
 import surefoot
 from surefoot import read_trace
-from surefoot.language.models import load_model
-from surefoot.language.tokens import Tokens
-from surefoot.run.places import traces_in
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import load_model
+from surefoot.runs.paths import traces_in
 
 REWARD = """
 def vowels(responses):

@@ -13,24 +13,24 @@ from torch import Tensor
 
 import surefoot
 from surefoot import read_trace
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
 from surefoot.functional import gae
 from surefoot.language import tasks
-from surefoot.language.calibration import place_of
-from surefoot.language.conversations import Conversation, with_earned
-from surefoot.language.evaluate import evaluate_run
-from surefoot.language.models import load_model
-from surefoot.language.rows import write_rows
-from surefoot.language.sampler import before
-from surefoot.language.scores import Scores, scattered
+from surefoot.language.analysis.calibration import place_of
+from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import load_model
+from surefoot.language.online.conversations import Conversation, with_earned
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.scores import Scores, scattered
+from surefoot.language.sampling.sampler import before
 from surefoot.language.tasks.guess import Guess
-from surefoot.language.tokens import Tokens
-from surefoot.language.world import LanguageWorld
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.run.places import traces_in
-from surefoot.run.tracking import read_metrics
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.paths import traces_in
+from surefoot.runs.tracking import read_metrics
 
 from . import tiny
 

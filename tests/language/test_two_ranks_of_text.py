@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from surefoot.config import make_recipe
-from surefoot.credit import assign_credit
+from surefoot.core.credit import assign_credit
+from surefoot.core.distributed import total
+from surefoot.core.rollout import LearnerState, Rollout, World
 from surefoot.errors import SurefootError
-from surefoot.kinds import Recipe
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.run.checkpoint import latest_checkpoint
-from surefoot.run.dashboard import Silent
-from surefoot.run.distributed import total
-from surefoot.run.folder import RunFolder
-from surefoot.session import Session, make_learner
-from surefoot.worlds import World, make_world
+from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.checkpoint import latest_checkpoint
+from surefoot.runs.display import Silent
+from surefoot.runs.folder import RunFolder
+from surefoot.runs.session import Session, make_learner
+from surefoot.runs.worlds import make_world
 
 from .tiny import write_folder
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.language.rewards import FunctionReward
+from surefoot.language.rewards.terms import FunctionReward
 from surefoot.verifiers import json, killable, math
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

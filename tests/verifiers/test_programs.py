@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from surefoot import sandbox, verifiers
 from surefoot.errors import SurefootError
-from surefoot.language.rewards import FunctionReward
+from surefoot.language.rewards.terms import FunctionReward
 from surefoot.verifiers import code
 from surefoot.verifiers.programs import parsed, same
 

@@ -5,16 +5,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from surefoot.algorithms import ALGORITHMS, Objective, switches_that_are_on
 from surefoot.compare.cells import Cell, check_trainable, default_folder, folder_of, recipe_tables, run_cells, seeds_of
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.progress import Overall
 from surefoot.compare.report import COUNT, Report, average, how_sure, score_table, seeds_in_words, setting_of, write_report
 from surefoot.compare.statistics import markdown_table
-from surefoot.config import as_control, unknown_algorithm
+from surefoot.core.algorithms import ALGORITHMS, Objective, switches_that_are_on
 from surefoot.errors import SurefootError
-from surefoot.kinds import ControlRecipe
-from surefoot.recipes import find_recipe, without_critic
+from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.presets import find_recipe, without_critic
+from surefoot.recipes.reading import as_control, unknown_algorithm
 
 SCORES = {
     "last_100_mean": "Return in training: the mean of the last 100 training episodes, actions sampled.",

@@ -19,23 +19,23 @@ from typing import Any
 
 import filelock
 
-from surefoot import api
 from surefoot.compare.progress import Overall, Reporting
 from surefoot.compare.summary import summary
-from surefoot.config import to_table
-from surefoot.control.environments import VectorEnvironments
+from surefoot.control.environments.looped import VectorEnvironments
 from surefoot.control.world import ControlWorld
-from surefoot.dotted import with_own_children_as_usual, without_working_folder
+from surefoot.core.distributed import check_alone
+from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.kinds import ControlRecipe
-from surefoot.rollout import Metrics
-from surefoot.run.checkpoint import checkpoints_in, latest_checkpoint
-from surefoot.run.distributed import check_alone
-from surefoot.run.folder import differences, write_text
-from surefoot.run.reading import read_table
-from surefoot.run.stopping import StopOnSignal
-from surefoot.run.tracking import read_metrics
-from surefoot.session import Session
+from surefoot.files import read_table
+from surefoot.recipes.import_object import with_own_children_as_usual, without_working_folder
+from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.reading import to_table
+from surefoot.runs import api
+from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
+from surefoot.runs.folder import differences, write_text
+from surefoot.runs.session import Session
+from surefoot.runs.signals import StopOnSignal
+from surefoot.runs.tracking import read_metrics
 
 RESULT = "result.json"
 

@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from surefoot.algorithms import REINFORCE, Objective
-from surefoot.batches import rows_of
 from surefoot.compare.statistics import middle, resampled
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments import MakeEnvironment, make_environments
-from surefoot.credit import assign_credit
+from surefoot.control.environments.looped import MakeEnvironment, make_environments
+from surefoot.core.algorithms import REINFORCE, Objective
+from surefoot.core.credit import assign_credit
+from surefoot.core.minibatches import rows_of
+from surefoot.core.objective import loss
+from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.objective import loss
-from surefoot.rollout import LearnerState, Rollout
-from surefoot.seeding import derived_seed
 
 RESAMPLES = 2_000
 COLUMNS = 1 << 16

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from surefoot import api
-from surefoot.algorithms import ALGORITHMS, LADDER, Objective, switches_that_are_on
 from surefoot.compare.algorithms import refuse_unused
 from surefoot.compare.cells import Cell, check_trainable, default_folder, folder_of, recipe_tables, run_cells, seeds_of
 from surefoot.compare.gradients import Samples, noise_of, sample_gradients
@@ -20,13 +18,15 @@ from surefoot.compare.ladder_report import report_text
 from surefoot.compare.plots import draw_ladder
 from surefoot.compare.progress import Overall
 from surefoot.compare.report import Report, finite, write_report
-from surefoot.config import control_recipe, merged, to_table
+from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, switches_that_are_on
 from surefoot.errors import SurefootError
-from surefoot.kinds import ControlRecipe
-from surefoot.recipes import base_table, without_critic, without_label
-from surefoot.run.checkpoint import latest_checkpoint
-from surefoot.run.folder import write_text
-from surefoot.run.reading import read_table
+from surefoot.files import read_table
+from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.presets import base_table, without_critic, without_label
+from surefoot.recipes.reading import control_recipe, merged, to_table
+from surefoot.runs import api
+from surefoot.runs.checkpoint import latest_checkpoint
+from surefoot.runs.folder import write_text
 
 NAMES = tuple(next(name for name, value in ALGORITHMS.items() if value == rung) for rung in LADDER)
 MEASURED = 4

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surefoot.algorithms import Objective
 from surefoot.compare.report import COUNT, average, each, how_sure, known, mean_and_interval, number, seeds_in_words, setting_of
 from surefoot.compare.statistics import markdown_table
-from surefoot.kinds import ControlRecipe
+from surefoot.core.algorithms import Objective
+from surefoot.recipes.kinds import ControlRecipe
 
 Table = tuple[list[str], list[list[str]]]
 Cells = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from surefoot.rollout import LearnerState, Metrics
-from surefoot.run.samples import Sample
-from surefoot.run.visible import visible_lines
+from surefoot.core.rollout import LearnerState, Metrics
+from surefoot.runs.samples import Sample
+from surefoot.terminal import visible_lines
 
 EVERY = 60.0
 """seconds between plain lines while nothing finishes"""

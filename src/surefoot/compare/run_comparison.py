@@ -9,7 +9,7 @@ import numpy as np
 from surefoot.compare.report import each, finite, how_sure, mean_and_interval, number, span
 from surefoot.compare.runs import ABSENT, JUDGED, Run, differences_between, fields_of, flat, grouped
 from surefoot.compare.statistics import bootstrap_interval, interquartile_mean, markdown_table, mean, middle, resampled
-from surefoot.run.visible import visible
+from surefoot.terminal import visible
 
 KEPT = ("python", "platform", "versions", "git")
 """of environment.json, what a number may depend on"""

@@ -12,11 +12,11 @@ from surefoot import __version__
 from surefoot.compare.report import matplotlib_is_there, number
 from surefoot.compare.run_plots import colour_of, draw_panel, panels_of
 from surefoot.compare.runs import JUDGED, Run, differences_between, fields_of, flat
-from surefoot.config import to_toml
+from surefoot.diagnostics.findings import Finding
 from surefoot.errors import missing_extra
-from surefoot.findings import Finding
-from surefoot.run.folder import write_bytes, write_text
-from surefoot.run.visible import visible
+from surefoot.recipes.reading import to_toml
+from surefoot.runs.folder import write_bytes, write_text
+from surefoot.terminal import visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 SAMPLES = 12

@@ -7,19 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import make_recipe, to_table
+from surefoot.diagnostics.findings import Finding, findings_in
 from surefoot.errors import SurefootError
-from surefoot.findings import Finding, findings_in
-from surefoot.kinds import Recipe
-from surefoot.run.checkpoint import checkpoints_in
-from surefoot.run.folder import FREE as CHANGE_NOTHING
-from surefoot.run.folder import changed_since
-from surefoot.run.history import History
-from surefoot.run.places import check_is_run, samples_in
-from surefoot.run.reading import parsed, read_table
-from surefoot.run.tracking import FILE, read_history
-from surefoot.run.visible import visible
-from surefoot.toml import read_toml
+from surefoot.files import parsed, read_table
+from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.toml import read_toml
+from surefoot.runs.checkpoint import checkpoints_in
+from surefoot.runs.folder import FREE as CHANGE_NOTHING
+from surefoot.runs.folder import changed_since
+from surefoot.runs.history import History
+from surefoot.runs.paths import check_is_run, samples_in
+from surefoot.runs.tracking import FILE, read_history
+from surefoot.terminal import visible
 
 JUDGED = (
     "evaluation_return",

@@ -9,11 +9,10 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.config import control_recipe, to_table
 from surefoot.control.actions import Bounds, sender_for
-from surefoot.control.memory import REMEMBERED, STARTS
 from surefoot.control.normalise import Normalise, ObservationNormaliser, RewardNormaliser
-from surefoot.control.policies import ActorCritic
+from surefoot.control.policies.actor_critic import ActorCritic
+from surefoot.control.policies.recurrent import REMEMBERED, STARTS
 from surefoot.control.spaces import (
     MASK,
     NOT_FINITE,
@@ -28,12 +27,13 @@ from surefoot.control.spaces import (
     space_from_json,
     space_to_json,
 )
+from surefoot.core.optimizer import flattened, grouped
+from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError
-from surefoot.kinds import ControlRecipe
-from surefoot.optimizer import flattened, grouped
-from surefoot.run.checkpoint import load_weights, require, save_checkpoint
-from surefoot.run.reading import made_from
-from surefoot.seeding import stream
+from surefoot.files import made_from
+from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.reading import control_recipe, to_table
+from surefoot.runs.checkpoint import load_weights, require, save_checkpoint
 
 Act = Callable[[Observations, Tensor | None, Array], tuple[Tensor, Array, Tensor | None]]
 

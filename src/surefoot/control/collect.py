@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from surefoot.control.agent import Agent
-from surefoot.control.compiled_actor import CompiledActor
-from surefoot.control.environments import Environments, Step
-from surefoot.control.memory import REMEMBERED, STARTS
+from surefoot.control.environments.looped import Environments, Step
+from surefoot.control.environments.observations import broken_parts, not_finite
 from surefoot.control.normalise import share_of
-from surefoot.control.observations import broken_parts, not_finite
+from surefoot.control.policies.compiled import CompiledActor
+from surefoot.control.policies.recurrent import REMEMBERED, STARTS
 from surefoot.control.replay import Replayable, Seen
 from surefoot.control.spaces import Array, Observations
+from surefoot.core.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.functional import successor_values
-from surefoot.rollout import LearnerState, Metrics, Rollout, map_tensors
 
 EPISODES_REMEMBERED = 100
 

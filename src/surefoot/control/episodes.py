@@ -9,9 +9,9 @@ import numpy as np
 from gymnasium import spaces
 
 from surefoot.control.agent import Agent
-from surefoot.control.environments import episode_seed
+from surefoot.control.environments.looped import episode_seed
+from surefoot.control.environments.returned import score_and_life
 from surefoot.control.evaluate import SIDE_BY_SIDE
-from surefoot.control.returned import score_and_life
 from surefoot.control.spaces import MASK, Array
 from surefoot.errors import SurefootError
 

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 
 from surefoot.control.agent import Agent, remembering
-from surefoot.control.environments import (
+from surefoot.control.environments.faults import GO_ON
+from surefoot.control.environments.looped import (
     LoopedEnvironments,
     MakeEnvironment,
     make_environments,
     task_name,
 )
-from surefoot.control.faults import GO_ON
-from surefoot.control.observations import broken_parts, not_finite
+from surefoot.control.environments.observations import broken_parts, not_finite
+from surefoot.core.seeding import stream
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.seeding import stream
 
 SIDE_BY_SIDE = 10
 LONGEST_EPISODE = 1_000_000

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from surefoot.core.distributed import all_sum, merge_across_ranks
 from surefoot.functional import Moments, masked_moments, merge_moments
-from surefoot.run.distributed import all_sum, merge_across_ranks
 
 Normalise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 

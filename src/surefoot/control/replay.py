@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.control.environments import LoopedEnvironments, episode_seed
+from surefoot.control.environments.looped import LoopedEnvironments, episode_seed
 from surefoot.control.episodes import Moment
 from surefoot.control.spaces import Array, Observations
+from surefoot.core.rollout import Rollout
+from surefoot.core.traces import TracedRow
 from surefoot.errors import SurefootError
-from surefoot.rollout import Rollout
-from surefoot.traces import TracedRow
 
 LONGEST_LEAD = 20_000
 """steps from a reset to the first traced one, beyond which nothing is noted: a trace would be mostly that"""

@@ -5,17 +5,16 @@ from typing import Any
 
 from surefoot.control.agent import Agent
 from surefoot.control.arithmetic import arithmetic
-from surefoot.control.backends import training_environments
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments import MakeEnvironment, task_name
+from surefoot.control.environments.backends import training_environments
+from surefoot.control.environments.looped import MakeEnvironment, task_name
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.replay import origin
 from surefoot.control.spaces import MASK
-from surefoot.kinds import ControlRecipe
-from surefoot.rollout import Rollout
-from surefoot.run.checkpoint import load_weights
-from surefoot.run.distributed import world_size
-from surefoot.worlds import Judgement, check_device
+from surefoot.core.distributed import check_device, world_size
+from surefoot.core.rollout import EvaluationReport, Rollout
+from surefoot.recipes.kinds import ControlRecipe
+from surefoot.runs.checkpoint import load_weights
 
 
 class ControlWorld:
@@ -79,13 +78,13 @@ class ControlWorld:
             "anew, so this resume is not exact"
         ]
 
-    def evaluate(self) -> Judgement | None:
+    def evaluate(self) -> EvaluationReport | None:
         """Mean greedy return."""
         settings = self.recipe.evaluation
         if not settings.episodes:
             return None
         judged = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
-        return Judgement(judged.mean_return, {"evaluation_return": judged.mean_return})
+        return EvaluationReport(judged.mean_return, {"evaluation_return": judged.mean_return})
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Where they come from, so that they can be replayed, and drawn then: ``surefoot watch RUN --traced last``."""

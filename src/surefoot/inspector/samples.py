@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.run.places import traces_in
-from surefoot.run.traces import read_trace
-from surefoot.traces import Trace
+from surefoot.core.traces import Trace
+from surefoot.runs.paths import traces_in
+from surefoot.runs.traces import read_trace
 
 ON_A_PAGE = 200_000
 """samples that a self-contained page may hold, about 2 MB; of more, as many of each pass as make that"""

@@ -24,9 +24,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surefoot.errors import SurefootError
+from surefoot.files import made_from
 from surefoot.inspector.connections import IDLE, Connection
 from surefoot.inspector.store import NotThere, Store, described
-from surefoot.run.reading import made_from
 
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 HEADERS = {

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surefoot.errors import SurefootError
+from surefoot.files import parsed
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
-from surefoot.run.metrics import METRICS, SHOWN
-from surefoot.run.places import FINISHED, check_is_run, samples_in, traces_in
-from surefoot.run.reading import parsed
-from surefoot.toml import read_toml
+from surefoot.recipes.toml import read_toml
+from surefoot.runs.metrics import METRICS, SHOWN
+from surefoot.runs.paths import FINISHED, check_is_run, samples_in, traces_in
 
 if TYPE_CHECKING:
     from surefoot.inspector.traced import Traces

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.core.traces import BRANCHES, Trace, TracedRow
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.samples import has_ratios, passes, rule_of, to_json
 from surefoot.inspector.store import LONGEST_TEXT, NotThere, Store, shortened
-from surefoot.run.places import film_of, refusal_of, traces_in
-from surefoot.run.traces import read_trace
-from surefoot.traces import BRANCHES, Trace, TracedRow
+from surefoot.runs.paths import film_of, refusal_of, traces_in
+from surefoot.runs.traces import read_trace
 
 SHOWN_SAMPLES, SHOWN_STEPS = 20_000, 4_096
 KEPT_TRACES = 6

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from surefoot.errors import SurefootError
-from surefoot.kinds import DemonstrationRecipe, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
-from surefoot.language.adapter_files import BASE, adapter_folder
+from surefoot.files import made_from, read_table
+from surefoot.language.adapters.files import BASE, adapter_folder
 from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, fewer, staying, staying_bytes
 from surefoot.language.memory.passes import Parts
 from surefoot.language.memory.room import available
 from surefoot.language.memory.shapes import counted, depth
-from surefoot.language.models import config_of
-from surefoot.language.policy import CHUNK
-from surefoot.language.rewards import BATCH_TOKENS
-from surefoot.language.trained import model_folder
-from surefoot.run.reading import made_from, read_table
-from surefoot.sections import AdapterSettings
+from surefoot.language.models.loading import config_of
+from surefoot.language.models.policy import CHUNK
+from surefoot.language.models.trained import model_folder
+from surefoot.language.rewards.terms import BATCH_TOKENS
+from surefoot.recipes.kinds import DemonstrationRecipe, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
+from surefoot.recipes.sections import AdapterSettings
 
 Measure = Callable[[Setup], int]
 

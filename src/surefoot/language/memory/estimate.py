@@ -22,17 +22,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.algorithms import REINFORCE, Objective
+from surefoot.core.algorithms import REINFORCE, Objective
 from surefoot.language.memory import passes
 from surefoot.language.memory.passes import Parts, Passing, Switches
 from surefoot.language.memory.shapes import Counted, adapter_size, counted
-from surefoot.language.policy import CHUNK
-from surefoot.language.rewards import BATCH_TOKENS
+from surefoot.language.models.policy import CHUNK
+from surefoot.language.rewards.terms import BATCH_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.sections import AdapterSettings
+    from surefoot.recipes.sections import AdapterSettings
 
 Kind = Literal["sft", "reward", "dpo", "language"]
 Value = Literal["none", "head", "own"]

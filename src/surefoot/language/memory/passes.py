@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch
 from torch import Tensor, nn
 
-from surefoot.algorithms import Objective
+from surefoot.core.algorithms import Objective
+from surefoot.core.objective import Batch, loss
+from surefoot.core.rollout import Evaluation
 from surefoot.functional import chunked_likelihood
-from surefoot.language.adapters import POLICY, VALUE, RoleTrunk, SharedBase
-from surefoot.language.fast_decode import FastDecoder
-from surefoot.language.kv_cache import CachedDecoder, Decoder, RecomputingDecoder, read_prompts
+from surefoot.language.adapters.layers import POLICY, VALUE, RoleTrunk, SharedBase
+from surefoot.language.data.tokens import positions
 from surefoot.language.memory.shapes import causal, counted, depth, depths, shortened, trunk, without_contents
 from surefoot.language.memory.tracker import Tracker
-from surefoot.language.packed_model import PACKED_LIMIT, PackedModel, packed
-from surefoot.language.policy import Critic, ValueHead, checkpoint_layers, computing
-from surefoot.language.readout import Readout
-from surefoot.language.sampler import inverse_cdf, log_softmax
-from surefoot.language.tokens import positions
-from surefoot.objective import Batch, loss
-from surefoot.rollout import Evaluation
+from surefoot.language.models.policy import Critic, ValueHead, checkpoint_layers, computing
+from surefoot.language.models.readout import Readout
+from surefoot.language.sampling.fast_decode import FastDecoder
+from surefoot.language.sampling.kv_cache import CachedDecoder, Decoder, RecomputingDecoder, read_prompts
+from surefoot.language.sampling.packed_model import PACKED_LIMIT, PackedModel, packed
+from surefoot.language.sampling.sampler import inverse_cdf, log_softmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.sections import AdapterSettings
+    from surefoot.recipes.sections import AdapterSettings
 
 P = ParamSpec("P")
 

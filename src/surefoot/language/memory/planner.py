@@ -15,11 +15,11 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.language.memory.check import running, size
 from surefoot.language.memory.estimate import Estimate, Setup, Value, estimated, with_adapters
 from surefoot.language.memory.shapes import Counted, counted, depth
-from surefoot.language.models import config_of
+from surefoot.language.models.loading import config_of
+from surefoot.language.models.pretrained import check_causal, read_only_config
+from surefoot.language.models.trained import model_folder
 from surefoot.language.optional import quiet, transformers_needed
-from surefoot.language.pretrained import check_causal, read_only_config
-from surefoot.language.trained import model_folder
-from surefoot.sections import AdapterSettings
+from surefoot.recipes.sections import AdapterSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

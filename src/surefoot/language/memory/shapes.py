@@ -15,7 +15,7 @@ from surefoot.language.optional import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.sections import AdapterSettings
+    from surefoot.recipes.sections import AdapterSettings
 
 FEW = (20, 40)
 """layers with which a deeper model is counted: all layers of a stack take the same, so two depths give the line. Fewer would
@@ -103,7 +103,7 @@ def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int
 
     Raises SurefootError where the trunk has not the layers that are to get one.
     """
-    from surefoot.language.adapters import POLICY, SharedBase
+    from surefoot.language.adapters.layers import POLICY, SharedBase
 
     key = f"{type(config).__name__} {config.to_json_string()} {settings!r}"
     if key not in _ADAPTERS:

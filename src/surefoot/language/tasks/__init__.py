@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.language.tasks import (
     addition,
@@ -21,7 +22,6 @@ from surefoot.language.tasks import (
     successors,
 )
 from surefoot.language.tasks.task import Row, Task, is_answer
-from surefoot.seeding import derived_seed
 
 TASKS: dict[str, Task] = {
     "sorting": sorting.TASK,

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.tasks.task import Row
-from surefoot.seeding import derived_seed
 
 ABOUT = "guess a number from 1 to 2^d - 1, being told higher or lower; of several turns"
 DIFFICULTIES = (2, 6)

@@ -5,9 +5,9 @@ The others judge a response by a program of their own, and some of these evaluat
 
 from typing import Any
 
+from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
 from surefoot.language.tasks.task import HELD_OUT, Row
-from surefoot.seeding import derived_seed
 
 PREFIX = "reasoning_gym/"
 

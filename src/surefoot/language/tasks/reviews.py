@@ -13,8 +13,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from surefoot.language.pairs import pair_row, prefers_first
-from surefoot.seeding import derived_seed
+from surefoot.core.seeding import derived_seed
+from surefoot.language.data.pairs import pair_row, prefers_first
 
 TRAINED = {
     "boot": ("sole", "heel", "lace"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from surefoot.seeding import derived_seed
+from surefoot.core.seeding import derived_seed
 
 Row = dict[str, Any]
 """a problem: ``prompt``, ``answer``, and the columns that its verifier needs besides"""

@@ -1,0 +1,73 @@
+"""The clip table and the inspector as a command."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+
+import click
+
+from surefoot.cli.echo import echo
+from surefoot.errors import SurefootError, missing_extra
+
+
+@click.command()
+@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
+@click.option("--clip-table", is_flag=True, help="Write the clip table as one HTML file, with the samples of the runs given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the clip table goes; clip-table.html if not given.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of the inspector; any that is free if not given.")
+@click.option("--no-browser", is_flag=True, help="Open nothing; say where it is.")
+def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: int, no_browser: bool) -> None:
+    """See what PPO does to each step or token of the runs, in a browser on this machine. Ctrl-C ends it; nothing is changed."""
+    if not clip_table:
+        if out is not None:
+            raise SurefootError("--out: is for the page that --clip-table writes; add --clip-table, or leave it out")
+        if not runs:
+            raise SurefootError("inspect: needs a run, such as runs/cartpole-v1-ppo_clip-1; or --clip-table, which needs none")
+        show_runs(list(runs), port, no_browser)
+        return
+    from surefoot.inspector.page import written_page
+    from surefoot.runs.folder import write_text
+
+    path = out or Path("clip-table.html")
+    content = written_page(list(runs))
+    try:
+        write_text(path, content)
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --out") from None
+    echo(f"{path}: the clip table{', with samples' if runs else ''}; open it in any browser, it needs no network")
+    if not no_browser and watched():
+        webbrowser.open(path.absolute().as_uri())
+
+
+def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
+    """The inspector, until Ctrl-C."""
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise missing_extra(package, "inspector", "the inspector")
+    from surefoot.inspector.doorway import Doorway
+    from surefoot.inspector.server import serve
+
+    door = Doorway()
+    if threading.current_thread() is threading.main_thread():
+        door.remove_when_killed()
+
+    def ready(address: str) -> None:
+        echo(f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C ends the inspector.")
+        if not no_browser and watched() and (file := door.make(address)):
+            webbrowser.open(file)
+
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(runs, port, ready, door.remove)
+    finally:
+        door.remove()
+
+
+def watched() -> bool:
+    """Whether somebody sits at a terminal with a desktop around it."""
+    desktop = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    return sys.stdout.isatty() and bool(desktop)

@@ -1,0 +1,93 @@
+"""The command line: find the command, call it, and say errors in one line on stderr with exit code 2."""
+
+import importlib
+import sys
+from typing import NoReturn
+
+import click
+
+from surefoot import __version__
+from surefoot.cli.options import Group
+from surefoot.errors import Interrupted, SurefootError, did_you_mean
+from surefoot.terminal import visible
+
+COMMANDS = {
+    "best-of-n": "surefoot.cli.attempts:best_of_n",
+    "chat": "surefoot.cli.chat:chat",
+    "check": "surefoot.cli.check:check",
+    "compare": "surefoot.cli.report:compare",
+    "compare-algorithms": "surefoot.cli.compare:compare_algorithms",
+    "data": "surefoot.cli.language:data",
+    "demo": "surefoot.cli.demo:demo",
+    "evaluate": "surefoot.cli.agents:evaluate",
+    "export": "surefoot.cli.agents:export",
+    "generate": "surefoot.cli.language:generate",
+    "inspect": "surefoot.cli.inspect:inspect",
+    "ladder": "surefoot.cli.compare:ladder",
+    "list": "surefoot.cli.train:list_",
+    "memory": "surefoot.cli.memory:memory",
+    "merge": "surefoot.cli.merge:merge",
+    "new": "surefoot.cli.new:new",
+    "report": "surefoot.cli.report:report",
+    "resume": "surefoot.cli.train:resume",
+    "rounds": "surefoot.cli.rounds:rounds",
+    "train": "surefoot.cli.train:train",
+    "watch": "surefoot.cli.agents:watch",
+}
+"""where each command is; one is imported when it is called, so that none waits for what only others need"""
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0, 2 for anything the user can mend, 130 after Ctrl-C or SIGTERM."""
+    try:
+        sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
+    except Interrupted as stop:
+        fail(str(stop), 130)
+    except SurefootError as error:
+        fail(str(error), 2)
+    except click.exceptions.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except click.exceptions.NoArgsIsHelpError as nothing:  # a group by itself: there is no mistake to tell in one line
+        click.echo(nothing.format_message(), err=True)
+        sys.exit(2)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "surefoot"
+        fail(f"{error.format_message()} (see: {command} --help)", 2)
+    except (click.Abort, KeyboardInterrupt):
+        fail("stopped", 130)
+    except OSError as error:
+        fail(
+            f"{error.filename or 'writing'}: {error.strerror or error}; mend that, then repeat the command, or resume the run",
+            2,
+        )
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """One line on stderr, and out; what an error quotes can't move the terminal's cursor."""
+    print(f"surefoot: {visible(' '.join(message.split()))}", file=sys.stderr)
+    sys.exit(code)
+
+
+class Commands(Group):
+    """``COMMANDS``, by name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        found: click.Command = getattr(importlib.import_module(module), name)
+        return found
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS:
+            raise click.UsageError(f"{args[0]}: no such command{did_you_mean(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="surefoot")
+def cli() -> None:
+    """Policy-gradient learning, from REINFORCE to PPO."""

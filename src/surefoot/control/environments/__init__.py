@@ -1,0 +1,1 @@
+"""Environments stepped together: in this process, in workers, or as a vector environment."""

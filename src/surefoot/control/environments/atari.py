@@ -1,0 +1,202 @@
+"""Atari games as policies see them: Gymnasium's preprocessing of frames, and what a lost life means.
+
+No-op starts, 4 frames per action with the maximum of the last two, 84x84 grey and a stack of 4 are Gymnasium's own wrappers
+(Machado et al. 2018, arXiv 1709.06009, describes them). What they lack is here: the value ends with a life while the game
+goes on, FIRE is pressed when a life begins, and rewards are learned from by their sign while the true score is counted.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.utils import seeding
+from gymnasium.vector import VectorEnv, VectorWrapper
+
+from surefoot.control.environments.vector import SAID
+from surefoot.errors import SurefootError
+
+ATARI = "ALE/"
+"""how the ids of Atari tasks begin"""
+
+
+@dataclass(frozen=True)
+class AtariSettings:
+    """What a recipe's ``environment`` table may say of an ``ALE/`` task; all other keys are arguments of the emulator."""
+
+    preprocess: bool = True
+    """False leaves the environment as ale-py makes it"""
+    noop_max: int = 30
+    """games begin with 1 to this many idle frames; 0 for none"""
+    frame_skip: int = 4
+    """frames per action"""
+    screen_size: int = 84
+    """pixels each way"""
+    stack: int = 4
+    """observations are this many frames"""
+    fire: bool = True
+    """press FIRE whenever a life begins, in games that have that button"""
+    episodic_life: bool = True
+    """in training, a lost life ends the value, not the game"""
+    sign_rewards: bool = True
+    """in training, learn from the signs of rewards"""
+
+
+def make_atari(task: str, purpose: str = "training", **arguments: Any) -> "gymnasium.Env[Any, Any]":
+    """One environment of an ``ALE/`` id: uint8 frames [stack, 84, 84], oldest first.
+
+    In training, ``terminated`` is the end of a game; that a life was lost, and the true score of the step, are in
+    ``info["surefoot"]``. For any other purpose a life is nothing special and rewards are the game's own.
+    Raises SurefootError for arguments that would undo the preprocessing, and ImportError without ale-py or OpenCV.
+    """
+    register()
+    settings, rest = atari_settings(arguments)
+    if not settings.preprocess:
+        return gymnasium.make(task, disable_env_checker=True, **rest)
+    # The observations of the emulator itself are thrown away; grey ones cost a third.
+    rest = {"obs_type": "grayscale", **rest, "frameskip": 1}
+    env: gymnasium.Env[Any, Any] = gymnasium.make(task, disable_env_checker=True, **rest)
+    if env.spec is not None and env.spec.kwargs.get("repeat_action_probability") == 0:
+        env = SameStart(env)
+    env = gymnasium.wrappers.AtariPreprocessing(env, settings.noop_max, settings.frame_skip, settings.screen_size)
+    env = Lives(env, settings.fire, training=purpose == "training", ends_value=settings.episodic_life)
+    if settings.sign_rewards and purpose == "training":
+        env = gymnasium.wrappers.TransformReward(env, _sign)
+    return gymnasium.wrappers.FrameStackObservation(env, settings.stack)
+
+
+def atari_settings(arguments: dict[str, Any]) -> tuple[AtariSettings, dict[str, Any]]:
+    """The settings among the arguments, and the others.
+
+    Raises SurefootError for arguments of the emulator that preprocessing sets itself.
+    """
+    own = {field.name for field in fields(AtariSettings)}
+    settings = AtariSettings(**{name: value for name, value in arguments.items() if name in own})
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    taken = {"frameskip": "frame_skip", "obs_type": "preprocess = false", "sound_obs": "preprocess = false"}
+    for name, instead in taken.items():
+        if settings.preprocess and name in rest:
+            raise SurefootError(
+                f"environment.{name}={rest[name]!r}: Atari preprocessing sets this itself; use environment.{instead}"
+            )
+    return settings, rest
+
+
+def register() -> None:
+    """Let Gymnasium know the ``ALE/`` ids, and the emulator keep its banner to itself. Raises ImportError without ale-py."""
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+
+
+def _sign(reward: Any) -> float:
+    return float(np.sign(reward))
+
+
+class SameStart(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Begins games without loading the cartridge again, which ale-py does for every seed and takes as long as 250 steps.
+
+    Without sticky actions the emulator draws no random numbers: a seed decides the number of idle frames alone, and the
+    state that a cartridge is loaded into is always the same one. (A plain reset is not enough: in some games it leaves
+    traces of the game before.)
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]") -> None:
+        super().__init__(env)
+        self.base: Any = env.unwrapped
+        self.loaded = env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]  # ale-py's
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            drawn = np.random.SeedSequence(seed).generate_state(2)  # as ale-py does
+            self.base.np_random = seeding.np_random(int(drawn[0]))[0]
+            self.base.ale.restoreState(self.loaded)
+        return self.env.reset(options=options)
+
+
+class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Says when a life was lost, and presses FIRE to begin the next one. The game is only over when it is.
+
+    Episodes of Gymnasium's ``terminal_on_life_loss`` are lives whose reset restarts the game, so that all but the first
+    life of it go unseen. Here the game goes on, and a whole game can be replayed from its one reset.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", fire: bool, training: bool, ends_value: bool) -> None:
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings()  # type: ignore[attr-defined]  # ale-py's
+        self.fire = meanings.index("FIRE") if fire and "FIRE" in meanings else None
+        self.training, self.ends_value, self.lives = training, ends_value, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        if self.fire is not None:
+            observation, _, terminated, truncated, info = self.env.step(self.fire)
+            if terminated or truncated:
+                observation, info = self.env.reset(options=options)
+        self.lives = self._left()
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        score = float(reward)
+        left = self._left()
+        # Some games show 0 lives for some frames before they are over: that end is the game's.
+        lost = 0 < left < self.lives and not (terminated or truncated)
+        if lost and self.fire is not None:
+            observation, extra, terminated, truncated, info = self.env.step(self.fire)
+            score += float(extra)
+            lost = not (terminated or truncated)
+        self.lives = self._left()
+        if not self.training:
+            return observation, score, terminated, truncated, info
+        saying = {"score": score, "life_lost": lost and self.ends_value}
+        return observation, score, terminated, truncated, {**info, SAID: saying}
+
+    def _left(self) -> int:
+        return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]  # ale-py's
+
+
+def make_atari_vector(task: str, count: int, arguments: dict[str, Any]) -> VectorEnv[Any, Any, Any]:
+    """ale-py's own vector environment of an ``ALE/`` id, in C++ threads, with the same observations and rewards for training.
+
+    It presses FIRE when a game begins only, not after a lost life.
+    """
+    register()
+    settings, rest = atari_settings(arguments)
+    if not settings.preprocess:
+        raise SurefootError("environment.preprocess=false: ale-py's vector environment always preprocesses; set it to true")
+    made: VectorEnv[Any, Any, Any] = gymnasium.make_vec(
+        task,
+        num_envs=count,
+        vectorization_mode="vector_entry_point",
+        noop_max=settings.noop_max,
+        frameskip=settings.frame_skip,
+        img_height=settings.screen_size,
+        img_width=settings.screen_size,
+        stack_num=settings.stack,
+        use_fire_reset=settings.fire,
+        life_loss_info=True,  # says when a life was lost and goes on, where episodic_life would restart the game
+        reward_clipping=False,
+        **rest,
+    )
+    return VectorLives(made, settings)
+
+
+class VectorLives(VectorWrapper):
+    """Tells lost lives from games that are over, and learns from signs while the score is counted, for ale-py's vectors."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], settings: AtariSettings) -> None:
+        super().__init__(env)
+        self.settings = settings
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        seeds = None if seed is None else np.asarray(seed) & 0x7FFFFFFF  # an array of what C calls int
+        return self.env.reset(seed=seeds, options=options)  # type: ignore[arg-type]  # ale-py's takes an array
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        lost = terminated & (infos["lives"] > 0)
+        saying = {"score": rewards, "life_lost": lost & self.settings.episodic_life}
+        learned = np.sign(rewards) if self.settings.sign_rewards else rewards
+        return observations, learned, terminated & ~lost, truncated, {**infos, SAID: saying}

@@ -1,0 +1,1 @@
+"""Networks of control: observations to distributions over actions and values."""

@@ -1,0 +1,69 @@
+"""Rewards to advantages and returns: which baseline, which λ."""
+
+import torch
+from torch import Tensor
+
+from surefoot.core.algorithms import Objective
+from surefoot.core.distributed import merge_across_ranks
+from surefoot.core.rollout import Credit, Rollout
+from surefoot.errors import SurefootError
+from surefoot.functional import discounted_returns, gae, group_advantages, leave_one_out_advantages, masked_moments
+from surefoot.functional.masking import keep_only
+
+
+def assign_credit(rollout: Rollout, objective: Objective) -> Credit:
+    """What each action of a rollout is worth, and what the critic should have said.
+
+    ``baseline``: None -> the return; "mean" -> the return minus the batch's mean return (over all ranks); "critic" -> GAE;
+    "group" and "leave_one_out" -> for every token of a response, the response's return less that of the others to its prompt.
+    The critic's target is Â + V with Â before any normalisation, at ``value_lambda`` where that is set.
+
+    A group is compared on the rank that sampled it: its rows must not lie on several. Rows with nothing kept are left out.
+    Raises SurefootError for a rollout without groups where the baseline needs them.
+    """
+    gamma, mask = objective.gamma, rollout.mask
+    terminated, truncated = rollout.terminated, rollout.truncated
+    if objective.baseline == "critic":
+
+        def advantages_at(lam: float) -> Tensor:
+            steps = (rollout.rewards, rollout.values, rollout.next_values)
+            return gae(*steps, terminated=terminated, truncated=truncated, gamma=gamma, lam=lam, mask=mask)
+
+        advantages = advantages_at(objective.gae_lambda)
+        value_lambda = objective.gae_lambda if objective.value_lambda is None else objective.value_lambda
+        targets = advantages if value_lambda == objective.gae_lambda else advantages_at(value_lambda)
+        return Credit(advantages, keep_only(targets + rollout.values, mask))
+    returns = discounted_returns(
+        rollout.rewards,
+        torch.zeros_like(rollout.rewards),
+        terminated=terminated,
+        truncated=truncated,
+        gamma=gamma,
+        mask=mask,
+    )
+    if objective.baseline is None:
+        return Credit(returns, returns)
+    if objective.compares_in_groups:
+        return Credit(keep_only(_beside_its_group(rollout, returns, objective).unsqueeze(-1).expand_as(mask), mask), returns)
+    expected = merge_across_ranks(masked_moments(returns, mask)).mean
+    return Credit(keep_only(returns - expected, mask), returns)
+
+
+def _beside_its_group(rollout: Rollout, returns: Tensor, objective: Objective) -> Tensor:
+    """What each row earned from its first kept step on, compared with the rows of its group.   [B]"""
+    if rollout.group is None:
+        raise SurefootError(
+            f"objective.baseline={objective.baseline!r}: this rollout has no groups; let its collector say which prompt "
+            "each row answers (Rollout.group)"
+        )
+    worth = returns.gather(-1, rollout.mask.int().argmax(-1, keepdim=True)).squeeze(-1)
+    _, which, sizes = rollout.group.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+    order = which.argsort(stable=True)
+    place = torch.empty_like(which)
+    place[order] = torch.arange(len(which), device=which.device) - (sizes.cumsum(0) - sizes)[which[order]]
+    table = worth.new_zeros(len(sizes), int(sizes.max()))
+    counts = torch.zeros_like(table, dtype=torch.bool)
+    table[which, place], counts[which, place] = worth, rollout.mask.any(-1)
+    if objective.baseline == "leave_one_out":
+        return leave_one_out_advantages(table, counts)[which, place]
+    return group_advantages(table, counts, scale=objective.scale_by_group)[which, place]

@@ -1,0 +1,56 @@
+"""The loop: collect -> credit -> update -> tell. Every algorithm, in both worlds, is this and nothing else."""
+
+import time
+from collections.abc import Callable
+
+from surefoot.core.credit import assign_credit
+from surefoot.core.distributed import total
+from surefoot.core.learner import Learner
+from surefoot.core.rollout import Collector, LearnerState, Metrics
+from surefoot.errors import NotFiniteError, SurefootError
+
+FAULTS_IN_A_ROW = 3
+
+
+def run_loop(
+    collector: Collector,
+    learner: Learner,
+    state: LearnerState,
+    on_iteration: Callable[[LearnerState, Metrics], bool],
+    on_fault: Callable[[str], None] = lambda message: None,
+) -> None:
+    """Train until the budget is spent or ``on_iteration`` returns True.
+
+    collector      samples with the learner's policy
+    on_iteration   called after each iteration with the state and its metrics; checkpoints, logs and displays hang here
+    on_fault       told of an update that was not taken because something was not finite
+
+    Raises SurefootError after three such iterations in a row.
+    """
+    while state.steps < state.total_steps:
+        start = time.perf_counter()
+        try:
+            rollout = collector.collect(state)
+            collected = time.perf_counter()
+            credit = assign_credit(rollout, learner.objective)
+            metrics = {**rollout.metrics, **learner.update(rollout, credit, state)}
+            steps, state.faults = total(rollout.steps, rollout.rewards), 0
+        except NotFiniteError as fault:
+            state.faults += 1
+            on_fault(str(fault))
+            if state.faults == FAULTS_IN_A_ROW:
+                raise SurefootError(
+                    f"{fault}; the {FAULTS_IN_A_ROW}rd update in a row that was not taken; mend the environment or "
+                    "network.custom, or lower the learning rate, then resume from the last checkpoint"
+                ) from fault
+            continue
+        state.steps += steps
+        state.iteration += 1
+        end = time.perf_counter()
+        metrics |= {
+            "seconds_collecting": collected - start,
+            "seconds_learning": end - collected,
+            "steps_per_second": steps / (end - start),
+        }
+        if on_iteration(state, metrics):
+            return

@@ -1,0 +1,125 @@
+"""A rollout with its credit as rows, and the rows in passes, minibatches and micro-batches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.core.distributed import all_sum, merge_across_ranks, world_size
+from surefoot.core.objective import Batch
+from surefoot.core.rollout import Credit, Rollout, map_tensors
+from surefoot.errors import SurefootError
+from surefoot.functional import Moments, masked_moments, whiten
+
+
+def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
+    """The rows that are shuffled: kept single steps [N], or whole rows [N, T] with their mask; with ``places`` if numbered."""
+    mask = rollout.mask
+    batch = Batch(
+        inputs=rollout.inputs,
+        actions=rollout.actions,
+        mask=mask,
+        old_log_probs=rollout.old_log_probs,
+        advantages=credit.advantages,
+        returns=credit.returns,
+        old_values=rollout.values,
+        old_distribution=rollout.old_distribution,
+        ref_log_probs=rollout.ref_log_probs,
+        places=torch.arange(mask.numel(), device=mask.device).view(mask.shape) if numbered else None,
+    )
+    if rollout.unit == "row":
+        return batch
+    kept = mask.reshape(-1).nonzero().squeeze(-1)
+    steps: Batch = map_tensors(lambda x: x.flatten(0, 1).index_select(0, kept), batch)
+    return Batch(**{**vars(steps), "mask": None})
+
+
+def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[Batch]:
+    """The rows in a new random order, in ``parts`` nearly equal parts. The order is drawn on the CPU from ``generator``."""
+    order = order_of(len(batch.advantages), generator).to(batch.advantages.device)
+    if len(order) < parts and world_size() > 1:  # a rank that skips a minibatch would leave the others waiting
+        raise SurefootError(f"objective.reuse.minibatches={parts}: this rank has only {len(order)} rows; use fewer")
+    # One gather for the whole pass; the parts are views of it.
+    whole = map_tensors(lambda x: x.index_select(0, order), batch) if parts > 1 else batch
+    size, larger = divmod(len(order), parts)
+    start = 0
+    for part in range(parts):
+        end = start + size + (part < larger)
+        if end > start:
+            yield rows(whole, start, end)
+        start = end
+
+
+def order_of(count: int, generator: torch.Generator) -> Tensor:
+    """A random order of so many rows, drawn on the CPU.   [count]
+
+    Of several ranks, which may have unequal shares, each takes one number from ``generator`` whatever its ``count``. So it
+    stands at the same place on all of them, and one checkpoint is enough.
+    """
+    if world_size() > 1:
+        drawn = int(torch.randint(2**62, (), generator=generator))
+        generator = torch.Generator().manual_seed(drawn)
+    return torch.randperm(count, generator=generator)
+
+
+def slices(batch: Batch, size: int | None, tokens: int | None = None, costs: Tensor | None = None) -> Iterator[Batch]:
+    """Micro-batches: consecutive ones of at most ``size`` rows, or with ``tokens`` those of ``by_tokens``.
+
+    ``costs`` [rows] is how many tokens each row is read with; a single step is one.
+    """
+    total = len(batch.advantages)
+    if tokens is not None:
+        for part in by_tokens(torch.ones(total, dtype=torch.long) if costs is None else costs, tokens, size):
+            yield chosen(batch, part)
+        return
+    step = size or total
+    for start in range(0, total, step):
+        yield rows(batch, start, min(start + step, total)) if step < total else batch
+
+
+def by_tokens(costs: Tensor, tokens: int, size: int | None = None) -> list[Tensor]:
+    """The rows in groups of like length, longest first, each with rows × its longest ≤ ``tokens`` and at most ``size`` rows.
+
+    costs  tokens of each row; none counts as one   [rows]
+
+    Padding is then short, and the largest group comes first, so that too little memory shows at once. A row longer than the
+    budget is a group by itself. Returns the indices of each group; every row is in exactly one.
+    """
+    ordered, order = costs.detach().cpu().sort(descending=True, stable=True)
+    groups, start = [], 0
+    while start < len(order):
+        room = max(1, tokens // max(1, int(ordered[start])))
+        end = min(start + min(room, size or room), len(order))
+        groups.append(order[start:end])
+        start = end
+    return groups
+
+
+def chosen(tree: Any, indices: Tensor) -> Any:
+    """The rows of these indices, copied, of every tensor in a tree."""
+    return map_tensors(lambda x: x.index_select(0, indices.to(x.device)), tree)
+
+
+def rows(batch: Batch, start: int, end: int) -> Batch:
+    """Rows start … end − 1, as views."""
+    part: Batch = map_tensors(lambda x: x[start:end], batch)
+    return part
+
+
+def moments_of(batch: Batch) -> Moments:
+    """Mean and variance of the advantages over the kept entries on all ranks."""
+    return merge_across_ranks(masked_moments(batch.advantages, batch.mask))
+
+
+def normalised(batch: Batch, moments: Moments | None = None) -> Batch:
+    """The batch with advantages of mean 0 and variance 1 over its kept entries on all ranks, their ``moments``."""
+    moments = moments_of(batch) if moments is None else moments
+    return Batch(**{**vars(batch), "advantages": whiten(batch.advantages, batch.mask, moments=moments)})
+
+
+def global_count(batch: Batch, aggregation: str) -> Tensor:
+    """What ``aggregate`` divides by: kept entries, or sequences with one, over all ranks."""
+    kept = torch.ones_like(batch.advantages) if batch.mask is None else batch.mask.to(batch.advantages.dtype)
+    mine = kept.sum() if aggregation == "token-mean" else (kept.sum(-1) > 0).sum().to(kept.dtype)
+    return all_sum(mine).clamp(min=1)

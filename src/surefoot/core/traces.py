@@ -1,0 +1,305 @@
+"""What an update made of a few rows: every level of the staircase for each of their steps or tokens, and every visit to them.
+
+A recorder copies what the loss reads anyway, at the moment when it reads it. So the ratio of a visit is the one whose gradient
+was taken, an advantage is the one that its minibatch was normalised to, and nothing about the update changes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.core.algorithms import Objective
+from surefoot.core.distributed import world_size
+from surefoot.core.objective import Batch, clip_bounds, ratio_of, surrogate
+from surefoot.core.rollout import Credit, Evaluation, LearnerState, Rollout
+from surefoot.functional import Moments, clip_active, td_residual
+from surefoot.functional.masking import keep_only
+
+BRANCHES = ("unclipped", "clipped", "dual_clip", "log_prob")
+"""what ``Visits.branch`` counts: ρÂ; clip(ρ)Â; cÂ, the bound of the dual clip; log π·Â, of algorithms that use a batch once"""
+WITH_GRADIENT = (True, False, False, True)
+"""whether gradient flows through each of them"""
+
+Describe = Callable[[Rollout, int, slice], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Visits:
+    """What the loss read of a row, each time that it read it.   All [K, T]: K passes over the batch, T steps
+
+    Under TRPO the first pass is the policy's step, and the others are the critic's, which show where that step led.
+    """
+
+    updates: Tensor
+    """optimizer steps of the run before this visit; −1 where there was none: masked, or the passes ended early"""
+    log_probs: Tensor
+    """log π_θ of the action, as θ was then"""
+    ratio: Tensor
+    """ρ = exp(log π_θ − log π_old); 1 where the batch has no old log-probabilities"""
+    advantages: Tensor
+    """Â as used: (A − mean) / √(variance + 1e-8)"""
+    mean: Tensor
+    """that A was normalised by, of the visit's minibatch or of the whole batch; 0 where nothing was normalised"""
+    variance: Tensor
+    """the same; 1 where nothing was normalised"""
+    surrogate: Tensor
+    """what is maximised here, such as min(ρÂ, clip(ρ)Â)"""
+    branch: Tensor
+    """which term that is: an index into ``BRANCHES``"""
+    values: Tensor | None = None
+    """V as φ was then; None without a critic"""
+
+    @property
+    def gradient_flows(self) -> Tensor:
+        """Whether the surrogate pushes the policy here; False too where there was no visit.   [K, T] bool"""
+        return torch.tensor(WITH_GRADIENT)[self.branch.long()] & (self.updates >= 0)
+
+
+@dataclass(frozen=True)
+class TracedRow:
+    """A response, or consecutive steps of one episode.   All [T] unless said otherwise"""
+
+    row: int
+    """which row of the rollout: the environment, or the response"""
+    start: int
+    """which of its steps is the first here"""
+    about: dict[str, Any]
+    """what the world says of it; of text, ``prompt`` and ``tokens``, a string for each; of environments, ``episode``, ``step``,
+    ``seed``, ``before`` and ``observed``: from which reset and actions it can be replayed"""
+    actions: Tensor
+    """[T] or [T, action]; tokens of text"""
+    mask: Tensor
+    """True at a decision of the policy"""
+    rewards: Tensor
+    """r, what is optimised"""
+    reward_parts: dict[str, Tensor]
+    """what it was made of: ``environment`` in control, before any normalisation; ``score`` and ``kl`` on text"""
+    values: Tensor
+    """V under θ_old; zeros without a critic"""
+    next_values: Tensor
+    """V of the true successor"""
+    terminated: Tensor
+    truncated: Tensor
+    td_residuals: Tensor
+    """δ = r + γ V′ − V, with V′ = 0 where terminated"""
+    advantages: Tensor
+    """A, before any normalisation"""
+    returns: Tensor
+    """R̂, the critic's targets"""
+    visits: Visits
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A few rows of one iteration, with the numbers that the arithmetic needs."""
+
+    iteration: int
+    steps: int
+    """of the run, when the iteration was over: as in metrics.jsonl"""
+    gamma: float
+    gae_lambda: float
+    baseline: str | None
+    """what was subtracted from returns: as in the objective"""
+    clip: float | None
+    """ε below 1, as it was scheduled; None where nothing clips"""
+    clip_high: float | None
+    """ε above 1"""
+    dual_clip: float | None
+    beta: float
+    """weight of a penalty on KL(π_old‖π_θ); 0 without one"""
+    rows: list[TracedRow] = field(default_factory=list)
+    ratio: str = "token"
+    """whether ρ is of each token, or of the whole response: as in the objective"""
+
+
+class Recorder:
+    """Says which iterations are traced, and which rows of them.
+
+    every      steps of the budget between two traces; the run's first iteration has one
+    rows       how many rows, spread over the batch; others from trace to trace
+    describe   what the world says of some steps of a row
+    """
+
+    def __init__(self, every: int, rows: int, describe: Describe = lambda rollout, row, steps: {}) -> None:
+        self.every, self.rows, self.describe = every, rows, describe
+        self.recording: Recording | None = None
+
+    def begin(
+        self, rollout: Rollout, credit: Credit, objective: Objective, state: LearnerState, clip_scale: float, beta: float
+    ) -> "Recording | None":
+        """The recording of the update that begins, if it is traced; one that was not taken is forgotten."""
+        # Due where a multiple of ``every`` lies among the iteration's steps: that needs no memory, so resuming changes nothing.
+        due = -state.steps % self.every < max(1, rollout.steps * world_size())
+        self.recording = None
+        if due and (pieces := chosen_pieces(rollout, self.rows, state.iteration)):
+            about = [self.describe(rollout, row, steps) for row, steps in pieces]
+            self.recording = Recording(rollout, credit, objective, pieces, about, clip_scale, beta)
+        return self.recording
+
+    def take(self, state: LearnerState) -> Trace | None:
+        """The trace of the iteration that is over, where there is one."""
+        recording, self.recording = self.recording, None
+        return None if recording is None else recording.trace(state)
+
+
+class Recording:
+    """The trace of one update, as it grows."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        credit: Credit,
+        objective: Objective,
+        pieces: list[tuple[int, slice]],
+        about: list[dict[str, Any]],
+        clip_scale: float,
+        beta: float,
+    ) -> None:
+        self.rollout, self.credit, self.objective, self.clip_scale, self.beta = rollout, credit, objective, clip_scale, beta
+        self.pieces, self.about = pieces, about
+        self.slots = torch.full_like(rollout.mask, -1, dtype=torch.int64)  # [B, T]: where in the record a step is kept
+        self.size = 0
+        for row, steps in pieces:
+            count = steps.stop - steps.start
+            numbers = torch.arange(self.size, self.size + count, device=self.slots.device)
+            self.slots[row, steps] = torch.where(rollout.mask[row, steps], numbers, -1)
+            self.size += count
+        self.visited = torch.zeros(self.size, dtype=torch.int64)
+        self.seen: dict[str, list[Tensor]] = {}
+        self.normalised_by(None)
+
+    def normalised_by(self, moments: Moments | None) -> None:
+        """By what the advantages of the visits to come were normalised."""
+        self.mean, self.variance = (0.0, 1.0) if moments is None else (float(moments.mean), float(moments.var))
+
+    @torch.no_grad()
+    def visit(self, part: Batch, evaluation: Evaluation, updates: int) -> None:
+        """What the loss reads of some rows now.
+
+        part         numbered rows of the batch, with advantages as used
+        evaluation   of them, under the θ of now
+        updates      optimizer steps of the run so far
+        """
+        assert part.places is not None, "a recording needs to know which rows it sees"
+        found = self.slots.flatten()[part.places]
+        hit = found >= 0
+        at = found[hit].cpu()
+        if not len(at):
+            return
+        log_probs, advantages = evaluation.log_probs[hit], part.advantages[hit]
+        old = evaluation.log_probs if part.old_log_probs is None else part.old_log_probs
+        ratio = ratio_of(evaluation.log_probs, old, part.mask, self.objective)[hit]
+        gain = surrogate(log_probs, ratio, advantages, self.objective, self.clip_scale)
+        seen = {
+            "updates": torch.full_like(found[hit], updates, dtype=torch.int32),
+            "log_probs": log_probs,
+            "ratio": ratio,
+            "advantages": advantages,
+            "mean": torch.full_like(advantages, self.mean),
+            "variance": torch.full_like(advantages, self.variance),
+            "surrogate": gain,
+            "branch": branches(ratio, advantages, self.objective, self.clip_scale),
+        }
+        if evaluation.values is not None:
+            seen["values"] = evaluation.values[hit]
+        visit = int(self.visited[at[0]])  # every row is read once a pass, so those of a minibatch are in the same one
+        for name, x in seen.items():
+            passes = self.seen.setdefault(name, [])
+            if visit == len(passes):
+                passes.append(torch.full((self.size,), -1 if name == "updates" else 0, dtype=x.dtype))
+            passes[visit][at] = x.cpu()
+        self.visited[at] += 1
+
+    def trace(self, state: LearnerState) -> Trace:
+        """All of it."""
+        objective = self.objective
+        low, high, dual_clip = (None, None, None) if objective.clip is None else clip_bounds(objective, self.clip_scale)
+        return Trace(
+            iteration=state.iteration,
+            steps=state.steps,
+            gamma=objective.gamma,
+            gae_lambda=objective.gae_lambda,
+            baseline=objective.baseline,
+            clip=low,
+            clip_high=high,
+            dual_clip=dual_clip,
+            beta=self.beta,
+            rows=self._rows(),
+            ratio=objective.ratio,
+        )
+
+    def _rows(self) -> list[TracedRow]:
+        rollout, credit = self.rollout, self.credit
+        residuals = td_residual(
+            rollout.rewards, rollout.values, rollout.next_values, terminated=rollout.terminated, gamma=self.objective.gamma
+        )
+        visits = {name: torch.stack(passes) for name, passes in self.seen.items()}
+        rows, offset = [], 0
+        for (row, steps), about in zip(self.pieces, self.about, strict=True):
+
+            def cut(x: Tensor, row: int = row, steps: slice = steps) -> Tensor:
+                return keep_only(x[row, steps].cpu(), rollout.mask[row, steps].cpu())  # what is masked may be anything
+
+            end = offset + steps.stop - steps.start
+            rows.append(
+                TracedRow(
+                    row=row,
+                    start=steps.start,
+                    about=about,
+                    actions=rollout.actions[row, steps].cpu(),
+                    mask=cut(rollout.mask),
+                    rewards=cut(rollout.rewards),
+                    reward_parts={name: cut(part) for name, part in rollout.reward_parts.items()},
+                    values=cut(rollout.values),
+                    next_values=cut(rollout.next_values),
+                    terminated=cut(rollout.terminated),
+                    truncated=cut(rollout.truncated),
+                    td_residuals=cut(residuals),
+                    advantages=cut(credit.advantages),
+                    returns=cut(credit.returns),
+                    visits=Visits(**{name: x[:, offset:end] for name, x in visits.items()}),
+                    old_log_probs=None if rollout.old_log_probs is None else cut(rollout.old_log_probs),
+                    ref_log_probs=None if rollout.ref_log_probs is None else cut(rollout.ref_log_probs),
+                )
+            )
+            offset = end
+        return rows
+
+
+def branches(ratio: Tensor, advantages: Tensor, objective: Objective, clip_scale: float = 1.0) -> Tensor:
+    """Which term of the surrogate was taken, as an index into ``BRANCHES``.   [...] uint8
+
+    Where clipped and unclipped are equal (inside the band, or with Â = 0) it counts as unclipped.
+    """
+    if not objective.leaves_old_policy:
+        return torch.full_like(ratio, BRANCHES.index("log_prob"), dtype=torch.uint8)
+    if objective.clip is None:
+        return torch.zeros_like(ratio, dtype=torch.uint8)
+    low, high, dual_clip = clip_bounds(objective, clip_scale)
+    taken = clip_active(ratio, advantages, low, high).to(torch.uint8)
+    if dual_clip is not None:
+        taken[(advantages < 0) & (ratio > dual_clip)] = BRANCHES.index("dual_clip")
+    return taken
+
+
+def chosen_pieces(rollout: Rollout, count: int, iteration: int) -> list[tuple[int, slice]]:
+    """Rows of a rollout, spread over it and others from iteration to iteration, and of each its longest piece."""
+    rows = rollout.mask.any(-1).nonzero().flatten().tolist()
+    count = min(count, len(rows))
+    chosen = [rows[(iteration + index * len(rows) // count) % len(rows)] for index in range(count)]
+    ended = rollout.terminated | rollout.truncated
+    return [(row, longest_piece(rollout.mask[row], ended[row])) for row in chosen]
+
+
+def longest_piece(mask: Tensor, ended: Tensor) -> slice:
+    """The steps from one end to the next with the most kept ones among them, from the first kept one to the last.   [T], [T]"""
+    ends = [index + 1 for index in (ended & mask).nonzero().flatten().tolist()]
+    kept = mask.tolist()
+    pieces = [(start, stop) for start, stop in zip([0, *ends], [*ends, len(kept)], strict=True) if any(kept[start:stop])]
+    start, stop = max(pieces, key=lambda piece: sum(kept[piece[0] : piece[1]]))
+    return slice(kept.index(True, start), stop - kept[start:stop][::-1].index(True))

@@ -1,0 +1,121 @@
+"""``surefoot demo language``: SFT, a reward model and PPO with its four roles, on reviews whose true worth is known.
+
+Every stage is an ordinary run from files that stay in the folder, so each can be repeated by hand.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from surefoot.demos.stages import DisplayFor, Stages, command_here, free_folder
+from surefoot.language.data.pairs import two_answers
+from surefoot.language.data.rows import write_rows
+from surefoot.language.models.trained import writer
+from surefoot.language.optional import transformers_needed
+from surefoot.language.tasks import reviews
+from surefoot.runs.folder import write_text
+
+PAIRS, HELD_OUT_PAIRS = 6_000, 400
+GOLD = "surefoot.language.tasks.reviews:gold"
+
+
+def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: bool = True) -> dict[str, Any]:
+    """Three stages, and what came of them: prints it and returns the numbers."""
+    transformers_needed("demo language")  # before anything is written
+    folder = free_folder(run_dir, "demo-language")
+    stages = Stages(folder, seed, display_for)
+    data = folder / "data"
+    write_data(data, seed)
+    print("1/3 SFT: a small model learns to write reviews from demonstrations, good and bad ones.")
+    held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
+    sft = stages.run("sft", "reviews_sft", {"data": {"train": str(data / "demonstrations.jsonl"), **held_out}})
+    print("\n2/3 Reward model: it learns from pairs of the model's own reviews which one people would prefer.")
+    write_pairs(data, sft, seed)
+    pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
+    scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred say mean and spread of the scores well enough
+    reward = stages.run("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
+    print("\n3/3 PPO: the model is trained to please the reward model, held near its SFT start by the KL.")
+    ppo = stages.run("ppo", "reviews", online(folder, anchored))
+    told = compare(sft, reward, ppo, data, stages)
+    write_text(folder / "demo.json", json.dumps(told, indent=1))
+    return told
+
+
+def online(folder: Path, anchored: bool = True) -> dict[str, Any]:
+    """What the third stage changes in its recipe: the files and models that the first two left in the folder."""
+    data, sft, reward = folder / "data", folder / "sft", folder / "reward"
+    return {
+        "model": str(sft),
+        "data": {"train": str(data / "prompts.jsonl"), "held_out": str(data / "held_out_prompts.jsonl")},
+        "evaluation": {"demonstrations": str(data / "held_out_demonstrations.jsonl"), "rows": 128},
+        "reward": {"terms": [{"model": str(reward)}], "gold": GOLD},
+        "critic": {"start": str(reward)},
+        "reference": {} if anchored else {"beta": 0.0},
+    }
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """Demonstrations and prompts, and some of both held out: other draws, and prompts of products that PPO never sees."""
+    folder.mkdir(parents=True)
+    write_rows(folder / "demonstrations.jsonl", reviews.demonstrations(8_000, seed))
+    write_rows(folder / "held_out_demonstrations.jsonl", reviews.demonstrations(512, seed + 1))
+    write_rows(folder / "prompts.jsonl", ({"prompt": prompt} for prompt in reviews.prompts(2_000, seed)))
+    write_rows(folder / "held_out_prompts.jsonl", ({"prompt": prompt} for prompt in reviews.prompts(128, seed + 1)))
+    others = reviews.prompts(128, seed + 1, held_out=True)
+    write_rows(folder / "held_out_products.jsonl", ({"prompt": prompt} for prompt in others))
+
+
+def write_pairs(folder: Path, sft: Path, seed: int) -> None:
+    """Two reviews by the supervised model to each prompt, labelled by gold with noise; the held-out ones apart."""
+    model = writer(str(sft))
+    prompts = reviews.prompts(PAIRS + HELD_OUT_PAIRS, seed + 2)
+    rows = reviews.label(two_answers(model, prompts, max_tokens=56, seed=seed), noise=0.25, seed=seed)
+    write_rows(folder / "held_out_pairs.jsonl", rows[:HELD_OUT_PAIRS])
+    write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
+
+
+def judged(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
+    """A run beside its SFT start, on held-out prompts of products that training has named, and of others."""
+    from surefoot.language.analysis.evaluate import evaluate_run
+
+    others = evaluate_run(ppo, rows=128, data=str(data / "held_out_products.jsonl"))
+    return {"known_products": evaluate_run(ppo, rows=128), "other_products": others}
+
+
+def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
+    """Before and after on the held-out prompts, as a table with some answers; what to try next."""
+    from surefoot.runs.tracking import read_metrics
+
+    told = judged(ppo, data)
+    known, others = told["known_products"], told["other_products"]
+    accuracy = read_metrics(reward / "metrics.jsonl")[-1]["held_out_accuracy"]
+    print(f"\n{'Answers to held-out prompts':28}{'of known products':>20}{'of other products *':>24}")
+    print(f"{'':28}" + f"{'SFT':>10}{'PPO':>10}{'':4}" * 2)
+    for name, label in (
+        ("reward", "proxy reward (learned)"),
+        ("gold", "gold reward (the truth)"),
+        ("kl", "KL to SFT, nats/response"),
+        ("log_likelihood", "log π of demonstrations"),
+        ("distinct_2", "distinct bigrams"),
+        ("length", "length, tokens"),
+    ):
+        cells = (f"{told['start'][name]:>10.2f}{told['trained'][name]:>10.2f}{'':4}" for told in (known, others))
+        print(f"{label:28}{''.join(cells)}")
+    won = (f"{told['win_rate_gold']:>20.0%}{'':4}" for told in (known, others))
+    print(f"{'better than SFT by gold':28}{''.join(won)}")
+    print("* which no preference and no training prompt has named")
+    seconds = stages.seconds
+    print(
+        f"The reward model orders {accuracy:.0%} of held-out pairs as they were labelled. {seconds:.0f} s in all, {ppo.parent}/"
+    )
+    print()
+    for row in known["samples"][:4] + others["samples"][:2]:
+        print(f"  {row['prompt'].strip():12} SFT: {row['start']}\n{'':15}PPO: {row['response']}")
+    print("\nTry next:")
+    here = command_here()
+    print(f"  {here} inspect {ppo}       # every token and its arithmetic, in a browser")
+    print(f"  {here} demo language --no-anchor       # β = 0: watch the reward being hacked")
+    print(f"  {here} generate {ppo} --prompt 'new tent: ' --samples 5")
+    print(f"  {here} evaluate {ppo} --json")
+    kept = {of: {name: value for name, value in found.items() if name != "samples"} for of, found in told.items()}
+    return {"seconds": seconds, "reward_accuracy": accuracy, **kept}

@@ -1,0 +1,357 @@
+"""Rules about what is earned: no signal, nothing learned, learned and lost, the wrong thing learned, answers cut off."""
+
+import numpy as np
+
+from surefoot.diagnostics.finding import Evidence, Finding, in_words
+from surefoot.diagnostics.history import Curve, Story
+from surefoot.recipes.kinds import ControlRecipe, LanguageRecipe, Recipe
+
+IN_A_ROW = 3
+"""iterations after which what should never be so is no accident"""
+CLEAR = 2.5
+"""standard deviations of a block's mean that make a difference"""
+
+
+def no_reward_signal(story: Story, recipe: Recipe | None) -> Finding | None:
+    """Every response earns the same, or every group's do: all advantages are zero."""
+    groups, spread = story.curve("groups_without_signal"), story.curve("score_std")
+    seen, earned = "", story.curve("reward")
+    for curve, dead in ((groups, groups.values >= 1 - 1e-9), (spread, spread.values <= 1e-8)):
+        stretch = lasting_stretch(story, curve, dead)
+        if stretch is not None:
+            seen = "every group of responses" if curve is groups else "every response"
+            break
+    else:
+        return few_groups_with_signal(story, groups)
+    same = "earn one and the same score" if curve is groups else "earns one and the same score"
+    level = earned.after(stretch.steps[0] - 1).until(stretch.steps[-1])
+    before = earned.until(stretch.steps[0] - 1)
+    if len(level) and len(before) and level.values.mean() >= before.values.max() and level.values.mean() > before.values.min():
+        return Finding(
+            "no_reward_signal",
+            "note",
+            f"{seen} {same}, in {len(stretch)} iterations in a row, and more was never earned: nothing is left to learn here",
+            "what there is to earn is earned; or the policy has settled on answers that it does not vary any more",
+            (stretch.evidence(), level.evidence(), before.evidence("mean before that")),
+            ("nothing, if that is the most there is to earn", "harder prompts, or fewer steps"),
+        )
+    return Finding(
+        "no_reward_signal",
+        "serious",
+        f"{seen} {same}, in {len(stretch)} iterations in a row: there is nothing to compare, so nothing is learned",
+        "the task is too hard or too easy for the model as it is, so that all answers are wrong, or all right; or the reward "
+        "function gives a constant: it may read the wrong column, or a format that the model never writes",
+        (stretch.evidence(), *((level.evidence(),) if len(level) else ())),
+        (
+            "look at what is said and earned: the files in samples/, or: surefoot check RECIPE",
+            "begin with easier prompts, or with SFT on some right answers, so that a share of them is right",
+            "pay in part for what is partly right, or take more samples to each prompt (sampling.samples)",
+        ),
+    )
+
+
+def few_groups_with_signal(story: Story, groups: Curve) -> Finding | None:
+    """Most groups are silent for long."""
+    width = story.long(0.1, 5)
+    if len(groups) < width:
+        return None
+    worst = groups.window(width, largest=True)
+    if worst.values.mean() < 0.8:
+        return None
+    return Finding(
+        "few_groups_with_signal",
+        "warning",
+        f"in {worst.values.mean():.0%} of the groups all responses earn the same: only the rest of the batch teaches anything",
+        "most prompts are too easy or too hard for the model as it is now",
+        (worst.evidence(),),
+        (
+            "set sampling.rounds, which replaces such prompts",
+            "take prompts of another difficulty, or more samples to each (sampling.samples)",
+        ),
+    )
+
+
+def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
+    """What is earned has not risen above its noise, or by less than a twentieth, since the start."""
+    earned = earnings(story, recipe)
+    if len(earned) < 2 * story.long(0.1, 5) or story.steps < 0.2 * story.planned:
+        return None
+    first, best, noise = rise(earned)
+    kl, entropy = story.curve("kl"), story.curve("entropy")
+    known = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
+    still = len(kl) > 0 and known and float(kl.values.mean()) < 1e-6
+    # The return is a mean over many episodes, and drifts: hence a share of it too. What has not moved has not learned.
+    if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
+        return None
+    constant = float(np.ptp(earned.values)) == 0
+    name = "return" if earned.metric == "episode_return" else "reward"
+    how = f"has hardly risen: {in_words(first)} at first, {in_words(best)} at best"
+    if constant:
+        how = f"has been {in_words(first)} all the time"
+        cause = "no reward that differs has been met: the agent has never seen what it should do more of"
+    elif still:
+        cause = "the policy hardly moves: each batch changes it by next to nothing"
+    else:
+        cause = "the policy moves, but not to where more is earned: the advantages are mostly noise, or it does not explore"
+    bounds = bounds_missed(story, recipe)
+    explore = (
+        "objective.entropy_coefficient = 0.01"
+        if recipe is None or not recipe.objective.entropy_coefficient
+        else ("a larger objective.entropy_coefficient")
+    )
+    tries = {
+        True: ("give a reward on the way, or begin episodes nearer to it", f"explore more: {explore}"),
+        False: (
+            "larger batches, and normalise observations and rewards, so that advantages are less noise"
+            if earned.metric == "episode_return"
+            else "larger batches (sampling.prompts, or sampling.samples of each), so that advantages are less noise",
+            f"explore more: {explore}",
+            "check the reward: surefoot check RECIPE",
+        ),
+    }[constant]
+    more = ("a higher optimizer.learning_rate, or more epochs (objective.reuse.epochs)",) if still and not constant else ()
+    seen = ((kl,) if known else ()) + (entropy,)
+    if bounds is not None:
+        cause, more, seen = bounds[0], (bounds[1],), (story.curve("actions_clipped"), *seen)
+    return Finding(
+        "return_flat",
+        "warning",
+        f"the {name} {how}, over {story.steps:,} steps; if that is the best there is, nothing is wrong",
+        cause,
+        (earned.evidence(), *(curve.evidence() for curve in seen if len(curve))),
+        (*more, *tries),
+    )
+
+
+def bounds_missed(story: Story, recipe: Recipe | None) -> tuple[str, str] | None:
+    """Where Box actions lie nearly all beyond their bounds, or all far within them: a cause, and what to try."""
+    clipped = story.curve("actions_clipped")
+    stretched = not isinstance(recipe, ControlRecipe) or recipe.normalise.actions
+    if not len(clipped):
+        return None
+    share = float(clipped.values.mean())
+    stretch = "set normalise.actions = true: −1 … 1 of the policy is then stretched over bounds that are finite"
+    if share > 0.9:
+        cause = f"{share:.0%} of what the policy draws lies beyond the bounds of its actions, and is clipped to the same few"
+        here = "a smaller network.log_std; or, where a bound is infinite, actions of about ±1, by a wrapper of the environment"
+        return cause, here if stretched else stretch
+    if share < 1e-4 and not stretched:
+        return "no action comes near its bounds: the policy begins at about ±1, and they may be far wider", stretch
+    return None
+
+
+def return_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
+    """Most of what had been gained is lost again."""
+    earned = earnings(story, recipe)
+    # Two values in each tenth: the first ones of a run are means over a handful of episodes, and alone make a peak.
+    if len(earned) < 2 * story.long(0.1, 10):
+        return None
+    blocks = earned.blocks()
+    means = [float(block.values.mean()) for block in blocks]
+    top = max(range(len(means)), key=means.__getitem__)
+    gained, kept = means[top] - means[0], means[-1] - means[0]
+    if gained <= 2 * CLEAR * earned.noise() or kept > 0.5 * gained:
+        return None
+    kl = story.curve("kl").after(blocks[top].steps[0])
+    spikes = (kl.evidence("largest", float(kl.values.max())),) if len(kl) else ()
+    return Finding(
+        "return_collapsed",
+        "serious",
+        f"what was gained is lost again: from {in_words(means[top])} around step {int(blocks[top].steps[-1]):,} down to "
+        f"{in_words(means[-1])}",
+        "an update took the policy to where it earns little, and what it collects there does not lead it back",
+        (blocks[top].evidence(), blocks[-1].evidence(), *spikes),
+        (
+            "use the best checkpoint: it is in best/",
+            "a lower optimizer.learning_rate, or optimizer.schedule = 'linear'",
+            "fewer objective.reuse.epochs, or objective.target_kl = 0.02",
+        ),
+    )
+
+
+def reward_hacked(story: Story, recipe: Recipe | None) -> Finding | None:
+    """The reward that is trained on rises while the truth, diversity or the knowledge of language falls."""
+    proxy = story.curve("reward")
+    if len(proxy) < 2 * story.long(0.05, 5):
+        return None
+    first, best, noise = rise(proxy)
+    if best - first <= CLEAR * noise:
+        return None
+    lost: list[tuple[str, tuple[Evidence, ...]]] = []
+    for name in ("held_out_gold", "gold"):
+        gold = story.curve(name)
+        top, now, blur = fall(gold)
+        if (
+            not lost
+            and len(gold) >= (IN_A_ROW if name == "held_out_gold" else 10)
+            and top - now > max(2 * CLEAR * blur, 0.25 * (best - first))
+        ):
+            best_block = max(gold.blocks(), key=lambda block: float(block.values.mean()))
+            lost.append(("the gold score falls", (best_block.evidence(), gold.blocks()[-1].evidence())))
+    repeated, distinct = story.curve("repeated"), story.curve("distinct_2")
+    if (change := ends(repeated)) and change[1] - change[0] >= 0.4:
+        lost.append(("responses repeat each other", (repeated.blocks()[0].evidence(), repeated.blocks()[-1].evidence())))
+    elif (change := ends(distinct)) and change[1] <= 0.5 * change[0]:
+        lost.append(("diversity falls", (distinct.blocks()[0].evidence(), distinct.blocks()[-1].evidence())))
+    likelihood = story.curve("held_out_log_likelihood")
+    if len(likelihood) > 1 and likelihood.values[0] - likelihood.values[-1] > 0.7:
+        at = likelihood.part(0, 1), likelihood.part(len(likelihood) - 1, len(likelihood))
+        lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
+    if not lost:
+        return None
+    far = story.curve("kl_reference_response")
+    return Finding(
+        "reward_hacked",
+        "serious",
+        f"the reward rises, from {in_words(first)} to {in_words(best)}, while {' and '.join(what for what, _ in lost)}",
+        "the policy has found answers that the reward overrates: a reward is right only near the texts that it was made from",
+        (
+            proxy.blocks()[0].evidence(),
+            proxy.blocks()[-1].evidence(),
+            *(each for _, evidence in lost for each in evidence),
+            *((far.blocks()[-1].evidence(),) if len(far) else ()),
+        ),
+        (
+            f"{dearer(recipe)}, so that straying costs more",
+            "stop earlier (evaluation.patience), or take an earlier checkpoint",
+            "train the reward model again on pairs of what the policy writes now",
+        ),
+    )
+
+
+def responses_cut(story: Story, recipe: Recipe | None) -> Finding | None:
+    """Responses end at the length limit and not by themselves."""
+    ended = story.curve("eos_rate")
+    stretch = lasting_stretch(story, ended, ended.values <= 0.02)
+    limit = (
+        f"sampling.max_tokens (it is {recipe.sampling.max_tokens})"
+        if isinstance(recipe, LanguageRecipe)
+        else ("sampling.max_tokens")
+    )
+    advice = (
+        f"raise {limit}, if good answers are longer",
+        "see that the model has learned to end: SFT rows end in EOS; the chat template may want another end (sampling.stop)",
+        "see what reward.missing_eos makes of them: surefoot check RECIPE",
+    )
+    if stretch is not None:
+        treated = ""
+        if isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos == "penalty":
+            treated = f"; all of them earn the penalty, {recipe.reward.missing_eos_value:g}, whatever they say"
+        return Finding(
+            "responses_cut",
+            "serious",
+            f"all responses are cut at the length limit, in {len(stretch)} iterations in a row{treated}",
+            "the limit is shorter than the answers, or the model does not know how to end",
+            (stretch.evidence(),),
+            advice,
+        )
+    width = story.long(0.1, 5)
+    if len(ended) < width or (worst := ended.window(width, largest=False)).values.mean() >= 0.5:
+        return None
+    return Finding(
+        "responses_cut",
+        "warning",
+        f"{1 - worst.values.mean():.0%} of the responses are cut at the length limit",
+        "the limit is short for these answers, or the policy has learned to ramble",
+        (worst.evidence(),),
+        advice,
+    )
+
+
+def normaliser_saturated(story: Story, recipe: Recipe | None) -> Finding | None:
+    """Much of what the network sees, or learns from, is at the clip of the normaliser."""
+    width = story.long(0.05, 5)
+    for name, what in (("observations_clipped", "observations"), ("rewards_clipped", "rewards")):
+        curve = story.curve(name)
+        curve = curve.part(1, len(curve))  # in the first iteration the normaliser has seen nothing yet
+        if len(curve) < width or (worst := curve.window(width, largest=True)).values.mean() <= 0.05:
+            continue
+        clip = f" = {recipe.normalise.clip:g}" if isinstance(recipe, ControlRecipe) else ""
+        return Finding(
+            "normaliser_saturated",
+            "warning",
+            f"{worst.values.mean():.0%} of the normalised {what} are cut off at ±normalise.clip{clip}: differences beyond it "
+            "are not seen",
+            "these numbers have a few very large values, or have moved far from what the running mean and variance remember",
+            (worst.evidence(),),
+            (
+                "raise normalise.clip",
+                f"scale {what} in the environment, by a logarithm where they span several sizes",
+                f"switch normalise.{what} off, where they are of order 1 by themselves",
+            ),
+        )
+    return None
+
+
+REWARD_RULES = (
+    no_reward_signal,
+    return_flat,
+    return_collapsed,
+    reward_hacked,
+    responses_cut,
+    normaliser_saturated,
+)
+
+
+# ---- what they share --------------------------------------------------------------------------------------------------
+
+
+def earnings(story: Story, recipe: Recipe | None) -> Curve:
+    """What the run is for: the return of episodes, or the reward of responses; empty for rows that are given."""
+    episodes = story.curve("episode_return")
+    return episodes if len(episodes) else story.curve("reward")
+
+
+def measures_kl(recipe: Recipe) -> bool:
+    """Whether an update knows how far it moved the policy: the KL of a batch's first step is measured before that step."""
+    reuse = recipe.objective.reuse
+    steps = 0 if reuse is None else reuse.epochs * reuse.minibatches
+    return steps > 1 or recipe.objective.constraint is not None
+
+
+def dearer(recipe: Recipe | None) -> str:
+    """What to do so that straying from the reference costs more. Where β is adapted, that of the recipe is only the first."""
+    if not isinstance(recipe, LanguageRecipe):
+        return "raise reference.beta, or set reference.target"
+    settings = recipe.reference
+    if settings.target is not None:
+        return (
+            f"lower reference.target (it is {settings.target:g} nats per response), or reference.horizon ({settings.horizon:,})"
+        )
+    return f"raise reference.beta (it is {settings.beta:g}), or set reference.target to what a response may spend"
+
+
+def rise(curve: Curve) -> tuple[float, float, float]:
+    """Where a curve began, the best three neighbouring blocks after that, and its noise."""
+    means = [float(block.values.mean()) for block in curve.blocks()]
+    later = means[1:] or means
+    near = [sum(later[i : i + 3]) / len(later[i : i + 3]) for i in range(max(1, len(later) - 2))]
+    return means[0], max(near), curve.noise()
+
+
+def fall(curve: Curve) -> tuple[float, float, float]:
+    """The highest block, the last one, and the noise."""
+    means = [float(block.values.mean()) for block in curve.blocks()] or [0.0]
+    return max(means), means[-1], curve.noise()
+
+
+def ends(curve: Curve) -> tuple[float, float] | None:
+    """The means of the first and of the last block; None for less than five values."""
+    if len(curve) < 5:
+        return None
+    blocks = curve.blocks()
+    return float(blocks[0].values.mean()), float(blocks[-1].values.mean())
+
+
+def lasting_stretch(story: Story, curve: Curve, holds: object) -> Curve | None:
+    """The last longest run of neighbouring values of which something holds, of those that are no accident: ``IN_A_ROW`` long
+    where it goes on until now, a tenth of the run where it is over. None where there is no such.
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(holds, bool), [False]]).astype(int)))
+    starts, stops = edges[::2], edges[1::2]
+    enough = stops - starts >= np.where(stops == len(curve), IN_A_ROW, story.long(0.1, IN_A_ROW))
+    if not enough.any():
+        return None
+    starts, stops = starts[enough], stops[enough]
+    longest = int(len(stops) - 1 - np.argmax((stops - starts)[::-1]))
+    return curve.part(int(starts[longest]), int(stops[longest]))

@@ -1,0 +1,302 @@
+"""Rules about how θ moves: too far, not at all, from a wrong start, towards one action; and a critic that misleads."""
+
+from surefoot.core.update_metrics import START_TOLERANCE
+from surefoot.diagnostics.finding import Finding, in_words
+from surefoot.diagnostics.history import Curve, Story
+from surefoot.diagnostics.reward_findings import CLEAR, dearer, earnings, ends, rise
+from surefoot.recipes.kinds import ControlRecipe, LanguageRecipe, Recipe
+
+NORMAL = 1.4189
+"""nats of entropy of a normal density of standard deviation 1"""
+
+
+def critic_misleads(story: Story, recipe: Recipe | None) -> Finding | None:
+    """Explained variance negative for long, where returns differ enough for that to mean something."""
+    explained, loss = story.curve("explained_variance"), story.curve("value_loss")
+    width = story.long(0.1, 10)
+    late = explained.after(0.1 * story.planned)
+    if len(late) < width or len(loss) < width:
+        return None
+    worst = late.window(width, largest=False)
+    mean = float(worst.values.mean())
+    if mean >= -0.1 or (worst.values < 0).mean() < 0.8:
+        return None
+    # Var(R̂ − V) is about the value loss, so this is about Var(R̂): where it is next to nothing, so is what can be explained.
+    there = loss.after(worst.steps[0] - 1).until(worst.steps[-1])
+    if not len(there) or there.values.mean() / (1 - mean) < 0.01 * loss.values.max():
+        return None
+    return Finding(
+        "critic_misleads",
+        "warning",
+        f"the critic is worse than a constant for long: explained variance {in_words(mean)}, so that its baseline adds "
+        "noise to the advantages instead of taking it away",
+        "the critic does not keep up with the policy, or returns are on a scale that its learning rate can't reach",
+        (worst.evidence(), there.evidence()),
+        (
+            "normalise rewards (normalise.rewards) or scale them to order 1"
+            if not isinstance(recipe, LanguageRecipe)
+            else ("scale the reward to order 1 (the weight of reward.terms)"),
+            "a higher optimizer.critic_learning_rate, or objective.value_coefficient, or more epochs",
+            "larger batches; objective.gae_lambda nearer to 1 relies on the critic less",
+        ),
+    )
+
+
+def entropy_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
+    """The policy has settled on one answer or action without earning more by it."""
+    entropy = story.curve("entropy")
+    change = ends(entropy)
+    if change is None or len(entropy) < story.long(0.1, 5):
+        return None
+    first, last = change
+    collapsed = settled_density(first, last, recipe) if min(first, last) < 0 else last < 0.1 * first
+    if not collapsed:
+        return None
+    alike, earned = ends(story.curve("repeated")), earnings(story, recipe)
+    if not len(earned):  # learning from rows that are given: to grow sure of them is the aim
+        return None
+    began, best, noise = rise(earned)
+    same_answers = alike is not None and alike[1] >= 0.5 and alike[1] > alike[0] + 0.25
+    if not same_answers and best - began > CLEAR * noise:  # it knows what to do, and is rightly sure of it
+        return None
+    blocks = entropy.blocks()
+    bonus = 0.0 if recipe is None else recipe.objective.entropy_coefficient
+    also = (story.curve("repeated").blocks()[-1].evidence(),) if same_answers else ()
+    answers = "answers" if same_answers else "actions"
+    return Finding(
+        "entropy_collapsed",
+        "serious",
+        f"the policy has settled on few {answers}: entropy fell from {in_words(first)} to {in_words(last)} nats"
+        + ("" if same_answers else " and no more is earned than before"),
+        "updates reinforced what happened to be sampled first; now little else is sampled, so nothing better can be found",
+        (blocks[0].evidence(), blocks[-1].evidence(), *also, earned.evidence()),
+        (
+            f"objective.entropy_coefficient = {0.01 if bonus < 0.01 else 2 * bonus:g} (it is {bonus:g})",
+            "a lower optimizer.learning_rate, or fewer objective.reuse.epochs",
+            *(("raise reference.beta",) if isinstance(recipe, LanguageRecipe) else ()),
+        ),
+    )
+
+
+def settled_density(first: float, last: float, recipe: Recipe | None) -> bool:
+    """Whether the standard deviations of Box actions have shrunk to a twentieth: 3 nats for each number of the action."""
+    if not isinstance(recipe, ControlRecipe) or first <= 0:
+        return False
+    each = NORMAL + recipe.network.log_std
+    return each > 0 and first - last > 3 * max(1, round(first / each))
+
+
+def kl_runaway(story: Story, recipe: Recipe | None) -> Finding | None:
+    """The policy leaves π_old by far on every batch."""
+    kl, width = story.curve("kl"), story.long(0.05, 5)
+    if len(kl) < width:
+        return None
+    worst = kl.window(width, largest=True)
+    mean = float(worst.values.mean())
+    if mean <= 0.1:
+        return None
+    rate = "" if recipe is None else f" (it is {recipe.optimizer.learning_rate:g})"
+    outside = story.curve("ratio_outside").after(worst.steps[0] - 1).until(worst.steps[-1])
+    return Finding(
+        "kl_runaway",
+        "serious" if mean > 0.5 else "warning",
+        f"each batch moves the policy far from the one that sampled it: KL(π_old‖π_θ) {in_words(mean)}, "
+        "where 0.01 to 0.05 is usual",
+        "the steps are too large or too many for one batch; the clip removes the push of samples that have gone far, but "
+        "nothing pulls them back",
+        (worst.evidence(), *((outside.evidence(),) if len(outside) else ())),
+        (
+            f"a lower optimizer.learning_rate{rate}",
+            "objective.target_kl = 0.02, which ends the passes over a batch in time",
+            "fewer objective.reuse.epochs",
+        ),
+    )
+
+
+def left_reference(story: Story, recipe: Recipe | None) -> Finding | None:
+    """The policy has gone far from its reference."""
+    per_token, per_response = story.curve("kl_reference"), story.curve("kl_reference_response")
+    width = story.long(0.05, 3)
+    if len(per_token) < width or len(per_response) < width:
+        return None
+    token, response = per_token.window(width, largest=True), per_response.window(width, largest=True)
+    if token.values.mean() <= 0.5 and response.values.mean() <= 50:
+        return None
+    return Finding(
+        "left_reference",
+        "warning",
+        f"the policy has left the reference far behind: {in_words(float(token.values.mean()))} nats per token, "
+        f"{in_words(float(response.values.mean()))} per response",
+        "the reward pays more for straying than the anchor charges; out there the reward is guesswork and the language may go",
+        (token.evidence(), response.evidence()),
+        (dearer(recipe), "a lower optimizer.learning_rate"),
+    )
+
+
+def negative_kl(story: Story, recipe: Recipe | None) -> Finding | None:
+    """The estimate of a KL is below zero, which a KL can't be."""
+    kl = story.curve("kl_reference")
+    below = kl.values < -1e-3
+    if not below.any():
+        return None
+    least = int(kl.values.argmin())
+    here = kl.part(least, least + 1)
+    width = story.long(0.1, 10)
+    if len(kl) >= width and (worst := kl.window(width, largest=False)).values.mean() < -0.005:
+        return Finding(
+            "negative_kl",
+            "warning",
+            f"the KL to the reference is estimated below zero for long ({in_words(float(worst.values.mean()))} nats per "
+            "token), which no KL can be: its samples are not drawn from the policy as it is scored",
+            "mean log π − log π_ref is the KL only for samples of π itself. A sampler that cuts the tail, works at another "
+            "temperature or is stale, or responses that are left out of the mean, make it something else",
+            (worst.evidence(), here.evidence("least")),
+            (
+                "look at sampler_gap: how far the sampler's probabilities are from the trainer's",
+                "set sampling.old_log_probs = 'trainer' and precision = 'float32', and see whether it goes away",
+            ),
+        )
+    return Finding(
+        "negative_kl",
+        "note",
+        f"the KL to the reference was estimated below zero in {int(below.sum())} of {len(kl)} iterations; this is chance, "
+        "and no fault",
+        "a KL is never negative, but its estimate from samples, mean log π − log π_ref, has noise: while the policy is still "
+        "close to the reference, a batch can come out on either side of zero",
+        (here.evidence("least"), kl.evidence()),
+        ("nothing; more responses per iteration make the estimate steadier",),
+    )
+
+
+def clip_idle(story: Story, recipe: Recipe | None) -> Finding | None:
+    """The clip has almost never been active."""
+    if recipe is not None and (recipe.objective.clip is None or recipe.objective.reuse is None):
+        return None
+    active, outside = story.curve("clip_active"), story.curve("ratio_outside")
+    if len(active) < story.long(0.2, 20):
+        return None
+    middle = active.part(len(active) // 10, len(active) - len(active) // 5)
+    if middle.values.mean() > 1e-4 or not len(outside) or outside.values.mean() > 1e-3:
+        return None
+    kl = story.curve("kl")
+    return Finding(
+        "clip_idle",
+        "note",
+        f"the clip is almost never active ({in_words(float(middle.values.mean()))} of samples): the updates are so small that "
+        "nothing needs holding back",
+        "a small learning rate, or one pass over each batch; the method then is an actor-critic without a trust region",
+        (middle.evidence(), *((kl.evidence(),) if len(kl) else ())),
+        (
+            "if learning is slow: a higher optimizer.learning_rate, or more objective.reuse.epochs",
+            "if it is fast enough: nothing",
+        ),
+    )
+
+
+def clip_saturated(story: Story, recipe: Recipe | None) -> Finding | None:
+    """The clip silences most of the batch."""
+    active, width = before_band_closes(story.curve("clip_active"), story, recipe), story.long(0.1, 5)
+    if len(active) < width:
+        return None
+    worst = active.window(width, largest=True)
+    if worst.values.mean() <= 0.3:  # more than half of a batch can hardly be: what moved the wrong way is never clipped
+        return None
+    epochs = "" if recipe is None or recipe.objective.reuse is None else f" (it is {recipe.objective.reuse.epochs})"
+    kl = story.curve("kl").after(worst.steps[0] - 1).until(worst.steps[-1])
+    return Finding(
+        "clip_saturated",
+        "warning",
+        f"the clip switches off the gradient of {worst.values.mean():.0%} of the samples: the later passes over a batch do "
+        "little",
+        "the policy reaches the edge of the band long before the passes over the batch are over",
+        (worst.evidence(), *((kl.evidence(),) if len(kl) else ())),
+        (
+            f"fewer objective.reuse.epochs{epochs}",
+            "a lower optimizer.learning_rate",
+            "objective.target_kl = 0.02, which ends the passes when they are of no more use",
+        ),
+    )
+
+
+def before_band_closes(curve: Curve, story: Story, recipe: Recipe | None) -> Curve:
+    """Without the last fifth, where a linear schedule has the band shrink to nothing."""
+    clip = None if recipe is None else recipe.objective.clip
+    return curve if clip is None or clip.schedule != "linear" else curve.until(0.8 * story.planned)
+
+
+def wrong_start(story: Story, recipe: Recipe | None) -> Finding | None:
+    """Before anything moved, the ratio was not 1."""
+    ratio = story.curve("ratio_at_start")
+    off = abs(ratio.values - 1)
+    if not len(ratio) or off.max() <= START_TOLERANCE:
+        return None
+    furthest = int(off.argmax())
+    here = ratio.part(furthest, furthest + 1)
+    rounded = getattr(recipe, "precision", "float32") == "bfloat16" and off.max() < 0.1
+    return Finding(
+        "wrong_start",
+        "note" if rounded else "serious",
+        f"before any step was taken a ratio was already {in_words(float(ratio.values[furthest]))}: training scores actions "
+        "otherwise than the rollout did",
+        "bfloat16 rounds the two passes differently; ratios, clip fractions and KL have that much noise"
+        if rounded
+        else "something in the policy depends on more than the sample: dropout, a normaliser that has moved, batch statistics, "
+        "another temperature, or log-probabilities of another program",
+        (here.evidence("furthest from 1"),),
+        ("precision = 'float32' has none of it",)
+        if rounded
+        else (
+            "switch dropout and batch normalisation off in a network of your own",
+            "sampling.old_log_probs = 'trainer', where a sampler computes in another way",
+        ),
+    )
+
+
+def passes_end_at_once(story: Story, recipe: Recipe | None) -> Finding | None:
+    """target_kl ends the first pass on almost every batch."""
+    stopped, epochs = story.curve("stopped_early"), story.curve("epochs")
+    width = story.long(0.1, 10)
+    if len(stopped) < width or len(epochs) != len(stopped):
+        return None
+    worst = epochs.window(width, largest=False)
+    meanwhile = stopped.after(worst.steps[0] - 1).until(worst.steps[-1])
+    if worst.values.mean() > 0.1 or not len(meanwhile) or meanwhile.values.mean() < 0.9:
+        return None
+    target = "" if recipe is None else f" = {recipe.objective.target_kl:g}" if recipe.objective.target_kl else ""
+    return Finding(
+        "passes_end_at_once",
+        "warning",
+        f"objective.target_kl{target} ends the first pass over almost every batch: most of what is collected is never used",
+        "one pass already moves the policy further than that",
+        (worst.evidence(),),
+        ("a lower optimizer.learning_rate", "a higher objective.target_kl, or larger minibatches"),
+    )
+
+
+def no_step_taken(story: Story, recipe: Recipe | None) -> Finding | None:
+    """TRPO's line search gives most steps up."""
+    taken, width = story.curve("step_taken"), story.long(0.1, 10)
+    if len(taken) < width or (worst := taken.window(width, largest=False)).values.mean() >= 0.5:
+        return None
+    return Finding(
+        "no_step_taken",
+        "warning",
+        f"only {worst.values.mean():.0%} of the natural steps are taken: of the others no length improves within δ",
+        "the gradient is mostly noise, or the quadratic picture of the KL does not hold for so long a step",
+        (worst.evidence(),),
+        ("larger batches", "more trust_region.damping, or more tries", "normalise observations"),
+    )
+
+
+UPDATE_RULES = (
+    critic_misleads,
+    entropy_collapsed,
+    kl_runaway,
+    left_reference,
+    negative_kl,
+    clip_idle,
+    clip_saturated,
+    wrong_start,
+    passes_end_at_once,
+    no_step_taken,
+)

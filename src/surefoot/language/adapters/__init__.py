@@ -1,0 +1,1 @@
+"""LoRA adapters on a shared base."""

@@ -1,0 +1,295 @@
+"""Text to token ids and back: what is padded with, what ends a response, what of a conversation is trained.
+
+Prompts are padded left and responses right; a mask says what is real (True), so which id pads never matters to a model.
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from surefoot.core.rollout import Rollout
+from surefoot.errors import SurefootError, cause_of
+from surefoot.language.data.dialogue import WEIGHT, Dialogue, options_of
+from surefoot.language.data.dialogue import Messages as Messages
+from surefoot.language.rewards.deadline import Overdue, within
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RENDERING = 10.0
+"""seconds that a chat template may take for one conversation"""
+
+
+class Tokens:
+    """A tokenizer with the decisions that training needs.
+
+    tokenizer   any of ``transformers``; it is not changed
+    model       the model it belongs to: what its generation config calls an end is one here too
+
+    Raises SurefootError when nothing ends a response.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None" = None) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids: tuple[int, ...] = _eos_ids(tokenizer, model)
+        self.pad_id: int = _pad_id(tokenizer, self.eos_ids)
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a demonstration."""
+        return self.eos_ids[0]
+
+    def encode_prompt(self, prompt: str | Messages) -> list[int]:
+        """The ids that a response follows: text with the tokenizer's own beginning, or messages by the chat template.
+
+        Text that a template has already written begins with BOS, and gets no second one.
+        """
+        if not isinstance(prompt, str):
+            return self.render(prompt, add_generation_prompt=True)
+        ids = list(self.tokenizer(prompt)["input_ids"])
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos] and prompt.startswith(self.tokenizer.bos_token):
+            ids = ids[1:]
+        while ids and ids[-1] in self.eos_ids:  # some tokenizers end whatever they encode
+            ids.pop()
+        return ids or [self._beginning()]
+
+    def encode_completion(self, completion: str) -> list[int]:
+        """The ids of a response, with EOS where the text does not end with one."""
+        ids = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        return ids if ids and ids[-1] in self.eos_ids else [*ids, self.eos_id]
+
+    def encode_reply(self, reply: str | Messages, ended: bool) -> list[int]:
+        """The ids that stand between a turn of the model's own and its next one: what others say, and what opens the turn.
+
+        Only the reply is encoded. The ids that were sampled stay what they are: their text, encoded again, may give others.
+
+        reply   text, which follows as it stands; or messages, as the chat template writes them behind an assistant's message
+        ended   whether the model's turn has an EOS of its own, which the template would write too
+
+        Raises SurefootError when there is no template, it refuses the messages, or leaves out what the assistant wrote.
+        """
+        if isinstance(reply, str):
+            return [int(i) for i in self.tokenizer(reply, add_special_tokens=False)["input_ids"]]
+        mark = _mark(self._template(), repr(reply))
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        written = str(self._apply([*before, *reply], tokenize=False, add_generation_prompt=True))
+        _, *behind = written.split(mark)
+        if not behind:
+            raise SurefootError("the chat template leaves out what the assistant wrote, so nothing can follow it")
+        if len(behind) > 1:
+            raise SurefootError("the chat template writes the assistant's message more than once, so no reply just follows it")
+        ids = [int(i) for i in self.tokenizer(behind[0], add_special_tokens=False)["input_ids"]]
+        end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
+        if ended and end is not None and not self.decode(ids[:end]).strip():
+            return ids[end + 1 :]
+        return ids
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """The text, without special tokens."""
+        text = self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def demonstration(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        """The ids of a row, and which of them are trained: those that the assistant wrote, its EOS included.
+
+        row   ``{"messages"}``, ``{"prompt", "completion"}`` of text or messages, or ``{"text"}``; other keys are not read
+
+        What an assistant's turn is comes from the template's ``{% generation %}`` mark, else from rendering the conversation
+        up to the turn and up to its end. Nothing after the last trained id is kept. The first id is never trained: nothing
+        precedes it.
+
+        Raises SurefootError when the template refuses the messages, writes a conversation otherwise when it goes on, or marks
+        nothing of what the assistant wrote.
+        """
+        if "messages" in row:
+            return self.conversation(row["messages"])
+        if "text" in row:
+            ids = [*self.encode_prompt(row["text"]), self.eos_id]
+            return ids, [False] + [True] * (len(ids) - 1)
+        prompt, completion = row["prompt"], row["completion"]
+        if not isinstance(completion, str):
+            return self.conversation(Dialogue([*prompt, *completion], options_of(prompt)), after=len(prompt))
+        before, after = self.encode_prompt(prompt), self.encode_completion(completion)
+        return before + after, [False] * len(before) + [True] * len(after)
+
+    def conversation(self, messages: Messages, after: int = 0) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and which are trained: the assistant's among ``messages[after:]`` but for weight 0.
+
+        See demonstration.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= after]
+        if not answers:
+            raise SurefootError("no message is the assistant's, so nothing would be trained")
+        turns = [i for i in answers if messages[i].get(WEIGHT, 1)]
+        if not turns:
+            raise SurefootError("every message of the assistant has weight 0, so nothing would be trained; remove the row")
+        if re.search(r"{%-?\s*generation\b", self._template(options_of(messages))):
+            found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            ids = [int(i) for i in found["input_ids"]]
+            start = self._prefix(messages, answers[0], ids, add_generation_prompt=True) if after else 0
+            trained = [bool(marked) and i >= start for i, marked in enumerate(found["assistant_masks"])]
+            for turn in answers:
+                if turn not in turns:
+                    self._set(trained, messages, turn, ids, False)
+        else:
+            ids = self.render(messages)
+            trained = [False] * len(ids)
+            for turn in turns:
+                self._set(trained, messages, turn, ids, True)
+        if not any(trained):
+            raise SurefootError(
+                "the chat template marks nothing of what the assistant wrote as generated, so nothing would be trained; "
+                "mend its {% generation %} block"
+            )
+        return self._ended(ids, trained, answered=turns[-1] == len(messages) - 1)
+
+    def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
+        """A conversation as the chat template writes it.
+
+        Raises SurefootError when the tokenizer has no template, or the template refuses the messages.
+        """
+        found = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+        return [int(i) for i in found]
+
+    def reads(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Whether the chat template, for messages with these options, has this name in it."""
+        return re.search(rf"\b{re.escape(name)}\b", self._template(options)) is not None
+
+    def _set(self, trained: list[bool], messages: Messages, turn: int, ids: list[int], value: bool) -> None:
+        """Whether the ids of one message of the assistant are trained."""
+        start = self._prefix(messages, turn, ids, add_generation_prompt=True)
+        stop = len(ids) if turn == len(messages) - 1 else self._prefix(messages, turn + 1, ids)
+        trained[start:stop] = [value] * (stop - start)
+
+    def _prefix(self, messages: Messages, count: int, ids: list[int], **options: Any) -> int:
+        """How many ids the first messages take; they must be those that the whole conversation begins with."""
+        first = self.render(Dialogue(messages[:count], options_of(messages)), **options)
+        if ids[: len(first)] != first:
+            raise SurefootError(
+                f"the chat template writes the first {count} messages otherwise when more follow, so it can't be told what "
+                "the assistant wrote; use a template that marks it with {% generation %}, or rows of one answer each"
+            )
+        return len(first)
+
+    def _ended(self, ids: list[int], trained: list[bool], answered: bool) -> tuple[list[int], list[bool]]:
+        """Every run of trained ids up to its EOS, be that marked or just behind; and an answer that is the last ends with one.
+
+        What a template writes after EOS, a line break often, is never sampled: it is neither trained nor kept at the end.
+        """
+        settled, writing = [], False
+        for i, (token, marked) in enumerate(zip(ids, trained, strict=True)):
+            end = token in self.eos_ids
+            begins = marked and i > 0 and not trained[i - 1]
+            writing = begins or (writing and (marked or end))
+            settled.append(writing)
+            writing = writing and not end
+        length = len(ids) - settled[::-1].index(True)
+        ids, settled = ids[:length], settled[:length]
+        if answered and ids[-1] not in self.eos_ids:
+            return [*ids, self.eos_id], [*settled, True]
+        return ids, settled
+
+    def _template(self, options: Mapping[str, Any] | None = None) -> str:
+        if not self.tokenizer.chat_template:
+            raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
+        return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        """What the chat template writes, within a time: it is a program that came with the model."""
+        beside = options_of(messages)
+        self._template(beside)
+        plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
+        begun = time.monotonic()
+        try:
+            return within(RENDERING, lambda: self.tokenizer.apply_chat_template(plain, **beside, **options))
+        except Exception as error:
+            raise SurefootError(f"the chat template refuses these messages ({cause_of(error)})") from None
+        except Overdue:
+            if time.monotonic() - begun < RENDERING:  # somebody else's deadline, around this one
+                raise
+            raise SurefootError(
+                f"the chat template takes longer than {RENDERING:g} s for these messages, perhaps without end; correct it, or "
+                "use another model"
+            ) from None
+
+    def _beginning(self) -> int:
+        """What stands for an empty prompt: a response needs something to follow."""
+        bos = self.tokenizer.bos_token_id
+        return self.eos_id if bos is None else int(bos)
+
+
+def _mark(*texts: str) -> str:
+    """A number that stands for an assistant's message where only what a template writes behind it is wanted.
+
+    Digits alone: no template changes their case, escapes or strips them. A hash of the texts: none of them can hold it.
+    """
+    return str(int.from_bytes(hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).digest()[:12]) + 10**28)
+
+
+def _eos_ids(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None") -> tuple[int, ...]:
+    """The tokenizer's EOS first, then those of the generation config that are special tokens of the tokenizer.
+
+    A config that was never told has the ids of its class there, which mean a letter to another tokenizer.
+    """
+    own = tokenizer.eos_token_id
+    config = getattr(model, "generation_config", None)
+    listed = getattr(config, "eos_token_id", None)
+    listed = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ids = dict.fromkeys([*([] if own is None else [int(own)]), *(int(i) for i in listed if i in special)])
+    if not ids:
+        raise SurefootError("the tokenizer has no EOS token, so no response could end; set eos_token in tokenizer_config.json")
+    return tuple(ids)
+
+
+def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int:
+    """The pad token; else a special one that is no EOS; else any token that is no EOS. Nothing is added, no model resized."""
+    names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    known: list[int] = [int(i) for i in (*names, *tokenizer.all_special_ids) if i is not None]
+    candidates: list[int] = [*known, *range(len(tokenizer))]
+    return next(i for i in candidates if i not in eos_ids)
+
+
+def text_of(prompt: str | Messages) -> str:
+    """A prompt as a person or a reward reads it: text as it is, of a conversation the last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def shown(tokens: Tokens, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+    """A row of a rollout as a person reads it: ``prompt``, and ``tokens``, a string for each step; special ones by name."""
+    prompt = rollout.inputs["prompt"][row][rollout.inputs["prompt_mask"][row]]
+    decode = tokens.tokenizer.decode
+    return {"prompt": decode(prompt.tolist()), "tokens": [decode([i]) for i in rollout.actions[row, steps].tolist()]}
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Prompts as one batch.   ids [B, P] and mask [B, P], True where real; the last column is real in every row"""
+    return _padded(rows, pad, left=True)
+
+
+def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Responses as one batch.   ids [B, T] and mask [B, T], True where real"""
+    return _padded(rows, pad, left=False)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Position ids by the mask alone: the first real token has 0, wherever padding stands.   [B, L] -> [B, L]"""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows), default=0)
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(len(row))
+        ids[index, place] = torch.tensor(row, dtype=torch.int64)
+        mask[index, place] = True
+    return ids, mask

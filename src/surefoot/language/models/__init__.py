@@ -1,0 +1,1 @@
+"""Language models: loading, saving, and the model as a policy with a value."""

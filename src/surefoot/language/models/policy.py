@@ -1,0 +1,293 @@
+"""A causal language model as a policy: log-probabilities and entropy of the tokens it decided, and values of its prefixes."""
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.core.distributed import world_size
+from surefoot.core.minibatches import by_tokens, chosen
+from surefoot.core.rollout import Evaluation, Policy, leaves, map_tensors
+from surefoot.errors import SurefootError
+from surefoot.functional import chunked_likelihood
+from surefoot.language.adapters.experts import Routers
+from surefoot.language.adapters.layers import CONTEXTS, SharedBase
+from surefoot.language.data.packing import Packed, lengths, packed
+from surefoot.language.models.readout import Readout
+from surefoot.language.optional import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Inputs = Mapping[str, Tensor]
+
+CHUNK = 2**24
+"""how many logits are held at once where no chunk is given: 64 MiB in float32, and a few times that while they are worked on.
+Blocks of 32 MiB and less glibc keeps when they are freed, and scatters, so that smaller chunks can take more memory"""
+
+
+class ValueHead(nn.Linear):
+    """Hidden states to values, in the dtype of its weights whatever that of the trunk.   [..., width] -> [...]"""
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        super().__init__(width, 1, device=like.device, dtype=like.dtype)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """V, unbounded; 0 before anything is learned."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """A value model of its own: a trunk that reads tokens and a linear head.
+
+    trunk  a ``transformers`` model without a head, whose output has ``last_hidden_state``
+    """
+
+    def __init__(self, trunk: nn.Module, head: ValueHead) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    @classmethod
+    def of_policy(cls, model: "PreTrainedModel") -> "Critic":
+        """A copy of a policy's trunk, and a head that says 0.
+
+        Raises SurefootError when the model has no trunk apart from its head.
+        """
+        trunk: nn.Module = model.base_model
+        if trunk is model:
+            raise SurefootError(
+                f"critic: {type(model).__name__} has no trunk apart from its head to copy; use the head on the policy's own"
+            )
+        trunk = copy.deepcopy(trunk).requires_grad_(True).eval()
+        return cls(trunk, ValueHead(Readout(model).width, next(trunk.parameters())))
+
+    @classmethod
+    def of_reward_model(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
+        """Copies of a reward model's parts: V of a prefix starts as (score of the prefix − mean) / std."""
+        return cls.of_reward_role(copy.deepcopy(trunk).requires_grad_(True).eval(), head, mean, std)
+
+    @classmethod
+    def of_reward_role(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
+        """The same with a trunk that is no copy, and a head of its own."""
+        own = ValueHead(head.in_features, head.weight)
+        with torch.no_grad():
+            own.weight.copy_(head.weight / std)
+            own.bias.copy_(((0.0 if head.bias is None else head.bias) - mean) / std)
+        return cls(trunk, own)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """V after every token.   [B, L] -> [B, L]"""
+        values: Tensor = self.head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)
+        return values
+
+
+class LanguagePolicy(Policy):
+    """A language model, and a critic if any.
+
+    model          an AutoModelForCausalLM, trained in place
+    critic         None; "head", a linear one on the model's own hidden states, which starts at 0; or a ``Critic``, or any other
+                   module from token ids [B, L] to values [B, L]
+    pad_id         what stands where nothing is; no result depends on it
+    temperature    divides the logits, as in sampling
+    chunk          decisions whose logits are held at once; None for as many as make 2²⁴ logits
+    checkpointing  compute every layer again in the backward pass instead of keeping what is inside
+    bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
+    balanced       tell the load-balancing loss of a mixture's routers, where there is a graph
+
+    Dropout is off always, in training as well. ``inputs`` are {"prompt" [B, P], "prompt_mask" [B, P]}.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        critic: Literal["head"] | nn.Module | None,
+        pad_id: int,
+        temperature: float = 1.0,
+        chunk: int | None = None,
+        checkpointing: bool = False,
+        bf16: bool = False,
+        balanced: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.readout = Readout(model)
+        self.routers = Routers(model) if balanced else None
+        self.critic = critic if isinstance(critic, nn.Module) else None
+        self.value_head = None
+        if critic == "head":
+            self.value_head = ValueHead(self.readout.width, next(model.parameters()))
+        self.pad_id, self.temperature, self.bf16, self.exact = pad_id, temperature, bf16, not bf16
+        self.chunk = chunk or max(1, CHUNK // self.readout.vocabulary)
+        self.checkpointing = checkpointing
+        if checkpointing:
+            for part in (self.model, self.critic):
+                checkpoint_layers(part)
+        self.eval()
+
+    def forward(self, inputs: Inputs, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        """Log-probabilities, entropy and values, zeros outside the mask.   [B, P] each, [B, T], [B, T] -> all [B, T]
+
+        ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError where a prompt has no token.
+        """
+        mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
+        batch = packed(inputs, actions, mask, self.pad_id)
+        with computing(self, self.checkpointing, self.bf16):
+            with self._listening() as heard:
+                hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
+            likelihood = chunked_likelihood(
+                states, actions[batch.rows, batch.steps], self.readout.head, self.temperature, self.chunk
+            )
+            values = self._values(batch, hidden, batch.rows, batch.before)
+        log_probs, entropy = (_spread(x, batch, mask) for x in likelihood)
+        router_loss = self.routers.loss(heard, batch.real) if self.routers is not None and heard else None
+        return Evaluation(log_probs, entropy, None if values is None else _spread(values, batch, mask), router_loss=router_loss)
+
+    def prepare(self, parts: Sequence[tuple[Inputs, Tensor, Tensor | None]]) -> None:
+        """Count how many tokens go to each expert, in a pass without gradient where the minibatch has several parts."""
+        if self.routers is None:
+            return
+        self.routers.counted = None
+        if len(parts) == 1 and world_size() == 1:
+            return
+        loads = []
+        with torch.no_grad(), computing(self, self.checkpointing, self.bf16):
+            for inputs, actions, mask in parts:
+                batch = packed(
+                    inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
+                )
+                with self.routers.listening() as heard:
+                    self.model.base_model(input_ids=batch.ids, use_cache=False)
+                loads.append(self.routers.load(heard, batch.real))
+        self.routers.count(loads)
+
+    def _listening(self) -> AbstractContextManager[list[Tensor]]:
+        """To the routers, where their loss is asked for and a graph is made."""
+        return nullcontext([]) if self.routers is None or not torch.is_grad_enabled() else self.routers.listening()
+
+    def values_after(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
+        """V of the whole of each row, after its last token: what a cut response would still have earned; zeros without a
+        critic.   [B]
+        """
+        batch = packed(inputs, actions, mask, self.pad_id)
+        rows = torch.arange(len(actions), device=actions.device)
+        with computing(self, self.checkpointing, self.bf16):
+            hidden = None if self.value_head is None else self.readout.states(batch.ids, rows, batch.last)[0]
+            values = self._values(batch, hidden, rows, batch.last)
+        return torch.zeros(len(actions), device=actions.device) if values is None else values
+
+    def costs(self, inputs: Inputs, mask: Tensor) -> Tensor:
+        """Real tokens of each row, prompt and response.   [B]"""
+        return lengths(inputs, mask)
+
+    def critic_parameters(self) -> Iterable[nn.Parameter]:
+        """Those of the critic: its own trunk and head, or only the head on the policy's trunk."""
+        critic = self.value_head if self.critic is None else self.critic
+        return () if critic is None else [p for p in critic.parameters() if p.requires_grad]
+
+    def train(self, mode: bool = True) -> "LanguagePolicy":
+        """Stay in evaluation mode: dropout would make π_θ differ from π_old before the first step."""
+        return super().train(False)
+
+    def _values(self, batch: Packed, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
+        """V after the tokens at (row, column); None without a critic.   [K]"""
+        if self.critic is not None:
+            values: Tensor = self.critic(batch.ids)[rows, columns]
+            return values
+        return None if self.value_head is None or hidden is None else self.value_head(hidden)
+
+
+class ReferencePolicy(nn.Module):
+    """A frozen copy of a policy as it is now: the anchor of the KL. It has no critic and gets no gradient.
+
+    base  what the policy is an adapter of: then there is no copy, and the reference is the base with adapters off
+    """
+
+    def __init__(self, policy: LanguagePolicy, base: SharedBase | None = None) -> None:
+        super().__init__()
+        self.base, model = base, policy.model
+        if base is None:
+            model = copy.deepcopy(model).requires_grad_(False)
+            model.zero_grad(set_to_none=True)  # copied with the weights where an optimizer keeps them
+        self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, bf16=policy.bf16)
+
+    @torch.no_grad()
+    def log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
+        """log π_ref of the tokens, zeros outside the mask.   [B, T]"""
+        with nullcontext() if self.base is None else self.base.playing(None):
+            log_probs: Tensor = self.policy(inputs, actions, mask).log_probs
+        return log_probs
+
+
+@contextmanager
+def computing(module: nn.Module, checkpointing: bool, bf16: bool) -> Iterator[None]:
+    """Autocast, and the switch of gradient checkpointing.
+
+    ``transformers`` checkpoints layers that are in training mode. Only the layers themselves are put there, and not what they
+    are made of, so that dropout stays off; and only while a graph is made, because their caches don't work so.
+    """
+    layers = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)] if checkpointing else []
+    device = next(module.parameters()).device.type
+    try:
+        for layer in layers:
+            layer.training = torch.is_grad_enabled()
+        with quiet(), torch.autocast(device, torch.bfloat16, enabled=bf16):  # some warn of padding, which is out of sight
+            yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+@torch.no_grad()
+def in_parts(
+    function: Callable[[Inputs, Tensor, Tensor], Any],
+    inputs: Inputs,
+    actions: Tensor,
+    mask: Tensor,
+    tokens: int | None,
+    size: int | None = None,
+    costs: Tensor | None = None,
+) -> Any:
+    """``function(inputs, actions, mask)`` without gradient, in micro-batches of so many tokens, and so many rows, at most.
+
+    costs  tokens that each row is read with; of prompt and response if not given   [B]
+
+    The function returns a tensor [B, ...] or a tree of them: a policy's Evaluation, its ``values_after``, a reference's
+    ``log_probs``. Rows come back in their old order.
+    """
+    if tokens is None and size is None:
+        return function(inputs, actions, mask)
+    groups = by_tokens(lengths(inputs, mask) if costs is None else costs, sys.maxsize if tokens is None else tokens, size)
+    back = torch.cat(groups).argsort()
+    parts = [function(*chosen((inputs, actions, mask), group)) for group in groups]
+    joined = iter([torch.cat(pieces) for pieces in zip(*map(leaves, parts), strict=True)])
+    return map_tensors(lambda _: next(joined)[back.to(actions.device)], parts[0])
+
+
+def checkpoint_layers(part: nn.Module | None) -> None:
+    """Have the outermost ``transformers`` model in a module checkpoint its layers, by its own switch; those of a shared base in
+    the role that they were computed in.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    for module in () if part is None else part.modules():
+        if contexts := getattr(module, CONTEXTS, None):
+            options["context_fn"] = contexts
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5.20
+    for module in () if part is None else part.modules():
+        if switch := next((getattr(module, name) for name in names if hasattr(module, name)), None):
+            try:
+                switch(options)
+            except ValueError as error:
+                raise SurefootError(f"checkpointing=true: {type(module).__name__} has no layers for it; set false") from error
+            return
+
+
+def _spread(found: Tensor, batch: Packed, mask: Tensor) -> Tensor:
+    """What was found at the decisions, where they are in the response, and zeros elsewhere.   [K] -> [B, T]"""
+    return found.new_zeros(mask.shape).index_put((batch.rows, batch.steps), found)

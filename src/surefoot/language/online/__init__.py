@@ -1,0 +1,1 @@
+"""Online training: sample, score, learn."""

@@ -1,0 +1,1 @@
+"""Responses sampled from the policy's own weights."""

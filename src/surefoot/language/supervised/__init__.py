@@ -1,0 +1,1 @@
+"""Training on given rows: SFT, reward models, DPO."""

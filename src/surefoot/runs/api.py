@@ -1,0 +1,194 @@
+"""The public verbs: train, resume, load, evaluate."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.core.algorithms import Objective
+from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.control.agent import Agent
+from surefoot.control.environments.looped import MakeEnvironment
+from surefoot.control.evaluate import EvaluationResult, evaluate_agent
+from surefoot.errors import SurefootError
+from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.presets import Origin, find
+from surefoot.core.rollout import Metrics
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.display import Display, Silent
+from surefoot.core.distributed import check_alone
+from surefoot.runs.folder import RunFolder, checkpoint_to_load
+from surefoot.recipes.sections import Section
+from surefoot.runs.session import Session
+from surefoot.core.rollout import World
+from surefoot.runs.worlds import load_result, make_world
+
+Task = str | MakeEnvironment
+
+
+def train(
+    task: Task,
+    algorithm: Objective | str | None = None,
+    *,
+    preset: str | None = None,
+    run_dir: str | Path | None = None,
+    callback: Callable[[Metrics], bool | None] | None = None,
+    display: Display | None = None,
+    **fields: Any,
+) -> Any:
+    """Train an agent, or a model of language, and return it.
+
+    task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env; or the name of a recipe
+                (``"sft"``, ``"reward"``, ``"dpo"``, ``"language"``), or a ``.toml`` file
+    algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm has its own
+                switches and all other settings of the task's preset; a value of your own is taken as it stands
+    preset      the preset that gives what you don't; default: the one tuned for the task. ``"none"``: the plain defaults
+    run_dir     the run's folder; None writes nothing
+    callback    called with each iteration's metrics; returning True stops the run
+    fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``
+
+    Raises SurefootError for anything the user can mend, before training where that can be known.
+    """
+    found = find(_name(task), _tables(fields), algorithm, preset)
+    folder = None if run_dir is None else Path(run_dir)
+    return start(found.recipe, folder, None if isinstance(task, str) else task, callback, display or Silent(), found.origin)
+
+
+def start(
+    recipe: Recipe,
+    run_dir: Path | None,
+    task: MakeEnvironment | None = None,
+    callback: Callable[[Metrics], bool | None] | None = None,
+    display: Display | None = None,
+    origin: Origin | None = None,
+) -> Any:
+    """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported, and
+    ``origin`` is what the recipe has from a preset.
+
+    Raises SurefootError for what can't be trained, and where a launcher has started several processes for one ``run_dir``.
+    """
+    if run_dir is not None:
+        check_alone(run_dir)
+    world = _make_world(recipe, task)
+    try:
+        session = Session(recipe, world, None, display or Silent(), callback)
+        if run_dir is not None:  # last: what is refused leaves nothing behind
+            session.folder = RunFolder.create(run_dir, recipe, None if origin is None else asdict(origin))
+        return _finish(session, world)
+    finally:
+        world.close()
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    steps: int | None = None,
+    allow_changes: bool = False,
+    task: MakeEnvironment | None = None,
+    callback: Callable[[Metrics], bool | None] | None = None,
+    display: Display | None = None,
+) -> Any:
+    """Continue an interrupted run exactly as if it had not been, or extend a finished one to ``steps``.
+
+    A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
+    changes the schedule from here on.
+    Raises SurefootError when the folder is no run, is in use, is finished, is damaged, or when its config.toml was changed
+    since the checkpoint and ``allow_changes`` is False; and where a launcher has started several processes.
+    """
+    check_alone(Path(run_dir))
+    folder = RunFolder.open(Path(run_dir))
+    world = None
+    try:
+        recipe = folder.recipe()
+        if steps is not None:
+            recipe = make_recipe({**to_table(recipe), "steps": steps})
+        checkpoint = folder.latest()
+        try:
+            world = _make_world(recipe, task)
+        except SurefootError as error:
+            if folder.began_in in (None, os.getcwd()):
+                raise
+            raise SurefootError(
+                f"{error}; relative paths are from {folder.began_in}, where the run began: resume it there"
+            ) from None
+        session = Session(recipe, world, folder, display or Silent(), callback)
+        if checkpoint is not None:
+            session.restore(checkpoint, allow_changes)
+        folder.write_recipe(recipe)
+        return _finish(session, world)
+    finally:
+        folder.close()
+        if world is not None:
+            world.close()
+
+
+def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
+    torch.set_num_threads(recipe.threads)  # first of all: even the initial weights' last bits depend on it
+    return make_world(recipe, task)
+
+
+def _finish(session: Session, world: World) -> Any:
+    try:
+        for line in (*world.facts, *world.notes):
+            session.display.say(line)
+        session.run()
+        if session.folder is not None:
+            for line in world.finish(session.folder.path):
+                session.display.say(line)
+            if world.leaves:
+                session.folder.finish(session.state.steps)
+    finally:
+        session.display.close()
+        if session.folder is not None:
+            session.folder.close()
+    return world.result
+
+
+def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The agent, or the model of language, in a folder: one that was saved, a checkpoint, or a run (its best, else its latest).
+
+    trust_remote_code   let the own code of an adapter's base run
+
+    Raises SurefootError when there is none, or when a file is damaged; pickles are never read.
+    """
+    checkpoint = checkpoint_to_load(Path(folder))
+    return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code)
+
+
+def evaluate(
+    agent: Agent, task: Task | None = None, *, episodes: int = 20, seed: int = 0, deterministic: bool = True
+) -> EvaluationResult:
+    """Whole episodes of an agent, greedy unless ``deterministic`` is False; the same seed gives the same result.
+
+    ``task`` defaults to the one the agent was trained on.
+    """
+    if not hasattr(agent, "recipe"):
+        raise SurefootError(f"agent={agent!r}: is no agent; load one with surefoot.load(RUN)")
+    same = task is None or _name(task) == agent.recipe.task
+    arguments = agent.recipe.environment if same else {}
+    return evaluate_agent(agent, task or agent.recipe.task, arguments, episodes, seed, deterministic)
+
+
+def _name(task: Task) -> str:
+    """A callable's name as a recipe writes it, ``module:qualified.name``; a string is its own."""
+    if isinstance(task, str):
+        return task
+    if not callable(task):
+        raise SurefootError(
+            f"task={task!r}: is no task; give a Gymnasium id, 'module:function', or a function that makes an environment"
+        )
+    return f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
+
+
+def _tables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as recipe tables; a section or an objective may be given as a value too."""
+    plain = dict(fields)
+    for key, value in fields.items():
+        if isinstance(value, Section):
+            plain[key] = value.model_dump(exclude_unset=True)
+        elif isinstance(value, Objective):
+            plain[key] = asdict(value)
+    return plain

@@ -1,0 +1,316 @@
+"""Checkpoints: safetensors and JSON under a manifest. Never a pickle, never half-written.
+
+A checkpoint is a folder of named trees (nested dicts and lists of tensors, arrays, numbers, strings). Each tree becomes
+``<name>.json`` with its tensors in ``<name>.safetensors``; ``manifest.json`` holds size and SHA-256 of every file. All is
+written under a temporary name, flushed to the disk, and renamed; a folder whose manifest is missing or does not match is
+not a checkpoint, so a kill at any moment leaves either the old ones or the old ones and the new.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from surefoot.errors import SurefootError, cause_of
+from surefoot.files import read_json, read_table, steps_named
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+AT_ONCE = 16
+"""threads that wait for the disk"""
+Trees = Mapping[str, Any]
+
+
+def save_checkpoint(folder: Path, trees: Trees, written: Mapping[str, Any] | None = None) -> None:
+    """Write trees to ``folder``, replacing an older checkpoint there.
+
+    written   size and SHA-256 of the metrics before it, which the manifest keeps
+
+    Raises SurefootError when the disk refuses; whatever was there before is then still there.
+    """
+    folder = folder.absolute()
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    if folder.exists() and not (folder / MANIFEST).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SurefootError(f"{folder}: holds something that is not a checkpoint; choose an empty folder")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, tree in trees.items():
+            tensors: dict[str, Tensor] = {}
+            skeleton = pack(tree, "", tensors)
+            (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
+            if tensors:
+                save_file(tensors, temporary / f"{name}.safetensors")
+        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        manifest = {"format": FORMAT, "files": files} | ({} if written is None else {"metrics": dict(written)})
+        (temporary / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
+        _at_once(flush, [*temporary.iterdir(), temporary])
+        replace_folder(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise SurefootError(
+            f"{folder}: checkpoint not saved ({reason}); earlier ones are intact; free space and resume"
+        ) from None
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The trees of a checkpoint, every file checked against the manifest.
+
+    Raises SurefootError when a file is missing, truncated, changed, or is not what the manifest says.
+    """
+    problem = fault_of(folder)
+    if problem:
+        raise SurefootError(f"{folder}: {problem}")
+    names = _listed(folder / MANIFEST)
+    trees = {}
+    for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
+        try:
+            tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
+            trees[name] = unpack(read_json(folder / f"{name}.json"), tensors)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise SurefootError(f"{folder}: {name} can't be read ({cause_of(error)})") from None
+    return trees
+
+
+def fault_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None for a sound one."""
+    manifest = folder / MANIFEST
+    try:
+        if not manifest.exists():
+            return f"no {MANIFEST}: not a checkpoint, or one that was never finished"
+        files = _listed(manifest)
+        for path in sorted(folder.iterdir()):
+            if path.name != MANIFEST and path.name not in files:
+                kind = "a pickle" if path.is_file() and _is_pickle(path) else "a file"
+                return f"holds {kind} that its manifest does not list ({path.name}), which is never read; remove it"
+        for name, expected in files.items():
+            problem = _fault_of_file(folder / name, expected)
+            if problem:
+                return f"{name} {problem}"
+    except SurefootError as error:
+        return f"{MANIFEST} {str(error).removeprefix(f'{manifest}: ')}"
+    except OSError as error:
+        return f"can't be read ({cause_of(error)})"
+    return None
+
+
+def _fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
+    if not path.is_file():  # nor is a pipe one, or a device
+        return "is no plain file" if path.exists() else "is missing"
+    if _is_pickle(path):
+        return "is a pickle, which is never read"
+    if (size := path.stat().st_size) != expected.get("size"):
+        return f"has {size} bytes instead of {str(expected.get('size'))[:20]} (truncated?)"
+    return None if _fingerprint(path) == expected else "does not match its SHA-256 (changed or damaged)"
+
+
+def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
+    """The files that a manifest lists, all of them beside it, with what it says of each.
+
+    Raises SurefootError for what is no manifest, or one of another format.
+    """
+    table = read_table(manifest)
+    found, files = table.get("format"), table.get("files")
+    if found != FORMAT:
+        said = str(found)[:20]
+        raise SurefootError(
+            f"{manifest}: format {said} is not {FORMAT}, the one this version reads; use the version that wrote it"
+        )
+    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
+        raise SurefootError(f"{manifest}: can't be read (its files are no table of tables)")
+    for name in files:
+        if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or not name.isprintable():
+            raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is no name of a file beside it; don't use it")
+    return files
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoint folders named by their step, oldest first, sound or not."""
+    if not folder.is_dir():
+        return []
+    found = (path for path in folder.iterdir() if steps_named(path.name) is not None and (path / MANIFEST).exists())
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder of them; None where there is none. What a kill left half-written is not one.
+
+    Raises SurefootError when the newest is damaged, and says which older one is sound: going back is the user's decision.
+    """
+    candidates = checkpoints_in(folder)
+    if not candidates:
+        return None
+    problem = fault_of(candidates[-1])
+    if problem is None:
+        return candidates[-1]
+    sound = next((path for path in reversed(candidates[:-1]) if fault_of(path) is None), None)
+    remedy = f"to go back to {sound}, remove {candidates[-1]}" if sound else f"remove it to do without {folder.name}/"
+    raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
+
+
+def written_before(checkpoint: Path) -> dict[str, Any] | None:
+    """Size and SHA-256 of the metrics that a run had written before a checkpoint; None where it does not say."""
+    try:
+        metrics = json.loads((checkpoint / MANIFEST).read_text())["metrics"]
+        return {"size": int(metrics["size"]), "sha256": str(metrics["sha256"])}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the last ``keep`` checkpoints, and what a kill left."""
+    found = checkpoints_in(folder)
+    for path in found[: max(0, len(found) - keep)]:
+        _remove(path)
+    clear_checkpoints(folder)
+
+
+def keep_only_this(checkpoint: Path) -> None:
+    """Remove every other checkpoint beside this one, later ones too: a resumed run may have gone another way."""
+    for path in checkpoints_in(checkpoint.parent):
+        if path != checkpoint:
+            _remove(path)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a kill left half-written or half-removed."""
+    for path in folder.glob(".*.tmp"):
+        _erase(path)
+
+
+def clear_checkpoints(folder: Path) -> None:
+    """The same in a run's folder of checkpoints, where a numbered folder without a manifest is a part of one."""
+    clear(folder)
+    for path in folder.glob("[0-9]*"):
+        if path.name.isdigit() and path.is_dir() and not (path / MANIFEST).exists():
+            _remove(path)
+
+
+def require(trees: Trees, names: tuple[str, ...], where: Path) -> None:
+    """Raise SurefootError unless a checkpoint holds all these trees, and each is a table."""
+    missing = [name for name in names if not isinstance(trees.get(name), Mapping)]
+    if missing:
+        raise SurefootError(f"{where}: holds no {', '.join(missing)}; it is not a checkpoint of that kind")
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. First it takes a name that counts for nothing, so that a kill on the way leaves no part of it."""
+    gone = folder.with_name(f".{folder.name}.{os.getpid()}.gone.tmp")
+    _erase(gone)
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+        _erase(gone)
+
+
+def _erase(path: Path) -> None:
+    """Remove a file, or a folder with all that it holds, as far as that is possible; nothing where there is none."""
+    if not os.path.lexists(path):
+        return
+    with contextlib.suppress(OSError):
+        _at_once(os.unlink, path.iterdir() if path.is_dir() and not path.is_symlink() else [path])
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _at_once(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
+    """Do what waits for the disk to many paths: all wait together about as long as one."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for _ in pool.map(work, paths):
+            pass
+
+
+def pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree as JSON can hold it; its tensors go into ``tensors``, under their paths."""
+    if isinstance(tree, np.ndarray):
+        tree = torch.from_numpy(np.ascontiguousarray(tree))
+    if isinstance(tree, Tensor):
+        tensors[path or "value"] = tree.detach().cpu().contiguous().clone()
+        return {"$tensor": path or "value"}
+    if isinstance(tree, Mapping):
+        return {str(key): pack(value, f"{path}.{key}" if path else str(key), tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [pack(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)]
+    if isinstance(tree, np.generic):
+        return tree.item()
+    assert tree is None or isinstance(tree, (bool, int, float, str)), f"{path}: {type(tree)} can't be saved"
+    return tree
+
+
+def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The reverse of ``pack``."""
+    if isinstance(tree, dict):
+        if "$tensor" in tree:
+            return tensors[tree["$tensor"]]
+        return {key: unpack(value, tensors) for key, value in tree.items()}
+    return [unpack(value, tensors) for value in tree] if isinstance(tree, list) else tree
+
+
+def replace_folder(temporary: Path, folder: Path) -> None:
+    """Rename a finished folder to its place; on an error the older one is there again."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
+    if folder.exists():
+        _erase(old)
+        os.rename(folder, old)
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if old.exists():
+            os.rename(old, folder)
+        raise
+    flush(folder.parent)
+    _erase(old)
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle or a zip of one, by its first bytes."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[8:] == b"{":  # a safetensors file: the length of its header may begin with any byte, its header with this
+        return False
+    return (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or head[:2] == b"PK"
+
+
+def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
+    """Load a state dict into a module of the same architecture; one line naming the first tensor that doesn't fit."""
+    check_fits(module.state_dict(), weights, where)
+    module.load_state_dict(weights)
+
+
+def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
+    """Raise SurefootError, naming the first tensor, unless names and shapes are the same and all numbers finite."""
+    for name in sorted(set(own) | set(weights)):
+        mine = tuple(own[name].shape) if name in own else "no such tensor"
+        theirs = tuple(weights[name].shape) if name in weights else "no such tensor"
+        if mine != theirs:
+            raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
+    for name, tensor in weights.items():
+        bad = int(tensor.numel() - tensor.isfinite().sum())
+        if bad and own[name].isfinite().all():
+            raise SurefootError(
+                f"{where}: {name} holds numbers that are not finite ({bad:,} of {tensor.numel():,}); take another checkpoint"
+            )

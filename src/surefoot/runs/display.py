@@ -1,0 +1,223 @@
+"""What training looks like on a terminal: a live table with unhealthy values explained, and what a model says; plain lines when
+piped.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from surefoot.core.rollout import LearnerState, Metrics
+from surefoot.runs.metrics import SHOWN, complaints
+from surefoot.runs.samples import FEW, Sample, line_of, sample_table, some
+from surefoot.terminal import shown_on, visible, visible_lines
+
+JUDGED = ("evaluation_", "held_out_")
+"""what metrics of an evaluation begin with: they stay on display until the next one"""
+
+LEFT, BESIDE, LONGEST = 72, 48, 4
+"""columns that the metrics need and that samples get at least when they stand side by side; lines of a sample at most"""
+
+
+class Display(Protocol):
+    """Something that shows a run."""
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        """One more iteration."""
+        ...
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        """What a model said at an evaluation, before that iteration is shown."""
+        ...
+
+    def say(self, line: str) -> None:
+        """A message that stays."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Quiet:
+    """Shows nothing but messages."""
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        pass
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        print(shown_on(sys.stdout, line), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Silent(Quiet):
+    """Shows nothing at all, for calls from Python."""
+
+    def say(self, line: str) -> None:
+        pass
+
+
+class Lines:
+    """A plain line every few seconds, and at the end."""
+
+    def __init__(self, title: str, every: float = 5.0) -> None:
+        self.title, self.every, self.last = title, every, -float("inf")
+        self.clock = _Clock()
+        self.said: list[str] = []
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        self.said = [line_of(steps, sample) for sample in some(samples)]
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        self.clock.tick(state)
+        now = time.monotonic()
+        if now - self.last < self.every and state.steps < state.total_steps:
+            return
+        if self.last == -float("inf"):  # not before: a run may be refused until now
+            self.say(self.title)
+        self.last = now
+        parts = [f"step {state.steps:,}/{state.total_steps:,}"]
+        parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
+        self.say(f"{'  '.join(parts)}  left {self.clock.left(state)}")
+        for name, why in complaints(metrics).items():
+            self.say(f"  ! {name}: {why}")
+        for line in self.said:
+            self.say(line)
+        self.said = []
+
+    def say(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # whoever listened has gone; the run goes on
+            print(shown_on(sys.stdout, line), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Dashboard:
+    """A table redrawn in place. What is unhealthy turns yellow and says why."""
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self.title = visible(title)
+        self.clock = _Clock()
+        self.judged: Metrics = {}
+        self.said: tuple[int, Sequence[Sample]] | None = None
+        self.new = False
+        """whether what was said has not been on display yet"""
+        self.live = Live(Text(self.title), console=console or Console(), refresh_per_second=8, transient=False)
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        self.live.start()  # not before: a run may be refused until now. Once is enough, more does nothing
+        self.clock.tick(state)
+        self.judged |= {name: value for name, value in metrics.items() if name.startswith(JUDGED)}
+        drawn = self._draw(state, {**metrics, **self.judged})
+        if self.said is None:
+            self.live.update(drawn)
+            return
+        page = _Page(drawn, *self.said)
+        if self.new and page.room(self.live.console)[0] == "above":
+            self.live.console.print(page.table(self.live.console, self.live.console.width, 2))
+        self.new = False
+        self.live.update(page)
+
+    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
+        self.said, self.new = (steps, samples), True
+
+    def _draw(self, state: LearnerState, metrics: Metrics) -> Group:
+        unhealthy = complaints(metrics)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(justify="right", style="dim")
+        table.add_column(justify="right", min_width=10)
+        table.add_column(style="yellow", max_width=70)
+        for name, (label, form) in SHOWN.items():
+            if name not in metrics:  # this algorithm has no such thing
+                continue
+            value = metrics[name]
+            text = "–" if value is None else form.format(value)
+            table.add_row(label, Text(text, style="bold yellow" if name in unhealthy else "bold"), unhealthy.get(name, ""))
+        for name in (name for name in unhealthy if name not in SHOWN):
+            table.add_row(name, Text(f"{metrics[name]:.4g}", style="bold yellow"), unhealthy[name])
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(
+            f"step {state.steps:,} of {state.total_steps:,}",
+            ProgressBar(total=state.total_steps, completed=min(state.steps, state.total_steps), width=32),
+            f"{self.clock.left(state)} left",
+        )
+        return Group(Text(self.title, style="bold"), progress, table)
+
+    def say(self, line: str) -> None:
+        self.live.console.print(visible_lines(line), highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.live.stop()
+
+
+class _Page:
+    """The table of metrics with what was said below it, or beside it where the terminal is low and wide. Where it is neither
+    high nor wide enough, that has been printed above.
+    """
+
+    def __init__(self, metrics: Group, steps: int, samples: Sequence[Sample]) -> None:
+        self.metrics, self.steps, self.samples = metrics, steps, samples
+
+    def room(self, console: Console) -> tuple[Literal["below", "beside", "above"], int]:
+        """Where there is room, and for how many lines of each sample."""
+        width, height = console.size
+        free = height - len(console.render_lines(self.metrics, pad=False)) - 3  # a blank line, a heading, the cursor's line
+        if free >= FEW:
+            return "below", min(LONGEST, free // FEW)
+        if width >= BESIDE + LEFT:
+            return "beside", min(LONGEST, max(1, (height - 3) // FEW))
+        return "above", 0
+
+    def table(self, console: Console, width: int, lines: int) -> Table:
+        """What was said."""
+        return sample_table(console, self.steps, self.samples, width, lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        where, lines = self.room(console)
+        if where == "below":
+            yield Group(self.metrics, "", self.table(console, console.width, lines))
+        elif where == "beside":
+            width = console.width - LEFT - 2
+            grid = Table.grid(padding=(0, 2, 0, 0))
+            grid.add_column(width=LEFT)
+            grid.add_column(width=width)
+            grid.add_row(self.metrics, self.table(console, width, lines))
+            yield grid
+        else:
+            yield self.metrics
+
+
+class _Clock:
+    """Time left, from the speed since this process began."""
+
+    def __init__(self) -> None:
+        self.begun: tuple[float, int] | None = None
+        self.per_step = 0.0
+
+    def tick(self, state: LearnerState) -> None:
+        now = time.monotonic()
+        if self.begun is None:
+            self.begun = (now, state.steps)
+        elif state.steps > self.begun[1]:
+            self.per_step = (now - self.begun[0]) / (state.steps - self.begun[1])
+
+    def left(self, state: LearnerState) -> str:
+        if not self.per_step:
+            return "–"
+        seconds = round(self.per_step * max(0, state.total_steps - state.steps))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _has(metrics: Metrics, name: str) -> bool:
+    return metrics.get(name) is not None

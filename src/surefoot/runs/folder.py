@@ -1,0 +1,297 @@
+"""A run folder: who may write to it, and what it holds.
+
+config.toml        the resolved recipe, re-runnable
+environment.json   versions, seed, threads: what the numbers depend on besides the recipe; what it has from which preset
+metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
+metrics.damaged.jsonl   lines of it that could not be read on resume
+events.*           the same for TensorBoard
+samples/<steps>.*  what a model of language said at an evaluation; cut back as well
+traces/<steps>.*   every number behind some of the updates, cut back as well
+checkpoints/<step> the last few; best/<step> the best evaluated
+model/             of a run of language: what was trained, for transformers and other runs
+adapter/           of one with an [adapter]: the same for peft, beside its base
+finished.json      after how many steps that was written
+"""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from surefoot.recipes.reading import make_recipe, to_table, to_toml
+from surefoot.errors import SurefootError
+from surefoot.recipes.kinds import Recipe
+from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
+from surefoot.runs.paths import FINISHED, check_is_run, check_name
+from surefoot.files import read_table
+from surefoot.recipes.toml import read_toml
+
+FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
+"""fields of a recipe that change no number that a run produces, only whether it goes on"""
+MEASURES = (
+    "task",
+    "environment",
+    "evaluation.episodes",
+    "evaluation.rows",
+    "evaluation.seed",
+    "data.held_out",
+    "data.max_length",
+    "turns",
+    "sampling.max_tokens",
+    "sampling.stop",
+    "sampling.temperature",
+    "reward.terms",
+    "reward.missing_eos",
+    "reward.missing_eos_value",
+    "reward.overlong",
+    "reference.model",
+    "reference.beta",
+    "reference.target",
+    "preference",
+)
+"""fields that say what the score of an evaluation means"""
+ASKING = ("batch", "retries", "token_from")
+"""fields of a reward's term that say how it is asked, and not what it says"""
+PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
+
+
+class RunFolder:
+    """One run's folder, opened for writing by this process alone until ``close``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.best = path / "checkpoints", path / "best"
+        self._lock = filelock.FileLock(path / ".lock")
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe, preset: Mapping[str, Any] | None = None) -> "RunFolder":
+        """A new run; SurefootError when the folder already holds something, or can't be made.
+
+        preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
+        """
+        check_name("run_dir", path.resolve().name)
+        if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
+            raise SurefootError(
+                f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            run = cls(path)
+            run._acquire()
+            write_text(path / "config.toml", to_toml(recipe))
+            write_text(path / "environment.json", json.dumps({**environment(recipe), "preset": preset}, indent=1))
+        except OSError as error:
+            raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --run-dir") from None
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run, for continuing; SurefootError when it is missing, empty, or in use."""
+        check_is_run(path)
+        run = cls(path)
+        run._acquire()
+        clear(path)
+        clear_checkpoints(run.checkpoints)
+        clear_checkpoints(run.best)
+        return run
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise SurefootError(f"{self.path}: in use by another process; wait for it, or stop it") from None
+        except OSError as error:
+            raise SurefootError(f"{self.path}: can't be written ({error.strerror}); a run needs a folder of its own") from None
+
+    def recipe(self) -> Recipe:
+        """The recipe as config.toml has it now."""
+        return make_recipe(read_toml(self.path / "config.toml"))
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Replace config.toml (a run that was extended, or changed on purpose)."""
+        write_text(self.path / "config.toml", to_toml(recipe))
+
+    @property
+    def began_in(self) -> str | None:
+        """The working folder that a recipe's relative paths are from; None where it isn't known."""
+        try:
+            return str(read_table(self.path / "environment.json")["working_folder"])
+        except (SurefootError, KeyError):
+            return None
+
+    @property
+    def finished_at(self) -> int | None:
+        """The steps after which what a run leaves was written; None where it has not been."""
+        try:
+            return int(read_table(self.path / FINISHED)["steps"])
+        except (ValueError, KeyError, TypeError, OverflowError):
+            return None
+
+    def finish(self, steps: int) -> None:
+        """Note that all a run leaves is there."""
+        write_text(self.path / FINISHED, json.dumps({"steps": steps}))
+
+    def latest(self) -> Path | None:
+        """The newest sound checkpoint."""
+        return latest_checkpoint(self.checkpoints)
+
+    def close(self) -> None:
+        """Let others write."""
+        self._lock.release()
+
+
+def checkpoint_to_load(path: Path) -> Path:
+    """The checkpoint that a path means: itself, a saved agent, or a run's best, else its latest.
+
+    Raises SurefootError when there is none, or none that is sound.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    if (path / "agent.safetensors").is_file():  # a saved agent whose manifest is gone: say so, not "not a run"
+        return path
+    check_is_run(path)
+    found = latest_checkpoint(path / "best") or latest_checkpoint(path / "checkpoints")
+    if found is None:
+        raise SurefootError(f"{path}: has no checkpoint yet; continue the run with: surefoot resume {path}")
+    return found
+
+
+def chosen_checkpoint(path: Path, which: str | None) -> Path:
+    """The checkpoint of a run that a word names: "best", "last", or a number of steps; None as ``checkpoint_to_load``.
+
+    Raises SurefootError, with what there is, when the run has no such checkpoint.
+    """
+    if which is None:
+        return checkpoint_to_load(path)
+    if (path / MANIFEST).is_file():
+        raise SurefootError(f"checkpoint={which!r}: {path} is a checkpoint itself; leave --checkpoint out")
+    check_is_run(path)
+    kept = {name: checkpoints_in(path / name) for name in ("best", "checkpoints")}
+    if which in ("best", "last"):
+        found = latest_checkpoint(path / ("best" if which == "best" else "checkpoints"))
+    else:
+        found = next((folder for folders in kept.values() for folder in folders if folder.name == which), None)
+    if found is None:
+        there = [f"best ({folder.name})" for folder in kept["best"]] + [folder.name for folder in kept["checkpoints"]]
+        raise SurefootError(f"checkpoint={which!r}: {path} has none of that name; there is {', '.join(there) or 'none yet'}")
+    return found
+
+
+def output_file(path: Path, checkpoint: Path, task: str, kind: str, ending: str) -> Path:
+    """Where what is made of a checkpoint goes by itself: ``RUN/<kind>/<task>-<step><ending>``.
+
+    ``path`` is a run or one of its checkpoints. Raises SurefootError for an agent saved elsewhere: it has no such place.
+    """
+    checkpoint = checkpoint.absolute()
+    for run in (path, checkpoint.parent.parent):
+        if (run / "config.toml").is_file():
+            return run / kind / f"{task_label(task)}-{checkpoint.name}{ending}"
+    raise SurefootError(f"{path}: belongs to no run; say where to write with --out FILE")
+
+
+def task_label(task: str) -> str:
+    """A task's name as part of a file's."""
+    return task.rpartition("/")[2].replace(":", "-").lower()
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Fields in which two recipe tables differ, each as ``field: old -> new``."""
+    lines: list[str] = []
+    for key in sorted(set(before) | set(after)):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {old} -> {new}")
+    return lines
+
+
+def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
+    """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number.
+
+    A field that the checkpoint is too old for counts as a resumed run reads it.
+    """
+    free = tuple(f"{name}: " for name in ("steps", *FREE))
+    with contextlib.suppress(SurefootError):
+        before = to_table(make_recipe(before))  # of an older version: a field that it did not know has its default
+    return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
+
+
+def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:
+    """How a run's recipe, as config.toml has it now, differs from the one that its checkpoint was made by."""
+    try:
+        return [] if checkpoint is None else recipe_differences(read_table(checkpoint / "recipe.json"), recipe)
+    except SurefootError:  # whoever loads the checkpoint says so
+        return []
+
+
+def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether the scores of evaluations under two recipe tables can be compared."""
+
+    def measure(table: dict[str, Any]) -> dict[str, Any]:
+        found = {name: _at(table, name) for name in MEASURES}
+        if found["reference.target"] not in (None, "none"):
+            found["reference.beta"] = None  # where it is adapted, the price of KL has no part in the score
+        terms = found["reward.terms"] or ()
+        return found | {"reward.terms": [{key: value for key, value in term.items() if key not in ASKING} for term in terms]}
+
+    return measure(before) == measure(after)
+
+
+def _at(table: Any, path: str) -> Any:
+    """What stands at a dotted path; None where nothing does."""
+    for key in path.split("."):
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
+
+
+def environment(recipe: Recipe) -> dict[str, Any]:
+    """What a number depends on besides the recipe."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "seed": recipe.seed,
+        "threads": recipe.threads,
+        "engine": recipe.engine,
+        "git": _git_commit(),
+        "command": sys.argv,
+        "working_folder": os.getcwd(),
+    }
+
+
+def _git_commit() -> str | None:
+    try:
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

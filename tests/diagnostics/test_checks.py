@@ -1,0 +1,242 @@
+"""``surefoot check``: this machine, a recipe before it is run, a run; each with a fix, and an exit code to go by."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import surefoot
+from surefoot.diagnostics.environment import check_environment
+from surefoot.diagnostics.machine import EXTRAS, check_compiler, check_device, check_disk, check_extras, check_python
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Task(gymnasium.Env[np.ndarray, int]):
+    """One step is as good as another, unless a test says otherwise."""
+
+    def __init__(self, pays: float = 0.0, sees: float = 0.0, random: bool = False, gives: float = 0.0) -> None:
+        self.observation_space, self.action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+        self.pays, self.sees, self.random, self.gives, self.steps = pays, sees, random, gives, 0
+
+    def _look(self) -> np.ndarray:
+        noise = np.random.default_rng().uniform(-1, 1) if self.random else 0.0
+        return np.full(2, self.sees + noise, np.float32).clip(-2, 2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._look(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return self._look(), self.pays * action + self.gives, False, self.steps == 10, {}
+
+
+def states(task: Any) -> dict[str, tuple[str, str]]:
+    return {check.name: (check.state, check.what) for check in check_environment(task, {})}
+
+
+def test_every_extra_is_known() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev"}
+
+
+def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
+    assert check_python((3, 9)).state == "failed"
+    assert check_extras({"moon": ("no_such_module",)}).fix.endswith("[moon]'")
+    assert [check_disk(free=size).state for size in (1e6, 1e9, 1e12)] == ["failed", "warning", "ok"]
+    assert check_device("cuda:77").state == "failed"
+    assert "device = 'cpu'" in check_device("cuda:77").fix
+
+
+def test_a_compiler_is_needed_by_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.core.steps.program.compiler", lambda: None)
+    assert [check_compiler(needed).state for needed in (False, True)] == ["absent", "failed"]
+
+
+def test_a_sound_environment_passes() -> None:
+    found = states("CartPole-v1")
+    assert found["environment"][0] == "ok"
+    assert found["speed"][0] == "ok"
+
+
+def test_a_reward_that_chance_never_meets_is_a_warning() -> None:
+    assert states(lambda: Task(pays=0.0))["reward"][0] == "warning"
+    assert "never differs" in states("MountainCar-v0")["reward"][1]
+    assert "never differs" in states(lambda: Task(gives=0.3))["reward"][1], "whose mean is not quite 0.3"
+    assert states(lambda: Task(pays=1.0))["reward"][0] == "ok"
+    assert "hard on a critic" in states(lambda: Task(pays=1e4))["reward"][1]
+    assert states(lambda: Task(pays=float("nan")))["reward"][0] == "failed"
+
+
+def test_a_reward_beyond_float32_fails() -> None:
+    state, line = states(lambda: Task(pays=1e300))["reward"]
+    assert (state, "float32" in line) == ("failed", True)
+
+
+class Boxed(Task):
+    """Takes one number between bounds."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__(pays=1.0)
+        self.action_space = spaces.Box(low, high, (1,), np.float32)
+
+    def step(self, action: Any) -> Any:
+        return super().step(float(action[0]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "stretched", "state", "said"),
+    [
+        (100, 1000, True, "ok", "bounds 100 to 1,000, over which −1 … 1 of the policy is stretched"),
+        (100, 1000, False, "warning", "bounds 100 to 1,000: an untrained policy draws 0 ± 1, of which 0% is within"),
+        (-1e-3, 1e-3, True, "ok", "stretched"),
+        (-1e-3, 1e-3, False, "warning", "bounds -0.001 to 0.001"),
+        (-50, 50, False, "warning", "a small part of that"),
+        (-1, 1, True, "ok", "bounds -1 to 1, to which actions are clipped"),
+        (-2, 2, False, "ok", "clipped"),
+        (-0.4, 0.4, False, "ok", "clipped"),
+        (100, np.inf, True, "warning", "bounds 100 to inf"),
+        (-np.inf, np.inf, True, "ok", "bounds -inf to inf"),
+    ],
+)
+def test_bounds_far_from_where_a_policy_begins_are_a_warning_with_its_fix(
+    low: float, high: float, stretched: bool, state: str, said: str
+) -> None:
+    (found,) = (check for check in check_environment(lambda: Boxed(low, high), {}, 1, stretched) if check.name == "actions")
+    assert (found.state, said in found.what) == (state, True), found.what
+    if state == "warning":
+        assert found.fix == ("set normalise.actions = true" if high < np.inf else "scale actions to about ±1, by a wrapper")
+
+
+def test_choices_have_no_bounds_to_check() -> None:
+    assert "actions" not in states("CartPole-v1")
+
+
+class Sick(gymnasium.Env[Any, Any]):
+    """What it shows is not what training takes, from the fifth step on; Gymnasium's checker takes one step."""
+
+    observation_space = gymnasium.spaces.Dict({"near": gymnasium.spaces.Box(-1, 1, (2,)), "far": gymnasium.spaces.Discrete(2)})
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, sick: Any) -> None:
+        self.sick, self.t = sick, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return {"near": np.zeros(2, np.float32), "far": 0}, {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        fine = {"near": np.zeros(2, np.float32), "far": 0}
+        return (fine if self.t < 5 else self.sick), float(action), self.t > 50, False, {}
+
+
+@pytest.mark.parametrize(
+    ("sick", "said"),
+    [
+        ({"near": np.float32([0, np.nan]), "far": 0}, 'step 5 of chance gave an observation "near" that is not finite'),
+        ({"near": np.zeros(2, np.float32)}, 'step 5 of chance gave an observation without "far"'),
+        ({"near": np.zeros(3, np.float32), "far": 0}, "shape (3,)"),
+        ({"near": np.zeros(2, np.float32), "far": 7}, "outside"),
+    ],
+    ids=["not finite", "a part is missing", "another shape", "out of range"],
+)
+def test_what_would_stop_a_training_at_its_fifth_step_is_found(sick: Any, said: str) -> None:
+    state, line = states(lambda: Sick(sick))["observation"][:2]
+    assert state == "failed"
+    assert said in line
+
+
+@pytest.mark.parametrize("broken", [{"sees": 2.0}, {"random": True}], ids=["outside its space", "not replayed by a seed"])
+def test_an_environment_that_breaks_the_rules_fails(broken: dict[str, Any]) -> None:
+    assert states(lambda: Task(**broken))["environment"][0] == "failed"
+
+
+def test_the_command_checks_a_machine_and_a_recipe(command: Any) -> None:
+    code, out, _ = command("check", "CartPole-v1")
+    assert code == 0
+    for words in ("Python", "PyTorch", "8 environments x 32 steps = 256 steps", "passes Gymnasium's checker", "steps/s"):
+        assert words in out
+    code, out, _ = command("check", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert {check["name"] for check in told["checks"]} >= {"Python", "PyTorch", "extras", "disk", "compiler"}
+    assert not told["failed"]
+
+
+def test_a_recipe_that_can_not_begin_fails_with_its_remedy(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("def make():\n    raise RuntimeError('the wheels came off\\x1b[2J\\x9b2J')\n")
+    (tmp_path / "recipe.toml").write_text('task = "task.py:make"\nsteps = 100\n')
+    code, out, _ = command("check", "recipe.toml")
+    assert code == 1
+    assert re.search(r"✗ begins .*the wheels came off", out)
+    assert "\x1b" not in out, "what a terminal would obey is shown as what it is"
+    assert "\x9b" not in out
+    code, _, err = command("check", "no_such.toml")
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_a_budget_smaller_than_a_batch_is_noticed(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('task = "CartPole-v1"\nsteps = 10\n')
+    code, out, _ = command("check", "recipe.toml")
+    assert code == 0
+    assert "! budget" in out
+
+
+def test_the_command_tells_a_runs_findings(command: Any) -> None:
+    fields = {"rollout": {"environments": 4, "steps": 32}, "evaluation": {"episodes": 0}}
+    surefoot.train("CartPole-v1", steps=2_560, optimizer={"learning_rate": 1e-9}, run_dir="runs/idle", **fields)
+    code, out, _ = command("check", "runs/idle")
+    assert code == 0, "a warning is no failure"
+    assert "warning: the return has hardly risen" in out
+    assert "  try: a higher optimizer.learning_rate" in out
+    told = json.loads(command("check", "runs/idle", "--json")[1])
+    assert told["findings"][0]["evidence"][0]["metric"] == "episode_return"
+    (Path("runs/idle") / "metrics.jsonl").write_text("")
+    assert command("check", "runs/idle")[0] == 2
+
+
+def test_an_environment_that_fails_in_its_turns_is_a_line_among_the_others(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a: "}\n')
+    (tmp_path / "talk.py").write_text(
+        "class Broken:\n    def reset(self, row):\n        return 'hi'\n"
+        "    def step(self, response):\n        raise RuntimeError('no network')\n"
+    )
+    (tmp_path / "recipe.toml").write_text(
+        'kind = "language"\nmodel = "pocket"\nsteps = 64\ndata = { train = "rows.jsonl" }\nsampling = { max_tokens = 4 }\n'
+        'turns = { environment = "talk.py:Broken" }\n'
+    )
+    code, out, err = command("check", "recipe.toml")
+    assert (code, err) == (1, "")
+    assert re.search(r"^✗ answers .*no network", out, flags=re.M), out
+
+
+def test_a_reward_is_tried_on_samples(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a: "}\n{"prompt": "b: "}\n')
+    (tmp_path / "paid.py").write_text(
+        "def good(responses):\n    return [len(set(text)) for text in responses]\n"
+        "def dead(responses):\n    return [1.0] * len(responses)\n"
+        "def short(responses):\n    return [1.0]\n"
+    )
+    for function, state, code in (("good", "✓", 0), ("dead", "!", 0), ("short", "✗", 1)):
+        (tmp_path / "recipe.toml").write_text(
+            'kind = "language"\nmodel = "pocket"\nsteps = 64\ndata = { train = "rows.jsonl" }\n'
+            f'reward = {{ terms = [{{ function = "paid.py:{function}" }}], missing_eos = "none" }}\n'
+            "sampling = { max_tokens = 4 }\n"
+        )
+        found = command("check", "recipe.toml")
+        assert found[0] == code, found
+        assert re.search(rf"^{re.escape(state)} reward ", found[1], flags=re.M), found[1]
+        assert "memory" in found[1]

@@ -1,0 +1,210 @@
+"""What findings are: silent on healthy runs, right on stored sick ones, plain values for a program, told once in a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.diagnostics.finding import in_words
+from surefoot.diagnostics.findings import RULES, findings_of, of_run
+from surefoot.diagnostics.history import WATCHED, Story
+from surefoot.diagnostics.monitor import Watch
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.metrics import METRICS
+
+from .conftest import stored, trained
+
+HEALTHY = ("control", "sft", "reward_model", "ppo", "ppo_2")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_the_demos_are_healthy(name: str) -> None:
+    assert findings_of(stored(name)) == []
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_is_healthy_at_every_moment(name: str) -> None:
+    rows = stored(name)
+    budget = int(rows[-1]["steps"])
+    said: list[str] = []
+    for stop in range(len(rows) // 20, len(rows), max(1, len(rows) // 20)):
+        story = Story(rows[:stop], budget)
+        said += [found.name for rule in RULES if (found := rule(story, None)) is not None]
+    assert said == []
+
+
+def test_the_control_preset_shortened_is_healthy() -> None:
+    assert trained("cartpole", steps=10_000) == {}
+
+
+def test_the_demo_without_its_anchor_is_hacked() -> None:
+    found = {finding.name: finding for finding in findings_of(stored("hacked"))}
+    assert set(found) == {"reward_hacked", "left_reference"}
+    assert "gold score falls and responses repeat each other" in found["reward_hacked"].what
+
+
+def test_where_beta_is_adapted_its_first_value_is_not_what_to_raise() -> None:
+    given = {"model": "pocket", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}}
+    adapted = find_recipe("reviews", given | {"reference": {"beta": 0.1, "target": 6.0}})
+    for recipe, says in ((find_recipe("reviews", given), "raise reference.beta (it is"), (adapted, "lower reference.target")):
+        found = {finding.name: finding for finding in findings_of(stored("hacked"), recipe)}
+        for name in ("reward_hacked", "left_reference"):
+            assert found[name].advice[0].startswith(says)
+
+
+def test_what_is_hacked_is_said_while_there_is_time() -> None:
+    recipe = find_recipe("reviews", {"model": "pocket", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}})
+    said: list[str] = []
+    watch = Watch(recipe, said.append)
+    for row in stored("hacked"):
+        watch.add(row)
+    assert [line.split(",")[0] for line in said] == sorted({line.split(",")[0] for line in said}), "each once, in order"
+    hacked = next(line for line in said if "the reward rises" in line)
+    assert int(hacked.split(",")[0].split()[-1]) <= recipe.steps / 2
+    watch.end(Path("runs/x"))
+    assert said[-1] == "findings: reward hacked, left reference; more: surefoot check runs/x"
+
+
+def rows_of(count: int, **values: Any) -> list[dict[str, Any]]:
+    """Rows in which a metric is a number, or a function of the iteration."""
+    return [
+        {"iteration": i, "steps": 100 * i} | {name: value(i) if callable(value) else value for name, value in values.items()}
+        for i in range(1, count + 1)
+    ]
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [finding.name for finding in findings_of(rows)]
+
+
+def test_a_ratio_off_one_in_float32_is_serious() -> None:
+    (found,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.02))
+    assert (found.name, found.severity) == ("wrong_start", "serious")
+    assert (found.evidence[0].first_step, found.evidence[0].value) == (300, 1.02)
+
+
+def test_a_kl_below_zero_for_long_is_no_chance() -> None:
+    (found,) = findings_of(rows_of(40, kl_reference=-0.02))
+    assert (found.name, found.severity) == ("negative_kl", "warning")
+    assert "not drawn from the policy" in found.what
+
+
+def test_a_peak_of_the_first_few_episodes_is_no_gain_that_is_lost() -> None:
+    """A healthy preset's first ten iterations: 5, 17, 25 … episodes; the same curve over twenty is a loss."""
+    earned = [18.6, 26.0, 24.8, 24.7, 25.3, 24.4, 22.4, 21.5, 21.2, 20.2]
+    assert "return_collapsed" not in names(rows_of(10, episode_return=lambda i: earned[i - 1]))
+    assert "return_collapsed" in names(rows_of(20, episode_return=lambda i: earned[(i - 1) // 2]))
+
+
+@pytest.mark.parametrize("algorithm", ["REINFORCE", "A2C"])
+def test_one_step_per_batch_whose_kl_is_measured_before_it_is_no_standing_still(algorithm: str) -> None:
+    risen = rows_of(200, episode_return=lambda i: 20 + i, kl=0.0)
+    recipe = find_recipe("CartPole-v1", {"algorithm": algorithm, "steps": 20_000})
+    once = find_recipe("CartPole-v1", {"steps": 20_000, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}})
+    for one_step in (recipe, once):
+        assert "return_flat" not in {found.name for found in findings_of(risen, one_step)}
+    flat = {found.name: found for found in findings_of(rows_of(200, episode_return=lambda i: 20 + i % 2, kl=0.0), recipe)}
+    assert "the policy moves" in flat["return_flat"].cause
+    assert not any("epochs" in advice for advice in flat["return_flat"].advice)
+    assert [evidence.metric for evidence in flat["return_flat"].evidence] == ["episode_return"]
+
+
+def test_nearly_constant_returns_excuse_a_critic() -> None:
+    """A solved task: hardly any variance is left to explain, so nothing is said about failing to."""
+    solved = rows_of(60, value_loss=lambda i: 100.0 if i < 20 else 1e-3, explained_variance=lambda i: 0.9 if i < 20 else -3.0)
+    unsolved = rows_of(60, value_loss=100.0, explained_variance=lambda i: 0.9 if i < 20 else -3.0)
+    assert names(solved) == []
+    assert names(unsolved) == ["critic_misleads"]
+
+
+def test_a_critic_that_is_bad_only_at_first_is_excused() -> None:
+    assert names(rows_of(100, value_loss=1.0, explained_variance=lambda i: -5.0 if i < 10 else 0.5)) == []
+
+
+def test_what_was_so_for_a_moment_and_is_over_is_no_finding() -> None:
+    risen = {"reward": lambda i: i / 200, "eos_rate": lambda i: 0.0 if i <= 4 else 0.95}
+    assert names(rows_of(200, groups_without_signal=lambda i: 1.0 if i <= 4 else 0.3, **risen)) == []
+    silent, cut = {"groups_without_signal": lambda i: float(i > 190 or i < 15)}, {"eos_rate": lambda i: float(15 <= i <= 190)}
+    for going_on in (silent, cut):
+        found = findings_of(rows_of(200, **{"reward": lambda i: 0.1 * (i % 2), **going_on}))
+        assert [f.severity for f in found if f.name in ("no_reward_signal", "responses_cut")] == ["serious"]
+
+
+def test_a_task_that_is_solved_is_a_note_and_no_failure() -> None:
+    solved = rows_of(100, reward=lambda i: min(1.0, i / 80), groups_without_signal=lambda i: float(i >= 80))
+    assert [(f.name, f.severity) for f in findings_of(solved)] == [("no_reward_signal", "note")]
+    never = rows_of(100, reward=0.0, groups_without_signal=1.0)
+    lost = rows_of(100, reward=lambda i: max(0.0, 0.8 - i / 100), groups_without_signal=lambda i: float(i >= 80))
+    for rows in (never, lost):
+        assert findings_of(rows)[0].severity == "serious"
+
+
+def test_a_policy_that_settles_has_collapsed_unless_it_earns_more() -> None:
+    entropy = {"entropy": lambda i: max(0.01, 0.69 - 0.03 * i)}
+    assert "entropy_collapsed" in names(rows_of(40, episode_return=20.0, **entropy))
+    assert names(rows_of(40, episode_return=lambda i: float(i), **entropy)) == []
+
+
+def test_a_gold_score_that_is_forgotten_for_a_proxy_is_seen_in_likelihood_too() -> None:
+    held_out = {"held_out_log_likelihood": lambda i: -0.4 - i / 50 if i % 10 == 0 else None}
+    assert names(rows_of(50, reward=lambda i: i / 10, **held_out)) == ["reward_hacked"]
+    assert names(rows_of(50, reward=lambda i: i / 10, held_out_log_likelihood=-0.4)) == []
+
+
+def test_missing_and_undefined_numbers_are_no_findings() -> None:
+    assert names([]) == []
+    assert names(rows_of(30)) == []
+    assert names(rows_of(30, **dict.fromkeys(WATCHED))) == []
+    assert names(rows_of(30, **{name: float("nan") for name in WATCHED})) == []
+
+
+def test_a_metric_that_is_nowhere_known_is_no_finding() -> None:
+    """A mean of nothing is no number, and comparing with it says nothing."""
+    assert "clip_idle" not in names(rows_of(50, clip_active=0.0, kl=1e-4))
+    rows = rows_of(40, epochs=lambda i: 0.0 if i > 20 else None, stopped_early=lambda i: 1.0 if i <= 20 else None)
+    assert "passes_end_at_once" not in names(rows)
+
+
+def test_numbers_in_words_are_rounded_before_they_are_called_large() -> None:
+    said = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
+    assert {value: in_words(value) for value in said} == said
+
+
+def test_rules_read_metrics_that_there_are() -> None:
+    assert set(WATCHED) - set(METRICS) == set()
+
+
+def test_findings_are_plain_values_with_evidence_and_advice(tmp_path: Path) -> None:
+    for finding in findings_of(stored("hacked")):
+        table = json.loads(json.dumps(finding.to_json()))
+        assert table["name"] == finding.name
+        assert table["evidence"]
+        assert all(each["first_step"] <= each["last_step"] for each in table["evidence"])
+        assert table["advice"]
+        assert table["advice"][0] in finding.line
+
+
+def test_a_run_is_looked_at_by_its_folder_and_its_recipe_names_values(tmp_path: Path) -> None:
+    optimizer, rollout = {"learning_rate": 1e-9}, {"environments": 4, "steps": 32}
+    surefoot.train(
+        "CartPole-v1", steps=3_840, optimizer=optimizer, rollout=rollout, evaluation={"episodes": 0}, run_dir=tmp_path / "a"
+    )
+    assert [finding.name for finding in of_run(tmp_path / "a")] == ["return_flat", "clip_idle"]
+    with pytest.raises(surefoot.SurefootError, match="no such run"):
+        of_run(tmp_path / "b")
+
+
+def test_a_rule_that_fails_ends_no_training_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("surefoot.diagnostics.monitor.diagnose", broken)
+    said: list[str] = []
+    watch = Watch(find_recipe("CartPole-v1", {"steps": 4_096}), said.append)
+    for row in rows_of(40):
+        watch.add(row)
+    watch.end(None)
+    assert len(said) == 1
+    assert "a rule failed (ZeroDivisionError: division by zero)" in said[0]

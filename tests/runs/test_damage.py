@@ -1,0 +1,58 @@
+"""Bits flipped and files cut off anywhere in a run: no traceback, no hang, and no other answer that nobody notices."""
+
+import json
+
+import pytest
+from damage import Campaign
+
+from surefoot.runs import api
+from surefoot.recipes.presets import find_recipe
+
+BAD = {"traceback", "hang", "not one line", "another answer"}
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory):
+    path = tmp_path_factory.mktemp("control") / "run"
+    changes = {"steps": 1024, "evaluation": {"every": 256, "episodes": 1}, "checkpoint": {"every": 256}}
+    api.start(find_recipe("CartPole-v1", changes), path, callback=lambda metrics: metrics["steps"] >= 512)
+    words = [["evaluate", "RUN", "--episodes", "1", "--json"], ["check", "RUN", "--json"], ["compare", "RUN", str(path)]]
+    return Campaign(path, [*words, ["resume", "RUN", "--quiet"]])
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{c}: ", "completion": c * 3}) + "\n" for c in "abcdefghij"))
+    data = {"train": str(rows), "held_out": str(rows), "max_length": 16, "batch": 8}
+    changes = {"model": "pocket", "data": data, "steps": 32, "checkpoint": {"every": 8}, "evaluation": {"every": 8, "rows": 4}}
+    api.start(find_recipe("sft", changes), folder / "run", callback=lambda metrics: metrics["steps"] >= 16)
+    words = [["evaluate", "RUN", "--json"], ["check", "RUN", "--json"], ["resume", "RUN", "--quiet"]]
+    return Campaign(folder / "run", [*words, ["generate", "RUN", "--prompt", "a: ", "--max-tokens", "3", "--greedy"]])
+
+
+def unnoticed(campaign, cases, flips, seed, scratch):
+    campaign.go(cases, flips, seed, scratch)
+    return [outcome for outcome in campaign.outcomes if outcome.kind in BAD]
+
+
+@pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
+def test_damage_to_a_run_of_control_is_noticed(control, tmp_path, monkeypatch, flips):
+    monkeypatch.chdir(tmp_path)
+    assert unnoticed(control, 25, flips, 1, tmp_path) == []
+
+
+@pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
+def test_damage_to_a_run_of_language_is_noticed(language, tmp_path, monkeypatch, flips):
+    monkeypatch.chdir(tmp_path)
+    assert unnoticed(language, 4, flips, 1, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
+@pytest.mark.parametrize("kind", ["control", "language"])
+def test_much_damage_is_noticed(request, tmp_path, monkeypatch, kind, flips):
+    monkeypatch.chdir(tmp_path)
+    assert unnoticed(request.getfixturevalue(kind), 300, flips, 7, tmp_path) == []

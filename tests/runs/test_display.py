@@ -1,0 +1,138 @@
+"""What a person sees: every number the issue of a run needs, unhealthy ones with the reason; plain lines when piped."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from surefoot.runs import api
+from surefoot.recipes.presets import find_recipe
+from surefoot.core.rollout import LearnerState
+from surefoot.runs.display import Dashboard, Lines
+from surefoot.runs.metrics import METRICS, complaints
+from surefoot.runs.tracking import read_metrics
+
+HEALTHY = {"episode_return": 20.0, "episode_length": 20.0, "steps_per_second": 1000.0, "policy_loss": -0.01, "value_loss": 1.0}
+HEALTHY |= {"kl": 0.01, "ratio_outside": 0.1, "clip_active": 0.05, "explained_variance": 0.5, "entropy": 0.6}
+
+
+def drawn(metrics):
+    console = Console(width=150, force_terminal=True, record=True, file=io.StringIO())
+    board = Dashboard("PPO_CLIP on CartPole-v1", console)
+    board.show(LearnerState(total_steps=1000, steps=500), metrics)
+    board.close()
+    return console.export_text(styles=True)
+
+
+def test_the_live_table_shows_what_matters():
+    text = drawn(HEALTHY)
+    for word in (
+        "return, last 100",
+        "20.0",
+        "steps/s",
+        "1,000",
+        "KL",
+        "0.0100",
+        "10.0%",
+        "5.0%",
+        "+0.50",
+        "0.600",
+        "500 of 1,000",
+        "left",
+    ):
+        assert word in text
+    assert "lower the learning rate" not in text
+
+
+def test_an_unhealthy_value_is_coloured_and_says_why():
+    text = drawn({**HEALTHY, "kl": 3.0})
+    assert "the policy moves far per batch" in text
+    assert "\x1b[1;33m" in text.split("KL to")[1].split("\n")[0]
+
+
+def test_a_row_is_there_for_what_the_algorithm_has_and_for_nothing_else():
+    assert "β of the penalty" not in drawn(HEALTHY)
+    assert "0.25" in drawn({**HEALTHY, "beta": 0.25}).split("β of the penalty")[1].split("\n")[0]
+    without = drawn({**HEALTHY, "explained_variance": None})
+    assert "–" in without.split("explained variance")[1].split("\n")[0], "what is not defined now is shown as such"
+
+
+def test_lines_are_plain_and_few(capsys):
+    lines = Lines("title", every=1000)
+    for steps in range(100, 1100, 100):
+        lines.show(LearnerState(total_steps=1000, steps=steps), {**HEALTHY, "explained_variance": None})
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "title"
+    assert len(out) == 3, "the first and the last iteration"
+    assert "\x1b" not in "".join(out)
+    assert "step 1,000/1,000" in out[-1]
+
+
+def test_complaints_skip_undefined_values():
+    assert complaints({"explained_variance": None, "kl": 0.01, "steps": 5}) == {}
+    assert set(complaints({"explained_variance": -3.0, "clip_active": 0.9})) == {"explained_variance", "clip_active"}
+
+
+def test_the_complaint_about_a_critic_says_when_it_means_nothing():
+    """A solved task pays the same in every episode: the critic is fine, the number is not."""
+    assert "meaningless where returns are nearly constant" in complaints({"explained_variance": -30.0})["explained_variance"]
+    assert "meaningless" in drawn({**HEALTHY, "explained_variance": -30.0}).split("explained variance")[1]
+
+
+def keys_of_language(folder):
+    """The keys of one iteration of each kind of language run, on the smallest of data."""
+    pytest.importorskip("transformers")
+    rows = folder / "rows.jsonl"
+    said = ("i love it.", "it is fine.", "the chain is weak.", "good")
+    told = ({"prompt": "new bike: ", "completion": text, "chosen": text, "rejected": "no"} for text in said)
+    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    gold = "surefoot.language.tasks.reviews:gold"
+    shared = {"model": "pocket", "steps": 4, "data": {"train": str(rows), "held_out": str(rows), "max_length": 64}}
+    few = {"data": {**shared["data"], "batch": 4}}
+    terms = [{"function": gold}, {"function": "surefoot.language.tasks.reviews:gold", "weight": 0.5}]
+    online = {"sampling": {"prompts": 4, "max_tokens": 4}, "reward": {"terms": terms, "gold": gold}}
+    online["evaluation"] = {"demonstrations": str(rows)}
+    online["mixing"] = {"sft_coefficient": 0.1, "demonstrations": str(rows)}
+    written = set()
+    for kind, changes in (("sft", few), ("reward", few), ("dpo", few), ("language", online)):
+        api.start(find_recipe(kind, {**shared, **changes}), folder / kind)
+        written |= {key for row in read_metrics(folder / kind / "metrics.jsonl") for key in row}
+    groups = {**shared, "algorithm": "DAPO", "steps": 16, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}}
+    api.start(
+        find_recipe("language", {**groups, "objective": {"reuse": {"minibatches": 1}}, "reward": {"terms": terms}}),
+        folder / "groups",
+    )
+    written |= {key for row in read_metrics(folder / "groups" / "metrics.jsonl") for key in row}
+    games = folder / "games.jsonl"
+    games.write_text('{"secret": 2, "highest": 3}\n' * 4)
+    turns = {**shared, "data": {"train": str(games), "held_out": str(games)}, "sampling": {"prompts": 4, "max_tokens": 2}}
+    api.start(find_recipe("guess", {**turns, "objective": {"reuse": {"minibatches": 1}}}), folder / "turns")
+    written |= {key for row in read_metrics(folder / "turns" / "metrics.jsonl") for key in row}
+    return {key for key in written if not key.startswith("reward_")}  # the parts of a reward have their own names
+
+
+def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(tmp_path):
+    written = set()
+    for algorithm in ("PPO_CLIP", "PPO_PENALTY_ADAPTIVE", "TRPO"):
+        changes = {"steps": 512, "evaluation": {"episodes": 1}, "optimizer": {"critic_learning_rate": 1e-3}}
+        changes["normalise"] = {"observations": True, "rewards": True}
+        changes["objective"] = {"target_kl": "none" if algorithm == "TRPO" else 0.5, "kl_estimator": "exact"}
+        api.start(find_recipe("CartPole-v1", {**changes, "algorithm": algorithm}), tmp_path / algorithm)
+        rows = read_metrics(tmp_path / algorithm / "metrics.jsonl")
+        assert [row["iteration"] for row in rows] == [1, 2]
+        written |= {key for row in rows for key in row}
+    written |= keys_of_language(tmp_path)
+    assert written - set(METRICS) == set()
+    assert set(METRICS) - written <= {"reference_loss"}
+
+
+def test_tensorboard_gets_the_same_scalars(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    api.start(find_recipe("CartPole-v1", {"steps": 512, "evaluation": {"episodes": 0}}), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    written = [(event.step, round(event.value, 4)) for event in events.Scalars("policy_loss")]
+    assert written == [(row["steps"], round(row["policy_loss"], 4)) for row in rows]

@@ -1,0 +1,288 @@
+"""metrics.jsonl: everybody reads the same rows; what is damaged is skipped, kept and reported, and is never a traceback."""
+
+import hashlib
+import json
+import random
+import shutil
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.runs import api
+from surefoot.inspector.curves import Columns
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.checkpoint import MANIFEST
+from surefoot.runs.history import History, rising
+from surefoot.runs.tracking import cut_back, read_metrics
+
+NONSENSE = {
+    "a list for a count": b'{"iteration": 3, "steps": []}',
+    "a long count": b'{"iteration": 3, "steps": 1%s}' % (b"0" * 400),
+    "a long number": b'{"iteration": 3, "steps": 192, "kl": 1%s}' % (b"0" * 400),
+    "a longer number": b'{"iteration": 3, "steps": 192, "kl": 1%s}' % (b"0" * 5000),
+    "brackets": b"[" * 100_000,
+    "nested": b'{"iteration":' * 100_000,
+    "a word": b'{"iteration": 3, "steps": 192, "kl": "low"}',
+    "a table": b'{"iteration": 3, "steps": 192, "kl": {}}',
+    "a truth for a count": b'{"iteration": true, "steps": 192}',
+    "a count below zero": b'{"iteration": 3, "steps": -192}',
+    "a count that jumps": b'{"iteration": 3, "steps": 99999999}',
+    "a count that falls": b'{"iteration": 1, "steps": 192}',
+    "no table": b"3",
+    "no count": b'{"kl": 0.5}',
+    "no text": b"\xff\xfe\x00",
+    "nothing": b"",
+}
+
+
+def line(n, **more):
+    return json.dumps({"iteration": n, "steps": 64 * n, "kl": 1 / n, "score": None, **more}).encode()
+
+
+def text_of(*lines):
+    return b"".join(each + b"\n" for each in lines)
+
+
+def iterations(rows):
+    return [row["iteration"] for row in rows]
+
+
+# ---- reading
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
+def test_a_line_of_nonsense_costs_its_own_row_alone(nonsense, tmp_path):
+    text = text_of(line(1), line(2), nonsense, line(4), line(5))
+    history = History(text)
+    assert iterations(history.rows) == [1, 2, 4, 5]
+    assert history.damaged == [3]
+    assert history.fault == "has 5 lines, of which line 3 can't be read"
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    assert read_metrics(tmp_path / "metrics.jsonl") == history.rows
+    columns = Columns(tmp_path / "metrics.jsonl")
+    assert columns.read_on() == 4
+    assert columns.columns["iteration"].tolist() == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e300", "0", "12345678901234567890"])
+def test_whatever_number_a_run_may_write_is_a_row(value):
+    assert len(History(text_of(line(1), b'{"iteration": 2, "steps": 128, "kl": %s}' % value.encode())).rows) == 2
+
+
+def test_what_an_editor_puts_before_the_first_line_costs_nothing(tmp_path):
+    text = text_of(line(1), line(2))
+    assert History(b"\xef\xbb\xbf" + text).text == text
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xef\xbb\xbf" + text)
+    assert Columns(tmp_path / "metrics.jsonl").read_on() == 2
+
+
+def test_a_line_that_is_being_written_is_no_fault():
+    history = History(text_of(line(1)) + line(2)[:9])
+    assert (history.rows, history.fault) == ([json.loads(line(1))], None)
+
+
+def test_no_file_is_no_rows(tmp_path):
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+@given(st.lists(st.integers(0, 12), max_size=9))
+def test_the_longest_rising_series_is_found(values):
+    found = [values[index] for index in rising(values)]
+    longest = [0]  # by trying all
+    for mask in range(1, 2 ** len(values)):
+        chosen = [value for index, value in enumerate(values) if mask >> index & 1]
+        if all(a < b for a, b in pairwise(chosen)):
+            longest.append(len(chosen))
+    assert all(a < b for a, b in pairwise(found))
+    assert len(found) == max(longest)
+
+
+# ---- cutting back
+
+
+def cut(tmp_path, text, iteration, written=None):
+    """The text afterwards, and what was told."""
+    told = []
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    if written is not None:
+        manifest = tmp_path / "checkpoints" / "1" / MANIFEST
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        manifest.write_text(json.dumps({"metrics": {"size": len(written), "sha256": sha256(written)}}))
+    kept = cut_back(tmp_path, iteration, told.append)
+    assert kept == (tmp_path / "metrics.jsonl").read_bytes()
+    return kept, told
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with a checksum", "of an older version"])
+def test_later_iterations_and_an_unfinished_line_are_dropped_in_silence(known, tmp_path):
+    before = text_of(line(1), line(2), line(3))
+    text = before + text_of(line(4)) + line(5)[:7]
+    assert cut(tmp_path, text, 3, before if known else None) == (before, [])
+    assert not (tmp_path / "metrics.damaged.jsonl").exists()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with a checksum", "of an older version"])
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
+def test_a_damaged_line_is_kept_beside_and_told_and_no_other_is_lost(nonsense, known, tmp_path):
+    before = text_of(line(1), line(2), line(3), line(4))
+    text = text_of(line(1), line(2), nonsense, line(4), line(5))
+    kept, told = cut(tmp_path, text, 4, before if known else None)
+    assert kept == text_of(line(1), line(2), line(4))
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == nonsense + b"\n"
+    assert len(told) == 1
+    assert "line 3" in told[0]
+    assert "kept in metrics.damaged.jsonl" in told[0]
+
+
+def test_what_a_kill_sets_aside_twice_is_there_once(tmp_path):
+    text = text_of(line(1), b"nonsense", b"more", line(4))
+    cut(tmp_path, text, 4)
+    cut(tmp_path, text, 4)
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"nonsense\nmore\n"
+
+
+def test_a_changed_number_is_noticed_and_kept(tmp_path):
+    before = text_of(line(1), line(2), line(3))
+    changed = text_of(line(1), line(2, kl=0.75), line(3))
+    kept, told = cut(tmp_path, changed, 3, before)
+    assert kept == changed
+    assert len(told) == 1
+    assert "any of its numbers may be wrong" in told[0]
+
+
+@pytest.mark.parametrize("left", [0, 1, 40, 100])
+def test_a_missing_end_is_noticed(left, tmp_path):
+    before = text_of(line(1), line(2), line(3))
+    _, told = cut(tmp_path, before[:left], 3, before)
+    assert len(told) == 1
+    assert f"has {left} of the {len(before)} bytes that the run wrote" in told[0]
+
+
+@given(st.data())
+def test_no_change_of_what_was_written_passes_unnoticed(data):
+    before = text_of(*(line(n) for n in range(1, 9)))
+    at = data.draw(st.integers(0, 8 * len(before) - 1))
+    flipped = bytearray(before)
+    flipped[at // 8] ^= 1 << at % 8
+    written = {"size": len(before), "sha256": sha256(before)}
+    assert History(before, written).fault is None
+    assert History(bytes(flipped), written).fault is not None
+    assert History(before[: at // 8], written).fault is not None
+
+
+# ---- commands
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of eight rows."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    fields = {
+        "steps": 512,
+        "rollout": {"environments": 4, "steps": 16},
+        "checkpoint": {"every": 64},
+        "evaluation": {"episodes": 1},
+    }
+    api.start(find_recipe("CartPole-v1", fields), path)
+    assert len(read_metrics(path / "metrics.jsonl")) == 8
+    return path
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture
+def surefoot(command):
+    """Run a command: its exit code, and all that it prints. A traceback is an exception here."""
+
+    def go(*words):
+        code, out, errors = command(*map(str, words))
+        return code, out + errors
+
+    return go
+
+
+def test_a_run_whose_metrics_are_as_it_wrote_them_has_no_such_finding(surefoot, run):
+    assert "metrics.jsonl" not in surefoot("check", run)[1]
+    _, said = surefoot("resume", run, "--steps", 576)
+    assert "metrics.jsonl" not in said
+    assert "metrics.jsonl" not in surefoot("check", run)[1]
+
+
+def test_one_bad_byte_costs_one_row_which_is_kept_and_every_command_tells(surefoot, run, tmp_path):
+    file = run / "metrics.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(b"{", b"\xfb", 1)
+    file.write_bytes(b"\n".join(lines))
+    fault = "metrics.jsonl has 8 lines, of which line 2 can't be read"
+    assert fault in surefoot("check", run)[1]
+    assert "metrics_damaged" in surefoot("check", run, "--json")[1]
+    assert fault in surefoot("compare", run, shutil.copytree(run, tmp_path / "other"))[1]
+    assert surefoot("report", run)[0] == 0
+    assert "of which line 2" in (run / "report.html").read_text()
+    code, said = surefoot("resume", run, "--steps", 576)
+    assert code == 0
+    assert "of which line 2 can't be read; what can't be read is kept in metrics.damaged.jsonl" in said
+    assert iterations(read_metrics(file)) == [1, 3, 4, 5, 6, 7, 8, 9]
+    assert (run / "metrics.damaged.jsonl").read_bytes() == lines[1] + b"\n"
+
+
+def test_a_run_of_an_older_version_whose_checkpoints_know_nothing_of_metrics_resumes(surefoot, run):
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        table = json.loads(manifest.read_text())
+        del table["metrics"]
+        manifest.write_text(json.dumps(table))
+    assert "metrics.jsonl" not in surefoot("check", run)[1]
+    code, said = surefoot("resume", run, "--steps", 576)
+    assert code == 0
+    assert "metrics.jsonl" not in said
+    assert len(read_metrics(run / "metrics.jsonl")) == 9
+
+
+def test_metrics_that_are_gone_are_told(surefoot, run):
+    (run / "metrics.jsonl").unlink()
+    code, said = surefoot("check", run)
+    assert code == 2
+    assert "metrics.jsonl: has 0 of the" in said
+    code, said = surefoot("resume", run, "--steps", 576)
+    assert code == 0
+    assert "metrics.jsonl: has 0 of the" in said
+
+
+@pytest.mark.parametrize("name", ["a list for a count", "a long number", "brackets"])
+def test_no_command_has_a_traceback_for_nonsense(surefoot, name, run, tmp_path):
+    lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
+    (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], NONSENSE[name], *lines[3:]]))
+    other = shutil.copytree(run, tmp_path / "other")
+    for words in (["check", run], ["report", run], ["compare", run, other], ["evaluate", run, "--episodes", 1]):
+        assert surefoot(*words)[0] == 0
+    assert surefoot("resume", run, "--steps", 576)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_no_truncation_and_no_flipped_bit_of_metrics_passes_unnoticed(surefoot, seed, run, tmp_path):
+    """100 of each; what every command reads is noticed, and a resumed run tells of it."""
+    draw, file = random.Random(seed), run / "metrics.jsonl"
+    whole = file.read_bytes()
+    for number in range(100):
+        at = draw.randrange(len(whole))
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << draw.randrange(8)
+        damaged = whole[:at] if number % 2 else bytes(flipped)
+        file.write_bytes(damaged)
+        code, said = surefoot("check", run)
+        assert "metrics.jsonl" in said, (number, at)
+        if number % 10 == 0:
+            other = shutil.copytree(run, tmp_path / f"{number}")
+            code, said = surefoot("resume", other, "--steps", 576)
+            assert code == 0
+            assert "metrics.jsonl" in said

@@ -1,0 +1,370 @@
+"""A run that is killed and resumed is the run that never was: weights, moments, normalisers, streams, metrics, bit for bit."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from killing import RECIPES, assert_same, begin_or_continue, die_at, in_child, outcome
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.runs import api
+from surefoot.control import evaluate
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.checkpoint import fault_of, latest_checkpoint, load_checkpoint, save_checkpoint
+
+SECONDS = {}
+"""how long each task's run takes without a kill"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """task -> the outcome of its run from start to end."""
+    outcomes = {}
+
+    def get(task):
+        if task not in outcomes:
+            path = tmp_path_factory.mktemp("whole") / "run"
+            begun = time.monotonic()
+            begin_or_continue(path, task)
+            outcomes[task], SECONDS[task] = outcome(path), time.monotonic() - begun
+        return outcomes[task]
+
+    return get
+
+
+def test_the_same_seed_gives_the_same_run(uninterrupted, tmp_path):
+    begin_or_continue(tmp_path / "again", "CartPole-v1")
+    assert_same(uninterrupted("CartPole-v1"), outcome(tmp_path / "again"))
+
+
+def test_another_seed_gives_another_run(uninterrupted, tmp_path):
+    api.start(find_recipe("CartPole-v1", {**RECIPES["CartPole-v1"], "seed": 2}), tmp_path / "other")
+    with pytest.raises(AssertionError):
+        assert_same(uninterrupted("CartPole-v1")["final"]["agent"], outcome(tmp_path / "other")["final"]["agent"])
+
+
+def killed_at_random(path, task, rng, kills):
+    """Kill the run ``kills`` times at random moments, then let it finish; how many kills hit a running child.
+
+    A process takes longer for its first run than for those after it: where no kill came in time, all is done again, earlier.
+    """
+    hits = 0
+    for scale in (1.0, 0.5, 0.25, 0.1, 0.05):
+        if scale < 1:
+            shutil.rmtree(path)
+        for _ in range(kills):
+            if unfinished(path, task):
+                hits += in_child(path, task, delay=scale * rng.uniform(0.05, 0.7) * SECONDS[task]) == -signal.SIGKILL
+        if unfinished(path, task):
+            assert in_child(path, task) == 0
+        if hits:
+            break
+    return hits
+
+
+def unfinished(path, task):
+    checkpoints = path / "checkpoints"
+    done = [int(p.name) for p in checkpoints.glob("[0-9]*")] if checkpoints.exists() else []
+    return max(done, default=0) < RECIPES[task]["steps"]
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
+def test_a_kill_at_a_random_moment_changes_nothing(uninterrupted, tmp_path, task):
+    expected = uninterrupted(task)
+    seed = int.from_bytes(os.urandom(4), "big")
+    print("seed of the kills:", seed)
+    assert killed_at_random(tmp_path / "run", task, random.Random(seed), kills=2) >= 1
+    assert_same(expected, outcome(tmp_path / "run"))
+
+
+SAVING = [("fsync", 3, False), ("fsync", 9, False), ("fsync", 20, False), ("rename", 1, False), ("rename", 2, True)]
+
+
+@pytest.mark.parametrize(("name", "call", "after"), SAVING)
+def test_a_kill_inside_a_save_changes_nothing(uninterrupted, tmp_path, name, call, after):
+    path = tmp_path / "run"
+    assert in_child(path, "CartPole-v1", before=die_at(os, name, call, after)) == -signal.SIGKILL
+    assert in_child(path, "CartPole-v1") == 0
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+    assert not list(path.glob("**/.*.tmp")), "what the kill left half-written was not cleared away"
+
+
+REMOVING = [("unlink", 7), ("unlink", 15), ("unlink", 50), ("unlink", 53), ("rmdir", 1), ("rmdir", 4)]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("name", "call"), REMOVING)
+def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, call, after):
+    path = tmp_path / "run"
+    assert in_child(path, "CartPole-v1", before=die_at(os, name, call, after)) == -signal.SIGKILL
+    numbered = [folder for place in ("checkpoints", "best") for folder in (path / place).glob("[0-9]*")]
+    assert [folder for folder in numbered if fault_of(folder)] == [], "half a checkpoint under the name of a whole one"
+    assert in_child(path, "CartPole-v1") == 0
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+    assert not list(path.glob("**/.*.tmp")), "what the kill left half-removed was not cleared away"
+
+
+def test_a_run_in_which_an_older_version_was_killed_inside_a_removal_resumes(uninterrupted, tmp_path):
+    """It removed files in place, and a folder without a manifest refused the checkpoint that was to be saved there."""
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
+    for place, steps in (("best", 1024), ("checkpoints", 1280), ("checkpoints", 7)):
+        folder = path / place / str(steps)
+        folder.mkdir(parents=True)
+        (folder / "agent.json").write_text("{}")
+    api.resume(path)
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+    assert not (path / "checkpoints" / "7").exists()
+
+
+@pytest.mark.parametrize("name", ["1", ".notes"])
+def test_what_stands_in_a_run_beside_its_checkpoints_is_left_alone(name, tmp_path):
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
+    (path / name).mkdir()
+    (path / name / "letter.txt").write_text("dear")
+    api.resume(path)
+    assert (path / name / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_twenty_runs_with_kills_at_any_moment(uninterrupted, tmp_path, number):
+    task = ["CartPole-v1", "Pendulum-v1"][number % 2]
+    expected, rng, path = uninterrupted(task), random.Random(number), tmp_path / "run"
+    if number % 4 >= 2:
+        name, after = rng.choice(["fsync", "rename", "replace"]), rng.random() < 0.5
+        in_child(path, task, before=die_at(os, name, rng.randint(1, 40), after))
+    if unfinished(path, task):
+        killed_at_random(path, task, rng, kills=4)
+    assert_same(expected, outcome(path))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tmp_path):
+    path = tmp_path / "run"
+    assert in_child(path, "CartPole-v1", before=die_at(os, "rename", 1)) == -signal.SIGKILL
+    assert not list((path / "checkpoints").glob("[0-9]*"))
+    assert in_child(path, "CartPole-v1") == 0
+    assert_same(uninterrupted("CartPole-v1"), outcome(path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, number):
+    path = tmp_path / "run"
+    command = [sys.executable, "-m", "surefoot", "train", "CartPole-v1", "--steps", "60000", "--run-dir", str(path)]
+    command += ["--evaluation.episodes", "1", "--checkpoint-every", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(path / "metrics.jsonl")
+    process.send_signal(number)
+    asked = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 30
+    assert process.returncode == 130
+    assert re.fullmatch(r"surefoot: stopped at step \d+; continue with: surefoot resume \S+\n", errors), errors
+    stopped_at = int(re.search(r"step (\d+)", errors).group(1))
+    assert [p.name for p in (path / "checkpoints").glob("[0-9]*")] == [str(stopped_at)]
+    # Exactly: the next iterations are those of a run that was not stopped.
+    stop = lambda metrics: metrics["steps"] >= stopped_at + 512  # noqa: E731
+    changes = {"steps": 60000, "evaluation": {"episodes": 1}, "checkpoint": {"every": 1000000}}
+    api.resume(path, callback=stop)
+    api.start(find_recipe("CartPole-v1", changes), tmp_path / "whole", callback=stop)
+    stopped, whole = outcome_without_best(path), outcome_without_best(tmp_path / "whole")
+    assert_same(stopped, whole)
+
+
+def outcome_without_best(path):
+
+    return load_checkpoint(latest_checkpoint(path / "checkpoints"))
+
+
+def wait_for(path, seconds=60):
+    end = time.monotonic() + seconds
+    while not (path.exists() and path.stat().st_size):
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def test_a_finished_run_is_refused_and_can_be_extended(tmp_path):
+    path = tmp_path / "run"
+    begin_or_continue(path, "CartPole-v1")
+    with pytest.raises(SurefootError, match=r"finished, 2048 of 2048 steps are done; extend it with --steps N"):
+        api.resume(path)
+    surefoot.resume(path, steps=2560)
+    assert outcome(path)["at"][0] == "2560"
+    assert "steps = 2560" in (path / "config.toml").read_text()
+
+
+class Unwell(gymnasium.Env):
+    """Its evaluation fails while a file is there."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, file=""):
+        self.file, self.t = Path(file), 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.random(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        if self.file.exists():
+            raise RuntimeError("the licence server is away")
+        return self.np_random.random(2, np.float32), float(action), self.t == 5, False, {}
+
+
+@pytest.mark.parametrize("at", [128, 256], ids=["on the way", "at the end"])
+def test_an_evaluation_that_fails_loses_nothing_and_is_made_again_on_resuming(at, tmp_path):
+    fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 2, "every": 128}, "traces": {"every": 64}}
+    away = tmp_path / "away"
+    recipe = find_recipe(f"{__name__}:Unwell", {"steps": 256, "environment": {"file": str(away)}, **fields})
+    api.start(recipe, tmp_path / "whole")
+
+    due = []
+    real = evaluate._run
+
+    def failing(*given):
+        if due:
+            away.touch()
+        try:
+            return real(*given)
+        finally:
+            away.unlink(missing_ok=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "_run", failing)
+        said = r"environment 0 of the evaluation raised RuntimeError: .* \(test_resume\.py:\d+\), then resume the run"
+        with pytest.raises(SurefootError, match=said):
+            api.start(recipe, tmp_path / "cut", callback=lambda metrics: due.append(1) if metrics["steps"] == at - 32 else None)
+        assert max(int(path.name) for path in (tmp_path / "cut" / "checkpoints").iterdir()) == at
+        with pytest.raises(SurefootError, match="the licence server is away"):
+            api.resume(tmp_path / "cut")  # it is away still
+    api.resume(tmp_path / "cut")
+    assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))
+    traces = [{p.name: p.read_bytes() for p in (tmp_path / run / "traces").iterdir()} for run in ("whole", "cut")]
+    assert traces[0] == traces[1]
+
+
+@pytest.mark.parametrize("name", ["deadline", "workers"])
+def test_how_long_workers_are_waited_for_and_how_many_there_are_is_no_change_of_a_run(name, tmp_path):
+    path = tmp_path / "run"
+    fields = {**RECIPES["CartPole-v1"], "rollout": {"environments": 4, "steps": 128, "backend": "workers", "workers": 1}}
+    api.start(find_recipe("CartPole-v1", fields), path, callback=lambda m: m["steps"] >= 1024)
+    config = path / "config.toml"
+    before = config.read_text()
+    config.write_text(re.sub(rf"^{name} = .*$", f"{name} = 2", before, flags=re.MULTILINE))
+    assert config.read_text() != before
+    api.resume(path)
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(tmp_path):
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace("gae_lambda = 0.8", "gae_lambda = 0.9"))
+    before = outcome_without_best(path)
+    with pytest.raises(SurefootError, match=r"objective.gae_lambda: 0.8 -> 0.9.*--allow-changes"):
+        api.resume(path)
+    assert_same(before, outcome_without_best(path))
+    api.resume(path, allow_changes=True)
+    assert outcome_without_best(path)["recipe"]["objective"]["gae_lambda"] == 0.9
+
+
+def test_a_field_that_an_older_version_did_not_know_has_its_default(tmp_path):
+    """In its recipe and in its checkpoint; another value of it is a change like any."""
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    trees = load_checkpoint(checkpoint)
+    del trees["recipe"]["objective"]["router_coefficient"], trees["recipe"]["optimizer"]["warmup"]
+    shutil.rmtree(checkpoint)
+    save_checkpoint(checkpoint, trees)
+    config = path / "config.toml"
+    kept = [line for line in config.read_text().splitlines() if not line.startswith(("router_coefficient", "warmup"))]
+    config.write_text("\n".join([line.replace("[optimizer]", "[optimizer]\nwarmup = 0.1") for line in kept]))
+    with pytest.raises(SurefootError, match=r"changed since the checkpoint \(optimizer.warmup: 0.0 -> 0.1\)"):
+        api.resume(path)
+    config.write_text("\n".join(kept))
+    api.resume(path)
+
+
+def test_another_architecture_is_refused_by_tensor(tmp_path):
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
+    config = path / "config.toml"
+    config.write_text(re.sub(r"hidden = \[\s*64,\s*64,\s*\]", "hidden = [32, 64]", config.read_text()))
+    with pytest.raises(SurefootError, match=r"another architecture: policy.actor_trunk.layers.0.bias is \(64,\).*\(32,\)"):
+        api.resume(path, allow_changes=True)
+
+
+class Unrepeatable(gymnasium.Env):
+    """An environment that ignores its seed."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.frombuffer(os.urandom(2), np.int8).astype(np.float32) / 128, {}
+
+    def step(self, action):
+        return self.reset()[0], 1.0, False, False, {}
+
+
+def test_an_environment_that_does_not_replay_is_said_to_be_lost(tmp_path, capsys):
+    told = []
+
+    class Told(surefoot.runs.display.Silent):
+        def say(self, line):
+            told.append(line)
+
+    fields = {"steps": 1024, "rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 0}}
+    path = tmp_path / "run"
+    api.train(Unrepeatable, run_dir=path, callback=lambda m: m["steps"] >= 512, **fields)
+    api.resume(path, task=Unrepeatable, display=Told())
+    assert "environments [0, 1]" in told[0]
+    assert "not exact" in told[0]
+
+
+def test_a_run_in_use_is_refused(tmp_path):
+    path = tmp_path / "run"
+    seen = []
+
+    def second_writer(metrics):
+        try:
+            api.resume(path)
+        except SurefootError as error:
+            seen.append(str(error))
+        return True
+
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=second_writer)
+    assert "in use by another process" in seen[0]
+    assert Path(path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("algorithm", "trust_region"), [("PPO_PENALTY_ADAPTIVE", {"target": 1e-4}), ("TRPO", {"delta": 0.02})])
+def test_a_stopped_run_of_another_trust_region_resumes_exactly(tmp_path, algorithm, trust_region):
+    """With the β it had by then, and with a policy that has no optimizer's moments to remember."""
+    objective = {"reuse": {"epochs": 4, "minibatches": 4}, "trust_region": trust_region}
+    changes = {"algorithm": algorithm, "steps": 1024, "objective": objective, "evaluation": {"every": 512, "episodes": 1}}
+    recipe = find_recipe("CartPole-v1", changes)
+    api.start(recipe, tmp_path / "whole")
+    api.start(recipe, tmp_path / "stopped", callback=lambda metrics: metrics["steps"] >= 512)
+    stopped = outcome_without_best(tmp_path / "stopped")["state"]
+    api.resume(tmp_path / "stopped")
+    whole = outcome(tmp_path / "whole")
+    assert_same(whole, outcome(tmp_path / "stopped"))
+    if algorithm == "PPO_PENALTY_ADAPTIVE":
+        assert stopped["coefficients"]["beta"] != 1.0, "this example would not show a β that was forgotten"
+        assert len({row["beta"] for row in whole["rows"]}) > 2

@@ -1,0 +1,318 @@
+"""Runs and agents of strangers: whatever lies in their files, a command that reads them says one line and waits for nothing."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from surefoot import SurefootError
+from surefoot.runs import api
+from surefoot.control.agent import Agent
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.checkpoint import MANIFEST, fault_of, load_checkpoint, save_checkpoint
+from surefoot.files import read_json, read_table, steps_named
+from surefoot.recipes.toml import parse_value, read_toml
+
+DEEP, LONG = "[" * 100_000, "9" * 400
+TABLE_DEEP = '{"a":' * 500 + "1" + "}" * 500
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    changes = {"steps": 1024, "evaluation": {"every": 256, "episodes": 1}, "checkpoint": {"every": 256}}
+    api.start(find_recipe("CartPole-v1", changes), path, callback=lambda metrics: metrics["steps"] >= 512)
+    return path
+
+
+@pytest.fixture
+def run(begun, tmp_path):
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_hangs():
+    def ring(*_):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def commands(run):
+    """Every command that reads a run of control, with the options that make it quick."""
+    run = str(run)
+    return [
+        ["check", run],
+        ["report", run, "--out", "page.html"],
+        ["compare", run, run + "-2"],
+        ["evaluate", run, "--episodes", "1"],
+        ["watch", run, "--max-steps", "2"],
+        ["export", run, "--out", "agent.onnx"],
+        ["inspect", run, "--clip-table", "--no-browser"],
+        ["merge", run, "--out", "merged"],
+        ["generate", run, "--prompt", "x"],
+        ["chat", run],
+        ["resume", run, "--quiet"],
+    ]
+
+
+def reads_weights(words):
+    return words[0] in ("evaluate", "watch", "export", "merge", "generate", "chat", "resume")
+
+
+def refused(result, *parts):
+    code, _, error = result
+    assert (code, error.count("\n")) == (2, 1), error
+    assert error.startswith("surefoot: ")
+    for part in parts:
+        assert part in error
+
+
+def signed(checkpoint):
+    """Write a manifest that fits what lies in a checkpoint."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in sorted(checkpoint.iterdir())
+        if path.name != MANIFEST
+    }
+    (checkpoint / MANIFEST).write_text(json.dumps({"format": 1, "files": files}))
+
+
+def best(run):
+    return next((run / "best").glob("[0-9]*"))
+
+
+NO_MANIFESTS = [
+    "[]",
+    "3",
+    "null",
+    '{"format": 1}',
+    '{"format": 1, "files": []}',
+    '{"format": 1, "files": 3}',
+    '{"format": 1, "files": {"agent.json": 3}}',
+    '{"format": 1, "files": {"agent.json": []}}',
+    f'{{"format": {LONG}, "files": {{}}}}',
+    f'{{"format": 1, "files": {{"agent.json": {{"size": {LONG}}}}}}}',
+    f'{{"format": 1, "files": {{"agent.json": {{"size": {"9" * 5000}}}}}}}',
+    '{"format": {}, "files": {}}',
+    '{"format": 1, "files": {}}',
+    DEEP,
+    TABLE_DEEP,
+    "\ud800".encode("utf-8", "surrogatepass"),
+]
+
+
+@pytest.mark.parametrize("text", NO_MANIFESTS, ids=lambda text: str(text)[:40])
+def test_a_manifest_of_any_shape_is_refused_in_one_line(command, run, text):
+    content = text if isinstance(text, bytes) else text.encode()
+    for folder in (best(run), run / "checkpoints" / "512"):
+        (folder / MANIFEST).write_bytes(content)
+    refused(command("evaluate", str(run)), "manifest")
+    refused(command("resume", str(run), "--quiet"), "512")
+
+
+@pytest.mark.parametrize(
+    "name", ["../agent.json", "/etc/passwd", "..", ".", "a/b", "a\\b", "", "a\nb", "manifest.json", "\x1b[2J"]
+)
+def test_a_manifest_lists_names_of_files_beside_it_and_nothing_else(tmp_path, name):
+    save_checkpoint(tmp_path / "one", {"tree": {"n": 1}})
+    table = json.loads((tmp_path / "one" / MANIFEST).read_text())
+    table["files"][name] = table["files"]["tree.json"]
+    (tmp_path / "one" / MANIFEST).write_text(json.dumps(table))
+    with pytest.raises(SurefootError, match="no name of a file beside it"):
+        load_checkpoint(tmp_path / "one")
+
+
+TREES = [
+    ("recipe", {"kind": "sft"}),
+    ("recipe", {"kind": "language"}),
+    ("recipe", {"kind": ["control"]}),
+    ("recipe", []),
+    ("recipe", 3),
+    ("recipe", {}),
+    ("recipe", None),
+    ("agent", []),
+    ("agent", {"steps": []}),
+    ("agent", {"policy.actor_head.weight": 3}),
+    ("agent", {"policy.actor_head.weight": {"$tensor": "nowhere"}}),
+    ("agent", {"$tensor": []}),
+    ("agent", {"$tensor": {"a": 1}}),
+    ("spaces", []),
+    ("spaces", {"observation": 3, "action": 4}),
+    ("spaces", {"observation": {"type": "Box"}, "action": {"type": "Discrete", "n": -3, "start": 0}}),
+    ("spaces", {"observation": {"type": "Dict", "spaces": [3]}, "action": {"type": "Text"}}),
+    ("spaces", {"observation": {"type": "Box", "low": 0, "high": 1, "shape": [10**14], "dtype": "float32"}, "action": {}}),
+    ("spaces", {"observation": {"type": "Box", "low": 0, "high": 1, "shape": [4], "dtype": "no"}, "action": {}}),
+    ("spaces", {"observation": {"type": "Box", "low": int(LONG), "high": 1, "shape": [4], "dtype": "float32"}, "action": {}}),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), TREES, ids=lambda x: str(x)[:50])
+def test_a_signed_checkpoint_of_another_shape_is_refused_in_one_line(command, run, name, content):
+    for folder in (best(run), run / "checkpoints" / "512"):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+        signed(folder)
+    for words in commands(run):
+        if reads_weights(words) and (words[0] != "resume" or name != "spaces"):  # which are the environment's own there
+            refused(command(*words))
+
+
+STATES = [
+    ("state", {"steps": []}),
+    ("state", {"steps": int(LONG)}),
+    ("state", {"steps": "many", "iteration": 1}),
+    ("state", {"steps": 3, "iteration": 1.5, "updates": 0, "faults": 0, "coefficients": {}, "generators": {}}),
+    ("state", {"steps": 3, "iteration": 1, "updates": 0, "faults": 0, "coefficients": 3, "generators": {}}),
+    ("state", {"steps": 3, "iteration": 1, "updates": 0, "faults": 0, "coefficients": {}, "generators": {"sample": 3}}),
+    ("learner", {"policy": 3}),
+    ("learner", {"policy": {"exp_avg": 3}}),
+    ("collector", {}),
+    ("collector", {"environments": []}),
+    ("progress", []),
+    ("progress", {"best": "high"}),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), STATES, ids=lambda x: str(x)[:50])
+def test_a_signed_state_of_another_shape_is_refused_before_the_run_goes_on(command, run, name, content):
+    folder = run / "checkpoints" / "512"
+    (folder / f"{name}.json").write_text(json.dumps(content))
+    signed(folder)
+    before = (run / "metrics.jsonl").read_bytes()
+    refused(command("resume", str(run), "--quiet"), "512")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", [DEEP, TABLE_DEEP, LONG, "9" * 5000, "NaN", '{"a": 1e999}'], ids=lambda text: text[:12])
+@pytest.mark.parametrize("name", ["recipe", "agent", "spaces", "state"])
+def test_signed_json_beyond_what_python_reads_is_refused(command, run, name, text):
+    for folder in (best(run), run / "checkpoints" / "512"):
+        (folder / f"{name}.json").write_text(text)
+        signed(folder)
+    if name != "state":
+        refused(command("evaluate", str(run), "--episodes", "1"))
+    if name != "spaces":
+        refused(command("resume", str(run), "--quiet"))
+
+
+@pytest.mark.parametrize("name", ["config.toml", "environment.json", "finished.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "nothing", "deep", "long", "list"])
+def test_no_file_of_a_run_makes_a_command_fail_otherwise_or_wait(command, run, name, kind):
+    (run / name).unlink(missing_ok=True)
+    make = {
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+        "device": lambda path: os.symlink("/dev/zero", path),
+        "nothing": lambda path: None,
+        "deep": lambda path: path.write_text(f"x = {DEEP}" if name == "config.toml" else DEEP),
+        "long": lambda path: path.write_text(f"steps = {LONG}" if name == "config.toml" else f'{{"steps": {LONG}}}'),
+        "list": lambda path: path.write_text("[[a]]" if name == "config.toml" else "[]"),
+    }
+    make[kind](run / name)
+    shutil.copytree(run, f"{run}-2", symlinks=True, ignore=lambda *_: [name])
+    for words in (words for words in commands(run) if words[0] in ("check", "report", "compare", "inspect", "resume")):
+        code, _, error = command(*words)
+        assert code in (0, 1, 2), (words, error)
+        if code == 2:
+            assert error.count("\n") == 1, (words, error)
+
+
+@pytest.mark.parametrize("name", ["agent.safetensors", "agent.json", MANIFEST, "extra", "sub/"])
+def test_a_pipe_or_a_folder_in_a_checkpoint_is_refused_and_not_waited_for(command, run, name):
+    for folder in (best(run), run / "checkpoints" / "512"):
+        (folder / name).unlink(missing_ok=True)
+        (os.mkdir if name.endswith("/") else os.mkfifo)(folder / name)
+    for words in (words for words in commands(run) if reads_weights(words)):
+        refused(command(*words))
+
+
+def test_a_folder_is_named_by_steps_only_in_the_digits_that_a_run_writes(command, run):
+    sound = best(run)
+    for name in ("²", "٣", "1e3", "-5", "9" * 40, " 7"):
+        shutil.copytree(sound, run / "best" / name)
+        shutil.copytree(sound, run / "checkpoints" / name)
+        (run / "traces").mkdir(exist_ok=True)
+        (run / "traces" / f"{name}.safetensors").write_text("nothing")
+        (run / "samples").mkdir(exist_ok=True)
+        (run / "samples" / f"{name}.jsonl").write_text("nothing")
+    code, out, _ = command("evaluate", str(run), "--episodes", "1")
+    assert code == 0
+    assert f"checkpoint {sound}\n" in out
+    assert command("report", str(run))[0] == 0
+    assert command("resume", str(run), "--quiet")[0] == 0
+    assert [steps_named(name) for name in ("0", "5120", "²", "٣", "", "9" * 19)] == [0, 5120, None, None, None, None]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_when_they_are_loaded(command, run, value, tmp_path):
+    agent = api.load(run)
+    for folder in (best(run), run / "checkpoints" / "512"):
+        tensors = load_file(folder / "agent.safetensors")
+        name = next(name for name in tensors if "actor_head" in name)
+        tensors[name].view(-1)[0] = value
+        save_file(tensors, folder / "agent.safetensors")
+        signed(folder)
+        assert fault_of(folder) is None
+    for words in (words for words in commands(run) if words[0] in ("evaluate", "watch", "export", "resume")):
+        refused(command(*words), name, "not finite")
+    with torch.no_grad():
+        agent.policy.actor_head.weight[0, 0] = value
+    agent.save(tmp_path / "saved")
+    with pytest.raises(SurefootError, match="not finite"):
+        api.load(tmp_path / "saved")
+
+
+def test_an_agent_that_is_sound_is_still_read(run):
+    assert isinstance(api.load(run), Agent)
+
+
+def test_readers_say_one_line_for_what_they_cannot_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for read in (read_json, read_table, read_toml):
+        for path in (tmp_path / "pipe", tmp_path, tmp_path / "nothing", tmp_path / "pipe" / "below"):
+            with pytest.raises(SurefootError) as raised:
+                read(path)
+            assert str(raised.value).startswith(f"{path}: ")
+    assert parse_value(DEEP) == DEEP
+
+
+NAMES = ["", ".", "..", "a/b", "../up", "/tmp/x", "a\\b", "a\nb", "a\x1b[2Jb", "a\rb", "a\u202eb", "a\x00b", "a\udcffb"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path, name):
+    refused(command("train", "CartPole-v1", "--steps", "256", "--name", name, "--quiet"), "--name=", "is no name of a folder")
+    (tmp_path / "r.toml").write_text('kind = "language"\nmodel = "pocket"\n[data]\ntrain = "x"\n[reward]\ngold = "a:b"\n')
+    refused(command("rounds", "r.toml", "--name", name, "--quiet"), "--name=", "is no name of a folder")
+    if "/" not in name and "\\" not in name and "\x00" not in name and name.strip("."):
+        with pytest.raises(SurefootError, match=r"run_dir=.*is no name of a folder"):
+            api.train("CartPole-v1", steps=256, run_dir=tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
+
+
+def test_no_name_reaches_the_terminal_raw(command, run, tmp_path):
+    """A folder of a stranger's may be called anything."""
+    evil = tmp_path / "a\x1b[2J\x9b31m\u202e\udcffz"
+    os.rename(run, evil)
+    shutil.copytree(evil, f"{evil}-2")
+    for words in [*commands(evil), ["check", str(evil), "--json"], ["compare", str(evil), f"{evil}-2", "--json"]]:
+        code, out, error = command(*words)
+        assert code in (0, 1, 2)
+        assert not {c for c in out + error if not c.isprintable() and c != "\n"}, words
+        if "--json" in words:
+            json.loads(out)
+    for name in ("run\x1b[2J", "manifest\x1b.json"):
+        (best(evil) / name).write_text("")
+        code, _, error = command("evaluate", str(evil))
+        assert code == 2
+        assert "\x1b" not in error
