@@ -193,8 +193,3 @@ def test_help_needs_no_torch(name: str) -> None:
     command = f"import sys, {name}; print(sorted({{'torch', 'numpy', 'gymnasium', 'tensorboard'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_no_file_is_longer_than_400_lines() -> None:
-    lengths = {str(path.relative_to(SOURCE)): len(path.read_text("utf-8").splitlines()) for path in FILES.values()}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
