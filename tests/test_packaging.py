@@ -31,7 +31,8 @@ def test_the_wheel_holds_types_recipes_and_licence(wheel):
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
 
 
-def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path):
+def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     install = [

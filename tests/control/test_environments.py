@@ -340,7 +340,7 @@ def boom() -> Any:
     [
         (boom, "RuntimeError: the wheels came off"),
         (lambda: np.zeros(3, np.float32), "shape (3,)"),
-        (lambda: [0.0, 0.0], "type list"),
+        (lambda: [0.0, "a"], "a list that holds other than numbers"),
         (lambda: None, "type NoneType"),
         (lambda: np.array(["a", "b"]), "ValueError"),
     ],

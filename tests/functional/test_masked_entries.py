@@ -70,6 +70,9 @@ MASKED: dict[str, Masked] = {
         )
     ),
     "kl_shaped_rewards": Masked(lambda r, p, q, mask: F.kl_shaped_rewards(r, p, q, mask, 0.1), 3, still=(1, 2)),
+    "expert_load": Masked(
+        lambda x, mask: F.expert_load(torch.stack((x, -x), -1).flatten(0, 1), 1, mask.flatten())[1],
+    ),
     "sequence_ratio": Masked(lambda p, q, mask: F.sequence_ratio(p, q, mask), 2),
     "aggregate": Masked(lambda x, mask: F.aggregate(x, mask, "token-mean")),
     "aggregate sequence-mean": Masked(lambda x, mask: F.aggregate(x, mask, "sequence-mean")),
@@ -194,6 +197,7 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
     "bradley_terry_loss": lambda x: F.bradley_terry_loss(x(), x()),
     "dpo_loss": lambda x: F.dpo_loss(x(), x(), x(), x(), 0.1, label_smoothing=0.1),
     "ipo_loss": lambda x: F.ipo_loss(x(), x(), x(), x(), 0.1, label_smoothing=0.1),
+    "load_balance": lambda x: F.load_balance(x(2).abs(), x(2).abs(), x(2).abs()[0]),
     "aggregate by a global count": lambda x: F.aggregate(x(), MASK, "token-mean", denominator=torch.tensor(17)),
     **{
         name: (lambda x, entry=entry: entry.call(*(x() for _ in range(entry.tensors)), mask=MASK))

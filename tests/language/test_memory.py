@@ -314,7 +314,7 @@ def changed(table: dict[str, Any], path: list[str], value: Any) -> dict[str, Any
 def test_a_refused_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "run.toml").write_text(
         f'kind = "sft"\nmodel = "{here / "llama"}"\nsteps = 8\n'
-        f'[data]\ntrain = "{here / "demonstrations.jsonl"}"\nbatch = 4000000\n'
+        f'[data]\ntrain = "{here / "demonstrations.jsonl"}"\nbatch = 1000000\n'
     )
     code, _, said = command("train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run"))
     assert code == 2, said

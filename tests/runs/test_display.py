@@ -122,9 +122,12 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
         rows = read_metrics(tmp_path / algorithm / "metrics.jsonl")
         assert [row["iteration"] for row in rows] == [1, 2]
         written |= {key for row in rows for key in row}
+    boxed = {"steps": 256, "rollout": {"environments": 2, "steps": 128}, "evaluation": {"episodes": 0}}
+    api.start(find_recipe("Pendulum-v1", boxed), tmp_path / "box")
+    written |= {key for row in read_metrics(tmp_path / "box" / "metrics.jsonl") for key in row}
     written |= keys_of_language(tmp_path)
     assert written - set(METRICS) == set()
-    assert set(METRICS) - written <= {"reference_loss"}
+    assert set(METRICS) - written <= {"reference_loss", "router_loss"}
 
 
 def test_tensorboard_gets_the_same_scalars(tmp_path):

@@ -4,19 +4,19 @@ import torch
 from torch import Tensor
 
 
-def expert_load(router_logits: Tensor, chosen: int, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the kept tokens, how many are sent to each expert, and the sum of the probabilities that the router gives it.
+def expert_load(router_logits: Tensor, chosen: int, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the kept tokens each expert gets, and the sum of the router's probabilities for it.   -> [E], [E]
 
-    router_logits  [N, E]
+    router_logits  [N, E]; float32 or better, because counts are exact only there
     chosen         experts per token
-    kept           [N] True at real tokens
+    mask           [N] True at real tokens
 
-    The counts have no gradient.   -> [E], [E]
+    The counts have no gradient.
     """
-    probabilities = router_logits.float().softmax(-1) * kept.unsqueeze(-1)
-    picked = router_logits.float().softmax(-1).topk(chosen, dim=-1).indices.flatten()
-    counts = torch.zeros_like(probabilities[0]).scatter_add(0, picked, kept.float().repeat_interleave(chosen))
-    return counts, probabilities.sum(0)
+    kept = mask.bool().unsqueeze(-1)
+    probabilities = router_logits.where(kept, 0).softmax(-1).where(kept, 0)
+    selected = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(chosen, dim=-1).indices, 1.0)
+    return selected.where(kept, 0).sum(0), probabilities.sum(0)
 
 
 def load_balance(counts: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:

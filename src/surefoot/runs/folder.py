@@ -30,7 +30,7 @@ from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.errors import SurefootError
 from surefoot.recipes.kinds import Recipe
 from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
-from surefoot.runs.paths import FINISHED, check_is_run, check_name
+from surefoot.runs.paths import FINISHED, check_is_run, check_shown
 from surefoot.files import read_table
 from surefoot.recipes.toml import read_toml
 
@@ -77,7 +77,7 @@ class RunFolder:
 
         preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
         """
-        check_name("run_dir", path.resolve().name)
+        check_shown("run_dir", path.resolve().name)
         if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
             raise SurefootError(
                 f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"

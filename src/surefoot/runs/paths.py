@@ -17,8 +17,15 @@ SAMPLES = ".jsonl"
 
 def check_name(field: str, name: str) -> None:
     """Raise SurefootError unless a name is that of one folder, in letters that a terminal shows as they are."""
-    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+    check_shown(field, name)
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise SurefootError(f"{field}={name!r}: is no name of a folder; use letters, digits, - and _, and --run-dir for a path")
+
+
+def check_shown(field: str, name: str) -> None:
+    """Raise SurefootError for a name in which something is no letter, such as a line break."""
+    if not name.isprintable():
+        raise SurefootError(f"{field}={name!r}: is no name of a folder, since it can't be shown; use letters, digits, - and _")
 
 
 def check_is_run(path: Path) -> None:

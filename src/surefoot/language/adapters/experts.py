@@ -55,7 +55,7 @@ class Routers:
 
     def load(self, heard: Sequence[Tensor], real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of the real tokens, in all layers together: counts and probabilities by expert, and how many.   real [B, L]"""
-        parts = [expert_load(logits, self.chosen, real.flatten()) for logits in heard]
+        parts = [expert_load(logits.float(), self.chosen, real.flatten()) for logits in heard]
         counts, probabilities = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
         return counts, probabilities, real.sum().float() * len(heard)
 
