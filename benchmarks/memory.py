@@ -140,7 +140,7 @@ class Watched:
         with self.tracker:
             world = make_world(self.recipe)
             learner = make_learner(self.recipe, world.policy)
-            learner.beside = world.beside
+            learner.auxiliary_loss = world.auxiliary_loss
             state = LearnerState.seeded(self.recipe.seed, self.recipe.steps)
             held = [world.policy, *(getattr(world, name) for name in ("reference",) if hasattr(world, name))]
             for part in getattr(getattr(world, "reward", None), "rewards", [getattr(world, "reward", None)]):

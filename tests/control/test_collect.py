@@ -15,7 +15,7 @@ import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
 from surefoot.control.collect import EPISODES_REMEMBERED
 from surefoot.control.world import ControlWorld
-from surefoot.core.rollout import Rollout, leaves
+from surefoot.core.rollout import Rollout, tensors_in
 
 from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, small, world_of
 
@@ -121,11 +121,11 @@ def test_a_rollout_stays_what_it_was_when_the_policy_moves(lstm: int | None) -> 
     network, reuse = {"hidden": [8], "lstm": lstm}, {"minibatches": 2}
     world = collecting([Boxed(), Boxed()], steps=6, network=network, objective={"reuse": reuse})
     rollout = world.collector.collect(fresh_state())
-    before = [x.clone() for x in leaves(rollout)]
+    before = [x.clone() for x in tensors_in(rollout)]
     with torch.no_grad():
         for parameter in world.policy.parameters():
             parameter.add_(1)
-    assert all(torch.equal(x, y) for x, y in zip(leaves(rollout), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(tensors_in(rollout), before, strict=True))
 
 
 def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:

@@ -484,7 +484,7 @@ def test_a_loss_beside_has_no_part_in_what_the_critic_alone_learns_from() -> Non
     for beside in (None, Told()):
         policy = TinyPolicy()
         learner = Learner(policy, BATCHED, ADAM)
-        learner.beside = beside
+        learner.auxiliary_loss = beside
         metrics = update(learner, random_rollout(policy, 0))
         ends.append((parameters(policy), metrics))
     assert beside is not None
@@ -492,7 +492,7 @@ def test_a_loss_beside_has_no_part_in_what_the_critic_alone_learns_from() -> Non
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1]
     learner = Learner(TinyPolicy(), replace(PPO_UNCLIPPED, reuse=Reuse(2, 1)), ADAM, AdamSettings(0.02))
-    learner.beside = beside
+    learner.auxiliary_loss = beside
     update(learner, random_rollout(TinyPolicy(), 0))
     assert beside.asked == 2, "where the policy moves too it is asked for each step"
 

@@ -338,9 +338,9 @@ def test_resuming_is_refused_in_the_same_way_and_goes_on_when_told(here: Path, t
 def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
     recipe = make_recipe(online(here))
     short = surely(estimated(planned(recipe, prompt=PROMPT, response=1)))
-    assert surefoot.runs.worlds.make_world(recipe).notes == []
+    assert surefoot.runs.worlds.make_world(recipe).warnings == []
     scarce(short)
-    notes = surefoot.runs.worlds.make_world(recipe).notes
+    notes = surefoot.runs.worlds.make_world(recipe).warnings
     assert len(notes) == 1
     assert notes[0].startswith("memory: may need ")
 

@@ -54,7 +54,7 @@ def world(files: Path, model: Path, coefficient: float, **changes: Any) -> Langu
 def updated(made: LanguageWorld, recorder: Recorder | None = None) -> tuple[dict[str, float | None], Trace | None]:
     """One update's metrics and trace."""
     learner, state = make_learner(made.recipe, made.policy), LearnerState.seeded(1, 64)
-    learner.beside, learner.recorder = made.beside, recorder
+    learner.auxiliary_loss, learner.recorder = made.auxiliary_loss, recorder
     rollout = made.collector.collect(state)
     metrics = learner.update(rollout, assign_credit(rollout, made.recipe.objective), state)
     return metrics, None if recorder is None else recorder.take(state)
@@ -72,9 +72,9 @@ def test_the_gradient_is_that_of_the_reward_and_coefficient_times_that_of_plain_
     objective = {"reuse": ONCE}
     alone = world(files, folder, 0.0, objective=objective)
     made = world(files, folder, 0.3, objective=objective)
-    assert made.beside is not None
+    assert made.auxiliary_loss is not None
     rows = [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()]
-    first = type(made.beside.walk)(len(rows), made.beside.walk.seed).next(5)
+    first = type(made.auxiliary_loss.walk)(len(rows), made.auxiliary_loss.walk.seed).next(5)
     model, total, count = made.policy.model, torch.zeros(()), 0
     for row in first:
         prompt = made.tokens.encode_prompt(rows[row]["prompt"])

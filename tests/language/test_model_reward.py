@@ -137,4 +137,4 @@ def test_columns_of_prompts_are_named_where_no_reward_can_read_them(folders, tmp
             "reward": {"terms": terms},
             "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
         }
-        assert [note for note in LanguageWorld(make_recipe(recipe)).notes if "not used" in note] == notes
+        assert [note for note in LanguageWorld(make_recipe(recipe)).warnings if "not used" in note] == notes

@@ -11,7 +11,7 @@ import torch
 
 import surefoot
 from surefoot.core.credit import assign_credit
-from surefoot.core.rollout import LearnerState, leaves
+from surefoot.core.rollout import LearnerState, tensors_in
 from surefoot.errors import SurefootError
 from surefoot.functional import bradley_terry_loss
 from surefoot.language.data import datasets as data
@@ -67,7 +67,7 @@ def test_rows_lie_on_the_device_that_the_policy_is_on(kind: str, folders: dict[s
     rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
     made = SupervisedWorld(recipe(kind, folders["llama"], rows))
     rollout = RowCollector(made.collector.rows, 8, 1, "meta").collect(LearnerState.seeded(1, 96))
-    assert {x.device.type for x in leaves(rollout)} == {"meta"}
+    assert {x.device.type for x in tensors_in(rollout)} == {"meta"}
 
 
 def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry(folder: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_rows_longer_than_the_models_context_are_dropped_and_counted(
     settings = {"train": str(path), "max_length": 1024, "batch": 8}
     made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))  # type: ignore[arg-type]
     assert made.collector.rows.count == 24
-    assert made.notes == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
+    assert made.warnings == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
@@ -178,8 +178,8 @@ def test_what_nothing_is_learned_from_is_named_once_before_training(
     equal = f"{path}: dropped, because both answers are the same: 2 rows"
     assert made.collector.rows.count == (26 if kind == "sft" else 24)
     unused = "'rejected', 'source'" if kind == "sft" else "'source'"
-    assert made.notes == [*([] if kind == "sft" else [equal]), f"{path}: not used: {unused}"]
-    assert made.arithmetic()[: len(made.notes)] == made.notes
+    assert made.warnings == [*([] if kind == "sft" else [equal]), f"{path}: not used: {unused}"]
+    assert made.arithmetic()[: len(made.warnings)] == made.warnings
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

@@ -104,7 +104,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     """What three iterations sampled, what β became, and the weights."""
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
-    learner.beside = world.beside
+    learner.auxiliary_loss = world.auxiliary_loss
     found: dict[str, Any] = {"rows": [], "rounds": 0, "told": []}
     for _ in range(3):
         rollout = world.collector.collect(state)

@@ -22,14 +22,14 @@ class ControlWorld:
     for looking at a recipe and not for training by it, the number of its environments.
     """
 
-    leaves = False
-    beside = None
-    facts = ()
+    exports_model = False
+    auxiliary_loss = None
+    model_summary = ()
 
     def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None, count: int | None = None) -> None:
         check_device(recipe.device)
         self.recipe = recipe
-        self.notes: list[str] = []
+        self.warnings: list[str] = []
         self.task: str | MakeEnvironment = task or recipe.task
         rollout = recipe.rollout
         self.environments = training_environments(self.task, recipe, count)

@@ -79,7 +79,7 @@ class Learner:
         self.recorder: Recorder | None = None
         """who traces some of the updates; it changes none of them"""
         self.recording: Recording | None = None
-        self.beside: AuxiliaryLoss | None = None
+        self.auxiliary_loss: AuxiliaryLoss | None = None
         """whose gradient is added to that of every minibatch that moves the policy, where there is one"""
         self.compiled = None
         if compiled_rows is not None:
@@ -134,7 +134,7 @@ class Learner:
         """One pass: for each minibatch in a new order, the step that is due. The next is made when this one was taken."""
         if self.compiled is not None and self.compiled.fits(batch):
             scales = (self._rate_scale(state), self._clip_scale(state), self._beta(state))
-            unnumbered = replace(batch, places=None)
+            unnumbered = replace(batch, flat_index=None)
             for attempt in self.compiled.attempts(unnumbered, minibatches, scales, state.generators["shuffle"]):
                 if self.recording is not None:
                     assert attempt.rows is not None
@@ -145,8 +145,8 @@ class Learner:
             if self.objective.normalise_advantages == "minibatch":
                 minibatch = self._normalised(minibatch)
             terms, ratios = self._gradient(minibatch, moving, state)
-            if self.beside is not None and "policy" in moving:  # what the critic alone learns from has no part in it
-                terms |= self.beside.add_gradient()
+            if self.auxiliary_loss is not None and "policy" in moving:  # what the critic alone learns from has no part in it
+                terms |= self.auxiliary_loss.add_gradient()
             norms = {name: optimizer.gradient_norm() for name, optimizer in moving.items()}
 
             def take(norms: dict[str, float] = norms) -> None:

@@ -14,7 +14,7 @@ from surefoot.functional import Moments, masked_moments, whiten
 
 
 def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
-    """The rows that are shuffled: kept single steps [N], or whole rows [N, T] with their mask; with ``places`` if numbered."""
+    """The rows to shuffle: kept single steps [N], or whole rows [N, T] with their mask. ``numbered`` sets ``flat_index``."""
     mask = rollout.mask
     batch = Batch(
         inputs=rollout.inputs,
@@ -26,7 +26,7 @@ def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
         old_values=rollout.values,
         old_distribution=rollout.old_distribution,
         ref_log_probs=rollout.ref_log_probs,
-        places=torch.arange(mask.numel(), device=mask.device).view(mask.shape) if numbered else None,
+        flat_index=torch.arange(mask.numel(), device=mask.device).view(mask.shape) if numbered else None,
     )
     if rollout.unit == "row":
         return batch

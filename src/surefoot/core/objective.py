@@ -45,8 +45,8 @@ class Batch:
     old_values: Tensor
     old_distribution: Any = None
     ref_log_probs: Tensor | None = None
-    places: Tensor | None = None
-    """b·T + t of each entry in its rollout [B, T], where somebody asks"""
+    flat_index: Tensor | None = None
+    """b·T + t of each entry in its rollout [B, T]; None if no trace is recorded"""
 
 
 def ratio_of(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor | None, objective: Objective) -> Tensor:

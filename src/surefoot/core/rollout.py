@@ -1,7 +1,6 @@
-"""The contract between the two worlds: what collecting hands to learning.
+"""The data types that collecting passes to learning, and the protocols that control and language implement.
 
-Control and language fill these types differently; credit, objective and learner read them and know nothing else.
-B is environments or responses, T steps or response tokens. Time is the last axis and masks are True where kept.
+B is environments or responses, T is steps or response tokens. Time is the last axis. Masks are True where kept.
 """
 
 import operator
@@ -20,7 +19,7 @@ Metrics = dict[str, float | None]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same structure (dataclass, dict, tuple, list) with ``function`` applied to every tensor in it."""
+    """A tree of dataclasses, dicts, tuples and lists with ``function`` applied to every tensor in it."""
     if isinstance(tree, Tensor):
         return function(tree)
     if is_dataclass(tree) and not isinstance(tree, type):
@@ -32,20 +31,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def leaves(tree: Any) -> list[Tensor]:
-    """The tensors of a structure, in the order of ``map_tensors``."""
-    found: list[Tensor] = []
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in the order of ``map_tensors``."""
+    tensors: list[Tensor] = []
 
-    def keep(x: Tensor) -> Tensor:
-        found.append(x)
+    def append(x: Tensor) -> Tensor:
+        tensors.append(x)
         return x
 
-    map_tensors(keep, tree)
-    return found
+    map_tensors(append, tree)
+    return tensors
 
 
 class Distribution(Protocol):
-    """The policy's distribution over actions at a batch of states, as a frozen dataclass of its parameters."""
+    """A policy's distributions over actions at a batch of states: a frozen dataclass of their parameters."""
 
     def kl(self, other: Any) -> Tensor:
         """Exact KL(self‖other), one number per state."""
@@ -54,60 +53,61 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy returns for a batch, with gradient.   All [...] alike."""
+    """What a policy returns for a batch, with gradient. All tensors have the same shape."""
 
     log_probs: Tensor
     entropy: Tensor
     values: Tensor | None = None
-    """None where the policy has no critic"""
+    """None without a critic"""
     distribution: Any = None
     """a Distribution, for exact KL; None on text"""
     router_loss: Tensor | None = None
-    """[] the part of these rows in the load-balancing loss of a mixture of experts; None where nobody asks for it"""
+    """[] these rows' part of the load-balancing loss of a mixture of experts; None if the objective doesn't use it"""
 
 
 class Policy(nn.Module, ABC):
-    """A trained policy: ``forward`` scores given actions, so that the hooks of DDP and FSDP fire on the training pass."""
+    """A trained policy. ``forward`` scores the actions, so that the hooks of DDP and FSDP run in training."""
 
     exact: bool = True
-    """whether it computes in float32 or better, so that the same action scored twice must give the same log-probability"""
+    """whether it computes in float32 or better, so that scoring an action twice gives the same log-probability"""
 
     @abstractmethod
     def forward(self, inputs: Any, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
         """Log-probabilities, entropy and values of the actions at the inputs."""
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
-        """Parameters that only the value loss reaches; none where the critic shares everything with the policy."""
+        """Parameters that only the value loss reaches; none if the critic shares all of its parameters with the policy."""
         return ()
 
     def prepare(self, parts: Sequence[tuple[Any, Tensor, Tensor | None]]) -> None:
-        """See a whole minibatch (inputs, actions and mask of each part) before its first part is scored with gradient. It is
-        asked for where the objective has a loss that is no sum over rows.
+        """Read a whole minibatch (inputs, actions and mask of each micro-batch) before scoring the first part with gradient.
+
+        The learner calls it only if the objective has a loss that is not a sum over rows (``router_coefficient``).
         """
 
     def costs(self, inputs: Any, mask: Tensor) -> Tensor:
-        """How many tokens (or steps) each row is read with, for micro-batches by token budget.   [B, T] -> [B]"""
+        """Tokens (or steps) that each row takes in a forward pass, for micro-batches by token budget.   [B, T] -> [B]"""
         return mask.sum(-1)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Experience under one θ_old. Tensors are [B, T] unless said otherwise."""
+    """Experience collected with one policy θ_old. Tensors are [B, T] unless said otherwise."""
 
     inputs: Any
-    """what the policy reads, a tensor or a tree of them: leaves of observations [B, T, ...], or tokens [B, ...]"""
+    """what the policy reads, a tensor or a tree of tensors: observations [B, T, ...] or tokens [B, ...]"""
     actions: Tensor
     """[B, T] or [B, T, action]"""
     mask: Tensor
-    """True at a real decision of the policy"""
+    """True where the policy decided"""
     old_log_probs: Tensor | None
-    """under θ_old, the policy being improved; None where nobody has asked, which allows one update (ρ = 1)"""
+    """log-probabilities under θ_old; None if they were not computed, which allows one update (ρ = 1)"""
     values: Tensor
     """V of the state before the action; zeros without a critic"""
     next_values: Tensor
-    """V of the true successor; anything where terminated"""
+    """V of the true successor; not read where terminated"""
     rewards: Tensor
-    """what is optimised, after shaping"""
+    """the rewards to optimise, after shaping"""
     terminated: Tensor
     truncated: Tensor
     unit: Literal["step", "row"] = "step"
@@ -117,18 +117,18 @@ class Rollout:
     ref_log_probs: Tensor | None = None
     """under the frozen reference"""
     group: Tensor | None = None
-    """[B] which prompt a row answers; None in control"""
+    """[B] number of the prompt that each row answers; None in control"""
     reward_parts: dict[str, Tensor] = field(default_factory=dict)
-    """what the rewards were made of, for metrics and traces"""
+    """the parts of the rewards, for metrics and traces"""
     steps: int = 0
-    """how far this rollout moved the budget: kept environment steps, or responses"""
+    """steps of the budget that this rollout used: kept environment steps, or responses"""
     metrics: Metrics = field(default_factory=dict)
-    """what the collector has to tell about it"""
+    """metrics of the collector"""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What each action is worth.   [B, T]"""
+    """Advantages and returns of a rollout.   [B, T]"""
 
     advantages: Tensor
     """before any normalisation"""
@@ -137,66 +137,66 @@ class Credit:
 
 
 class AuxiliaryLoss(Protocol):
-    """A loss of its own beside the objective's, on data of its own."""
+    """A loss on other data whose gradient is added to that of the objective."""
 
     def add_gradient(self) -> dict[str, float]:
-        """Add its gradient to ``.grad`` of the parameters, before a step is taken; its terms over all ranks, by name."""
+        """Add its gradient to ``.grad`` of the parameters. Return its terms over all ranks, by name."""
         ...
 
 
 class Collector(Protocol):
-    """Where experience comes from: the only part that knows environments, or prompts and rewards."""
+    """Collects experience. Only collectors know environments, or prompts and rewards."""
 
     def collect(self, state: "LearnerState") -> Rollout:
-        """Sample with the current policy. Statistics are frozen meanwhile and updated before returning."""
+        """Sample with the current policy. Running statistics change only after the last sample."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All it needs to continue exactly."""
+        """The state from which collecting continues exactly."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from a saved state."""
         ...
 
 
 @dataclass
 class LearnerState:
-    """What moves besides θ and the optimizer's moments; saved with every checkpoint."""
+    """Training state other than parameters and optimizer moments; saved in every checkpoint."""
 
     total_steps: int
-    """the budget, in the recipe's steps; schedules end there"""
+    """the budget; schedules end there"""
     steps: int = 0
     iteration: int = 0
     updates: int = 0
     """optimizer steps taken"""
     faults: int = 0
-    """iterations in a row whose update was not taken because something was not finite"""
+    """consecutive iterations whose update was skipped because a number was not finite"""
     coefficients: dict[str, float] = field(default_factory=dict)
-    """weights that adapt as the run goes, by name: ``beta`` of the KL penalty"""
+    """adaptive coefficients, by name: ``beta`` of the KL penalty"""
     generators: dict[str, torch.Generator] = field(default_factory=dict)
-    """named streams of randomness; the global generator is never used"""
+    """named random generators; the global generator is never used"""
 
     @classmethod
     def seeded(cls, seed: int, total_steps: int, names: Iterable[str] = ("sample", "shuffle")) -> "LearnerState":
-        """A fresh state with one independent CPU stream per name."""
+        """A new state with one independent CPU generator per name."""
         state = cls(total_steps=total_steps)
         state.generators = {name: stream(seed, name) for name in names}
         return state
 
     @property
     def remaining(self) -> float:
-        """The share of the budget still to come, 1 at the start; what linear schedules multiply by."""
+        """The remaining fraction of the budget, 1 at the start; linear schedules multiply by it."""
         return max(0.0, 1 - self.steps / self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, coefficients and the state of every stream."""
+        """Counts, coefficients and the state of every generator."""
         counts = {name: getattr(self, name) for name in ("total_steps", "steps", "iteration", "updates", "faults")}
-        streams = {name: g.get_state() for name, g in self.generators.items()}
-        return {**counts, "coefficients": dict(self.coefficients), "generators": streams}
+        generators = {name: g.get_state() for name, g in self.generators.items()}
+        return {**counts, "coefficients": dict(self.coefficients), "generators": generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there; the budget stays this state's own, so that a run can be extended."""
+        """Continue from a saved state. ``total_steps`` is kept, so that a run can be extended."""
         for name in ("steps", "iteration", "updates", "faults"):
             setattr(self, name, operator.index(state[name]))
         self.coefficients = {name: float(weight) for name, weight in state["coefficients"].items()}
@@ -206,78 +206,77 @@ class LearnerState:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """How good something is now."""
+    """The result of an evaluation during training."""
 
     score: float | None
-    """what the best checkpoint is chosen by, more is better; None where nothing tells"""
+    """the best checkpoint has the highest score; None without a score to choose by"""
     metrics: Metrics
-    """what to tell of it"""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """what it said, a row each, where it says something"""
+    """the responses, one row each; empty in control"""
 
 
 class World(Protocol):
-    """One kind of task, as a run sees it."""
-
-    @property
-    def leaves(self) -> bool:
-        """Whether ``finish`` leaves something, without which a run is not finished."""
-        ...
-
-    @property
-    def facts(self) -> Sequence[str]:
-        """What is trained, where that is not all of it: a line each, which a run begins with."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What to know before training begins, a line each: rows that were left out, memory that may not suffice."""
-        ...
+    """What a run trains and where its data comes from: one implementation per kind of task."""
 
     @property
     def policy(self) -> Policy:
-        """What is trained."""
+        """The policy to train."""
         ...
 
     @property
     def collector(self) -> Collector:
-        """Where experience comes from."""
+        """The source of rollouts."""
         ...
 
     @property
-    def beside(self) -> AuxiliaryLoss | None:
-        """A loss on other data, whose gradient is added to every update; None without one."""
+    def auxiliary_loss(self) -> AuxiliaryLoss | None:
+        """A loss on other data, added to every update of the policy; None without one."""
         ...
 
     @property
     def result(self) -> Any:
-        """What training gives back."""
+        """What ``train`` returns."""
+        ...
+
+    @property
+    def exports_model(self) -> bool:
+        """Whether ``finish`` writes a model, without which the run is not finished."""
+        ...
+
+    @property
+    def model_summary(self) -> Sequence[str]:
+        """Lines about the model that a run prints first, if only a part of it is trained."""
+        ...
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """Lines to print before training: dropped rows, memory that may not suffice."""
         ...
 
     def arithmetic(self) -> list[str]:
-        """Parameter counts and what the recipe comes to, for a dry run."""
+        """Parameter counts and the batch arithmetic, for a dry run."""
         ...
 
     def trees(self) -> dict[str, Any]:
-        """What a checkpoint holds of the trained thing itself; enough to load it without the run."""
+        """The contents of a checkpoint that load without the run: weights, and what is needed to use them."""
         ...
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
-        """Continue from a checkpoint's trees; one line for everything that could not be restored exactly."""
+        """Continue from a checkpoint's trees; return one line for each thing that could not be restored exactly."""
         ...
 
     def evaluate(self) -> EvaluationReport | None:
-        """How good it is now; None where there is nothing to judge on."""
+        """Evaluate the policy; None without data to evaluate on."""
         ...
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
-        """What a person wants to know of some steps of a row, beside its numbers; plain values, for traces."""
+        """Plain values that describe some steps of a row in a trace: the prompt and tokens, or the episode and seed."""
         ...
 
     def finish(self, folder: Path) -> list[str]:
-        """Leave in a finished run's folder what others read, and say what."""
+        """Write the final files into the folder of a finished run; return lines to print."""
         ...
 
     def close(self) -> None:
-        """Give back processes and windows."""
+        """Close processes and windows."""
         ...

@@ -185,8 +185,8 @@ class Recording:
         evaluation   of them, under the θ of now
         updates      optimizer steps of the run so far
         """
-        assert part.places is not None, "a recording needs to know which rows it sees"
-        found = self.slots.flatten()[part.places]
+        assert part.flat_index is not None, "a recording needs to know which rows it sees"
+        found = self.slots.flatten()[part.flat_index]
         hit = found >= 0
         at = found[hit].cpu()
         if not len(at):

@@ -21,7 +21,7 @@ def check_recipe(recipe: Recipe) -> list[Check]:
         return found
     try:
         found = [Check("begins", "ok", f"{recipe.title}, seed {recipe.seed}"), *_arithmetic(recipe, world.arithmetic())]
-        found += [Check("notes", "warning", note) for note in world.notes]
+        found += [Check("notes", "warning", note) for note in world.warnings]
         if isinstance(recipe, LanguageRecipe):
             from surefoot.diagnostics.reward_function import check_reward
             from surefoot.language.online.world import LanguageWorld

@@ -132,13 +132,13 @@ def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
 
 def _finish(session: Session, world: World) -> Any:
     try:
-        for line in (*world.facts, *world.notes):
+        for line in (*world.model_summary, *world.warnings):
             session.display.say(line)
         session.run()
         if session.folder is not None:
             for line in world.finish(session.folder.path):
                 session.display.say(line)
-            if world.leaves:
+            if world.exports_model:
                 session.folder.finish(session.state.steps)
     finally:
         session.display.close()

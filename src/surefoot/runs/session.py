@@ -62,7 +62,7 @@ class Session:
     ) -> None:
         self.recipe, self.world, self.folder, self.display, self.callback = recipe, world, folder, display, callback
         self.learner = make_learner(recipe, world.policy)
-        self.learner.beside = world.beside
+        self.learner.auxiliary_loss = world.auxiliary_loss
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)
         self.best: float | None = None
         self.since_best = 0
@@ -96,7 +96,7 @@ class Session:
         done = trees["state"]["steps"]
         if done != steps_named(checkpoint.name):
             raise SurefootError(f"{checkpoint}: holds the state after other steps than its name says; use an older checkpoint")
-        left = not self.world.leaves or self.folder is None or self.folder.finished_at == done
+        left = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
         self.untold = trees.get("untold") or None
         if done >= self.recipe.steps and left and self.untold is None:
             raise SurefootError(

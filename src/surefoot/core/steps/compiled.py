@@ -18,7 +18,7 @@ from surefoot.core.distributed import world_size
 from surefoot.core.minibatches import global_count, normalised, order_of
 from surefoot.core.objective import Batch, loss
 from surefoot.core.optimizer import BETAS, FlatAdam
-from surefoot.core.rollout import Policy, leaves, map_tensors
+from surefoot.core.rollout import Policy, map_tensors, tensors_in
 from surefoot.core.steps.program import Program, program_of, require_programs
 
 
@@ -68,7 +68,7 @@ class CompiledStep:
         Raises SurefootError when there is no C++ compiler, or the policy can't be traced.
         """
         rate, clip_scale, beta = scales
-        tensors = leaves(batch)
+        tensors = tensors_in(batch)
         for rows in order_of(self.rows, generator).chunk(minibatches):
             state, numbers = [], [clip_scale, beta]
             for optimizer in self.optimizers.values():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from surefoot.core.distributed import world_size
 from surefoot.core.minibatches import by_tokens, chosen
-from surefoot.core.rollout import Evaluation, Policy, leaves, map_tensors
+from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood
 from surefoot.language.adapters.experts import Routers
@@ -266,7 +266,7 @@ def in_parts(
     groups = by_tokens(lengths(inputs, mask) if costs is None else costs, sys.maxsize if tokens is None else tokens, size)
     back = torch.cat(groups).argsort()
     parts = [function(*chosen((inputs, actions, mask), group)) for group in groups]
-    joined = iter([torch.cat(pieces) for pieces in zip(*map(leaves, parts), strict=True)])
+    joined = iter([torch.cat(pieces) for pieces in zip(*map(tensors_in, parts), strict=True)])
     return map_tensors(lambda _: next(joined)[back.to(actions.device)], parts[0])
 
 

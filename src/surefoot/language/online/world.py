@@ -50,7 +50,7 @@ REACH = 1.5
 class LanguageWorld:
     """What a recipe of kind "language" is made of."""
 
-    leaves = True
+    exports_model = True
 
     def __init__(self, recipe: LanguageRecipe) -> None:
         check_device(recipe.device)
@@ -80,8 +80,8 @@ class LanguageWorld:
                 name="gold",
                 field="reward.gold",
             )
-        self.facts = [] if self.base is None else [self.base.described()]
-        self.notes: list[str] = []
+        self.model_summary = [] if self.base is None else [self.base.described()]
+        self.warnings: list[str] = []
         self.room = data.room(recipe.data.max_length, limit, recipe.sampling.max_tokens)
         if self.room[0] < 1:
             raise SurefootError(
@@ -106,11 +106,11 @@ class LanguageWorld:
         for part in self._functions():
             for prompts, _ in asked:
                 part.check_columns(prompts.columns)
-            self.notes += part.late(*((count, prompts.columns) for prompts, count in asked))
+            self.warnings += part.late(*((count, prompts.columns) for prompts, count in asked))
         self.longest = max(map(len, [*train.ids, *held_out])) + recipe.sampling.max_tokens
         if self.environments is not None:
             self.longest = longest if limit in (None, sys.maxsize) else limit or longest
-        self.notes += self.memory.check(
+        self.warnings += self.memory.check(
             prompt=max(1, surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples)),
             response=1,
             most=recipe.longest,
@@ -135,14 +135,14 @@ class LanguageWorld:
         self.reference = self._reference(bf16).to(recipe.device)
         roles = (self.policy, self.reference, self.reward, self.gold)
         self.collector = LanguageCollector(recipe, *roles, train, self.tokens, self.environments)
-        self.beside = self._mixing()
+        self.auxiliary_loss = self._mixing()
 
     def _prompts(self, path: str) -> data.Prompts:
         if self.environments is not None:
             return data.bare(data.read_rows(path))
         found = data.prompts(data.read_rows(path), self.tokens, *self.room)
         unused = () if self._functions() else found.unused
-        self.notes += data.notes(path, self.room[0], found.dropped, unused=unused, rows="prompts")
+        self.warnings += data.notes(path, self.room[0], found.dropped, unused=unused, rows="prompts")
         return found
 
     def _functions(self) -> list[FunctionReward]:
@@ -153,7 +153,7 @@ class LanguageWorld:
     def _demonstrations(self, path: str, context: int | None) -> Rows:
         limit, said = data.room(sys.maxsize, context)
         rows = demonstration_rows(path, self.tokens, limit, said)
-        self.notes += rows.notes
+        self.warnings += rows.notes
         return rows
 
     def _mixed_tokens(self, rows: Rows) -> tuple[int, int]:
@@ -229,11 +229,11 @@ class LanguageWorld:
             f", fewer with more than one of sampling.rounds = {recipe.sampling.rounds}" if recipe.sampling.rounds > 1 else ""
         )
         mixed = []
-        if self.beside is not None:
-            mixed = [f"mixed in: {recipe.mixed_rows} of {self.beside.rows.count:,} demonstrations per update"]
+        if self.auxiliary_loss is not None:
+            mixed = [f"mixed in: {recipe.mixed_rows} of {self.auxiliary_loss.rows.count:,} demonstrations per update"]
         return [
-            *self.facts,
-            *self.notes,
+            *self.model_summary,
+            *self.warnings,
             *turns,
             f"parameters: {count:,} trained, {critic:,} of them the critic's; {frozen}",
             f"batch: {recipe.sampling.prompts} prompts x {recipe.sampling.samples} samples = {recipe.responses:,} responses",
@@ -264,8 +264,8 @@ class LanguageWorld:
         columns = zip(*prompts.columns.values(), strict=True) if prompts.columns else [()] * len(prompts.ids)
         rows = zip(prompts.ids, columns, strict=True)
         found = {**self.frozen, f"data.train={self.recipe.data.train!r}": rows_hash(rows)}
-        if self.beside is not None:
-            found[f"mixing.demonstrations={self.recipe.mixing.demonstrations!r}"] = self.beside.rows.print
+        if self.auxiliary_loss is not None:
+            found[f"mixing.demonstrations={self.recipe.mixing.demonstrations!r}"] = self.auxiliary_loss.rows.print
         return found
 
     def trees(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class LanguageWorld:
             "recipe": to_table(self.recipe),
             "model": description(self.policy.model, self.tokens.tokenizer),
             "beta": self.collector.beta,
-            **({} if self.beside is None else {"mixing": self.beside.state_dict()}),
+            **({} if self.auxiliary_loss is None else {"mixing": self.auxiliary_loss.state_dict()}),
             **base_record(self.base),
         }
 
@@ -286,8 +286,8 @@ class LanguageWorld:
         check_same(trees.get("sources", {}), self.sources)
         load_trained(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
-        if self.beside is not None and "mixing" in trees:  # not there where mixing was switched on since, on purpose
-            self.beside.load_state_dict(trees["mixing"])
+        if self.auxiliary_loss is not None and "mixing" in trees:  # not there where mixing was switched on since, on purpose
+            self.auxiliary_loss.load_state_dict(trees["mixing"])
         return []
 
     def answers(self) -> Answers:

@@ -108,8 +108,8 @@ def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
 class SupervisedWorld:
     """What a recipe of kind "sft", "reward" or "dpo" is made of."""
 
-    leaves = True
-    beside = None
+    exports_model = True
+    auxiliary_loss = None
 
     def __init__(self, recipe: DemonstrationRecipe) -> None:
         check_device(recipe.device)
@@ -121,15 +121,15 @@ class SupervisedWorld:
         """where an adapter is trained: what it belongs to"""
         self.room = data.room(recipe.data.max_length, context_of(model))
         """tokens of a row at most: what the recipe allows and the model was made for"""
-        self.facts = [] if self.base is None else [self.base.described()]
-        self.notes: list[str] = []
+        self.model_summary = [] if self.base is None else [self.base.described()]
+        self.warnings: list[str] = []
         train = self._rows(recipe.data.train)
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
         self.shown = self._demonstrated() if self.preference else []
         longest, trained = surely_read(train.lengths, recipe.steps), sum(train.trained) // train.count
-        self.notes += self.memory.check(
+        self.warnings += self.memory.check(
             prompt=longest - trained,
             response=trained,
             most=trained,
@@ -173,7 +173,7 @@ class SupervisedWorld:
         if self.recipe.demonstrations is None:
             return data.pairs(data.read_rows(self.recipe.data.train), self.tokens, *self.room).chosen
         shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, *self.room)
-        self.notes += data.notes(self.recipe.demonstrations, self.room[0], shown.dropped, unused=shown.unused)
+        self.warnings += data.notes(self.recipe.demonstrations, self.room[0], shown.dropped, unused=shown.unused)
         if len(shown.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; give at least two")
         return shown.ids
@@ -182,7 +182,7 @@ class SupervisedWorld:
         anchored = isinstance(self.recipe, DpoRecipe)
         read = pair_rows if self.preference else answer_rows if anchored else demonstration_rows
         rows = read(path, self.tokens, *self.room)
-        self.notes += rows.notes
+        self.warnings += rows.notes
         return rows
 
     def arithmetic(self) -> list[str]:
@@ -190,8 +190,8 @@ class SupervisedWorld:
         recipe, rows = self.recipe, self.collector.rows.count
         parameters = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         return [
-            *self.facts,
-            *self.notes,
+            *self.model_summary,
+            *self.warnings,
             f"parameters: {parameters:,}",
             f"rows: {rows:,}; {recipe.steps:,} steps are {recipe.steps / rows:.2f} epochs",
             f"updates: {recipe.steps:,} / {recipe.data.batch} = {-(-recipe.steps // recipe.data.batch):,}",
