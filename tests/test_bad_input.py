@@ -16,9 +16,9 @@ import pytest
 from surefoot import SurefootError
 from surefoot.errors import to_install
 from surefoot.recipes.base import nearest_divisor
-from surefoot.recipes.kinds import KINDS
+from surefoot.recipes.changes import merge_tables
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import ELSEWHERE, make_recipe, merged, recipe_fields
+from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, recipe_fields
 from surefoot.runs import api
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
@@ -58,7 +58,7 @@ def test_a_field_by_another_librarys_name_is_answered_with_ours(task, fields, me
 
 def test_every_field_that_is_suggested_for_another_librarys_name_is_one():
     known = {name for name, _ in recipe_fields()} | {name.partition(".")[0] for name, _ in recipe_fields()}
-    assert {name for names in ELSEWHERE.values() for name in names} <= known
+    assert {name for names in OTHER_LIBRARIES.values() for name in names} <= known
 
 
 CASES = [
@@ -529,7 +529,7 @@ def test_every_count_of_a_recipe_has_a_bound_above(kind, name):
         for key in reversed(name.split(".")):
             changes = {key: changes}
         with pytest.raises(SurefootError, match=rf"^{re.escape(name)}[=:]") as refusal:
-            make_recipe(merged(base, changes))
+            make_recipe(merge_tables(base, changes))
         assert len(str(refusal.value)) < 300
 
 

@@ -18,9 +18,9 @@ from surefoot.cli.train import changes_from
 from surefoot.core.algorithms import TRUST_REGIONS, switches_between
 from surefoot.demos.stages import command_here
 from surefoot.errors import SurefootError
-from surefoot.recipes.presets import Found, find, find_recipe, presets, recipe_for
+from surefoot.files import parse_value
+from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, recipe_for, resolve_recipe
 from surefoot.recipes.reading import make_recipe, recipe_fields, to_toml
-from surefoot.recipes.toml import parse_value
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_help_waits_for_neither_torch_nor_gymnasium():
 
 def test_who_only_looks_waits_for_no_recipes():
     code = "import sys; from surefoot.cli.main import cli; cli.main(['inspect', '--help'], standalone_mode=False); "
-    code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'surefoot.recipes.kinds'} & set(sys.modules)"
+    code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
@@ -286,8 +286,12 @@ def test_a_trust_region_may_be_a_value():
     ("algorithm", "table", "part"),
     [
         ("TRPO", {"clip": 0.1}, "has keys of a clip (clip), and algorithm='TRPO' has a constraint; name PPO_CLIP"),
-        ("PPO_CLIP", {"beta": 3}, "has keys of a penalty (beta), and algorithm='PPO_CLIP' has a clip; name PPO_PENALTY"),
-        ("GRPO", {"beta": 3}, "has keys of a penalty (beta), and algorithm='GRPO' has a clip; give keys of that"),
+        (
+            "PPO_CLIP",
+            {"beta": 3},
+            "has keys of a penalty (beta), and algorithm='PPO_CLIP' has a clip; name PPO_PENALTY",
+        ),
+        ("GRPO", {"beta": 3}, "has keys of a penalty (beta), and algorithm='GRPO' has a clip; use keys of a clip"),
     ],
 )
 def test_keys_of_another_trust_region_than_the_named_algorithms_are_refused(algorithm, table, part):
@@ -342,16 +346,16 @@ FROM_CARTPOLE += "objective.trust_region rollout.environments rollout.steps opti
     ],
 )
 def test_a_recipe_knows_what_it_has_from_its_preset(changes, decided, parts):
-    origin = find("CartPole-v1", changes).origin
+    origin = resolve_recipe("CartPole-v1", changes).origin
     assert origin.name == "cartpole"
     assert set(origin.fields) == set(FROM_CARTPOLE.split()) - set(decided.split()) | set(parts.split())
 
 
 def test_what_stands_alone_has_nothing_from_a_preset(tmp_path):
     (tmp_path / "whole.toml").write_text(to_toml(find_recipe("CartPole-v1")))
-    assert find(str(tmp_path / "whole.toml")).origin is None
+    assert resolve_recipe(str(tmp_path / "whole.toml")).origin is None
     (tmp_path / "part.toml").write_text('task = "CartPole-v1"\n[optimizer]\nlearning_rate = 1\nschedule = "cosine"\n')
-    assert "optimizer" not in " ".join(find(str(tmp_path / "part.toml")).origin.fields)
+    assert "optimizer" not in " ".join(resolve_recipe(str(tmp_path / "part.toml")).origin.fields)
 
 
 def test_a_run_begins_with_what_it_has_from_its_preset_and_keeps_it(surefoot, tmp_path):
@@ -370,27 +374,32 @@ def test_a_run_begins_with_what_it_has_from_its_preset_and_keeps_it(surefoot, tm
 
 def test_without_a_preset_a_recipe_has_the_plain_defaults(surefoot, tmp_path):
     plain = make_recipe({"task": "CartPole-v1"})
-    assert find("CartPole-v1", preset="none") == find("cartpole", preset="None") == Found(plain, None)
+    assert (
+        resolve_recipe("CartPole-v1", preset="none") == resolve_recipe("cartpole", preset="None") == ResolvedRecipe(plain, None)
+    )
     assert surefoot("train", "CartPole-v1", "--preset", "none", "--dry-run").startswith(to_toml(plain))
     (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 512\n')
-    assert find("mine.toml", preset="none").recipe == make_recipe({"task": "CartPole-v1", "steps": 512})
+    assert resolve_recipe("mine.toml", preset="none").recipe == make_recipe({"task": "CartPole-v1", "steps": 512})
     agent = train("CartPole-v1", preset="none", steps=256, rollout={"steps": 32}, evaluation={"episodes": 0})
     assert agent.recipe.objective == PPO_CLIP
 
 
 def test_another_preset_may_lie_below():
-    acrobot, there = find_recipe("Acrobot-v1"), find("CartPole-v1", preset="acrobot")
+    acrobot, there = find_recipe("Acrobot-v1"), resolve_recipe("CartPole-v1", preset="acrobot")
     assert there.recipe == acrobot.model_copy(update={"task": "CartPole-v1"})
     assert there.origin.name == "acrobot"
     with pytest.raises(SurefootError, match="preset='acrobat': unknown; did you mean 'acrobot'"):
-        find("CartPole-v1", preset="acrobat")
-    with pytest.raises(SurefootError, match="preset='sft': is for kind = 'sft', and this is of kind 'control'"):
-        find("CartPole-v1", preset="sft")
+        resolve_recipe("CartPole-v1", preset="acrobat")
+    with pytest.raises(SurefootError, match="preset='sft': is for kind = 'sft', not 'control'"):
+        resolve_recipe("CartPole-v1", preset="sft")
 
 
 def test_another_preset_below_a_file_has_the_file_s_algorithm(tmp_path):
     (tmp_path / "mine.toml").write_text('task = "Acrobot-v1"\nalgorithm = "A2C"\n')
-    assert find(str(tmp_path / "mine.toml"), preset="cartpole").recipe == find("Acrobot-v1", {}, "A2C", "cartpole").recipe
+    assert (
+        resolve_recipe(str(tmp_path / "mine.toml"), preset="cartpole").recipe
+        == resolve_recipe("Acrobot-v1", {}, "A2C", "cartpole").recipe
+    )
 
 
 ON, OFF = ["--normalise.rewards"], ["--normalise.rewards", "false"]

@@ -4,7 +4,7 @@ Run with the Python of an environment with stable-baselines3, not Surefoot's:
 
     python benchmarks/peers/sb3.py --task HalfCheetah-v5 --seed 1 --steps 1000000 --out cell.json
 
-Hyperparameters are those of `src/surefoot/recipes/mujoco.toml`, in SB3's names; VecNormalize is SB3's own.
+Hyperparameters are those of `src/surefoot/recipes/presets/mujoco.toml`, in SB3's names; VecNormalize is SB3's own.
 `--setting cartpole` uses those of `cartpole.toml` instead, and no normaliser.
 """
 

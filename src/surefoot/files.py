@@ -6,6 +6,7 @@ No torch is imported here.
 import json
 import re
 import stat
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,6 +73,27 @@ def read_table(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SurefootError(f"{path}: can't be read (it holds a {type(found).__name__} instead of a table)")
     return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises SurefootError when it is missing, a folder, or not TOML (with the line).
+    """
+    text = read_text(path)
+    try:
+        tables: dict[str, Any] = parsed(text, tomllib.loads)
+    except ValueError as error:
+        raise SurefootError(f"{path}: not TOML ({error})") from None
+    return tables
+
+
+def parse_value(text: str) -> Any:
+    """A flag's text as TOML would read it (0.9, true, [64, 64]); a bare word is a string."""
+    try:
+        return parsed(f"value = {text}", tomllib.loads)["value"]
+    except ValueError:
+        return text
 
 
 def steps_named(name: str) -> int | None:

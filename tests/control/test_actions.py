@@ -20,7 +20,8 @@ from surefoot.control.actions import Bounds
 from surefoot.control.episodes import greedy_episode
 from surefoot.control.export.files import export_agent
 from surefoot.control.policies.compiled import CompiledActor
-from surefoot.recipes.presets import find_recipe, presets, without_label
+from surefoot.recipes.changes import without_tuned_for
+from surefoot.recipes.presets import find_recipe, presets
 from surefoot.recipes.reading import control_recipe, make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.runs.folder import checkpoint_to_load
@@ -183,7 +184,7 @@ def test_a_recipe_kept_before_there_was_stretching_is_read_as_without_and_one_ty
 
 @pytest.mark.parametrize("name", ["pendulum", "mujoco"])  # whose tasks have bounds of ±2 and ±3, too
 def test_a_preset_keeps_the_actions_that_its_results_were_measured_with(name: str) -> None:
-    assert control_recipe(without_label(presets()[name])).normalise.actions is False
+    assert control_recipe(without_tuned_for(presets()[name])).normalise.actions is False
 
 
 def test_an_agent_and_a_run_kept_without_the_field_go_on_as_they_were(tmp_path: Path) -> None:

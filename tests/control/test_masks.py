@@ -17,7 +17,7 @@ from surefoot.control.environments.looped import LoopedEnvironments, VectorEnvir
 from surefoot.control.policies.actor_critic import ActorCritic
 from surefoot.core.seeding import stream
 from surefoot.functional import fisher_vector_product
-from surefoot.recipes.sections import Network
+from surefoot.recipes.control import Network
 
 from .tiny import Endless, Sampled, fresh_state, small, world_of
 

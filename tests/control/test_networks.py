@@ -18,7 +18,7 @@ from surefoot.control.policies import networks
 from surefoot.control.policies.actor_critic import ActorCritic
 from surefoot.control.policies.networks import CustomTrunk, NatureCNN, OneHot, Trunk, Vector
 from surefoot.core.seeding import stream
-from surefoot.recipes.sections import Network
+from surefoot.recipes.control import Network
 
 from .tiny import Sampled, small
 

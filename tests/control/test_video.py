@@ -109,7 +109,7 @@ def test_classic_tasks_can_be_filmed(task: str, fps: int, tmp_path: Path) -> Non
     assert_is_a_film(made.path, (320, 240), 21, fps)
 
 
-ELSEWHERE = """
+OTHER_LIBRARIES = """
 import json, sys
 from pathlib import Path
 import surefoot
@@ -139,7 +139,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hidden = ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER", "PYTHONWARNINGS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     tasks = {task: arguments for task, (package, _, arguments) in KINDS.items() if is_here(package)}
-    command = [sys.executable, "-c", ELSEWHERE, json.dumps(tasks)]
+    command = [sys.executable, "-c", OTHER_LIBRARIES, json.dumps(tasks)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder

@@ -27,7 +27,7 @@ from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 from surefoot.core.steps.trpo import NaturalStep, damped_fisher
 from surefoot.functional import token_entropy, token_log_probs
-from surefoot.recipes.sections import Network
+from surefoot.recipes.control import Network
 
 from .token_world import TokenCollector, Transformer
 from .worlds import DOUBLE, Choice, TinyPolicy, parameters, random_rollout

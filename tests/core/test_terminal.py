@@ -9,7 +9,7 @@ import surefoot
 from surefoot.terminal import shown_on
 
 SOURCE = Path(surefoot.__file__).parent
-ELSEWHERE = {"cli_echo.py": {"click.echo"}, "cli_language.py": {"click.echo"}, "cli.py": {"click.echo", "print"}}
+OTHER_LIBRARIES = {"cli_echo.py": {"click.echo"}, "cli_language.py": {"click.echo"}, "cli.py": {"click.echo", "print"}}
 """who prints otherwise: the function itself, generate to a pipe, and the one line of an error, which is made visible there"""
 
 
@@ -18,7 +18,7 @@ def test_commands_print_by_one_function(path: Path) -> None:
     used = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)}
     named = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
     found = (used | named) & {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
-    assert found <= ELSEWHERE.get(path.name, set())
+    assert found <= OTHER_LIBRARIES.get(path.name, set())
 
 
 def test_text_for_a_terminal_keeps_its_lines_and_loses_its_commands() -> None:

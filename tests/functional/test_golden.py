@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     for case in json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text(encoding="utf-8"))
 }
 
-ELSEWHERE = {
+OTHER_LIBRARIES = {
     "categorical_invalid_action_mask": "control/test_distributions.py",
     "multidiscrete": "control/test_distributions.py",
     "diag_gaussian": "control/test_distributions.py",
@@ -558,9 +558,9 @@ def test_golden_case(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_golden_case_is_covered_or_left_out_for_a_reason() -> None:
-    assert sorted([*CHECKS, *ELSEWHERE, *LEFT_OUT]) == sorted(CASES)
+    assert sorted([*CHECKS, *OTHER_LIBRARIES, *LEFT_OUT]) == sorted(CASES)
     tests = Path(__file__).parents[1]
-    for name, file in ELSEWHERE.items():
+    for name, file in OTHER_LIBRARIES.items():
         assert f'"{name}"' in (tests / file).read_text("utf-8"), f"{file} does not read {name}"
     assert all(LEFT_OUT.values())
     assert all(key in CASES[name]["expected"] for name, key in KEYS_LEFT_OUT)

@@ -205,7 +205,7 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
         if name not in ("masked_moments", "whiten by given moments", "successor_values")
     },
 }
-ELSEWHERE = {
+OTHER_LIBRARIES = {
     "clip_active": "bool out: test_surrogates.py",
     "ratio_outside": "bool out: test_surrogates.py",
     "fisher_vector_product": "takes a graph: test_natural_gradient.py",
@@ -260,7 +260,7 @@ def test_no_function_changes_its_inputs(name: str) -> None:
 
 
 def test_every_public_function_is_held_to_these_laws() -> None:
-    named = {name.split()[0] for name in (*MASKED, *PLAIN)} | set(ELSEWHERE)
+    named = {name.split()[0] for name in (*MASKED, *PLAIN)} | set(OTHER_LIBRARIES)
     assert named == set(F.__all__)
 
 

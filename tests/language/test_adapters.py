@@ -25,8 +25,8 @@ from surefoot.language.models.trained import from_trees
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.world import SupervisedWorld
+from surefoot.recipes.language import AdapterSettings
 from surefoot.recipes.reading import make_recipe
-from surefoot.recipes.sections import AdapterSettings
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.runs.folder import checkpoint_to_load
 from surefoot.runs.session import make_learner

@@ -10,11 +10,11 @@ import pytest
 from surefoot.cli.main import cli
 from surefoot.demos.sorting import Sizes, attempts_at, in_groups, verifier_demo, write_data
 from surefoot.demos.stages import Stages, free_folder
+from surefoot.files import read_toml
 from surefoot.language import tasks
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.recipes.presets import find_recipe, presets
 from surefoot.recipes.reading import make_recipe
-from surefoot.recipes.toml import read_toml
 from surefoot.runs.display import Silent
 
 from .tiny import write_folder

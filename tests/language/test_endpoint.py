@@ -14,7 +14,7 @@ import pytest
 from surefoot.errors import SurefootError
 from surefoot.language.rewards import endpoint
 from surefoot.language.rewards.terms import FunctionReward, load_reward
-from surefoot.recipes.sections import RewardTerm
+from surefoot.recipes.language import RewardTerm
 
 PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb", "ccc"]
 COLUMNS = {"answer": ["a", "b", "ccc"], "weight": [1, 2, 3]}

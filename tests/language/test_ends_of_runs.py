@@ -14,12 +14,12 @@ from rich.console import Console
 import surefoot
 from surefoot.cli.main import main
 from surefoot.errors import SurefootError
+from surefoot.files import read_toml
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.data.preview import preview
 from surefoot.language.models.loading import RewardModel
 from surefoot.language.models.trained import writer
 from surefoot.recipes.reading import make_recipe, to_toml
-from surefoot.recipes.toml import read_toml
 from surefoot.runs import api
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.folder import RunFolder, scored_alike

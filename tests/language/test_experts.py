@@ -18,8 +18,8 @@ from surefoot.language.adapters.layers import POLICY, VALUE, SharedBase, merge, 
 from surefoot.language.data.packing import packed
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy
+from surefoot.recipes.language import AdapterSettings
 from surefoot.recipes.reading import make_recipe
-from surefoot.recipes.sections import AdapterSettings
 from surefoot.runs.session import make_learner
 from surefoot.runs.worlds import make_world
 

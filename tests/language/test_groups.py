@@ -16,7 +16,7 @@ from surefoot.language.data.epochs import Walk
 from surefoot.language.online.groups import filling, joined_samples, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import Samples
-from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe, recipe_for
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.session import make_learner

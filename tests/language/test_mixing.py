@@ -187,6 +187,6 @@ def test_as_many_demonstrations_as_a_minibatch_has_responses_unless_a_number_is_
     files: Path, folders: dict[str, Path]
 ) -> None:
     made = world(files, folders["llama"], 0.1, mixing={"sft_coefficient": 0.1, "demonstrations": str(files / "rows.jsonl")})
-    assert made.recipe.mixed_rows == 16 // 4
+    assert made.recipe.mixed_batch == 16 // 4
     assert "mixed in: 4 of 7 demonstrations per update" in made.arithmetic()
-    assert world(files, folders["llama"], 0.1).recipe.mixed_rows == 5
+    assert world(files, folders["llama"], 0.1).recipe.mixed_batch == 5

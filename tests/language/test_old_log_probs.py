@@ -10,9 +10,9 @@ import torch
 import surefoot
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
+from surefoot.files import read_toml
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.recipes.toml import read_toml
 from surefoot.runs.display import Silent
 from surefoot.runs.tracking import read_metrics
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 import surefoot
 from surefoot.errors import SurefootError
+from surefoot.files import read_toml
 from surefoot.language.data.pairs import prefers_first
 from surefoot.language.data.rows import read_rows, write_rows
-from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
-from surefoot.recipes.toml import read_toml
 from surefoot.runs.folder import RunFolder
 from surefoot.runs.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
 from surefoot.runs.tracking import read_metrics

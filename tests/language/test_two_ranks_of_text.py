@@ -14,7 +14,7 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.distributed import total
 from surefoot.core.rollout import LearnerState, Rollout, World
 from surefoot.errors import SurefootError
-from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.display import Silent

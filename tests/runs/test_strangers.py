@@ -17,7 +17,7 @@ from surefoot.control.agent import Agent
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.checkpoint import MANIFEST, fault_of, load_checkpoint, save_checkpoint
 from surefoot.files import read_json, read_table, steps_named
-from surefoot.recipes.toml import parse_value, read_toml
+from surefoot.files import parse_value, read_toml
 
 DEEP, LONG = "[" * 100_000, "9" * 400
 TABLE_DEEP = '{"a":' * 500 + "1" + "}" * 500

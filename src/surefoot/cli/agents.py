@@ -9,7 +9,7 @@ from surefoot.cli.attempts import attempt_flags, attempts_from, refuse_for_agent
 from surefoot.cli.echo import echo, echo_json
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
-from surefoot.recipes.toml import read_toml
+from surefoot.files import read_toml
 
 if TYPE_CHECKING:
     from surefoot.control.agent import Agent

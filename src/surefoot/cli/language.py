@@ -132,11 +132,11 @@ def accuracy(
     trust_remote_code: bool,
 ) -> None:
     """Tell how often a model answers the prompts of FILE rightly before it is trained: greedily, and by sampling."""
+    from surefoot.files import parse_value
     from surefoot.language.analysis.accuracy import accuracy as accuracy_of
     from surefoot.language.models.trained import writer
     from surefoot.language.rewards.endpoint import REPEAT
     from surefoot.language.rewards.terms import FunctionReward
-    from surefoot.recipes.toml import parse_value
 
     given = parse_value(arguments)
     if not isinstance(given, dict):

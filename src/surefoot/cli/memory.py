@@ -64,7 +64,7 @@ def memory(
     from surefoot.core.algorithms import PPO_CLIP, REINFORCE
     from surefoot.language.memory.estimate import Setup, with_adapters
     from surefoot.language.memory.planner import model_config, plan, shown, to_json, with_value
-    from surefoot.recipes.sections import AdapterSettings
+    from surefoot.recipes.language import AdapterSettings
 
     config, nominal = model_config(model)
     responses = prompts * samples if kind == "language" else batch

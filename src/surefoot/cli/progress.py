@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.cli.echo import echo
-from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.base import Recipe
 from surefoot.runs.paths import check_name
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from surefoot.cli.echo import echo
 from surefoot.cli.options import Switch
 from surefoot.cli.progress import display_for, final_line, run_folder, spread, tell
 from surefoot.errors import SurefootError
-from surefoot.recipes.presets import Found, find, find_recipe, presets
-from surefoot.recipes.reading import SWITCH, recipe_fields, to_toml
-from surefoot.recipes.toml import parse_value
+from surefoot.files import parse_value
+from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, resolve_recipe
+from surefoot.recipes.reading import BOOLEAN, recipe_fields, to_toml
 
 SHORT = {"algorithm", "steps", "seed", "device"}
 """recipe fields that have a flag without a table before it, listed with the command's own"""
@@ -25,7 +25,7 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
             continue
         flag = "--" + name.replace("_", "-")
         help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.type}]"
-        switch = described.type == SWITCH
+        switch = described.type == BOOLEAN
         form: dict[str, Any] = {"cls": Switch, "metavar": "[true|false]"} if switch else {"metavar": "VALUE"}
         command = click.option(flag, name.replace(".", "__"), help=help_text, **form)(command)
     return command
@@ -74,7 +74,7 @@ def train(
     changes = changes_from(flags)
     if checkpoint_every is not None:
         changes.setdefault("checkpoint", {})["every"] = checkpoint_every
-    found = find(what, changes, preset=preset)
+    found = resolve_recipe(what, changes, preset=preset)
     recipe = found.recipe
     if dry_run:
         echo(describe(found))
@@ -129,7 +129,7 @@ def list_() -> None:
     echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
 
 
-def describe(found: Found) -> str:
+def describe(found: ResolvedRecipe) -> str:
     """What --dry-run prints: the resolved recipe, what of it is a preset's, parameter counts, and the batch arithmetic."""
     from surefoot.runs.worlds import make_world
 

@@ -12,8 +12,9 @@ from surefoot.compare.report import COUNT, Report, average, how_sure, score_tabl
 from surefoot.compare.statistics import markdown_table
 from surefoot.core.algorithms import ALGORITHMS, Objective, switches_that_are_on
 from surefoot.errors import SurefootError
-from surefoot.recipes.kinds import ControlRecipe
-from surefoot.recipes.presets import find_recipe, without_critic
+from surefoot.recipes.changes import without_critic
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import as_control, unknown_algorithm
 
 SCORES = {

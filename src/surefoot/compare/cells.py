@@ -27,8 +27,8 @@ from surefoot.core.distributed import check_alone
 from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table
-from surefoot.recipes.import_object import with_own_children_as_usual, without_working_folder
-from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.import_object import python_safe_path, unset_python_safe_path
 from surefoot.recipes.reading import to_table
 from surefoot.runs import api
 from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
@@ -280,7 +280,7 @@ def _side_by_side(
                     cell = waiting.pop(0)
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_child, args=(theirs, folder, cell, episodes))
-                    with without_working_folder(), _ignoring_interrupts():
+                    with python_safe_path(), _ignoring_interrupts():
                         process.start()
                     theirs.close()
                     running[ours] = (cell, process)
@@ -334,7 +334,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def _child(connection: Connection, folder: Path, cell: Cell, episodes: int) -> None:
-    with_own_children_as_usual()
+    unset_python_safe_path()
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C on the terminal goes to the parent alone, which passes one signal on
     parent = multiprocessing.parent_process()

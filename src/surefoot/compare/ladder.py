@@ -21,9 +21,10 @@ from surefoot.compare.report import Report, finite, write_report
 from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, switches_that_are_on
 from surefoot.errors import SurefootError
 from surefoot.files import read_table
-from surefoot.recipes.kinds import ControlRecipe
-from surefoot.recipes.presets import base_table, without_critic, without_label
-from surefoot.recipes.reading import control_recipe, merged, to_table
+from surefoot.recipes.changes import merge_tables, without_critic, without_tuned_for
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.presets import recipe_table
+from surefoot.recipes.reading import control_recipe, to_table
 from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.folder import write_text
@@ -116,19 +117,19 @@ def rung_recipe(what: str, rung: int, changes: Mapping[str, Any]) -> ControlReci
     for name, why in REFUSED.items():
         if wanted.get(name, "none") != "none":
             raise SurefootError(f"objective.{name}={wanted[name]!r}: {why}; leave the flag out")
-    base, table = LADDER[rung], without_label(base_table(what))
+    base, table = LADDER[rung], without_tuned_for(recipe_table(what))
     tuned = dict(table.pop("objective", {}))
     own = {name: tuned[name] for name in ("gamma", "reuse") if tuned.get(name, "none") != "none"}
-    objective = switches_that_are_on(base, merged(own, {k: v for k, v in wanted.items() if k not in REFUSED}))
+    objective = switches_that_are_on(base, merge_tables(own, {k: v for k, v in wanted.items() if k not in REFUSED}))
     table = without_critic(
-        base, {**merged(table, {k: v for k, v in changes.items() if k != "objective"}), "algorithm": NAMES[rung]}
+        base, {**merge_tables(table, {k: v for k, v in changes.items() if k != "objective"}), "algorithm": NAMES[rung]}
     )
     recipe = control_recipe({**table, "objective": objective})
     if not recipe.objective.needs_whole_episodes:
         return recipe
     rollout = recipe.rollout
     alone = {"environments": 1, "at_least": rollout.at_least or recipe.batch_size, "workers": rollout.workers and 1}
-    return control_recipe(merged(to_table(recipe), {"rollout": alone}))
+    return control_recipe(merge_tables(to_table(recipe), {"rollout": alone}))
 
 
 def _gradients(folder: Path, frozen: Cell, measured: Mapping[str, Objective], batches: int, overall: Overall) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from surefoot.compare.report import COUNT, average, each, how_sure, known, mean_and_interval, number, seeds_in_words, setting_of
 from surefoot.compare.statistics import markdown_table
 from surefoot.core.algorithms import Objective
-from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.control import ControlRecipe
 
 Table = tuple[list[str], list[list[str]]]
 Cells = Mapping[str, Sequence[Mapping[str, Any]]]

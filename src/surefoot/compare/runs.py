@@ -9,10 +9,9 @@ from typing import Any
 
 from surefoot.diagnostics.findings import Finding, findings_in
 from surefoot.errors import SurefootError
-from surefoot.files import parsed, read_table
-from surefoot.recipes.kinds import Recipe
+from surefoot.files import parsed, read_table, read_toml
+from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.recipes.toml import read_toml
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.folder import FREE as CHANGE_NOTHING
 from surefoot.runs.folder import changed_since

@@ -31,7 +31,7 @@ from surefoot.core.optimizer import flattened, grouped
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
-from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import control_recipe, to_table
 from surefoot.runs.checkpoint import load_weights, require, save_checkpoint
 

@@ -1,6 +1,6 @@
 """What a recipe of control comes to: steps, minibatches, updates. For a dry run."""
 
-from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.control import ControlRecipe
 
 
 def arithmetic(recipe: ControlRecipe) -> list[str]:

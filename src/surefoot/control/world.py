@@ -13,7 +13,7 @@ from surefoot.control.replay import origin
 from surefoot.control.spaces import MASK
 from surefoot.core.distributed import check_device, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
-from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.control import ControlRecipe
 from surefoot.runs.checkpoint import load_weights
 
 

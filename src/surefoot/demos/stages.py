@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.base import Recipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.display import Display
 

@@ -13,9 +13,9 @@ from surefoot.diagnostics.finding import SEVERITIES, Evidence, Finding
 from surefoot.diagnostics.history import Story
 from surefoot.diagnostics.reward_findings import REWARD_RULES
 from surefoot.diagnostics.update_findings import UPDATE_RULES
-from surefoot.recipes.kinds import Recipe
+from surefoot.files import read_toml
+from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.recipes.toml import read_toml
 from surefoot.runs.history import History
 from surefoot.runs.paths import check_is_run
 from surefoot.runs.tracking import FILE, read_history

@@ -8,7 +8,7 @@ from surefoot.diagnostics.finding import Finding
 from surefoot.diagnostics.findings import diagnose
 from surefoot.diagnostics.history import Story
 from surefoot.errors import cause_of
-from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.base import Recipe
 
 LOOKS = 20
 """how often in a run one looks"""

@@ -2,7 +2,9 @@
 
 from surefoot.diagnostics.check import Check
 from surefoot.errors import SurefootError
-from surefoot.recipes.kinds import ControlRecipe, LanguageRecipe, Recipe
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.runs.worlds import make_world
 
 

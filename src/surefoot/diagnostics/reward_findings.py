@@ -4,7 +4,9 @@ import numpy as np
 
 from surefoot.diagnostics.finding import Evidence, Finding, in_words
 from surefoot.diagnostics.history import Curve, Story
-from surefoot.recipes.kinds import ControlRecipe, LanguageRecipe, Recipe
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.language import LanguageRecipe
 
 IN_A_ROW = 3
 """iterations after which what should never be so is no accident"""

@@ -10,7 +10,7 @@ from surefoot.errors import SurefootError
 from surefoot.language.data.datasets import repeated
 from surefoot.language.online.answers import settled
 from surefoot.language.online.world import LanguageWorld
-from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe
 
 PROMPTS = 8
 

@@ -4,7 +4,9 @@ from surefoot.core.update_metrics import START_TOLERANCE
 from surefoot.diagnostics.finding import Finding, in_words
 from surefoot.diagnostics.history import Curve, Story
 from surefoot.diagnostics.reward_findings import CLEAR, dearer, earnings, ends, rise
-from surefoot.recipes.kinds import ControlRecipe, LanguageRecipe, Recipe
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.language import LanguageRecipe
 
 NORMAL = 1.4189
 """nats of entropy of a normal density of standard deviation 1"""

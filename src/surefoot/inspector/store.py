@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import parsed
+from surefoot.files import parsed, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
-from surefoot.recipes.toml import read_toml
 from surefoot.runs.metrics import METRICS, SHOWN
 from surefoot.runs.paths import FINISHED, check_is_run, samples_in, traces_in
 

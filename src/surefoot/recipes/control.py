@@ -1,14 +1,86 @@
 """Recipes for agents in environments, and which combinations are refused."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+import contextlib
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points, packages_distributions, requires
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
 
-from surefoot.errors import SurefootError
-from surefoot.recipes.base import Recipe, nearest_divisor, require_size
-from surefoot.recipes.sections import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
+from surefoot.core.algorithms import MAX_COUNT
+from surefoot.errors import SurefootError, did_you_mean, missing_extra
+from surefoot.recipes.base import (
+    Cores,
+    Count,
+    EvaluationSettings,
+    Recipe,
+    Seconds,
+    Section,
+    Size,
+    Width,
+    nearest_divisor,
+    require_size,
+)
+
+
+class Network(Section):
+    """The policy network of control."""
+
+    hidden: Annotated[tuple[Width, ...], Field(max_length=100)] = (64, 64)
+    """widths of the hidden layers"""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """between the layers"""
+    shared_trunk: bool = False
+    """let actor and critic share all layers but the last"""
+    log_std: float = 0.0
+    """initial log standard deviation of Box actions"""
+    lstm: Width | None = None
+    """width of an LSTM behind the hidden layers, for observations that don't tell all; none: no memory"""
+    custom: str | None = None
+    """module:factory of a network of your own, in place of encoders and hidden layers"""
+
+
+class RolloutSettings(Section):
+    """How much experience is collected before each update."""
+
+    environments: Count = 8
+    """environments stepped together"""
+    steps: Count = 128
+    """steps of each environment per iteration"""
+    episodes: Count = 1
+    """whole episodes of each environment per iteration, instead of steps, where the objective has no critic"""
+    at_least: Size | None = None
+    """instead of a number of episodes: whole ones until a batch has this many steps, where the objective has no critic"""
+    backend: Literal["loop", "workers", "native", "envpool"] = "loop"
+    """where environments run: in this process, in worker processes, or in the id's own vector environment or EnvPool's"""
+    workers: Cores | None = None
+    """how many processes for backend "workers"; none means one per core"""
+    deadline: Seconds = 60.0
+    """seconds that one step or reset of an environment may take in a worker process"""
+
+
+class NormaliseSettings(Section):
+    """One scale for whatever the task has: of what the network sees, by running statistics, and of what it does."""
+
+    observations: bool = False
+    """shift and scale observations by their running mean and standard deviation"""
+    rewards: bool = False
+    """divide rewards by the running standard deviation of the discounted return"""
+    actions: bool = True
+    """stretch −1 … 1 of the policy over the bounds of Box actions, where both are finite; false: actions are only clipped"""
+    clip: float = Field(10.0, gt=0)
+    """clip observations and rewards that were normalised at ±this"""
+
+
+class ControlEvaluation(EvaluationSettings):
+    """Periodic greedy evaluation; the best agent is kept in best/."""
+
+    episodes: int = Field(10, ge=0, le=MAX_COUNT)
+    """episodes of each; 0 switches evaluation off"""
+
 
 WHOLE = {"seed", "device", "threads", "rollout", "network", "normalise", "optimizer", "evaluation", "checkpoint"}
 """what every recipe states that a run or an agent keeps, whatever version wrote it; one typed by hand does not"""
@@ -32,7 +104,7 @@ class ControlRecipe(Recipe):
     evaluation: ControlEvaluation = ControlEvaluation()
 
     @classmethod
-    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+    def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
         """What was kept whole before there was ``normalise.actions`` goes on without."""
         normalise = table.get("normalise")
         if not (table.keys() >= WHOLE and isinstance(normalise, Mapping) and "actions" not in normalise):
@@ -137,3 +209,40 @@ class ControlRecipe(Recipe):
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
             raise SurefootError(f"engine='compiled': {reason}; set engine = 'eager'")
+
+
+def check_id(task: str, extra: Iterable[str] = ()) -> None:
+    """Raise SurefootError, with a suggestion, if Gymnasium does not know an id; ``extra`` names may be suggested too."""
+    import gymnasium
+
+    if task.startswith("ALE/"):
+        if importlib.util.find_spec("ale_py") is None:
+            raise missing_extra("ale-py", "atari", f"task={task!r}")
+        gymnasium.register_envs(importlib.import_module("ale_py"))
+    if task in gymnasium.registry:
+        return
+    if task.endswith(".py"):
+        raise SurefootError(f"task={task!r}: is a file; name the function that makes the environment, as in '{task}:make'")
+    if package := _package_with(task):
+        raise SurefootError(f"task={task!r}: is registered when {package} is imported; name it {f'{package}:{task}'!r}")
+    suggestion = did_you_mean(task, {*gymnasium.registry, *extra})
+    raise SurefootError(f"{task!r}: no recipe, .toml file or environment id of that name{suggestion} (see: surefoot list)")
+
+
+def _package_with(task: str) -> str | None:
+    """The installed package that registers an id when it is imported, or None.
+
+    Tried are packages with the entry point ``gymnasium.envs``, and the package whose name begins the id, if it needs Gymnasium.
+    """
+    import gymnasium
+
+    candidates = {entry.module.partition(".")[0] for entry in entry_points(group="gymnasium.envs")}
+    first = re.split(r"\W", task)[0].lower()
+    if any("gymnasium" in need for name in packages_distributions().get(first, ()) for need in requires(name) or ()):
+        candidates.add(first)
+    for package in sorted(candidates):
+        with contextlib.suppress(Exception):  # a package that can't be imported registers nothing
+            importlib.import_module(package)
+        if task in gymnasium.registry:
+            return package
+    return None

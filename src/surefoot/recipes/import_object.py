@@ -30,7 +30,7 @@ def import_object(field: str, path: str, remedy: str = "") -> Any:
             raise ValueError("it is not two names with a colon between them")
         if module.endswith(".py"):
             return getattr(_from_file(Path(module)), name)
-        working_folder_last()
+        append_working_folder()
         return getattr(importlib.import_module(module), name)
     except Exception as error:
         advice = f"; {remedy}" if remedy else ""
@@ -40,7 +40,7 @@ def import_object(field: str, path: str, remedy: str = "") -> Any:
         ) from None
 
 
-def working_folder_last() -> None:
+def append_working_folder() -> None:
     """Have modules found in the working folder too, from now on."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
@@ -51,7 +51,7 @@ SAFE, OURS = "PYTHONSAFEPATH", "while surefoot starts it"
 
 
 @contextmanager
-def without_working_folder() -> Iterator[None]:
+def python_safe_path() -> Iterator[None]:
     """Processes that are started meanwhile import what they need to begin from where it is installed, and not from the
     working folder. ``multiprocessing`` then gives them this process's path.
     """
@@ -59,10 +59,10 @@ def without_working_folder() -> Iterator[None]:
     try:
         yield
     finally:
-        with_own_children_as_usual()
+        unset_python_safe_path()
 
 
-def with_own_children_as_usual() -> None:
+def unset_python_safe_path() -> None:
     """In a process that was started like that: what it starts itself is as it would be without us."""
     if os.environ.get(SAFE) == OURS:
         del os.environ[SAFE]

@@ -5,7 +5,7 @@ What a recipe holds is in ``kinds``. No torch is imported here, so that ``--help
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pydantic
@@ -13,10 +13,19 @@ import tomli_w
 
 from surefoot.core.algorithms import ALGORITHMS, TRUST_REGIONS, Objective
 from surefoot.errors import SurefootError, did_you_mean
-from surefoot.recipes.kinds import KINDS, ControlRecipe, Recipe
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.changes import merge_tables, none_to_text, text_to_none, trust_regions_of
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.language import DpoRecipe, LanguageRecipe, RewardRecipe, SftRecipe
 
-# ---- from tables to a recipe ------------------------------------------------------------------------------------------
-
+KINDS: dict[str, type[Recipe]] = {
+    "control": ControlRecipe,
+    "sft": SftRecipe,
+    "reward": RewardRecipe,
+    "dpo": DpoRecipe,
+    "language": LanguageRecipe,
+}
+"""every kind of run, by name"""
 
 MISSING = {
     "task": "task = 'CartPole-v1'",
@@ -37,7 +46,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
 
     Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
     """
-    table = dict(none_from_text(table))
+    table = dict(text_to_none(table))
     _refuse_long_numbers(table)
     kind = table.get("kind", "control")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -50,14 +59,14 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
         raise SurefootError(f"objective={changes!r}: must be a table of switches, such as gae_lambda = 0.95")
     base = Objective() if name == "custom" else ALGORITHMS[name]
     table["algorithm"] = name
-    table["objective"] = merged(merged(asdict(base), KINDS[kind].switches(base)), changes)
+    table["objective"] = merge_tables(merge_tables(asdict(base), KINDS[kind].objective_overrides(base)), changes)
     region = _region_meant(table["objective"].get("trust_region"))
     _refuse_truth_for_numbers(table)
-    table = KINDS[kind].completed(table)
+    table = KINDS[kind].with_defaults(table)
     try:
         recipe = KINDS[kind].model_validate(table)
     except pydantic.ValidationError as error:
-        raise SurefootError(explain(error, region, kind)) from None
+        raise SurefootError(validation_message(error, region, kind)) from None
     recipe.objective.require_complete()
     _refuse_what_toml_cannot_hold(recipe)
     return recipe
@@ -108,7 +117,7 @@ def _refuse_what_toml_cannot_hold(recipe: Recipe) -> None:
         if not isinstance(value, Mapping):  # every other field has a type that TOML has, too
             continue
         try:
-            kept = none_from_text(tomllib.loads(tomli_w.dumps({"value": none_to_text(value)})))["value"]
+            kept = text_to_none(tomllib.loads(tomli_w.dumps({"value": none_to_text(value)})))["value"]
         except (TypeError, ValueError):
             kept = None
         if kept != value:
@@ -123,24 +132,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes`` laid over it, table by table. A table of another trust region replaces the one below."""
-    result = dict(base)
-    for key, value in changes.items():
-        below = result.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        if both and key == "trust_region" and regions_meant(value):
-            both = regions_meant(value) == regions_meant(below)
-        result[key] = merged(dict(below or {}), value) if both else value
-    return result
-
-
-def regions_meant(table: Any) -> list[str]:
-    """The trust regions that a table's keys belong to, by the names of their classes; none for what is no table."""
-    table = table if isinstance(table, Mapping) else {}
-    return [kind.__name__ for kind in TRUST_REGIONS if {f.name for f in fields(kind)} & set(table)]
-
-
 def _region_meant(value: Any) -> str:
     """Which trust region a recipe's value means. Raises SurefootError when it is no table, or the keys of two."""
     if value is None or isinstance(value, TRUST_REGIONS):
@@ -148,7 +139,7 @@ def _region_meant(value: Any) -> str:
     field = "objective.trust_region"
     if not isinstance(value, Mapping):
         raise SurefootError(f'{field}={value!r}: must be "none" or a table, such as {{ clip = 0.2 }} or {{ beta = 1.0 }}')
-    meant = regions_meant(value)
+    meant = trust_regions_of(value)
     if len(meant) > 1:
         raise SurefootError(f"{field}: has keys of a {' and a '.join(meant).lower()} ({', '.join(value)}); give those of one")
     return meant[0] if meant else TRUST_REGIONS[0].__name__
@@ -161,7 +152,7 @@ WRITTEN = {
 }
 """how kinds of values are written that pydantic calls by Python's names"""
 
-ELSEWHERE = {
+OTHER_LIBRARIES = {
     "total_timesteps": ("steps",),
     "max_steps": ("steps",),
     "lr": ("optimizer.learning_rate",),
@@ -188,7 +179,7 @@ ELSEWHERE = {
 """what other libraries call it (Stable-Baselines3, CleanRL, TRL), and the field here: the first that the kind has"""
 
 
-def explain(error: pydantic.ValidationError, region: str = "", kind: str | None = None) -> str:
+def validation_message(error: pydantic.ValidationError, region: str = "", kind: str | None = None) -> str:
     """The first complaint of a validation as one line: field, value, remedy. ``region`` is the trust region that is meant."""
     regions = {kind.__name__ for kind in TRUST_REGIONS}
     complaints = error.errors(include_url=False)  # one for every kind of trust region that a table is not
@@ -204,7 +195,7 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
         within = [".".join(path) for path in paths if path[-1] == place[-1]]  # it may be a field of a table
         if not within:
             known = {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
-            within = [name for name in ELSEWHERE.get(place[-1], ()) if name in known][:1]
+            within = [name for name in OTHER_LIBRARIES.get(place[-1], ()) if name in known][:1]
         hint = f"; did you mean {within[0]!r}?" if len(within) == 1 else did_you_mean(place[-1], siblings)
         listed = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # of a list's tables none are listed
         return f"{field}={given}: unknown key{hint or listed}"
@@ -221,24 +212,6 @@ def explain(error: pydantic.ValidationError, region: str = "", kind: str | None 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} …"
-
-
-def none_from_text(value: Any) -> Any:
-    """TOML has no null: the word "none" stands for it, in every table."""
-    if isinstance(value, Mapping):
-        return {key: none_from_text(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [none_from_text(inner) if isinstance(inner, Mapping) else inner for inner in value]
-    return None if isinstance(value, str) and value.lower() == "none" else value
-
-
-def none_to_text(value: Any) -> Any:
-    """The reverse of ``none_from_text``."""
-    if isinstance(value, Mapping):
-        return {key: none_to_text(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [none_to_text(inner) if isinstance(inner, Mapping) else inner for inner in value]
-    return "none" if value is None else value
 
 
 def to_table(recipe: Recipe) -> dict[str, Any]:
@@ -275,7 +248,7 @@ def recipe_fields(kind: str | None = None) -> Iterator[tuple[str, RecipeField]]:
                 yield name, described
 
 
-SWITCH = "true | false"
+BOOLEAN = "true | false"
 """the type of a field that is one or the other"""
 
 
@@ -302,7 +275,7 @@ def _kind(option: Mapping[str, Any]) -> str:
         return " | ".join(str(value) for value in option["enum"])
     if "const" in option:
         return str(option["const"])
-    names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": SWITCH}
+    names = {"null": "none", "integer": "whole number", "object": "table", "array": "list", "boolean": BOOLEAN}
     name = names.get(option.get("type", ""), str(option.get("type", "any")))
     least, most = option.get("minimum"), option.get("maximum")
     return f"{name} from {least:,} to {most:,}" if None not in (least, most) else name

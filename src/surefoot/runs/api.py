@@ -14,14 +14,14 @@ from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.errors import SurefootError
-from surefoot.recipes.kinds import Recipe
-from surefoot.recipes.presets import Origin, find
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.core.rollout import Metrics
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.display import Display, Silent
 from surefoot.core.distributed import check_alone
 from surefoot.runs.folder import RunFolder, checkpoint_to_load
-from surefoot.recipes.sections import Section
+from surefoot.recipes.base import Section
 from surefoot.runs.session import Session
 from surefoot.core.rollout import World
 from surefoot.runs.worlds import load_result, make_world
@@ -52,7 +52,7 @@ def train(
 
     Raises SurefootError for anything the user can mend, before training where that can be known.
     """
-    found = find(_name(task), _tables(fields), algorithm, preset)
+    found = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
     return start(found.recipe, folder, None if isinstance(task, str) else task, callback, display or Silent(), found.origin)
 

@@ -28,11 +28,11 @@ import filelock
 
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.errors import SurefootError
-from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.base import Recipe
 from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
 from surefoot.runs.paths import FINISHED, check_is_run, check_shown
 from surefoot.files import read_table
-from surefoot.recipes.toml import read_toml
+from surefoot.files import read_toml
 
 FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
 """fields of a recipe that change no number that a run produces, only whether it goes on"""

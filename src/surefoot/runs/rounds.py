@@ -17,7 +17,8 @@ import torch
 
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.recipes.kinds import LanguageRecipe, Recipe
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.language.data import datasets as data
 from surefoot.language.analysis.best_of import reward_from
 from surefoot.language.analysis.metrics import win_rate
@@ -33,7 +34,7 @@ from surefoot.runs.folder import FREE, RunFolder, differences, write_text
 from surefoot.runs.paths import FINISHED
 from surefoot.files import read_table
 from surefoot.core.seeding import derived_seed
-from surefoot.recipes.toml import read_toml
+from surefoot.files import read_toml
 
 HELD_OUT = 5
 """one fresh pair in so many is not trained on in its round, but judges the reward models; later rounds train on it"""

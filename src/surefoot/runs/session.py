@@ -8,7 +8,7 @@ from typing import Any
 from surefoot.recipes.reading import to_table
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.diagnostics.monitor import Watch
-from surefoot.recipes.kinds import Recipe
+from surefoot.recipes.base import Recipe
 from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings

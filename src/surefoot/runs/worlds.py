@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.core.rollout import World
-from surefoot.recipes.kinds import ControlRecipe, DemonstrationRecipe, LanguageRecipe, Recipe
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.language import SupervisedRecipe, LanguageRecipe
 from surefoot.runs.checkpoint import require
 
 
@@ -21,7 +23,7 @@ def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environme
         from surefoot.language.online.world import LanguageWorld
 
         return LanguageWorld(recipe)
-    assert isinstance(recipe, DemonstrationRecipe)
+    assert isinstance(recipe, SupervisedRecipe)
     from surefoot.language.supervised.world import SupervisedWorld
 
     return SupervisedWorld(recipe)

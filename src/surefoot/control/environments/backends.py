@@ -19,7 +19,7 @@ from surefoot.control.environments.looped import (
 )
 from surefoot.control.environments.workers import WorkerEnvironments, cores
 from surefoot.errors import SurefootError
-from surefoot.recipes.kinds import ControlRecipe
+from surefoot.recipes.control import ControlRecipe
 
 
 def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe, count: int | None = None) -> Environments:

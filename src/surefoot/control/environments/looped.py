@@ -25,7 +25,7 @@ from surefoot.control.environments.vector import check_complete, check_infos, sa
 from surefoot.control.spaces import MASK, Array, Misfit, Observations, as_float32
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
-from surefoot.recipes.import_object import import_object, working_folder_last
+from surefoot.recipes.import_object import append_working_folder, import_object
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
 
@@ -383,7 +383,7 @@ def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str)
         return lambda: task(**arguments)
     function = task.partition(":")[2]
     if function:  # Gymnasium imports the module of an id such as module:Robot-v0
-        working_folder_last()
+        append_working_folder()
     if function and not function.rpartition("-v")[2].isdigit():
         found = import_object(
             "task", task, "a function that can't be imported is passed itself, as in surefoot.resume(run, task=make)"

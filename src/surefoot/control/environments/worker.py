@@ -22,7 +22,7 @@ import gymnasium
 from surefoot.control.environments.faults import at_fault
 from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, make_environments, maker
 from surefoot.errors import SurefootError, cause_of, place_of
-from surefoot.recipes.import_object import with_own_children_as_usual
+from surefoot.recipes.import_object import unset_python_safe_path
 
 IDLE = -1
 """in place of an environment's number: none is being called"""
@@ -49,7 +49,7 @@ def serve(connection: "Connection[Any, Any]", place: Any, task: bytes, part: Sli
 
     An answer is (True, result) or (False, one line, traceback).
     """
-    with_own_children_as_usual()
+    unset_python_safe_path()
     _stay_until_the_parent_ends(kill_with_parent)
     environments: LoopedEnvironments | None = None
     method, arguments = "make", ()

@@ -32,7 +32,7 @@ from surefoot.control.environments.looped import MakeEnvironment, Step, task_nam
 from surefoot.control.environments.worker import IDLE, IMPORTED_AGAIN, Slice, serve
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, cause_of
-from surefoot.recipes.import_object import without_working_folder
+from surefoot.recipes.import_object import python_safe_path
 
 STARTING = 120
 """seconds that a worker may take to start and to import what it needs, at least"""
@@ -215,7 +215,7 @@ def _start(packed: bytes, part: Slice, needs_main: bool) -> Worker:
     with_us = threading.current_thread() is threading.main_thread()
     process = context.Process(target=serve, args=(theirs, place, packed, part, with_us), name=f"surefoot-{part.first}")
     try:
-        with without_working_folder(), _interrupts_held(), contextlib.nullcontext() if needs_main else _main_hidden():
+        with python_safe_path(), _interrupts_held(), contextlib.nullcontext() if needs_main else _main_hidden():
             process.start()
     except (OSError, AssertionError) as error:  # no more processes; a daemon may have none
         ours.close()

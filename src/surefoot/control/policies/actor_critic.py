@@ -15,7 +15,7 @@ from surefoot.control.policies.recurrent import REMEMBERED, STARTS, Memory
 from surefoot.control.spaces import MASK, choices
 from surefoot.core.rollout import Evaluation, Policy
 from surefoot.errors import SurefootError
-from surefoot.recipes.sections import Network
+from surefoot.recipes.control import Network
 
 
 class ActorCritic(Policy):

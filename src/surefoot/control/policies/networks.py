@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from surefoot.control.spaces import Leaf, channels_last, choices, image_shape, is_image, leaves
 from surefoot.errors import SurefootError
+from surefoot.recipes.control import Network
 from surefoot.recipes.import_object import import_object
-from surefoot.recipes.sections import Network
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 PASS_AT_ONCE = 512

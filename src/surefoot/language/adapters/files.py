@@ -16,7 +16,7 @@ from surefoot.language.adapters.layers import POLICY, RoleTrunk, SharedBase, has
 from surefoot.language.data.sources import check_same, weights_hash
 from surefoot.language.models.loading import RewardModel, load_model, new_head, read_head, write_head
 from surefoot.language.models.pretrained import HEAD, is_folder, read_tokenizer, written_whole
-from surefoot.recipes.kinds import ModelRecipe
+from surefoot.recipes.language import ModelRecipe
 from surefoot.runs.checkpoint import check_fits, load_weights
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def merged_from(
 
 
 def _settings(recipe: Mapping[str, Any]) -> Any:
-    from surefoot.recipes.sections import AdapterSettings
+    from surefoot.recipes.language import AdapterSettings
 
     return AdapterSettings.model_validate({**recipe["adapter"], "dropout": 0.0})
 

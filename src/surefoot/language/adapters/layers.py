@@ -32,7 +32,7 @@ from surefoot.language.optional import needed, quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from surefoot.recipes.sections import AdapterSettings
+    from surefoot.recipes.language import AdapterSettings
 
 POLICY, VALUE = "policy", "value"
 """the roles that are trained; one that scores texts is named by its place among the rewards"""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, did_you_mean
+from surefoot.files import parse_value
 from surefoot.language.analysis.metrics import best_of_n_kl
 from surefoot.language.data import datasets as data
 from surefoot.language.data.dialogue import columns_of
@@ -19,8 +20,7 @@ from surefoot.language.models.loading import context_of
 from surefoot.language.models.trained import LanguageModel
 from surefoot.language.rewards.terms import FunctionReward, Prompt, Reward, WeightedSum, parts_of, reward_of
 from surefoot.language.sampling.sampler import before, sample
-from surefoot.recipes.sections import RewardTerm, term_complaint
-from surefoot.recipes.toml import parse_value
+from surefoot.recipes.language import RewardTerm, term_error
 
 NEVER = 2**53
 """more tokens than any prompt has"""
@@ -116,7 +116,7 @@ def term_from(text: str, flag: str = "--reward") -> RewardTerm:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise SurefootError(f"{flag} {text}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if complaint := term_complaint(term):
+    if complaint := term_error(term):
         raise SurefootError(f"{flag} {text}{complaint}")
     return term
 

@@ -10,7 +10,7 @@ from surefoot.functional import discounted_returns, explained_variance, kl_shape
 from surefoot.language.models.policy import in_parts
 from surefoot.language.online.answers import Answers, placed, settled
 from surefoot.language.online.world import LanguageWorld
-from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe
 
 BINS = 10
 MOMENTS = ("first", "middle")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.files import read_toml
 from surefoot.language.adapters.files import load_trained
 from surefoot.language.analysis.attempts import Attempts, attempted
 from surefoot.language.analysis.attempts import lines as attempt_lines
@@ -16,9 +17,9 @@ from surefoot.language.data.sources import check_same
 from surefoot.language.online.answers import Answers
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
-from surefoot.recipes.kinds import DemonstrationRecipe, LanguageRecipe, Recipe
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.recipes.toml import read_toml
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, recipe_differences
 from surefoot.runs.paths import check_is_run
@@ -61,7 +62,7 @@ def evaluate_run(
     if isinstance(recipe, LanguageRecipe):
         world: LanguageWorld | SupervisedWorld = LanguageWorld(recipe)
     else:
-        assert isinstance(recipe, DemonstrationRecipe)
+        assert isinstance(recipe, SupervisedRecipe)
         world = SupervisedWorld(recipe)
     trees = load_checkpoint(checkpoint)
     require(trees, ("agent", "recipe"), checkpoint)

@@ -23,8 +23,7 @@ from surefoot.language.models.loading import config_of
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.models.trained import model_folder
 from surefoot.language.rewards.terms import BATCH_TOKENS
-from surefoot.recipes.kinds import DemonstrationRecipe, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe
-from surefoot.recipes.sections import AdapterSettings
+from surefoot.recipes.language import AdapterSettings, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe, SupervisedRecipe
 
 Measure = Callable[[Setup], int]
 
@@ -182,7 +181,7 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         "adapter": recipe.adapter,
     }
     if not isinstance(recipe, LanguageRecipe):
-        assert isinstance(recipe, DemonstrationRecipe)
+        assert isinstance(recipe, SupervisedRecipe)
         common |= {"rows": recipe.data.batch, "responses": recipe.data.batch, "prompt": 1, "response": 1}
         if isinstance(recipe, DpoRecipe):
             name = recipe.reference.model
@@ -209,7 +208,7 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         rounds=recipe.sampling.rounds,
         prompt=1,
         response=1,
-        max_tokens=recipe.longest,
+        max_tokens=recipe.max_response_tokens,
     )
 
 

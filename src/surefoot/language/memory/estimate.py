@@ -32,7 +32,7 @@ from surefoot.language.rewards.terms import BATCH_TOKENS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.recipes.sections import AdapterSettings
+    from surefoot.recipes.language import AdapterSettings
 
 Kind = Literal["sft", "reward", "dpo", "language"]
 Value = Literal["none", "head", "own"]

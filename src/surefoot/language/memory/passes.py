@@ -33,7 +33,7 @@ from surefoot.language.sampling.sampler import inverse_cdf, log_softmax
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.recipes.sections import AdapterSettings
+    from surefoot.recipes.language import AdapterSettings
 
 P = ParamSpec("P")
 

@@ -19,7 +19,7 @@ from surefoot.language.models.loading import config_of
 from surefoot.language.models.pretrained import check_causal, read_only_config
 from surefoot.language.models.trained import model_folder
 from surefoot.language.optional import quiet, transformers_needed
-from surefoot.recipes.sections import AdapterSettings
+from surefoot.recipes.language import AdapterSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,7 +15,7 @@ from surefoot.language.optional import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.recipes.sections import AdapterSettings
+    from surefoot.recipes.language import AdapterSettings
 
 FEW = (20, 40)
 """layers with which a deeper model is counted: all layers of a stack take the same, so two depths give the line. Fewer would

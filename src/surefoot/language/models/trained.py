@@ -20,7 +20,7 @@ from surefoot.language.data.tokens import Messages, Tokens
 from surefoot.language.models.loading import RewardModel, context_of, load_model, save_model
 from surefoot.language.models.pretrained import HEAD
 from surefoot.language.sampling.sampler import generate
-from surefoot.recipes.kinds import LanguageRecipe, ModelRecipe
+from surefoot.recipes.language import LanguageRecipe, ModelRecipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
 from surefoot.runs.folder import checkpoint_to_load
 

@@ -16,7 +16,7 @@ from surefoot.language.rewards.scores import scattered
 from surefoot.language.rewards.steps import cut_to, pieces
 from surefoot.language.rewards.terms import Reward, Scores, is_dense, scored
 from surefoot.language.sampling.sampler import Samples, before
-from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe
 
 
 class Answers:
@@ -116,5 +116,5 @@ def placed(scores: Scores, total: Tensor, drawn: Samples, recipe: LanguageRecipe
 
 def length_penalty(drawn: Samples, recipe: LanguageRecipe) -> Tensor:
     """What ``reward.overlong`` takes off: 0 for responses that are short enough, −1 at the limit.   [N]"""
-    longest, share = recipe.longest, recipe.reward.overlong or 0.0
+    longest, share = recipe.max_response_tokens, recipe.reward.overlong or 0.0
     return overlong_penalty(drawn.lengths.to(drawn.log_probs.dtype), longest, share * longest)

@@ -37,7 +37,7 @@ from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.scores import joined_scores, over_all_ranks
 from surefoot.language.rewards.terms import FunctionReward, Reward, Scores
 from surefoot.language.sampling.sampler import Samples, sample
-from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe
 
 ANCHOR = "reference_beta"
 """where ``LearnerState.coefficients`` keeps an adapted β"""

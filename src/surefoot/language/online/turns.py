@@ -19,7 +19,7 @@ from surefoot.language.online.conversations import PART, Conversation
 from surefoot.language.rewards.deadline import Overdue, within
 from surefoot.language.sampling.sampler import Samples
 from surefoot.recipes.import_object import import_object
-from surefoot.recipes.sections import TurnSettings
+from surefoot.recipes.language import TurnSettings
 
 T = TypeVar("T")
 Draw = Callable[[Sequence[Sequence[int]], Sequence[int]], Samples]

@@ -40,7 +40,7 @@ from surefoot.language.online.mixing import Mixing
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.terms import FunctionReward, ModelReward, NoReward, Reward, load_reward, parts_of
 from surefoot.language.supervised.demonstrations import Rows, demonstration_rows, scored
-from surefoot.recipes.kinds import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import to_table
 
 REACH = 1.5
@@ -60,7 +60,7 @@ class LanguageWorld:
         self.result = LanguageModel(model, self.tokens)
         self.base = adapted(recipe, model, model_folder(recipe.model))
         """where adapters are trained: what they share"""
-        context, longest = context_of(model), recipe.data.max_length + recipe.longest
+        context, longest = context_of(model), recipe.data.max_length + recipe.max_response_tokens
         settings, bounds = recipe.reward, {"deadline": recipe.reward.deadline, "tolerated": recipe.reward.tolerated}
         self.environments, limit = None, context
         if recipe.turns.environment is not None:
@@ -113,10 +113,10 @@ class LanguageWorld:
         self.warnings += self.memory.check(
             prompt=max(1, surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples)),
             response=1,
-            most=recipe.longest,
+            most=recipe.max_response_tokens,
             evaluated=evaluated,
             demonstrated=None if self.demonstrations is None else self.demonstrations.first(recipe.evaluation.rows),
-            mixed=None if self.mixed is None else (recipe.mixed_rows, *self._mixed_tokens(self.mixed)),
+            mixed=None if self.mixed is None else (recipe.mixed_batch, *self._mixed_tokens(self.mixed)),
         )
         bf16 = recipe.precision == "bfloat16"
         critic: Literal["head"] | Critic | None = "head" if recipe.objective.baseline == "critic" else None
@@ -160,14 +160,14 @@ class LanguageWorld:
         """Tokens of the longest demonstration that is surely mixed in, and those of a mean one that are trained."""
         recipe, reuse = self.recipe, self.recipe.objective.reuse
         updates = -(-recipe.steps // recipe.responses) * (reuse.epochs * reuse.minibatches if reuse else 1)
-        return surely_read(rows.lengths, updates * recipe.mixed_rows), sum(rows.trained) // rows.count
+        return surely_read(rows.lengths, updates * recipe.mixed_batch), sum(rows.trained) // rows.count
 
     def _mixing(self) -> Mixing | None:
         if self.mixed is None:
             return None
         recipe, coefficient = self.recipe, self.recipe.mixing.sft_coefficient
         policy, seed = self._supervised(), derived_seed(recipe.seed, "mixing")
-        return Mixing(policy, self.mixed, recipe.mixed_rows, coefficient, seed, recipe.device, *self.collector.budget)
+        return Mixing(policy, self.mixed, recipe.mixed_batch, coefficient, seed, recipe.device, *self.collector.budget)
 
     def _supervised(self) -> LanguagePolicy:
         """The model as SFT has it: at temperature 1, without a critic."""
@@ -230,7 +230,7 @@ class LanguageWorld:
         )
         mixed = []
         if self.auxiliary_loss is not None:
-            mixed = [f"mixed in: {recipe.mixed_rows} of {self.auxiliary_loss.rows.count:,} demonstrations per update"]
+            mixed = [f"mixed in: {recipe.mixed_batch} of {self.auxiliary_loss.rows.count:,} demonstrations per update"]
         return [
             *self.model_summary,
             *self.warnings,

@@ -27,7 +27,7 @@ from surefoot.language.rewards.scores import Reward as Reward
 from surefoot.language.rewards.scores import Scores as Scores
 from surefoot.language.rewards.steps import Mark, Per, dense_of, marks_from, steps_of
 from surefoot.recipes.import_object import import_object
-from surefoot.recipes.sections import term_complaint
+from surefoot.recipes.language import term_error
 
 
 class Term(Protocol):
@@ -304,7 +304,7 @@ def load_reward(
     rewards = []
     for place, term in enumerate(terms):
         field = f"reward.terms[{place}]"
-        if complaint := term_complaint(term):
+        if complaint := term_error(term):
             raise SurefootError(f"{field}{complaint}")
         rewards.append(reward_of(term, field, deadline=deadline, tolerated=tolerated, device=device, read=read))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)

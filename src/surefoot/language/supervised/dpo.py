@@ -26,7 +26,7 @@ from surefoot.language.models.policy import LanguagePolicy, in_parts
 from surefoot.language.models.trained import base_model, check_reads, model_folder, named
 from surefoot.language.supervised.demonstrations import Batch, Rows, demonstration_tensors
 from surefoot.language.supervised.preferences import CHOSEN, REJECTED
-from surefoot.recipes.kinds import DpoRecipe
+from surefoot.recipes.language import DpoRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

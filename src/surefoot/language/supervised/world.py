@@ -30,7 +30,7 @@ from surefoot.language.models.trained import LanguageModel, base_model, descript
 from surefoot.language.supervised.demonstrations import Batch, Rows, demonstration_rows, scored
 from surefoot.language.supervised.dpo import Anchor, AnchoredPairPolicy, Reference, answer_rows, judged, trained_tokens
 from surefoot.language.supervised.preferences import CHOSEN, REJECTED, PairPolicy
-from surefoot.recipes.kinds import DemonstrationRecipe, DpoRecipe, RewardRecipe, SftRecipe
+from surefoot.recipes.language import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.recipes.reading import to_table
 
 
@@ -111,7 +111,7 @@ class SupervisedWorld:
     exports_model = True
     auxiliary_loss = None
 
-    def __init__(self, recipe: DemonstrationRecipe) -> None:
+    def __init__(self, recipe: SupervisedRecipe) -> None:
         check_device(recipe.device)
         self.recipe = recipe
         self.memory = Room(recipe)
