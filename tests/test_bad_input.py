@@ -280,7 +280,7 @@ def test_a_missing_extra_names_what_to_install(monkeypatch):
 FULL = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from surefoot import api
+from surefoot.runs import api
 from surefoot.cli.main import main
 limited = []
 def shrink_the_disk(metrics):

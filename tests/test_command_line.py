@@ -19,7 +19,7 @@ from surefoot.core.algorithms import TRUST_REGIONS, switches_between
 from surefoot.demos.stages import command_here
 from surefoot.errors import SurefootError
 from surefoot.files import parse_value
-from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, recipe_for, resolve_recipe
+from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, resolve_recipe
 from surefoot.recipes.reading import make_recipe, recipe_fields, to_toml
 
 
@@ -210,7 +210,7 @@ def test_another_trust_region_keeps_all_that_is_tuned_but_the_trust_region(name)
     recipe = find_recipe("CartPole-v1", {"algorithm": name})
     assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
     assert recipe.objective.trust_region == ALGORITHMS[name].trust_region
-    assert recipe_for("CartPole-v1", ALGORITHMS[name], {}) == recipe
+    assert find_recipe("CartPole-v1", algorithm=ALGORITHMS[name]) == recipe
     assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
 
 
@@ -276,10 +276,10 @@ def test_a_file_s_own_trust_region_stays_and_its_recipe_is_called_what_it_is(
 
 def test_a_trust_region_may_be_a_value():
     tuned = find_recipe("CartPole-v1")
-    recipe = recipe_for("CartPole-v1", None, {"objective": {"trust_region": Penalty(3.0)}})
+    recipe = find_recipe("CartPole-v1", {"objective": {"trust_region": Penalty(3.0)}})
     assert (recipe.algorithm, recipe.objective) == ("PPO_PENALTY", replace(tuned.objective, trust_region=Penalty(3.0)))
     with pytest.raises(SurefootError, match="algorithm='TRPO' has a constraint; name PPO_CLIP"):
-        recipe_for("CartPole-v1", "TRPO", {"objective": {"trust_region": Clip(0.1)}})
+        find_recipe("CartPole-v1", {"objective": {"trust_region": Clip(0.1)}}, "TRPO")
 
 
 @pytest.mark.parametrize(
@@ -312,9 +312,9 @@ def test_the_arithmetic_of_trpo_tells_policy_and_critic_apart(surefoot, tmp_path
 
 
 def test_a_value_is_a_name_or_is_taken_as_it_stands():
-    assert recipe_for("CartPole-v1", PPO_CLIP, {}) == find_recipe("CartPole-v1")
+    assert find_recipe("CartPole-v1", algorithm=PPO_CLIP) == find_recipe("CartPole-v1")
     for own in (Objective(baseline="critic", gamma=0.5), replace(PPO_CLIP, gamma=0.9), replace(PPO_CLIP, value_lambda=1.0)):
-        recipe = recipe_for("CartPole-v1", own, {})
+        recipe = find_recipe("CartPole-v1", algorithm=own)
         assert recipe.objective == own
         assert recipe.algorithm == "custom"
         assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe

@@ -13,7 +13,7 @@ from surefoot.control.spaces import choices
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import PPO_CLIP, Objective
 from surefoot.core.rollout import LearnerState
-from surefoot.recipes.presets import recipe_for
+from surefoot.recipes.presets import find_recipe
 
 QUIET = {"evaluation": {"episodes": 0}, "normalise": {"observations": False, "rewards": False}}
 
@@ -99,7 +99,7 @@ def one_by_one(environments: Sequence[gymnasium.Env[Any, Any]]) -> Callable[[], 
 def world_of(task: Any, algorithm: Objective = PPO_CLIP, **fields: Any) -> ControlWorld:
     """A run's environments, agent and collector, just as ``surefoot.train`` wires them."""
     name = task if isinstance(task, str) else f"{task.__module__}:{getattr(task, '__qualname__', 'task')}"
-    recipe = recipe_for(name, algorithm, {**QUIET, "objective": small(algorithm), **fields})
+    recipe = find_recipe(name, {**QUIET, "objective": small(algorithm), **fields}, algorithm)
     return ControlWorld(recipe, None if isinstance(task, str) else task)
 
 

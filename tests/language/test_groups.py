@@ -17,7 +17,7 @@ from surefoot.language.online.groups import filling, joined_samples, rows_of_bat
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import Samples
 from surefoot.recipes.language import LanguageRecipe
-from surefoot.recipes.presets import find_recipe, recipe_for
+from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.session import make_learner
 from surefoot.runs.tracking import read_metrics
@@ -114,7 +114,7 @@ def test_what_was_filled_in_is_written_and_read_back() -> None:
 
 def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> None:
     own = replace(DR_GRPO, entropy_coefficient=0.01)
-    found = recipe_for("language", own, fields(files, Path("nowhere")))
+    found = find_recipe("language", fields(files, Path("nowhere")), own)
     assert found.objective == replace(own, aggregation_length=8)
 
 

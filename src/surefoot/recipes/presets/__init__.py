@@ -89,9 +89,9 @@ def resolve_recipe(
     return ResolvedRecipe(make_recipe(table), origin)
 
 
-def find_recipe(what: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+def find_recipe(what: str, changes: Mapping[str, Any] | None = None, algorithm: Objective | str | None = None) -> Recipe:
     """The recipe that ``resolve_recipe`` returns, without its origin."""
-    return resolve_recipe(what, changes).recipe
+    return resolve_recipe(what, changes, algorithm).recipe
 
 
 def recipe_table(what: str) -> dict[str, Any]:
