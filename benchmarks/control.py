@@ -47,7 +47,7 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     from surefoot.runs.api import start
     from surefoot.runs.checkpoint import latest_checkpoint
     from surefoot.runs.folder import RunFolder, recipe_differences
-    from surefoot.runs.tracking import read_metrics
+    from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
     run = HERE / "runs" / f"{cells(task, args)}-{seed}"
     changes = {"task": task, "steps": args.steps, "seed": seed, "engine": args.engine, "evaluation": {"episodes": 0}}

@@ -61,7 +61,7 @@ def start(folder: Path, seed: int, digits: int) -> Path:
 def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, digits: int) -> dict[str, Any]:
     """Train one cell; returns held-out accuracy by steps and by whole answers, over the number of responses."""
     import surefoot
-    from surefoot.runs.tracking import read_metrics
+    from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
     begun = time.process_time()
     run = folder / named(method, learning_rate)

@@ -33,8 +33,8 @@ from surefoot.language.memory.shapes import counted
 from surefoot.language.memory.tracker import Tracker
 from surefoot.language.models.pocket import character_tokenizer
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs.api import make_world
 from surefoot.runs.session import make_learner
-from surefoot.runs.worlds import make_world
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "memory.md", ROOT / "benchmarks" / "results" / "memory"

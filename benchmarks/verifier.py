@@ -36,7 +36,7 @@ from surefoot.language.models.trained import writer
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Silent
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 HERE = Path(__file__).resolve().parent
 RESULTS, RUNS, PAGE = (

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.diagnostics import check_recipe, failed
+from surefoot.diagnostics.check import failed
+from surefoot.diagnostics.recipe import check_recipe
 from surefoot.recipes.presets import find_recipe
 
 

@@ -4,6 +4,7 @@ No torch is imported here.
 """
 
 import json
+import os
 import re
 import stat
 import tomllib
@@ -96,6 +97,19 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def check_name(field: str, name: str) -> None:
+    """Raise SurefootError unless a name is that of one folder, in letters that a terminal shows as they are."""
+    check_shown(field, name)
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
+        raise SurefootError(f"{field}={name!r}: is no name of a folder; use letters, digits, - and _, and --run-dir for a path")
+
+
+def check_shown(field: str, name: str) -> None:
+    """Raise SurefootError for a name in which something is no letter, such as a line break."""
+    if not name.isprintable():
+        raise SurefootError(f"{field}={name!r}: is no name of a folder, since it can't be shown; use letters, digits, - and _")
+
+
 def steps_named(name: str) -> int | None:
     """The steps that a name such as ``5120`` stands for, as a run writes it; None for any other name."""
     return int(name) if re.fullmatch("[0-9]{1,18}", name) else None
@@ -112,3 +126,18 @@ def made_from(where: Path, remedy: str = "take another checkpoint") -> Iterator[
         raise
     except Exception as error:
         raise SurefootError(f"{where}: holds what can't be used ({cause_of(error)}); {remedy}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from surefoot.compare.run_report import page
 from surefoot.compare.runs import fields_of, grouped, read_run
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.runs.samples import SampleFolder
+from surefoot.runs.traces import SampleFolder
 
 HOSTILE = "<script>alert(1)</script>"
 

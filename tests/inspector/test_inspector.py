@@ -10,8 +10,8 @@ import pytest
 
 import surefoot
 from surefoot import read_trace
-from surefoot.runs.paths import traces_in
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.folder import traces_in
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .conftest import HOSTILE
 from .test_server import spoiled

@@ -26,7 +26,7 @@ from surefoot.inspector.connections import Connection
 from surefoot.inspector.server import application, front_end
 from surefoot.inspector.store import Store, run_names
 from surefoot.inspector.traced import FINDS
-from surefoot.runs.paths import traces_in
+from surefoot.runs.folder import traces_in
 from surefoot.runs.traces import to_bytes
 
 PORT, TOKEN = 8123, "the-token"

@@ -10,7 +10,7 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.folder import checkpoint_to_load
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
 

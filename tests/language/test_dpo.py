@@ -27,7 +27,7 @@ from surefoot.language.supervised.dpo import AnchoredPairPolicy, answer_log_prob
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import make_learner
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .test_supervised import pairs, write
 from .tiny import write_folder

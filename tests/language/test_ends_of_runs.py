@@ -23,7 +23,7 @@ from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs import api
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.folder import RunFolder, scored_alike
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .tiny import write_folder
 

@@ -20,8 +20,8 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.recipes.language import AdapterSettings
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs.api import make_world
 from surefoot.runs.session import make_learner
-from surefoot.runs.worlds import make_world
 
 from .tiny import VOCABULARY, tokenizer
 

@@ -13,7 +13,7 @@ from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.analysis.evaluate import table as evaluation_table
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 LIKELIHOOD = "held_out_log_likelihood"
 SAID = ("hello there.", "why not?", "a b c", "it is what it is, and that is that.", "no")

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import surefoot
-import surefoot.runs.worlds
+import surefoot.runs.api
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, passes, room, shapes
 from surefoot.language.memory.check import Room, planned, rough, running, surely, surely_read
@@ -179,7 +179,7 @@ def test_long_demonstrations_that_are_watched_or_mixed_in_are_counted_within_15_
     table = online(here, evaluation={"demonstrations": str(shown), "rows": 20}, optimizer=optimizer)
     table["mixing"] = {"sft_coefficient": 0.5, "demonstrations": str(shown), "batch": 12}
     table["check_memory"] = True
-    world = surefoot.runs.worlds.make_world(make_recipe(table))
+    world = surefoot.runs.api.make_world(make_recipe(table))
     full = world.memory.full  # type: ignore[attr-defined]
     assert full is not None
     assert (full.demonstrated, full.mixed) == (passes.Parts(20, 60, 40), passes.Parts(12, 60, 40))
@@ -198,7 +198,7 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
     setup = planned(make_recipe(table), prompt=PROMPT, response=TOKENS)
     assert setup.rounds == 3
     found, alone = estimated(setup), estimated(replace(setup, rounds=1))
-    world = surefoot.runs.worlds.make_world(make_recipe(table))
+    world = surefoot.runs.api.make_world(make_recipe(table))
     drawn = world.collector._answers_to_next(4, 0).samples  # type: ignore[attr-defined]
     held = [drawn.prompt, drawn.prompt_mask, drawn.actions, drawn.mask, drawn.log_probs]
     for phase in ("sampling", "scoring"):
@@ -252,7 +252,7 @@ def test_a_run_that_fits_exactly_is_not_refused(here: Path, scarce: Any) -> None
     tables = [online(here, critic={"own_model": True}), given(here, "sft", "demonstrations")]
     for table, peak in [(table, max(watched(table).peaks.values())) for table in tables]:
         scarce(peak)
-        surefoot.runs.worlds.make_world(make_recipe(table))
+        surefoot.runs.api.make_world(make_recipe(table))
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
@@ -260,7 +260,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, sc
     scarce(staying_bytes(planned(recipe, prompt=1, response=1)) - 1)
     monkeypatch.setattr("surefoot.language.models.pretrained.read_weights", None)
     with pytest.raises(SurefootError, match=r"memory: .* moments alone.* set critic\.own_model = false"):
-        surefoot.runs.worlds.make_world(recipe)
+        surefoot.runs.api.make_world(recipe)
 
 
 @pytest.mark.parametrize("setting", ["gradient_checkpointing = true", "optimizer.micro_batch_tokens = ", "sampling.prompts = "])
@@ -273,11 +273,11 @@ def test_the_knob_that_is_named_helps(here: Path, scarce: Any, setting: str) -> 
     earlier = [name for name, _ in ways[:place]]
     scarce(running(estimated(ways[place][1])))
     with pytest.raises(SurefootError) as caught:
-        surefoot.runs.worlds.make_world(make_recipe(table))
+        surefoot.runs.api.make_world(make_recipe(table))
     said = str(caught.value)
     named = said.partition("; set ")[2].partition(" (")[0]
     assert named.startswith((setting, *earlier))
-    surefoot.runs.worlds.make_world(make_recipe(with_settings(table, named)))
+    surefoot.runs.api.make_world(make_recipe(with_settings(table, named)))
 
 
 def test_what_is_named_is_a_recipe(here: Path) -> None:

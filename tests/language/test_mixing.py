@@ -18,7 +18,7 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import make_learner
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 ONCE = {"epochs": 1, "minibatches": 1}
 

@@ -14,7 +14,7 @@ from surefoot.files import read_toml
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.display import Silent
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 BOTH = pytest.mark.parametrize("whose", ["trainer", "sampler"])
 

@@ -18,7 +18,7 @@ from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.folder import recipe_differences
 from surefoot.runs.session import make_learner
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .tiny import write_folder
 

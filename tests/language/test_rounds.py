@@ -21,7 +21,7 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs.folder import RunFolder
 from surefoot.runs.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
 

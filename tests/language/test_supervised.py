@@ -19,7 +19,7 @@ from surefoot.language.models.loading import RewardModel
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import make_learner
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 SENTENCES = ("the cat sat", "a dog ran", "birds sing", "the sun is up")
 

@@ -29,8 +29,8 @@ from surefoot.language.rewards.scores import Scores, scattered
 from surefoot.language.sampling.sampler import before
 from surefoot.language.tasks.guess import Guess
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.paths import traces_in
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.folder import traces_in
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from . import tiny
 

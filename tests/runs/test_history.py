@@ -14,8 +14,8 @@ from surefoot.runs import api
 from surefoot.inspector.curves import Columns
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.checkpoint import MANIFEST
-from surefoot.runs.history import History, rising
-from surefoot.runs.tracking import cut_back, read_metrics
+from surefoot.runs.trackers.metrics_jsonl import History, rising
+from surefoot.runs.trackers.metrics_jsonl import cut_back, read_metrics
 
 NONSENSE = {
     "a list for a count": b'{"iteration": 3, "steps": []}',

@@ -11,7 +11,8 @@ from surefoot.recipes.presets import find_recipe
 from surefoot.core.rollout import LearnerState
 from surefoot.runs.display import Dashboard, Lines
 from surefoot.runs.metrics import METRICS, SHOWN
-from surefoot.runs.samples import SampleFolder, line_of, some
+from surefoot.runs.traces import SampleFolder
+from surefoot.runs.display import line_of, some
 from surefoot.terminal import visible
 
 HOSTILE = "[bold red]no[/] \x1b[31mred\x1b[0m \x9b2J\x07\r\b \u202eback\u2028 tab\t end\nnew \ud800 [link=http://x]y"

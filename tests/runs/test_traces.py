@@ -13,9 +13,9 @@ from surefoot.runs import api
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.display import Silent
-from surefoot.runs.paths import traces_in
+from surefoot.runs.folder import traces_in
 from surefoot.runs.traces import TraceFolder, to_bytes
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 
 def start(path, task="CartPole-v1", callback=None, display=None, **changes):

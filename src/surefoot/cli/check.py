@@ -22,7 +22,9 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(_run(Path(what), as_json))
-    from surefoot.diagnostics import check_machine, check_recipe, failed
+    from surefoot.diagnostics.check import failed
+    from surefoot.diagnostics.machine import check_machine
+    from surefoot.diagnostics.recipe import check_recipe
 
     recipe = None if what is None else find_recipe(what)
     if recipe is None:

@@ -29,8 +29,8 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
             raise SurefootError("inspect: needs a run, such as runs/cartpole-v1-ppo_clip-1; or --clip-table, which needs none")
         show_runs(list(runs), port, no_browser)
         return
+    from surefoot.files import write_text
     from surefoot.inspector.page import written_page
-    from surefoot.runs.folder import write_text
 
     path = out or Path("clip-table.html")
     content = written_page(list(runs))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.cli.echo import echo
+from surefoot.files import check_name
 from surefoot.recipes.base import Recipe
-from surefoot.runs.paths import check_name
 
 if TYPE_CHECKING:
     from surefoot.recipes.presets import Origin
@@ -45,7 +45,7 @@ def display_for(recipe: Recipe | None, folder: Path, quiet: bool = False, origin
 def final_line(recipe: Recipe, folder: Path) -> tuple[str, float | None]:
     """How a run ended, from its own metrics."""
     from surefoot.runs.metrics import SHOWN
-    from surefoot.runs.tracking import read_metrics
+    from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
     rows = read_metrics(folder / "metrics.jsonl")
     last = rows[-1] if rows else {"steps": recipe.steps}  # nothing was left to do but to write what a run leaves

@@ -9,10 +9,10 @@ from surefoot.cli.attempts import Finite
 from surefoot.cli.echo import echo, echo_json
 from surefoot.cli.progress import display_for
 from surefoot.errors import SurefootError
+from surefoot.files import check_name
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.paths import check_name
 
 
 @click.command()

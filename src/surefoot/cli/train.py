@@ -100,7 +100,7 @@ def train(
 def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> None:
     """Continue the interrupted RUN exactly, or extend a finished one."""
     from surefoot.runs import api
-    from surefoot.runs.paths import check_is_run
+    from surefoot.runs.folder import check_is_run
 
     check_is_run(run)
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))
@@ -131,7 +131,7 @@ def list_() -> None:
 
 def describe(found: ResolvedRecipe) -> str:
     """What --dry-run prints: the resolved recipe, what of it is a preset's, parameter counts, and the batch arithmetic."""
-    from surefoot.runs.worlds import make_world
+    from surefoot.runs.api import make_world
 
     world = make_world(found.recipe, environments=1)  # what is printed depends on one; the recipe may ask for thousands
     world.close()

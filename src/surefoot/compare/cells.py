@@ -26,16 +26,15 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.distributed import check_alone
 from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table
+from surefoot.files import read_table, write_text
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.import_object import python_safe_path, unset_python_safe_path
 from surefoot.recipes.reading import to_table
 from surefoot.runs import api
 from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
-from surefoot.runs.folder import differences, write_text
-from surefoot.runs.session import Session
-from surefoot.runs.signals import StopOnSignal
-from surefoot.runs.tracking import read_metrics
+from surefoot.runs.folder import differences
+from surefoot.runs.session import Session, StopOnSignal
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 RESULT = "result.json"
 

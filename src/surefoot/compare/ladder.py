@@ -20,14 +20,13 @@ from surefoot.compare.progress import Overall
 from surefoot.compare.report import Report, finite, write_report
 from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, switches_that_are_on
 from surefoot.errors import SurefootError
-from surefoot.files import read_table
+from surefoot.files import read_table, write_text
 from surefoot.recipes.changes import merge_tables, without_critic, without_tuned_for
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import recipe_table
 from surefoot.recipes.reading import control_recipe, to_table
 from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint
-from surefoot.runs.folder import write_text
 
 NAMES = tuple(next(name for name, value in ALGORITHMS.items() if value == rung) for rung in LADDER)
 MEASURED = 4

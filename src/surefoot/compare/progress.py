@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.core.rollout import LearnerState, Metrics
-from surefoot.runs.samples import Sample
+from surefoot.runs.events import Sample
 from surefoot.terminal import visible_lines
 
 EVERY = 60.0

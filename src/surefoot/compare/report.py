@@ -10,8 +10,8 @@ from typing import Any
 
 from surefoot.compare.statistics import bootstrap_interval, interquartile_mean, markdown_table, mean
 from surefoot.errors import to_install
+from surefoot.files import write_text
 from surefoot.recipes.control import ControlRecipe
-from surefoot.runs.folder import write_text
 
 COUNT = "{:,.0f}"
 

@@ -14,8 +14,8 @@ from surefoot.compare.run_plots import colour_of, draw_panel, panels_of
 from surefoot.compare.runs import JUDGED, Run, differences_between, fields_of, flat
 from surefoot.diagnostics.findings import Finding
 from surefoot.errors import missing_extra
+from surefoot.files import write_bytes, write_text
 from surefoot.recipes.reading import to_toml
-from surefoot.runs.folder import write_bytes, write_text
 from surefoot.terminal import visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -13,7 +13,7 @@ SOLVED = 475.0
 def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     """Train, judge over 20 greedy episodes, and say what to try next."""
     from surefoot.runs import api
-    from surefoot.runs.tracking import read_metrics
+    from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
     recipe = find_recipe("cartpole", {"seed": seed})
     folder = free_folder(run_dir, "demo")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.demos.stages import DisplayFor, Stages, command_here, free_folder
+from surefoot.files import write_text
 from surefoot.language.data.pairs import two_answers
 from surefoot.language.data.rows import write_rows
 from surefoot.language.models.trained import writer
 from surefoot.language.optional import transformers_needed
 from surefoot.language.tasks import reviews
-from surefoot.runs.folder import write_text
 
 PAIRS, HELD_OUT_PAIRS = 6_000, 400
 GOLD = "surefoot.language.tasks.reviews:gold"
@@ -84,7 +84,7 @@ def judged(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
 
 def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
     """Before and after on the held-out prompts, as a table with some answers; what to try next."""
-    from surefoot.runs.tracking import read_metrics
+    from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
     told = judged(ppo, data)
     known, others = told["known_products"], told["other_products"]

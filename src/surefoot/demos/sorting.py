@@ -11,11 +11,11 @@ from typing import Any
 
 from surefoot.core.seeding import derived_seed
 from surefoot.demos.stages import DisplayFor, Stages, command_here, free_folder
+from surefoot.files import write_text
 from surefoot.language import tasks
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.models.trained import writer
 from surefoot.language.optional import transformers_needed
-from surefoot.runs.folder import write_text
 
 TASK = "sorting"
 SAMPLES = 8

@@ -1,7 +1,1 @@
-"""What stands between a person and a run: this machine, and what a recipe asks of it. ``surefoot check`` prints it."""
-
-from surefoot.diagnostics.check import Check, failed
-from surefoot.diagnostics.machine import check_machine
-from surefoot.diagnostics.recipe import check_recipe
-
-__all__ = ["Check", "check_machine", "check_recipe", "failed"]
+"""Checks of a machine, a recipe or a run: each returns findings with cause, evidence and remedy."""

@@ -16,9 +16,8 @@ from surefoot.diagnostics.update_findings import UPDATE_RULES
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.history import History
-from surefoot.runs.paths import check_is_run
-from surefoot.runs.tracking import FILE, read_history
+from surefoot.runs.folder import check_is_run
+from surefoot.runs.trackers.metrics_jsonl import FILE, History, read_history
 
 RULES = (*REWARD_RULES, *UPDATE_RULES)
 """every rule: a story and a recipe (or None) in, a finding or None out"""

@@ -5,7 +5,7 @@ from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
-from surefoot.runs.worlds import make_world
+from surefoot.runs.api import make_world
 
 
 def check_recipe(recipe: Recipe) -> list[Check]:

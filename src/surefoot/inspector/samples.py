@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surefoot.core.traces import Trace
-from surefoot.runs.paths import traces_in
+from surefoot.runs.folder import traces_in
 from surefoot.runs.traces import read_trace
 
 ON_A_PAGE = 200_000

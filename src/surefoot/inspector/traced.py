@@ -16,7 +16,7 @@ from surefoot.core.traces import BRANCHES, Trace, TracedRow
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.samples import has_ratios, passes, rule_of, to_json
 from surefoot.inspector.store import LONGEST_TEXT, NotThere, Store, shortened
-from surefoot.runs.paths import film_of, refusal_of, traces_in
+from surefoot.runs.folder import film_of, refusal_of, traces_in
 from surefoot.runs.traces import read_trace
 
 SHOWN_SAMPLES, SHOWN_STEPS = 20_000, 4_096

@@ -15,16 +15,17 @@ from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.core.rollout import Metrics
-from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.display import Display, Silent
 from surefoot.core.distributed import check_alone
 from surefoot.runs.folder import RunFolder, checkpoint_to_load
 from surefoot.recipes.base import Section
 from surefoot.runs.session import Session
 from surefoot.core.rollout import World
-from surefoot.runs.worlds import load_result, make_world
 
 Task = str | MakeEnvironment
 
@@ -145,6 +146,39 @@ def _finish(session: Session, world: World) -> Any:
         if session.folder is not None:
             session.folder.close()
     return world.result
+
+
+def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environments: int | None = None) -> World:
+    """The world that a recipe asks for; ``task`` makes the environments of control where the recipe's can't be imported, and
+    ``environments`` says how many are enough to look at it.
+    """
+    if isinstance(recipe, ControlRecipe):
+        from surefoot.control.world import ControlWorld
+
+        return ControlWorld(recipe, task, environments)
+    if isinstance(recipe, LanguageRecipe):
+        from surefoot.language.online.world import LanguageWorld
+
+        return LanguageWorld(recipe)
+    assert isinstance(recipe, SupervisedRecipe)
+    from surefoot.language.supervised.world import SupervisedWorld
+
+    return SupervisedWorld(recipe)
+
+
+def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:
+    """What a checkpoint's trees hold, as training gave it back: an agent, or a model of language.
+
+    Raises SurefootError where they are not those of such a thing, or don't fit each other.
+    """
+    require(trees, ("agent", "recipe"), where)
+    if trees["recipe"].get("kind", "control") == "control":
+        from surefoot.control.agent import Agent
+
+        return Agent.from_trees(trees, where)
+    from surefoot.language.models.trained import from_trees
+
+    return from_trees(trees, where, trust_remote_code)
 
 
 def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:

@@ -16,12 +16,16 @@ from rich.text import Text
 
 from surefoot.core.rollout import LearnerState, Metrics
 from surefoot.runs.metrics import SHOWN, complaints
-from surefoot.runs.samples import FEW, Sample, line_of, sample_table, some
+from surefoot.runs.events import Sample
 from surefoot.terminal import shown_on, visible, visible_lines
 
 JUDGED = ("evaluation_", "held_out_")
 """what metrics of an evaluation begin with: they stay on display until the next one"""
 
+FEW = 3
+"""samples that are shown of each evaluation"""
+SCORES = ("reward", "gold")
+ARROW = " → "
 LEFT, BESIDE, LONGEST = 72, 48, 4
 """columns that the metrics need and that samples get at least when they stand side by side; lines of a sample at most"""
 
@@ -221,3 +225,60 @@ class _Clock:
 
 def _has(metrics: Metrics, name: str) -> bool:
     return metrics.get(name) is not None
+
+
+def some(samples: Sequence[Sample], count: int = FEW) -> list[Sample]:
+    """A few, from all over the list; always the same ones of lists of one length."""
+    count = min(count, len(samples))
+    return [samples[i * len(samples) // count] for i in range(count)]
+
+
+def line_of(steps: int, sample: Sample, width: int = 160) -> str:
+    """A sample as plain text of one line; ``width`` is what prompt and response get."""
+    scores = "  ".join(f"{name} {_number(sample[name])}" for name in SCORES if name in sample)
+    text = visible(f"{_shortened(sample['prompt'], width // 3)}{ARROW}{sample['response'][:width]}")
+    return f"  step {steps:,}  {scores}  {text if len(text) <= width else text[: width - 1] + '…'}"
+
+
+def sample_table(console: Console, steps: int, samples: Sequence[Sample], width: int, lines: int) -> Table:
+    """A few samples below each other, each in so many lines at most; one line above them says what the columns are."""
+    chosen = some(samples)
+    names = [name for name in SCORES if name in chosen[0]]
+    numbers = {name: [_number(sample[name]) for sample in chosen] for name in names}
+    taken = sum(max(len(name), *map(len, numbers[name])) + 2 for name in names)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right", style="bold")
+    table.add_column(Text(f"prompt{ARROW}response, at step {steps:,}"))
+    for row, sample in enumerate(chosen):
+        said = _fitted(_text_of(sample, width - taken), console, width - taken, lines)
+        table.add_row(*(Text(numbers[name][row]) for name in names), said)
+    return table
+
+
+def _text_of(sample: Sample, width: int) -> Text:
+    prompt = visible(_shortened(sample["prompt"], max(8, width // 2)))
+    response = Text(visible(sample["response"])) if sample["response"] else Text("(nothing)", style="dim italic")
+    return Text.assemble((prompt, "dim"), (ARROW, "dim"), response)
+
+
+def _fitted(text: Text, console: Console, width: int, lines: int) -> Text:
+    """Broken at words into lines, of which the last that fits ends in … where there are more."""
+    width = max(8, width)
+    found = text[: width * lines + 1].wrap(console, width, overflow="fold")
+    if len(found) > lines:
+        found[lines - 1].truncate(width - 1)
+        found[lines - 1].append("…", style="dim")
+    return Text("\n").join(found[:lines])
+
+
+def _shortened(text: str, length: int) -> str:
+    """Beginning and end: either may be what a prompt asks."""
+    if len(text) <= length:
+        return text
+    end = length // 2
+    return f"{text[: length - end - 1]}…{text[-end:]}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.2f}"

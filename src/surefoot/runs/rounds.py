@@ -30,8 +30,9 @@ from surefoot.language.models.trained import model_folder, named, writer
 from surefoot.language.data.epochs import Walk
 from surefoot.runs.display import Display
 from surefoot.core.distributed import check_alone
-from surefoot.runs.folder import FREE, RunFolder, differences, write_text
-from surefoot.runs.paths import FINISHED
+from surefoot.runs.folder import FREE, RunFolder, differences
+from surefoot.files import write_text
+from surefoot.runs.folder import FINISHED
 from surefoot.files import read_table
 from surefoot.core.seeding import derived_seed
 from surefoot.files import read_toml

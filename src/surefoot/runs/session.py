@@ -1,8 +1,11 @@
 """A run from its recipe to its end: what hangs on the loop (evaluation, tracking, checkpoints, display, signals)."""
 
 import math
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from surefoot.recipes.reading import to_table
@@ -17,14 +20,15 @@ from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_che
 from surefoot.runs.display import Display
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
 from surefoot.files import made_from, steps_named
-from surefoot.runs.samples import SampleFolder
-from surefoot.runs.signals import StopOnSignal
+from surefoot.runs.traces import SampleFolder
 from surefoot.runs.traces import TraceFolder
-from surefoot.runs.tracking import Tracker, read_metrics
+from surefoot.runs.trackers.metrics_jsonl import Tracker, read_metrics
 from surefoot.core.traces import Recorder
 from surefoot.core.update_metrics import START_TOLERANCE
 from surefoot.core.rollout import World
 
+PATIENCE = 25
+"""seconds that an iteration may take to finish after a first signal"""
 Callback = Callable[[Metrics], bool | None]
 
 
@@ -241,3 +245,38 @@ class Session:
         }
         save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees, self.tracker.written())
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)
+
+
+class StopOnSignal:
+    """Within ``with``, a first signal sets ``requested``; a second, or 25 seconds, raises Interrupted at once.
+
+    Interrupted loses nothing either: the run resumes exactly from its last checkpoint. Outside the main thread, where
+    Python allows no handlers, this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopOnSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave back
+        if self.requested and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise Interrupted("stopped at once; the run resumes from its last checkpoint")
+        self.requested = True
+        if hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, self._too_long)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+
+    def _too_long(self, number: int, frame: FrameType | None) -> None:
+        raise Interrupted(f"the iteration took over {PATIENCE} s to finish; the run resumes from its last checkpoint")

@@ -4,6 +4,7 @@ Each file is written whole or not at all, and holds no pickle. The same run writ
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.runs.checkpoint import pack, unpack
-from surefoot.runs.folder import write_bytes
-from surefoot.runs.paths import TRACE as ENDING
-from surefoot.runs.paths import traces_in
-from surefoot.files import check_plain, parsed
+from surefoot.runs.events import Sample
+from surefoot.runs.folder import TRACE as ENDING
+from surefoot.runs.folder import samples_in, traces_in
+from surefoot.files import check_plain, parsed, write_bytes, write_text
 from surefoot.core.traces import Trace, TracedRow, Visits
 
 FORMAT = 1
@@ -71,6 +72,29 @@ class TraceFolder:
                 break
             total -= path.stat().st_size
             path.unlink()
+
+
+class SampleFolder:
+    """The samples of a run that is written to: one file for each evaluation, a JSON object per answer.
+
+    folder   of the files; made with the first one
+    steps    up to where the run stands: what an interrupted one wrote beyond is removed
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        for path in samples_in(folder):
+            if int(path.stem) > steps:
+                path.unlink()
+
+    def write(self, steps: int, samples: Sequence[Sample]) -> None:
+        """Write what was said after so many steps, whole or not at all. Raises SurefootError when the disk refuses."""
+        path = self.folder / f"{steps}.jsonl"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
+        except OSError as error:
+            raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
 
 
 def to_bytes(trace: Trace) -> bytes:

@@ -20,7 +20,7 @@ from surefoot.control.export.acting import Acting
 from surefoot.control.export.probes import Situation, asked, situations_of
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, missing_extra
-from surefoot.runs.folder import write_bytes
+from surefoot.files import write_bytes
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2"}
 OPSET = 18

@@ -16,11 +16,10 @@ from surefoot.control.video.encoder import Encoder, program
 from surefoot.control.video.film import choose_headless, drawable, frames_per_second, picture_of, prepare_mujoco, small_print
 from surefoot.control.video.pictures import caption_height, captioned, fitted
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
+from surefoot.files import read_toml, write_text
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.folder import write_text
-from surefoot.runs.paths import check_is_run, film_of, refusal_of, traces_in
+from surefoot.runs.folder import check_is_run, film_of, refusal_of, traces_in
 from surefoot.runs.traces import read_trace
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.files import write_text
 from surefoot.language.optional import needed
-from surefoot.runs.folder import write_text
 
 RENDERED = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 """columns that a chat template may read"""

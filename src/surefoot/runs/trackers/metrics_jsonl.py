@@ -1,18 +1,25 @@
-"""metrics.jsonl as everybody reads it: the rows that a run wrote, and what is wrong with the rest.
+"""metrics.jsonl: one row per iteration, written as the run goes, cut back on resume, and read by everybody else."""
 
-Nothing here imports torch.
-"""
-
+import contextlib
 import hashlib
+import json
+import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
+from surefoot.errors import SurefootError
+from surefoot.core.rollout import Metrics
+from surefoot.runs.checkpoint import checkpoints_in, flush, written_before
+
+FILE = "metrics.jsonl"
+DAMAGED = "metrics.damaged.jsonl"
 BOM = b"\xef\xbb\xbf"
 LARGEST = 2**53
 """up to which every whole number is a float"""
@@ -116,3 +123,109 @@ def rising(values: Sequence[float], search: Callable[[list[float], float], int] 
         found.append(last)
         last = before[last]
     return found[::-1]
+
+
+def read_history(run: Path) -> History:
+    """The metrics of a run, and whether they are what it wrote.
+
+    Raises SurefootError when the file can't be read.
+    """
+    checkpoints = checkpoints_in(run / "checkpoints")  # first: a run that goes on writes its metrics before its checkpoint
+    written = written_before(checkpoints[-1]) if checkpoints else None
+    return History(_text_of(run / FILE), written)
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl, one for each iteration; what is no row is left out. None where there is no file.
+
+    Raises SurefootError when it can't be read.
+    """
+    return History(_text_of(path)).rows
+
+
+def _text_of(path: Path) -> bytes:
+    if not path.exists():
+        return b""
+    if not path.is_file():
+        raise SurefootError(f"{path}: is no file; move it away")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be read ({error.strerror}); make it readable") from None
+
+
+class Tracker:
+    """Appends one JSON object per iteration, and the same scalars for TensorBoard.
+
+    iteration   the last one to keep: what an interrupted run wrote beyond its checkpoint is cut off
+    step        the same in steps
+    say         told what is wrong with what stands there
+    """
+
+    def __init__(self, folder: Path, iteration: int, step: int, say: Callable[[str], None]) -> None:
+        self.path = folder / FILE
+        kept = cut_back(folder, iteration, say)
+        self.digest, self.size = hashlib.sha256(kept), len(kept)
+        self.file = self.path.open("ab")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board: Any = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, metrics: Metrics, step: int) -> None:
+        """One iteration's metrics."""
+        line = json.dumps(metrics).encode() + b"\n"
+        try:
+            self.file.write(line)
+            self.file.flush()
+        except OSError as error:
+            raise SurefootError(f"{self.path}: can't be written ({error.strerror}); free space and resume") from None
+        self.digest.update(line)
+        self.size += len(line)
+        for name, value in metrics.items():
+            if value is not None:
+                self.board.add_scalar(name, value, step)
+
+    def written(self) -> dict[str, Any]:
+        """Size and SHA-256 of the file as it is on the disk now, for the checkpoint that follows."""
+        flush(self.path)
+        return {"size": self.size, "sha256": self.digest.hexdigest()}
+
+    def close(self) -> None:
+        """Flush everything to the disk; of one that is full now the run has complained already."""
+        for part in (self.file, self.board):
+            with contextlib.suppress(OSError):
+                part.close()
+
+
+def cut_back(run: Path, iteration: int, say: Callable[[str], None]) -> bytes:
+    """Drop the rows of iterations after ``iteration`` and a line that a kill left unfinished; what is kept.
+
+    Damaged lines go to ``metrics.damaged.jsonl``. Raises SurefootError when the disk refuses.
+    """
+    path, history = run / FILE, read_history(run)
+    kept = history.as_written
+    try:
+        if kept is None:
+            kept = b"".join(
+                history.whole[n - 1] + b"\n" for n, row in history.numbered.items() if row["iteration"] <= iteration
+            )
+            if history.fault is not None:
+                aside = _set_aside(run / DAMAGED, [history.whole[n - 1] for n in history.damaged])
+                say(f"! {path}: {history.fault}{aside}")
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(kept)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
+    return kept
+
+
+def _set_aside(path: Path, lines: list[bytes]) -> str:
+    """Keep lines that are taken out, each once; a clause that says so."""
+    if not lines:
+        return ""
+    there = set(path.read_bytes().split(b"\n")) if path.exists() else set()
+    with path.open("ab") as file:
+        file.writelines(line + b"\n" for line in lines if line not in there)
+    flush(path)
+    return f"; what can't be read is kept in {path.name}"
