@@ -6,7 +6,7 @@
 Each configuration is one JSON file in benchmarks/results/memory; an existing one is skipped.
 
 Two tools measure the same two iterations. *Tensors* counts every storage that an operation returns, from allocation to release
-(``surefoot.language.memory.tracker``). *Allocator* counts the allocations and releases of PyTorch's CPU allocator in the
+(``surefoot.language.memory.passes``). *Allocator* counts the allocations and releases of PyTorch's CPU allocator in the
 profiler's records, including temporary buffers of kernels. Resident memory is neither: it includes freed pages.
 """
 
@@ -27,11 +27,10 @@ import surefoot
 from surefoot.compare.statistics import markdown_table
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
-from surefoot.language.memory.check import planned
-from surefoot.language.memory.estimate import estimated
-from surefoot.language.memory.shapes import counted
-from surefoot.language.memory.tracker import Tracker
-from surefoot.language.models.pocket import character_tokenizer
+from surefoot.language.memory.check import workload_of
+from surefoot.language.memory.estimate import estimate
+from surefoot.language.memory.passes import StorageTracker, count_parameters
+from surefoot.language.models.loading import character_tokenizer
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
 from surefoot.runs.session import make_learner
@@ -119,7 +118,7 @@ class Watched:
     """Runs a recipe and measures its phases."""
 
     def __init__(self, recipe: Any, allocator: bool = False) -> None:
-        self.recipe, self.tracker, self.allocator = recipe, Tracker(), allocator
+        self.recipe, self.tracker, self.allocator = recipe, StorageTracker(), allocator
         self.peaks: dict[str, int] = {}
         """peak bytes of live tensors, by phase"""
         self.given: dict[str, int] = {}
@@ -269,8 +268,8 @@ def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
     """Measure one configuration: first the estimate, then the run with both tools."""
     recipe = make_recipe(table)
     response = 0 if recipe.kind == "reward" else ANSWER
-    setup = planned(recipe, prompt=PROMPT + ANSWER - response, response=response)
-    found = estimated(setup)
+    setup = workload_of(recipe, prompt=PROMPT + ANSWER - response, response=response)
+    found = estimate(setup)
     watched = Watched(recipe, allocator=True)
     watched.run()
     phases = {
@@ -279,7 +278,7 @@ def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
         if phase in found.phases
     }
     assert not found.uncounted, found.uncounted
-    return {"name": name, "parameters": counted(setup.policy).total, "stays": found.stays, "phases": phases}
+    return {"name": name, "parameters": count_parameters(setup.policy).total, "stays": found.stays, "phases": phases}
 
 
 def lines(cell: dict[str, Any]) -> Iterator[list[str]]:

@@ -32,7 +32,7 @@ from surefoot.language import tasks
 from surefoot.language.analysis.best_of import Drawing, best_of_n, reward_from
 from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data.rows import read_rows, write_rows
-from surefoot.language.models.trained import writer
+from surefoot.language.models.language_model import load_language_model
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Silent
@@ -118,14 +118,16 @@ def pairs(folder: Path, seed: int) -> None:
     asked, count = folder / "asked.jsonl", Sizes().problems // PAIRED
     write_rows(asked, [row.columns for row in read_rows(folder / "data" / "problems.jsonl")[:count]])
     drawing = Drawing(PAIRED, max_tokens=8, seed=seed)
-    found = best_of_n(writer(str(folder / "sft")), asked, reward_from(["surefoot.language.tasks:verify"]), drawing, worst=True)
+    found = best_of_n(
+        load_language_model(str(folder / "sft")), asked, reward_from(["surefoot.language.tasks:verify"]), drawing, worst=True
+    )
     write_rows(folder / "pairs.jsonl", found.rows)
 
 
 @torch.no_grad()
 def judged(run: Path, test: Path, seed: int) -> dict[str, float]:
     """Greedy and sampled accuracy and pass@8; a truncated answer is scored like any other."""
-    model, rows = writer(str(run)), [row.columns for row in read_rows(test)]
+    model, rows = load_language_model(str(run)), [row.columns for row in read_rows(test)]
 
     def right(each: int, greedy: bool) -> torch.Tensor:
         asked = [row for row in rows for _ in range(each)]

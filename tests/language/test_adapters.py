@@ -17,11 +17,12 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.objective import Batch, loss
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
-from surefoot.language.adapters.layers import CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
+from surefoot.language.adapters.layers import CHECKPOINT_CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
 from surefoot.language.analysis.evaluate import evaluate_run
-from surefoot.language.models.loading import RewardModel, load_model
+from surefoot.language.models.language_model import from_trees
+from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
-from surefoot.language.models.trained import from_trees
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.world import SupervisedWorld
@@ -101,9 +102,9 @@ def test_with_adapters_off_the_model_is_its_base_bit_for_bit(loaded: tuple[Any, 
     moved(base, POLICY)
     moved(base, VALUE)
     assert (logits(model) - before).abs().max() > 1e-2
-    with base.playing(None):
+    with base.using(None):
         assert torch.equal(logits(model), before)
-    with base.playing(VALUE):
+    with base.using(VALUE):
         as_value = logits(model)
     assert (as_value - logits(model)).abs().max() > 1e-2
 
@@ -206,7 +207,7 @@ def test_a_checkpoint_without_the_roles_context_would_be_seen(folder: Path) -> N
     for contexts in (True, False):
         policy, base = roles(folder, True)
         if not contexts:
-            delattr(base.trunk, CONTEXTS)
+            delattr(base.trunk, CHECKPOINT_CONTEXTS)
             checkpoint_layers(policy.model)
         b = batch()
         evaluation = policy(b.inputs, b.actions, b.mask)
@@ -289,7 +290,7 @@ def test_the_fast_sampler_draws_with_the_adapters_log_probabilities(loaded: tupl
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         scored = LanguagePolicy(model, None, 0)(inputs, drawn.actions, drawn.mask).log_probs
     assert (scored - drawn.log_probs)[drawn.mask].abs().max() < 1e-4
-    with base.playing(None):
+    with base.using(None):
         plain = sample(model, prompts, **options)
     assert not torch.allclose(plain.log_probs[:, 0], drawn.log_probs[:, 0], atol=1e-3)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.language.models.loading import load_model, scalar_model
-from surefoot.language.models.pocket import character_tokenizer
+from surefoot.language.models.loading import character_tokenizer, load_model
+from surefoot.language.models.reward_model import new_reward_model
 from surefoot.runs.checkpoint import load_checkpoint
 
 from . import tiny
@@ -96,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words["a"], words["b"] = words["b"], words["a"]
     (other / "tokenizer.json").write_text(json.dumps(told))
     for name in ("whole", "other"):
-        scalar_model(load_model(root / name)[0], 1, load_model(root / name)[1]).save(root / f"scores-{name}")
+        new_reward_model(load_model(root / name)[0], 1, load_model(root / name)[1]).save(root / f"scores-{name}")
     with_tokenizer("scores-larger", larger, root / "scores-whole")
     shutil.copytree(root / "scores-whole", root / "scores-headless", ignore=shutil.ignore_patterns("head.*"))
     return root

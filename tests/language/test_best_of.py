@@ -11,10 +11,10 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.best_of import Drawing, best_of_n, chosen_row, reward_from, term_from
 from surefoot.language.data import datasets as data
-from surefoot.language.data.rows import write_rows
+from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import load_model
-from surefoot.language.models.trained import LanguageModel
 from surefoot.language.rewards.terms import FunctionReward
 
 from .tiny import say
@@ -169,14 +169,14 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
     code, out, err = command(*words, "--reward", "mine.py:codes", "--out", "new/best.jsonl", "--seed", "3")
     assert (code, err) == (0, "")
     assert "KL of the best of 3 to the model: at most 0.432 nats\n" in out
-    rows = data.read_rows("new/best.jsonl")
+    rows = read_rows("new/best.jsonl")
     assert len(data.demonstrations(rows, writer.tokens, 64).ids) == 8
     code, out, _ = command(
         *words, "--reward", "mine.py:codes", "--reward", "mine.py:same", "--worst", "--out", "pairs.jsonl", "--json"
     )
     told = json.loads(out)
     assert code == 0
-    pairs = data.read_rows("pairs.jsonl")
+    pairs = read_rows("pairs.jsonl")
     assert told["rows"] == len(pairs) == len(data.pairs(pairs, writer.tokens, 64).chosen)
     assert told["kl_best_of_n"] == pytest.approx(0.43195, abs=1e-5)
     surefoot.train(

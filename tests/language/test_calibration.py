@@ -85,7 +85,7 @@ def test_a_critic_that_is_trained_for_another_return_is_not_read_as_a_probabilit
     """
     changes = {} if reward else {"objective": {"gamma": 0.9}}
     made = world(tmp_path, folders["llama"], "brief", **changes)
-    prompt = data.repeated(made.collector.prompts, [0])
+    prompt = data.repeat_prompts(made.collector.prompts, [0])
     drawn = (made.collector.answer(prompt, [seed]) for seed in range(1000))
     short = next(one for one in drawn if bool(one.samples.ended.all()) and len(one.responses[0]) < 3)
     assert (found := calibration(made, short)) is not None

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from surefoot.cli.chat import NO_TEMPLATE, talk
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.pocket import pocket
-from surefoot.language.models.trained import LanguageModel, writer
-from surefoot.language.sampling.chat import Chat, Manner, certain
+from surefoot.language.models.language_model import LanguageModel, load_language_model
+from surefoot.language.models.loading import pocket
+from surefoot.language.sampling.chat import Chat, ChatOptions, stable_prefix
 
 Command = Callable[..., tuple[int, str, str]]
 EVIL = "\x1b\x9b\u202e\n"
@@ -26,7 +26,7 @@ EVIL = "\x1b\x9b\u202e\n"
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> LanguageModel:
-    model = writer(str(folders["llama"]))
+    model = load_language_model(str(folders["llama"]))
     model.tokens.tokenizer.chat_template = None
     return model
 
@@ -67,7 +67,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *said: str | type[BaseException]) -> 
 
 
 def test_with_a_template_every_answer_follows_the_whole_conversation(talker: LanguageModel) -> None:
-    chat = Chat(talker, Manner(max_tokens=6, greedy=True))
+    chat = Chat(talker, ChatOptions(max_tokens=6, greedy=True))
     assert chat.remembers
     said = []
     for line in ("hello", "and you?"):
@@ -81,7 +81,7 @@ def test_with_a_template_every_answer_follows_the_whole_conversation(talker: Lan
 
 
 def test_without_a_template_each_line_is_a_prompt_by_itself(plain: LanguageModel) -> None:
-    chat = Chat(plain, Manner(max_tokens=6, greedy=True))
+    chat = Chat(plain, ChatOptions(max_tokens=6, greedy=True))
     assert not chat.remembers
     first, other, again = chat.answer("one "), chat.answer("two "), chat.answer("one ")
     assert first == again == plain.generate(["one "], max_tokens=6, greedy=True)[0]
@@ -91,7 +91,7 @@ def test_without_a_template_each_line_is_a_prompt_by_itself(plain: LanguageModel
 
 def test_the_same_seed_and_lines_give_the_same_conversation_and_an_answer_drawn_again_is_another(talker: LanguageModel) -> None:
     def conversation(seed: int) -> list[str]:
-        chat = Chat(talker, Manner(max_tokens=12, seed=seed))
+        chat = Chat(talker, ChatOptions(max_tokens=12, seed=seed))
         found = []
         for _ in range(2):
             found.append(chat.answer("hello"))
@@ -107,10 +107,10 @@ def test_the_same_seed_and_lines_give_the_same_conversation_and_an_answer_drawn_
 def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_is_refused_and_not_remembered(
     plain: LanguageModel, talker: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(Chat(plain, Manner(max_tokens=10_000)).answer("x" * 120)) <= 8
+    assert len(Chat(plain, ChatOptions(max_tokens=10_000)).answer("x" * 120)) <= 8
     with pytest.raises(SurefootError, match=r"128 tokens and the model's context is 128; shorten the line"):
-        Chat(plain, Manner()).answer("x" * 128)
-    chat = Chat(talker, Manner(max_tokens=4))
+        Chat(plain, ChatOptions()).answer("x" * 128)
+    chat = Chat(talker, ChatOptions(max_tokens=4))
     chat.answer("hello")
     before = list(chat.messages)
     with pytest.raises(SurefootError, match="/reset"):
@@ -123,7 +123,7 @@ def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_is_refused_a
 
 def test_the_pieces_of_an_answer_are_the_answer(talker: LanguageModel) -> None:
     pieces: list[str] = []
-    answer = Chat(talker, Manner(max_tokens=12)).answer("hello", pieces.append)
+    answer = Chat(talker, ChatOptions(max_tokens=12)).answer("hello", pieces.append)
     assert "".join(pieces) == answer
     assert len(pieces) > 6, "token by token"
 
@@ -133,11 +133,11 @@ TEXTS = st.text("ab\ufffd", max_size=12)
 
 @given(TEXTS, TEXTS, st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
 def test_what_is_certain_of_a_text_stays_when_it_goes_on(text: str, more: str, stop: list[str]) -> None:
-    from surefoot.language.sampling.sampler import before
+    from surefoot.language.sampling.sampler import cut_at_stop
 
-    if before(text, stop) == text:  # drawing ends with a stop string
-        assert before(text + more, stop).startswith(certain(text, stop))
-    assert before(text, stop).startswith(certain(text, stop))
+    if cut_at_stop(text, stop) == text:  # drawing ends with a stop string
+        assert cut_at_stop(text + more, stop).startswith(stable_prefix(text, stop))
+    assert cut_at_stop(text, stop).startswith(stable_prefix(text, stop))
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_person_may_try_again_and_leaves_cleanly(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     typed(monkeypatch, "x" * 128, "", "ab", leaving)
-    talk(Chat(plain, Manner(max_tokens=4, greedy=True)), terminal=True)
+    talk(Chat(plain, ChatOptions(max_tokens=4, greedy=True)), terminal=True)
     out, err = capsys.readouterr()
     assert out.startswith(NO_TEMPLATE)
     assert plain.generate(["ab"], max_tokens=4, greedy=True)[0] in out
@@ -183,7 +183,7 @@ def test_an_interrupted_answer_was_not_said(talker: LanguageModel, capsys: pytes
     def stop(piece: str) -> None:
         raise KeyboardInterrupt
 
-    chat = Chat(talker, Manner(max_tokens=4))
+    chat = Chat(talker, ChatOptions(max_tokens=4))
     with pytest.raises(KeyboardInterrupt):
         chat.answer("hello", stop)
     assert chat.messages == []

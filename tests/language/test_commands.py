@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 
 def test_a_checkpoint_that_would_write_outside_its_folder_is_refused(runs: Path, tmp_path: Path) -> None:
-    from surefoot.language.models.trained import from_trees
+    from surefoot.language.models.language_model import from_trees
 
     where = checkpoint_to_load(runs / "sft")
     for name in ("../escaped.json", str(tmp_path / "escaped.json"), "code.py"):
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_would_write_outside_its_folder_is_refused(runs: Path,
 def test_the_demo_refuses_what_it_has_not_before_it_writes(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = command("demo", "--no-anchor")
     assert (code, err) == (2, "surefoot: --no-anchor: is for the demo of language; run: surefoot demo language --no-anchor\n")
-    monkeypatch.setattr("surefoot.language.optional.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("surefoot.language.extras.importlib.util.find_spec", lambda name: None)
     code, _, err = command("demo", "language")
     assert code == 2
     assert "needs transformers" in err

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.best_of import chosen_row
-from surefoot.language.data.datasets import demonstrations, pairs, prompts, read_rows, repeated
+from surefoot.language.data.datasets import demonstrations, pairs, prompts, repeat_prompts
 from surefoot.language.data.pairs import pair_row
 from surefoot.language.data.preview import preview
+from surefoot.language.data.rows import read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import pocket
 
@@ -299,7 +300,7 @@ def test_a_message_may_call_tools_in_place_of_its_content(write: Callable[..., P
 
 def test_a_prompt_keeps_its_tools_wherever_it_is_rendered_again(tmp_path: Path) -> None:
     found = prompts(read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": [ASK], **OPTIONS}])), WITH_TOOLS, 200)
-    again = repeated(found, [0, 0])
+    again = repeat_prompts(found, [0, 0])
     assert [WITH_TOOLS.encode_prompt(prompt) for prompt in again.prompts] == found.ids * 2
     row = pair_row(found.prompts[0], "4", "55")
     assert row == {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE], **OPTIONS}

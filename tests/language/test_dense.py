@@ -16,7 +16,8 @@ from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.calibration import calibration
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.loading import RewardModel, load_model, scalar_model
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Scores
 from surefoot.language.rewards.steps import pieces, steps_of
@@ -249,7 +250,7 @@ def test_a_sum_puts_scores_of_whole_responses_on_their_last_tokens() -> None:
 
 def test_a_model_scores_a_step_where_it_ends_and_in_one_pass(folders: dict[str, Path], tmp_path: Path) -> None:
     model, tokenizer = load_model(folders["llama"])
-    scorer = scalar_model(model, seed=3, tokenizer=tokenizer)
+    scorer = new_reward_model(model, seed=3, tokenizer=tokenizer)
     scorer.standardise(torch.tensor([-1.0, 0.5, 3.5]))
     scorer.save(tmp_path / "process")
     loaded = RewardModel.load(tmp_path / "process")

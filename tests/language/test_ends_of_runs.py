@@ -17,8 +17,8 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.data.preview import preview
-from surefoot.language.models.loading import RewardModel
-from surefoot.language.models.trained import writer
+from surefoot.language.models.language_model import load_language_model
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs import api
 from surefoot.runs.checkpoint import load_checkpoint
@@ -120,7 +120,7 @@ def test_where_no_policy_was_within_reach_of_the_target_the_last_one_is_left_and
     assert not list((files / "far" / "best").glob("[0-9]*"))
     assert read_metrics(files / "far" / "metrics.jsonl")[-1]["steps"] == 48
     last = weights(files / "far")
-    left = writer(str(files / "far")).model.state_dict()
+    left = load_language_model(str(files / "far")).model.state_dict()
     assert all(torch.equal(left[name], last[f"model.{name}"]) for name in left if f"model.{name}" in last)
 
 
@@ -277,4 +277,4 @@ def test_a_model_that_ends_with_several_tokens_comes_back_from_a_checkpoint_with
     given = surefoot.train("sft", run_dir=files / "run", **fields("sft", files))
     assert given.tokens.eos_ids == (1, 2)
     assert surefoot.load(files / "run").tokens.eos_ids == (1, 2)
-    assert writer(str(files / "run" / "model")).tokens.eos_ids == (1, 2)
+    assert load_language_model(str(files / "run" / "model")).tokens.eos_ids == (1, 2)

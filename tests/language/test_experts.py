@@ -13,11 +13,10 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.functional import expert_load, load_balance
-from surefoot.language.adapters.experts import Routers
 from surefoot.language.adapters.layers import POLICY, VALUE, SharedBase, merge, merged_state
-from surefoot.language.data.packing import packed
+from surefoot.language.data.batches import pack_batch
 from surefoot.language.models.loading import load_model
-from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy import LanguagePolicy, Routers
 from surefoot.recipes.language import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
@@ -98,9 +97,9 @@ def test_with_adapters_of_experts_off_the_model_is_its_base_bit_for_bit(mixture:
     moved(base, POLICY)
     moved(base, VALUE, 6)
     as_policy = logits(model)
-    with base.playing(None):
+    with base.using(None):
         assert torch.equal(logits(model), before)
-    with base.playing(VALUE):
+    with base.using(VALUE):
         as_value = logits(model)
     assert min((as_policy - before).abs().max(), (as_value - before).abs().max(), (as_value - as_policy).abs().max()) > 1e-2
 
@@ -141,15 +140,15 @@ def test_what_an_adapter_is_beside_and_what_it_leaves_frozen_is_said(mixture: Pa
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=("q_proj", "v_proj")))
     trained = sum(p.numel() for _, p in base.parameters(POLICY))
-    assert base.described() == (
+    assert base.summary() == (
         f"adapter: beside q_proj, v_proj (4 matrices); {trained:,} parameters are trained, {size / (size + trained):.2%} of "
         "all are frozen, the experts among them (down_proj, gate_up_proj: name them in adapter.targets)"
     )
     model, _ = load_model(mixture)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
-    assert base.described().startswith("adapter: beside q_proj, down_proj, gate_up_proj (")
-    assert base.described().endswith("% of all are frozen")
+    assert base.summary().startswith("adapter: beside q_proj, down_proj, gate_up_proj (")
+    assert base.summary().endswith("% of all are frozen")
 
 
 def test_experts_with_dropout_and_matrices_that_are_not_there_are_refused(mixture: Path) -> None:
@@ -301,7 +300,7 @@ def test_the_coefficient_adds_so_much_of_the_gradient_of_transformers_loss(
     objective = fields(kind, files, mixture).get("objective", {})
     off, quiet, (world, rollout) = gradients(kind, files, mixture, **extra)
     on, told, _ = gradients(kind, files, mixture, objective={**objective, "router_coefficient": 0.5}, **extra)
-    batch = packed(rollout.inputs, rollout.actions, rollout.mask, 0)
+    batch = pack_batch(rollout.inputs, rollout.actions, rollout.mask, 0)
     loss = theirs(world.policy.model, batch.ids, batch.real)
     moving = {name: p for name, p in world.policy.named_parameters() if p.requires_grad}
     expected = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)

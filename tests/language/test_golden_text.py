@@ -17,8 +17,8 @@ from surefoot.core.learner import Learner
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.language.data.datasets import Demonstrations
-from surefoot.language.models.loading import scalar_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy
+from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.demonstrations import Rows, demonstration_tensors
@@ -181,7 +181,7 @@ def test_standardised_scores_have_the_golden_gain_and_bias_in_the_reward_and_in_
     name = "rm_gain_bias_normalisation"
     x = CASES[name]["inputs"]
     assert (x["new_mean"], x["new_std"]) == (0.0, 1.0)
-    scores = scalar_model(tiny.model("llama"), 1)
+    scores = new_reward_model(tiny.model("llama"), 1)
     scores.standardise(torch.tensor([x["old_mean"] - x["old_std"], x["old_mean"] + x["old_std"]]))
     ids, mask = torch.tensor([[30, 31, 32]]), torch.ones(1, 3, dtype=torch.bool)
     rewards, values = [], []
@@ -190,7 +190,7 @@ def test_standardised_scores_have_the_golden_gain_and_bias_in_the_reward_and_in_
         for raw in [*x["raw"], 0.0, 1.0]:
             scores.head.bias.fill_(raw)
             rewards.append(float(scores(ids, mask)))
-            critic = Critic.of_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+            critic = Critic.from_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
             policy = LanguagePolicy(tiny.model("llama"), critic, 0)
             inputs = {"prompt": ids[:, :1], "prompt_mask": mask[:, :1]}
             values.append(float(policy.values_after(inputs, ids[:, 1:], mask[:, 1:])))

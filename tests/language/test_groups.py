@@ -12,7 +12,7 @@ import surefoot
 from surefoot import DR_GRPO, GRPO, SurefootError
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
-from surefoot.language.data.epochs import Walk
+from surefoot.language.data.batches import EpochSampler
 from surefoot.language.online.groups import filling, joined_samples, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import Samples
@@ -203,7 +203,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_prompts(
     assert 1 < filled.metrics["sampling_rounds"] <= 9  # type: ignore[operator]
     assert filled.steps > plain.steps == 24
     sampled = filled.steps // 4
-    worth = [row % 3 == 0 for row in Walk(40, made.recipe.seed).next(sampled)]
+    worth = [row % 3 == 0 for row in EpochSampler(40, made.recipe.seed).next(sampled)]
     assert filled.metrics["groups_without_signal"] == pytest.approx(worth.count(False) / sampled)
     assert filled.group is not None
     assert filled.group.tolist() == [row // 4 for row in range(24)]

@@ -22,10 +22,10 @@ from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.functional import masked_mean
-from surefoot.language.data.datasets import repeated
+from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.terms import FunctionReward
-from surefoot.language.sampling.sampler import before
+from surefoot.language.sampling.sampler import cut_at_stop
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 
@@ -234,11 +234,11 @@ def test_a_stop_string_is_no_part_of_the_text_that_is_scored(world: LanguageWorl
     world.collector.collect(LearnerState.seeded(1, 64))
     said = [row["response"] for row in world.collector.said]
     assert not any(stop in text for text in said for stop in "eo")
-    prompts = repeated(world.collector.prompts, range(8))
+    prompts = repeat_prompts(world.collector.prompts, range(8))
     answers = world.collector.answer(prompts, list(range(8)))
     whole = [world.tokens.decode(ids) for ids in answers.samples.responses()]
     assert any(stop in text for text in whole for stop in "eo"), "the tokens have it"
-    assert answers.responses == [before(text, "eo") for text in whole]
+    assert answers.responses == [cut_at_stop(text, "eo") for text in whole]
 
 
 def test_what_several_rounds_sampled_is_told_without_stop_strings(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from rich.console import Console
 import surefoot
 import surefoot.runs.api
 from surefoot.errors import SurefootError
-from surefoot.language.memory import check, passes, room, shapes
-from surefoot.language.memory.check import Room, planned, rough, running, surely, surely_read
-from surefoot.language.memory.estimate import Setup, alternatives, estimated, fewer, staying_bytes
-from surefoot.language.memory.planner import fits, llama_of, model_config, plan, shown, textbook, to_json, with_value
-from surefoot.language.memory.shapes import counted
-from surefoot.language.memory.tracker import Tracker
-from surefoot.language.models.loading import load_model, scalar_model
+from surefoot.language.memory import check, passes
+from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
+from surefoot.language.memory.estimate import Workload, alternatives, estimate, permanent_bytes, with_prompts
+from surefoot.language.memory.passes import StorageTracker, count_parameters
+from surefoot.language.memory.planner import fits, llama_of, model_config, plan, tables, textbook, to_json, with_value
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.reward_model import new_reward_model
 from surefoot.recipes.reading import make_recipe
 
 from .tiny import model
@@ -50,7 +50,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     MEASURING.rows_in(root, PROMPT, TOKENS, count=16)
     for family in ("llama", "qwen2", "gpt2"):
         MEASURING.built(root / family, family, width=128, layers=2, vocabulary=512, context=64, tied=family == "qwen2")
-    scalar_model(*load_model(root / "llama")[:1], seed=1, tokenizer=load_model(root / "llama")[1]).save(root / "scores")
+    new_reward_model(*load_model(root / "llama")[:1], seed=1, tokenizer=load_model(root / "llama")[1]).save(root / "scores")
     return root
 
 
@@ -75,7 +75,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine with as many bytes left as it is told to have."""
 
     def leave(count: int) -> None:
-        monkeypatch.setattr(check, "available", lambda device: count)
+        monkeypatch.setattr(check, "available_memory", lambda device: count)
 
     return leave
 
@@ -84,7 +84,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_tracker_counts_a_storage_from_its_birth_to_its_death_and_once() -> None:
-    with Tracker() as tracker:
+    with StorageTracker() as tracker:
         a = torch.zeros(1000)
         assert tracker.live == 4000
         b = a.view(10, 100).t()  # the same storage
@@ -101,7 +101,7 @@ def test_the_tracker_counts_a_storage_from_its_birth_to_its_death_and_once() -> 
 
 def test_the_tracker_counts_what_autograd_keeps() -> None:
     x = torch.zeros(1000, requires_grad=True)
-    with Tracker() as tracker:
+    with StorageTracker() as tracker:
         tracker.know([x])
         y = x.exp().sin().sum()  # keeps exp for itself and for sin's gradient: one storage; sin's output is summed and gone
         assert tracker.live == 4000 + y.untyped_storage().nbytes()
@@ -112,12 +112,12 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
 
 def test_tensors_without_contents_are_counted_like_real_ones() -> None:
     def work() -> int:
-        with Tracker() as tracker:
+        with StorageTracker() as tracker:
             x = torch.ones(64, 64, requires_grad=True)
             (x @ x).softmax(-1).sum().backward()
             return tracker.peak
 
-    with shapes.without_contents():
+    with passes.without_contents():
         empty = work()
     assert empty == work() > 3 * 64 * 64 * 4
 
@@ -127,7 +127,7 @@ def test_tensors_without_contents_are_counted_like_real_ones() -> None:
 
 def test_parameters_are_counted_exactly(family: str) -> None:
     real = model(family)
-    found = counted(real.config)
+    found = count_parameters(real.config)
     assert found.total == sum(p.numel() for p in real.parameters())
     assert found.trunk == sum(p.numel() for p in real.base_model.parameters())
     assert found.vocabulary == real.get_input_embeddings().weight.shape[0]
@@ -158,14 +158,14 @@ def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case:
     if "reward" in fields:
         fields["reward"] = {"terms": [{"model": str(here / "scores")}], "missing_eos": "none"}
     table = online(here, **fields)
-    found = estimated(planned(make_recipe(table), prompt=PROMPT, response=TOKENS))
+    found = estimate(workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS))
     assert found.uncounted == ()
     peaks = watched(table).peaks
     assert set(peaks) == {"sampling", "scoring", "learning"}
     assert {phase: found.at(phase) for phase in peaks} == {
         phase: pytest.approx(peak, rel=0.15) for phase, peak in peaks.items()
     }
-    stays = staying_bytes(planned(make_recipe(table), prompt=PROMPT, response=TOKENS))
+    stays = permanent_bytes(workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS))
     assert max(peaks.values()) > 1.15 * stays, "else the passes would not have been tried"
 
 
@@ -182,22 +182,22 @@ def test_long_demonstrations_that_are_watched_or_mixed_in_are_counted_within_15_
     world = surefoot.runs.api.make_world(make_recipe(table))
     full = world.memory.full  # type: ignore[attr-defined]
     assert full is not None
-    assert (full.demonstrated, full.mixed) == (passes.Parts(20, 60, 40), passes.Parts(12, 60, 40))
-    found = estimated(full)
+    assert (full.demonstrated, full.mixed) == (passes.BatchShape(20, 60, 40), passes.BatchShape(12, 60, 40))
+    found = estimate(full)
     assert found.uncounted == ()
     del world
     peaks = watched(table).peaks
     for phase in ("evaluating", "learning"):
         assert found.at(phase) == pytest.approx(peaks[phase], rel=0.15)
     if not optimizer:
-        assert found.at("learning") > 1.2 * estimated(replace(full, mixed=None)).at("learning")
+        assert found.at("learning") > 1.2 * estimate(replace(full, mixed=None)).at("learning")
 
 
 def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
     table = online(here, algorithm="GRPO", sampling={"prompts": 4, "samples": 4, "rounds": 3})
-    setup = planned(make_recipe(table), prompt=PROMPT, response=TOKENS)
+    setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
     assert setup.rounds == 3
-    found, alone = estimated(setup), estimated(replace(setup, rounds=1))
+    found, alone = estimate(setup), estimate(replace(setup, rounds=1))
     world = surefoot.runs.api.make_world(make_recipe(table))
     drawn = world.collector._answers_to_next(4, 0).samples  # type: ignore[attr-defined]
     held = [drawn.prompt, drawn.prompt_mask, drawn.actions, drawn.mask, drawn.log_probs]
@@ -211,27 +211,27 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
 def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, adapter: Any, here: Path) -> None:
     table = given(here, kind, rows) | {"adapter": adapter}
     response = 0 if kind == "reward" else TOKENS
-    found = estimated(planned(make_recipe(table), prompt=PROMPT + TOKENS - response, response=response))
+    found = estimate(workload_of(make_recipe(table), prompt=PROMPT + TOKENS - response, response=response))
     assert found.uncounted == ()
     assert found.at("learning") == pytest.approx(watched(table).peaks["learning"], rel=0.15)
 
 
 def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model("llama", num_hidden_layers=9).config
-    parts, switches = passes.Parts(8, 40, 16), passes.Switches(critic=config)
+    parts, switches = passes.BatchShape(8, 40, 16), passes.PassOptions(critic=config)
     found = []
     for few in ((50, 100), (3, 6)):  # all nine, and the line through three and six
-        monkeypatch.setattr(shapes, "FEW", few)
+        monkeypatch.setattr(passes, "SAMPLE_DEPTHS", few)
         found.append(passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts))  # type: ignore[attr-defined]
     assert found[1] == found[0]
 
 
 def test_rows_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model("llama").config
-    parts, switches = passes.Parts(40, 20, 10), passes.Switches(head=True, chunk=20)
+    parts, switches = passes.BatchShape(40, 20, 10), passes.PassOptions(head=True, chunk=20)
     found = []
     for many in (100, 8):  # all forty rows in twenty chunks, and the line through eight and sixteen
-        monkeypatch.setattr(passes, "MANY", many)
+        monkeypatch.setattr(passes, "MAX_CHUNKS", many)
         found.append(passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts))  # type: ignore[attr-defined]
     assert found[1] == found[0]
 
@@ -240,9 +240,9 @@ def test_what_a_quick_look_says_is_never_less_than_a_count() -> None:
     for family, shapes_of_rows in (("llama", ((1, 4, 1), (512, 10, 100))), ("gemma", ((64, 100, 20),))):
         config = model(family).config
         for rows, prompt, response in shapes_of_rows:
-            setup = Setup("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), rows=rows)
+            setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), rows=rows)
             setup = replace(setup, prompt=prompt, response=response, max_tokens=response, responses=2 * rows)
-            assert rough(setup) > estimated(setup).peak
+            assert upper_bound(setup) > estimate(setup).peak
 
 
 # ---- refusing -----------------------------------------------------------------------------------------------------------
@@ -257,8 +257,8 @@ def test_a_run_that_fits_exactly_is_not_refused(here: Path, scarce: Any) -> None
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
     recipe = make_recipe(online(here, critic={"own_model": True}))
-    scarce(staying_bytes(planned(recipe, prompt=1, response=1)) - 1)
-    monkeypatch.setattr("surefoot.language.models.pretrained.read_weights", None)
+    scarce(permanent_bytes(workload_of(recipe, prompt=1, response=1)) - 1)
+    monkeypatch.setattr("surefoot.language.models.loading.read_weights", None)
     with pytest.raises(SurefootError, match=r"memory: .* moments alone.* set critic\.own_model = false"):
         surefoot.runs.api.make_world(recipe)
 
@@ -267,11 +267,11 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, sc
 def test_the_knob_that_is_named_helps(here: Path, scarce: Any, setting: str) -> None:
     table = online(here, sampling={"prompts": 64, "max_tokens": TOKENS})
     table["data"] = {"train": str(here / "prompts.jsonl"), "max_length": PROMPT}
-    least = planned(make_recipe(table), prompt=PROMPT, response=1)
-    ways = [*alternatives(least), ("sampling.prompts = 8", fewer(least, 8))]
+    least = workload_of(make_recipe(table), prompt=PROMPT, response=1)
+    ways = [*alternatives(least), ("sampling.prompts = 8", with_prompts(least, 8))]
     place = next(index for index, (name, _) in enumerate(ways) if name.startswith(setting))
     earlier = [name for name, _ in ways[:place]]
-    scarce(running(estimated(ways[place][1])))
+    scarce(running_peak(estimate(ways[place][1])))
     with pytest.raises(SurefootError) as caught:
         surefoot.runs.api.make_world(make_recipe(table))
     said = str(caught.value)
@@ -285,13 +285,13 @@ def test_what_is_named_is_a_recipe(here: Path) -> None:
     start = str(here / "scores")
     table = online(here, critic={"own_model": True, "start": start}, sampling={"prompts": 48, "max_tokens": TOKENS})
     table["objective"] = {"reuse": {"epochs": 1, "minibatches": 3}}
-    setup = planned(make_recipe(table), prompt=PROMPT, response=1)
+    setup = workload_of(make_recipe(table), prompt=PROMPT, response=1)
     (named,) = [name for name, _ in alternatives(setup) if "critic" in name]
     make_recipe(with_settings(table, named))
-    room = Room(make_recipe({**table, "check_memory": True}))
-    for available in (staying_bytes(setup), running(estimated(fewer(setup, 20)))):
-        room.available = available
-        found = list(room._fewer_prompts(setup, running(estimated(setup)), lambda other: running(estimated(other))))
+    memory = MemoryCheck(make_recipe({**table, "check_memory": True}))
+    for available in (permanent_bytes(setup), running_peak(estimate(with_prompts(setup, 20)))):
+        memory.available = available
+        found = list(memory._fewer_prompts(setup, running_peak(estimate(setup)), lambda other: running_peak(estimate(other))))
         assert found
         for prompts in found:
             assert 0 < prompts < 48
@@ -337,7 +337,7 @@ def test_resuming_is_refused_in_the_same_way_and_goes_on_when_told(here: Path, t
 
 def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
     recipe = make_recipe(online(here))
-    short = surely(estimated(planned(recipe, prompt=PROMPT, response=1)))
+    short = least_needed(estimate(workload_of(recipe, prompt=PROMPT, response=1)))
     assert surefoot.runs.worlds.make_world(recipe).warnings == []
     scarce(short)
     notes = surefoot.runs.worlds.make_world(recipe).warnings
@@ -346,8 +346,8 @@ def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path,
 
 
 def test_the_longest_row_counts_where_all_are_read() -> None:
-    assert surely_read([1, 2, 9], read=3) == 9
-    assert surely_read([1, 2, 9], read=2) == 4
+    assert guaranteed_length([1, 2, 9], read=3) == 9
+    assert guaranteed_length([1, 2, 9], read=2) == 4
 
 
 # ---- how much there is --------------------------------------------------------------------------------------------------
@@ -363,8 +363,8 @@ def system(root: Path, groups: str = "0::/a/b\n") -> tuple[Path, Path]:
 
 
 def test_what_is_available_is_the_machines_and_its_swap(tmp_path: Path) -> None:
-    assert room.available("cpu", *system(tmp_path)) == 5000 * 1024
-    assert room.available("cpu", tmp_path / "none", tmp_path / "none") is None
+    assert check.available_memory("cpu", *system(tmp_path)) == 5000 * 1024
+    assert check.available_memory("cpu", tmp_path / "none", tmp_path / "none") is None
 
 
 def test_a_control_group_or_one_above_it_may_allow_less(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_control_group_or_one_above_it_may_allow_less(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text("1000000\n")
         (folder / "memory.stat").write_text("anon 1\ninactive_file 500000\n")
-    assert room.available("cpu", proc, cgroups) == 2_500_000
+    assert check.available_memory("cpu", proc, cgroups) == 2_500_000
 
 
 def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
     (cgroups / "memory").mkdir()
     (cgroups / "memory" / "memory.limit_in_bytes").write_text("2000000\n")
     (cgroups / "memory" / "memory.usage_in_bytes").write_text("1500000\n")
-    assert room.available("cpu", proc, cgroups) == 500_000
+    assert check.available_memory("cpu", proc, cgroups) == 500_000
 
 
 # ---- the planner --------------------------------------------------------------------------------------------------------
@@ -390,14 +390,14 @@ def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
 def test_seven_billion_are_the_first_llama_and_the_textbook_says_84_gigabytes() -> None:
     config, nominal = model_config("7B")
     assert nominal == 7_000_000_000
-    assert counted(config).total == 6_738_415_616
+    assert count_parameters(config).total == 6_738_415_616
     sums = {way: sum(roles.values()) / 1e9 for way, roles in textbook(7_000_000_000).items()}
     assert sums == {"textbook": 84, "with AdamW, mixed precision": 252, "here: float32 weights": 280}
 
 
 def test_a_size_is_about_met() -> None:
     for size in (2e7, 1.3e8, 1e9, 1.3e10, 7e10, 4e11):
-        assert counted(llama_of(int(size))).total == pytest.approx(size, rel=0.35)
+        assert count_parameters(llama_of(int(size))).total == pytest.approx(size, rel=0.35)
     assert model_config("350m")[1] == 350_000_000
     with pytest.raises(SurefootError, match="name one from"):
         model_config("3M")
@@ -406,7 +406,7 @@ def test_a_size_is_about_met() -> None:
 def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((here / "gpt2" / "config.json").read_text())
     for name in (tmp_path, tmp_path / "config.json", here / "gpt2"):
-        assert counted(model_config(str(name))[0]) == counted(load_model(here / "gpt2")[0].config)
+        assert count_parameters(model_config(str(name))[0]) == count_parameters(load_model(here / "gpt2")[0].config)
     assert model_config("pocket")[0].to_dict() == load_model("pocket")[0].config.to_dict()
     with pytest.raises(SurefootError, match="no such folder"):
         model_config(str(tmp_path / "nowhere"))
@@ -414,10 +414,10 @@ def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Pat
 
 def test_what_saves_saves_and_is_told() -> None:
     config = model("llama").config
-    setup = Setup("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
     made = plan("llama", setup)
-    peaks = {name: running(found) for name, found in made.others.items()}
-    before = running(made.estimate)
+    peaks = {name: running_peak(found) for name, found in made.others.items()}
+    before = running_peak(made.estimate)
     one_row, combined = "micro-batches of one row (40 tokens)", "checkpointing, one row, shared trunk"
     assert peaks["no critic (GRPO, REINFORCE)"] < peaks["value head on a shared trunk"] < before
     assert peaks["gradient checkpointing"] < before
@@ -430,7 +430,7 @@ def test_what_saves_saves_and_is_told() -> None:
         sum(parts.values()) for name, parts in told["phases"].items() if name != "saving"
     )
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(shown(made))
+    console.print(tables(made))
     text = console.export_text()
     for word in ("what always stays", "learning", "no critic", "textbook", "It leaves out the optimizer", "141"):
         assert word in text
@@ -438,7 +438,7 @@ def test_what_saves_saves_and_is_told() -> None:
 
 def test_a_card_holds_what_is_no_larger(here: Path) -> None:
     config = model_config(str(here / "llama"))[0]
-    found = estimated(with_value(Setup("language", config, surefoot.PPO_CLIP, prompt=8, response=8), "none"))
+    found = estimate(with_value(Workload("language", config, surefoot.PPO_CLIP, prompt=8, response=8), "none"))
     assert fits(found) == [24, 48, 80, 141]
     assert fits(replace(found, always={"policy": {"weights": 50 * 10**9}})) == [80, 141]
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.language.data.dialogue import Dialogue
 from surefoot.language.data.rows import write_rows
-from surefoot.language.models.loading import RewardModel, load_model, scalar_model
+from surefoot.language.data.tokens import Dialogue
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.terms import ModelReward, load_reward
 from surefoot.recipes.reading import make_recipe
@@ -21,7 +22,7 @@ RESPONSES = ["yes", "a much longer response than that", "", "no.", "why"]
 def reward_folder(loaded, tmp_path):
     """A reward model of each family, with a scale of its own."""
     model, tokenizer = loaded
-    scorer = scalar_model(model, seed=3, tokenizer=tokenizer)
+    scorer = new_reward_model(model, seed=3, tokenizer=tokenizer)
     scorer.standardise(torch.tensor([-1.0, 0.5, 3.5]))
     scorer.save(tmp_path / "reward")
     return tmp_path / "reward"
@@ -66,7 +67,7 @@ def test_no_batch_is_larger_than_its_tokens(reward_folder):
 
 def test_nothing_to_score_gives_nothing(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
-    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     assert ModelReward(tmp_path / "reward")([], [], {}).total.shape == (0,)
 
 
@@ -74,7 +75,7 @@ def test_nothing_to_score_gives_nothing(folders, tmp_path):
 def test_a_conversation_is_scored_by_the_model_s_own_chat_template_with_its_tools(tmp_path, options):
     model, tokenizer = load_model("pocket")
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + tokenizer.chat_template
-    scorer = scalar_model(model, 1, tokenizer)
+    scorer = new_reward_model(model, 1, tokenizer)
     scorer.save(tmp_path / "reward")
     messages = [{"role": "user", "content": "Hello?"}]
     answered = [*messages, {"role": "assistant", "content": "Hello."}]
@@ -87,7 +88,7 @@ def test_a_conversation_is_scored_by_the_model_s_own_chat_template_with_its_tool
 
 def test_a_model_and_a_function_add_up(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
-    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")
     terms = [Term(model=str(tmp_path / "reward"), weight=0.5), Term(function=f"{tmp_path / 'mine.py'}:short", weight=0.1)]
     scores = load_reward(terms)(PROMPTS, RESPONSES, {})
@@ -104,7 +105,7 @@ def test_what_is_no_reward_model_is_refused(folders):
 
 def test_a_text_longer_than_the_context_is_refused(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
-    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     reward = ModelReward(tmp_path / "reward")
     assert reward(["x"], ["y" * (reward.context - 2)], {}).valid.all()
     with pytest.raises(SurefootError, match=rf"have {reward.context + 1} tokens and its context is {reward.context}"):
@@ -113,7 +114,7 @@ def test_a_text_longer_than_the_context_is_refused(folders, tmp_path):
 
 def test_a_score_that_is_not_finite_is_refused(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
-    scorer = scalar_model(model, 1, tokenizer)
+    scorer = new_reward_model(model, 1, tokenizer)
     scorer.head.weight.data.fill_(float("nan"))
     scorer.save(tmp_path / "reward")
     with pytest.raises(SurefootError, match="gave a score that is not finite"):
@@ -122,7 +123,7 @@ def test_a_score_that_is_not_finite_is_refused(folders, tmp_path):
 
 def test_columns_of_prompts_are_named_where_no_reward_can_read_them(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
-    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": 1}, {"prompt": "b", "source": "web"}])
     for terms, notes in (

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import left_padded, right_padded
-from surefoot.language.models.loading import RewardModel, context_of, load_model, pocket, save_model, scalar_model
-from surefoot.language.models.pocket import ALPHABET
+from surefoot.language.models.loading import ALPHABET, context_length, load_model, pocket, save_model
+from surefoot.language.models.reward_model import RewardModel, new_reward_model
 
 from . import tiny
 
@@ -34,7 +34,7 @@ def test_a_folder_of_every_family_is_loaded_as_it_was_written(family: str, folde
     assert model.dtype == torch.float32
     assert not model.training
     assert len(tokenizer) == tiny.VOCABULARY
-    assert context_of(model) == 128
+    assert context_length(model) == 128
 
 
 def test_what_is_saved_loads_in_plain_transformers_with_identical_logits(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -123,19 +123,19 @@ ROWS = [[5, 9, 33, 7, 1], [12, 6], [40, 41, 42, 1]]
 
 @torch.no_grad()
 def test_a_score_is_read_at_the_last_real_token_whatever_the_padding(loaded: tuple[Any, Any]) -> None:
-    model = scalar_model(loaded[0], seed=1)
+    model = new_reward_model(loaded[0], seed=1)
     alone = torch.cat([model(*right_padded([row], 0)) for row in ROWS])
     assert alone.unique().numel() == 3
     for padded in (left_padded, right_padded):
         for pad in (0, 77):
             ids, mask = padded([*ROWS, [8] * 9], pad)
             torch.testing.assert_close(model(ids, mask)[:3], alone, rtol=1e-5, atol=1e-5)
-            everywhere = model.everywhere(ids, mask)
+            everywhere = model.prefix_scores(ids, mask)
             torch.testing.assert_close(everywhere[0][mask[0]][-1], alone[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_score_of_left_padded_text_has_a_finite_gradient(loaded: tuple[Any, Any]) -> None:
-    model = scalar_model(loaded[0], seed=1)
+    model = new_reward_model(loaded[0], seed=1)
     model(*left_padded(ROWS, 0)).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
@@ -146,7 +146,7 @@ def test_a_score_of_left_padded_text_has_a_finite_gradient(loaded: tuple[Any, An
 def test_a_reward_model_has_a_trunk_of_its_own_and_a_head_from_the_seed(folders: dict[str, Path]) -> None:
     policy, _ = load_model(folders["llama"])
     state = torch.get_rng_state()
-    one, same, other = scalar_model(policy, 1), scalar_model(policy, 1), scalar_model(policy, 2)
+    one, same, other = new_reward_model(policy, 1), new_reward_model(policy, 1), new_reward_model(policy, 2)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one.head.weight, same.head.weight)
     assert not torch.equal(one.head.weight, other.head.weight)
@@ -155,14 +155,14 @@ def test_a_reward_model_has_a_trunk_of_its_own_and_a_head_from_the_seed(folders:
 
 def test_the_head_starts_with_variance_one_over_width_plus_one() -> None:
     wide = tiny.model("llama", hidden_size=1024, num_attention_heads=4)
-    weight = scalar_model(wide, 1).head.weight.detach()
+    weight = new_reward_model(wide, 1).head.weight.detach()
     assert float(weight.var()) * 1025 == pytest.approx(1, abs=0.15)
     assert abs(float(weight.mean())) * 1025**0.5 < 0.15
 
 
 @torch.no_grad()
 def test_standardised_scores_have_mean_zero_and_std_one_and_keep_their_order(folders: dict[str, Path]) -> None:
-    model = scalar_model(load_model(folders["llama"])[0], seed=1)
+    model = new_reward_model(load_model(folders["llama"])[0], seed=1)
     ids, mask = right_padded(ROWS, 0)
     before = model(ids, mask)
     model.standardise(model.raw(ids, mask))
@@ -177,7 +177,7 @@ def test_standardised_scores_have_mean_zero_and_std_one_and_keep_their_order(fol
 @torch.no_grad()
 def test_a_reward_models_folder_is_all_it_needs(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     policy, tokenizer = loaded
-    model = scalar_model(policy, 1, tokenizer)
+    model = new_reward_model(policy, 1, tokenizer)
     model.standardise(torch.tensor([1.0, 4.0]))
     model.save(tmp_path / "reward")
     again = RewardModel.load(tmp_path / "reward")
@@ -235,7 +235,7 @@ def shard_missing(folder: Path) -> None:
 
 
 def foreign_tokenizer(folder: Path) -> None:
-    from surefoot.language.models.pocket import character_tokenizer
+    from surefoot.language.models.loading import character_tokenizer
 
     character_tokenizer("".join(map(chr, range(32, 300)))).save_pretrained(folder)
 
@@ -333,7 +333,7 @@ def test_a_hub_id_without_a_network_is_one_line_at_once(
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr("surefoot.language.models.pretrained.getproxies", dict)
+    monkeypatch.setattr("surefoot.language.models.loading.getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     with pytest.raises(SurefootError, match=rf"^model='{name}': no such folder here, and the hub can't be reached{hint}; give"):
         load_model(name)
@@ -390,7 +390,7 @@ def test_a_reward_model_is_refused_without_its_head(folders: dict[str, Path], tm
     with pytest.raises(SurefootError, match=r"no such folder; a reward model"):
         RewardModel.load(tmp_path / "none")
     model, tokenizer = load_model(folders["llama"])
-    scalar_model(model, 1, tokenizer).save(tmp_path / "reward")
+    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     save_file({"weight": torch.ones(1, 3), "bias": torch.ones(1)}, tmp_path / "reward" / "head.safetensors")
     with pytest.raises(SurefootError, match=r"head.safetensors can't be read"):
         RewardModel.load(tmp_path / "reward")
@@ -430,7 +430,7 @@ def test_a_folder_of_something_else_is_not_written_over(folders: dict[str, Path]
 
 
 def test_a_module_of_its_own_rate_loses_it_too() -> None:
-    from surefoot.language.models.pretrained import no_dropout
+    from surefoot.language.models.loading import no_dropout
 
     layer = nn.Dropout(0.3)
     no_dropout(layer)

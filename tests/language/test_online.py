@@ -12,7 +12,8 @@ import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
-from surefoot.language.models.loading import load_model, scalar_model
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
@@ -418,7 +419,7 @@ def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_refuse
     short = write_folder(tmp_path / "short", "gpt2", n_positions=12)
     for folder, said in ((other, "has another vocabulary"), (short, "have up to 15 tokens and its context is 12")):
         model, tokenizer = load_model(folder)
-        scalar_model(model, 1, tokenizer).save(tmp_path / f"{folder.name}-scores")
+        new_reward_model(model, 1, tokenizer).save(tmp_path / f"{folder.name}-scores")
         changes: dict[str, Any] = {"own_model": True, "start": str(tmp_path / f"{folder.name}-scores")}
         with pytest.raises(SurefootError, match=f"critic.start=.*{said}"):
             world(files, folders["llama"], critic=changes)

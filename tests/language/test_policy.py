@@ -16,8 +16,13 @@ from surefoot.core.learner import Learner  # noqa: E402
 from surefoot.core.optimizer import AdamSettings, FlatAdam  # noqa: E402
 from surefoot.core.rollout import Evaluation, LearnerState, Rollout, map_tensors  # noqa: E402
 from surefoot.functional import successor_values  # noqa: E402
-from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, in_parts  # noqa: E402
-from surefoot.language.models.readout import Readout  # noqa: E402
+from surefoot.language.models.policy import (  # noqa: E402
+    Critic,
+    LanguagePolicy,
+    Readout,
+    ReferencePolicy,
+    in_micro_batches,
+)
 
 from . import tiny  # noqa: E402
 from .tiny import FAMILIES, VOCABULARY, WIDTH  # noqa: E402
@@ -276,8 +281,8 @@ def test_parts_by_token_budget_come_back_in_their_order(tokens: int | None) -> N
     policy, batch = awake(policy_of(make("llama", scale=20.0), "head")), text()
     with torch.no_grad():
         whole = policy(*batch)
-    near(vars(in_parts(policy, *batch, tokens)), vars(whole))
-    near(in_parts(policy.values_after, *batch, tokens), policy.values_after(*batch).detach())
+    near(vars(in_micro_batches(policy, *batch, tokens)), vars(whole))
+    near(in_micro_batches(policy.values_after, *batch, tokens), policy.values_after(*batch).detach())
 
 
 def test_a_row_costs_its_real_tokens() -> None:
@@ -301,7 +306,7 @@ def test_what_is_all_padding_is_not_computed() -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_values_are_of_the_prompt_and_the_response_before_each_token(kind: str, critic: str) -> None:
     model, batch = make(kind), text()
-    policy = awake(policy_of(model, "head" if critic == "head" else Critic.of_policy(model)))
+    policy = awake(policy_of(model, "head" if critic == "head" else Critic.from_policy(model)))
     head = policy.value_head if critic == "head" else policy.critic.head  # type: ignore[union-attr]
     found, after = policy(*batch).values, policy.values_after(*batch)
     assert found.std() > 0.1
@@ -327,7 +332,7 @@ def test_a_value_does_not_depend_on_the_token_it_stands_before() -> None:
 
 def test_a_new_critic_says_zero_everywhere() -> None:
     model, batch = make("llama"), text()
-    for critic in ("head", Critic.of_policy(model)):
+    for critic in ("head", Critic.from_policy(model)):
         policy = policy_of(model, critic)
         assert not policy(*batch).values.any()
         assert not policy.values_after(*batch).any()
@@ -337,7 +342,7 @@ def test_a_new_critic_says_zero_everywhere() -> None:
 def test_a_critic_of_a_reward_model_starts_as_its_normalised_score() -> None:
     model, batch = make("llama"), text()
     head = nn.Linear(WIDTH, 1)
-    critic = Critic.of_reward_model(model.model, head, mean=0.3, std=2.0)
+    critic = Critic.from_reward_model(model.model, head, mean=0.3, std=2.0)
     found = policy_of(make("llama", seed=1), critic).values_after(*batch)
     for row, (prompt, response) in enumerate(rows_of(*batch)):
         hidden = model.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0, -1]
@@ -351,7 +356,7 @@ def test_a_critic_of_a_reward_model_starts_as_its_normalised_score() -> None:
 
 def test_a_critic_of_its_own_shares_nothing_with_the_policy() -> None:
     model, batch = make("llama"), text()
-    policy = awake(policy_of(model, Critic.of_policy(model)))
+    policy = awake(policy_of(model, Critic.from_policy(model)))
     named = dict(policy.named_parameters())
     own = {id(p) for p in policy.critic_parameters()}
     assert {name for name, p in named.items() if id(p) in own} == {name for name in named if name.startswith("critic.")}
@@ -385,10 +390,10 @@ EVERYTHING = replace(
 def rollout_of(policy: LanguagePolicy, reference: ReferencePolicy, seed: int = 0, tokens: int | None = None) -> Rollout:
     """Random text as if sampled, scored by the policy in parts of so many tokens."""
     inputs, actions, mask = text(seed, rows=8)
-    scored = in_parts(policy, inputs, actions, mask, tokens)
+    scored = in_micro_batches(policy, inputs, actions, mask, tokens)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     cut = last & (torch.arange(8) % 2 == 0).unsqueeze(-1)
-    beyond = in_parts(policy.values_after, inputs, actions, mask, tokens)
+    beyond = in_micro_batches(policy.values_after, inputs, actions, mask, tokens)
     values = torch.zeros_like(scored.log_probs) if scored.values is None else scored.values
     return Rollout(
         inputs=inputs,
@@ -401,7 +406,7 @@ def rollout_of(policy: LanguagePolicy, reference: ReferencePolicy, seed: int = 0
         terminated=last & ~cut,
         truncated=cut,
         unit="row",
-        ref_log_probs=in_parts(reference.log_probs, inputs, actions, mask, tokens),
+        ref_log_probs=in_micro_batches(reference.log_probs, inputs, actions, mask, tokens),
         steps=8,
     )
 
@@ -443,7 +448,7 @@ def test_checkpointed_layers_give_the_same_gradient_and_are_computed_twice(kind:
     found, passes = [], []
     for checkpointing in (False, True):
         model = make(kind)
-        policy = awake(policy_of(model, Critic.of_policy(model), checkpointing=checkpointing))
+        policy = awake(policy_of(model, Critic.from_policy(model), checkpointing=checkpointing))
         counts = [0]
         count_layers(policy, counts)
         found.append(gradients(policy, policy(*text())))
@@ -539,7 +544,7 @@ def test_a_copy_of_a_policy_is_scored_by_its_own_weights() -> None:
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_a_natural_step_moves_a_language_model_within_its_bound(chunk: int | None) -> None:
     model = make("llama", scale=20.0)
-    policy = awake(policy_of(model, Critic.of_policy(model), chunk=chunk))
+    policy = awake(policy_of(model, Critic.from_policy(model), chunk=chunk))
     objective = replace(EVERYTHING, reference_coefficient=0.0, reuse=None, trust_region=Constraint(0.01))
     metrics, _ = updated(policy, objective)
     assert metrics["step_taken"] == 1

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.sampling.endings import Ending
-from surefoot.language.sampling.sampler import Path, Samples, generate, inverse_cdf, sample, uniforms_of
+from surefoot.language.sampling.sampler import DecodingPath, EndDetector, Samples, generate, inverse_cdf, sample, uniform_draws
 
 from . import tiny
 
-PATHS: tuple[Path, ...] = ("fast", "cached", "recomputed")
+PATHS: tuple[DecodingPath, ...] = ("fast", "cached", "recomputed")
 PROMPTS = [[20, 31, 42, 53, 64, 75, 86], [33], [47, 48, 49], [90, 91, 92, 93]]
 EOS = (1, 40, 50, 60, 70, 80)
 """six ends among 102 tokens, so that responses have many lengths"""
@@ -48,7 +47,7 @@ def expect_own_log_probs(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("path", PATHS)
-def test_log_probs_are_those_of_the_models_own_forward_pass(family: str, path: Path, temperature: float) -> None:
+def test_log_probs_are_those_of_the_models_own_forward_pass(family: str, path: DecodingPath, temperature: float) -> None:
     model = tiny.model(family)
     drawn = draw(model, path=path, temperature=temperature)
     assert drawn.path == path
@@ -58,7 +57,7 @@ def test_log_probs_are_those_of_the_models_own_forward_pass(family: str, path: P
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_in_float64_they_agree_to_eleven_digits(family: str, path: Path) -> None:
+def test_in_float64_they_agree_to_eleven_digits(family: str, path: DecodingPath) -> None:
     """So what float32 leaves is rounding, and no position, mask or scale that is slightly wrong."""
     model = tiny.model(family).double()
     drawn = draw(model, path=path)
@@ -89,7 +88,7 @@ def test_the_built_in_model_takes_the_fast_path() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_token_is_where_its_responses_own_uniform_falls(path: Path) -> None:
+def test_a_token_is_where_its_responses_own_uniform_falls(path: DecodingPath) -> None:
     """One number per token, from a generator of the response's own, through the cumulative distribution of the model itself."""
     model = tiny.model("llama")
     drawn = draw(model, path=path, temperature=0.8)
@@ -111,7 +110,7 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_company_order_and_padding_have_no_say(family: str, path: Path) -> None:
+def test_company_order_and_padding_have_no_say(family: str, path: DecodingPath) -> None:
     model = tiny.model(family)
     together = draw(model, path=path)
     seeds = [*range(100, 112)]
@@ -133,7 +132,7 @@ def test_a_lower_limit_gives_the_beginning_of_the_same_responses() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_response_ends_with_its_first_eos_or_at_the_limit(family: str, path: Path) -> None:
+def test_a_response_ends_with_its_first_eos_or_at_the_limit(family: str, path: DecodingPath) -> None:
     drawn = draw(tiny.model(family), path=path)
     assert drawn.mask.shape[1] == drawn.lengths.max()
     assert drawn.ended.any()
@@ -196,7 +195,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(family: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_finished_responses_are_not_computed_further(path: Path) -> None:
+def test_finished_responses_are_not_computed_further(path: DecodingPath) -> None:
     model = tiny.model("qwen2")
     watch = Watch(model)
     drawn = draw(model, samples=8, path=path)
@@ -225,7 +224,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(path: Path) -> None:
+def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(path: DecodingPath) -> None:
     model = tiny.model("llama")
     free = draw(model, eos_ids=(1,), samples=16, path=path)
     texts = [text_of(ids) for ids in free.responses()]
@@ -252,7 +251,7 @@ def test_the_shortcut_past_decoding_misses_no_stop_string(parts: list[bytes], st
         return b"".join(vocabulary[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
 
     ids = [vocabulary.index(part) for part in parts]
-    ending = Ending((), stop, decode, len(vocabulary), torch.device("cpu"))
+    ending = EndDetector((), stop, decode, len(vocabulary), torch.device("cpu"))
     actions = torch.tensor(ids).view(-1, 1)
     for t in range(1, len(ids) + 1):
         if any(word in decode(ids[: t - 1]) for word in stop):
@@ -293,11 +292,11 @@ def test_the_extremes_of_u_reach_the_first_and_last_possible_token(u: float) -> 
 
 
 def test_uniforms_of_a_seed_do_not_depend_on_how_many_are_drawn() -> None:
-    many = uniforms_of([5, 2**63 - 1, 5], 1000)
+    many = uniform_draws([5, 2**63 - 1, 5], 1000)
     assert torch.equal(many[:, 0], many[:, 2])
     assert not torch.equal(many[:, 0], many[:, 1])
     for count in (1, 7, 33):
-        assert torch.equal(uniforms_of([5, 2**63 - 1, 5], count), many[:count])
+        assert torch.equal(uniform_draws([5, 2**63 - 1, 5], count), many[:count])
 
 
 def test_the_global_generator_is_left_alone() -> None:
@@ -398,7 +397,7 @@ def test_half_precision_is_decoded_by_the_models_own_pass_with_log_probs_in_floa
 
 
 SMALL = {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-OTHERS: dict[str, tuple[dict[str, Any], Path]] = {
+OTHERS: dict[str, tuple[dict[str, Any], DecodingPath]] = {
     "mistral": ({**SMALL, "num_key_value_heads": 2, "sliding_window": 6}, "cached"),
     "qwen3": ({**SMALL, "num_key_value_heads": 2, "head_dim": 8}, "cached"),
     "gemma3_text": ({**SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}, "cached"),

@@ -15,7 +15,8 @@ from surefoot.core.rollout import LearnerState, tensors_in
 from surefoot.errors import SurefootError
 from surefoot.functional import bradley_terry_loss
 from surefoot.language.data import datasets as data
-from surefoot.language.models.loading import RewardModel
+from surefoot.language.data.rows import read_rows
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import make_learner
@@ -110,7 +111,7 @@ def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demons
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_accuracy"] > 0.95
     model = RewardModel.load(tmp_path / "run" / "model")
     world = SupervisedWorld(recipe("sft", folders["llama"], shown))
-    rows = data.demonstrations(data.read_rows(shown), world.tokens, 64)
+    rows = data.demonstrations(read_rows(shown), world.tokens, 64)
     ids = [torch.tensor([row]) for row in rows.ids]
     with torch.no_grad():
         scores = torch.cat([model(row, torch.ones_like(row, dtype=torch.bool)) for row in ids])

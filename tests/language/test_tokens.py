@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens, left_padded, positions, right_padded
-from surefoot.language.models.loading import pocket
-from surefoot.language.models.pocket import ALPHABET, character_tokenizer
+from surefoot.language.models.loading import ALPHABET, character_tokenizer, pocket
 from surefoot.language.rewards.deadline import Overdue, within
 
 from . import tiny

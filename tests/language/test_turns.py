@@ -26,7 +26,7 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.online.conversations import Conversation, with_earned
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Scores, scattered
-from surefoot.language.sampling.sampler import before
+from surefoot.language.sampling.sampler import cut_at_stop
 from surefoot.language.tasks.guess import Guess
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.folder import traces_in
@@ -204,7 +204,7 @@ def collected(made: LanguageWorld) -> Rollout:
 
 def judged(tokens: Tokens, ids: Tensor | list[int]) -> str:
     """A turn's text as environments and rewards get it: without the stop string that ended it."""
-    return before(tokens.decode(ids), STOP)
+    return cut_at_stop(tokens.decode(ids), STOP)
 
 
 def pieces(row: Tensor) -> list[list[int]]:
@@ -259,7 +259,7 @@ def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_
     for talk, history, said in zip(answers.talks, answers.prompts.prompts, answers.responses, strict=True):
         assert said == judged(tokens, [talk.ids[place] for place in talk.last])
         written = [message["content"] for message in history if message["role"] == "assistant"]  # type: ignore[index]
-        assert written == [before(turn, STOP) for turn in talk.turns[:-1]]
+        assert written == [cut_at_stop(turn, STOP) for turn in talk.turns[:-1]]
         assert talk.transcript.startswith((*written, said)[0])
         whole, cut = whole + len(written), cut + (written != talk.turns[:-1])
     assert whole > cut > 0

@@ -113,11 +113,11 @@ def best_of_n(
     from surefoot.core.distributed import check_device
     from surefoot.language.analysis import best_of
     from surefoot.language.data.rows import write_rows
-    from surefoot.language.models.trained import writer
+    from surefoot.language.models.language_model import load_language_model
 
     check_device(device)
     reward = best_of.reward_from(rewards, device)
-    language_model = writer(model, trust_remote_code)
+    language_model = load_language_model(model, trust_remote_code)
     language_model.model.to(device)  # type: ignore[arg-type]
     out.parent.mkdir(parents=True, exist_ok=True)
     found = best_of.best_of_n(language_model, prompts, reward, best_of.Drawing(**drawing), worst=worst)

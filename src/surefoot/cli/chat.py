@@ -38,13 +38,13 @@ def chat(model: str, device: str, trust_remote_code: bool, **manner: Any) -> Non
     if not all(manner["stop"]):
         raise SurefootError("--stop '': is empty; name a text")
     from surefoot.core.distributed import check_device
-    from surefoot.language.models.trained import writer
-    from surefoot.language.sampling.chat import Chat, Manner
+    from surefoot.language.models.language_model import load_language_model
+    from surefoot.language.sampling.chat import Chat, ChatOptions
 
     check_device(device)
-    language_model = writer(model, trust_remote_code)
+    language_model = load_language_model(model, trust_remote_code)
     language_model.model.to(device)  # type: ignore[arg-type]
-    talk(Chat(language_model, Manner(**manner)), sys.stdin.isatty())
+    talk(Chat(language_model, ChatOptions(**manner)), sys.stdin.isatty())
 
 
 def talk(conversation: "Chat", terminal: bool) -> None:

@@ -43,21 +43,22 @@ def generate(
     On a terminal, control characters in a response are shown and not obeyed. Piped output is as the model wrote it; --json
     escapes them.
     """
-    from surefoot.language.models.trained import writer
+    from surefoot.language.models.language_model import load_language_model
 
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
-    from surefoot.language.data.tokens import text_of
+    from surefoot.language.data.tokens import prompt_text
 
-    language_model = writer(model, trust_remote_code)
+    language_model = load_language_model(model, trust_remote_code)
     asked: list[Any] = list(prompts)
     if file is not None:
         from surefoot.language.data import datasets as data
-        from surefoot.language.models.loading import context_of
+        from surefoot.language.data.rows import read_rows
+        from surefoot.language.models.loading import context_length
 
-        rows = data.read_rows(file)
+        rows = read_rows(file)
         found = data.prompts(rows, language_model.tokens, MAX_SEED)
-        asked, context = found.prompts, context_of(language_model.model)
+        asked, context = found.prompts, context_length(language_model.model)
         for row, ids in zip(rows, found.ids, strict=True):
             if context is not None and len(ids) + max_tokens > context:
                 raise SurefootError(
@@ -78,7 +79,7 @@ def generate(
         if as_json:
             echo_json({"prompt": prompt, "response": response})
         else:
-            line = f"{text_of(prompt)} → {response}"
+            line = f"{prompt_text(prompt)} → {response}"
             (echo if sys.stdout.isatty() else click.echo)(line)  # a pipe gets what the model wrote
 
 
@@ -134,7 +135,7 @@ def accuracy(
     """Tell how often a model answers the prompts of FILE rightly before it is trained: greedily, and by sampling."""
     from surefoot.files import parse_value
     from surefoot.language.analysis.accuracy import accuracy as accuracy_of
-    from surefoot.language.models.trained import writer
+    from surefoot.language.models.language_model import load_language_model
     from surefoot.language.rewards.endpoint import REPEAT
     from surefoot.language.rewards.terms import FunctionReward
 
@@ -145,7 +146,7 @@ def accuracy(
     if not all(stop):
         raise SurefootError("--stop '': is empty; name a text")
     options: dict[str, Any] = {"prompts": rows, "samples": samples, "max_tokens": max_tokens, "seed": seed, "stop": stop}
-    answering = writer(model, trust_remote_code)
+    answering = load_language_model(model, trust_remote_code)
     found = accuracy_of(answering, file, reward, temperature=temperature, keep_cut=keep_cut, **options)
     for line in found.lines():
         echo(line)

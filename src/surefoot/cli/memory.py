@@ -62,15 +62,15 @@ def memory(
     No weights are read. Tells what policy, value, reference and reward take, now and with other switches, and what fits where.
     """
     from surefoot.core.algorithms import PPO_CLIP, REINFORCE
-    from surefoot.language.memory.estimate import Setup, with_adapters
-    from surefoot.language.memory.planner import model_config, plan, shown, to_json, with_value
+    from surefoot.language.memory.estimate import Workload, with_adapters
+    from surefoot.language.memory.planner import model_config, plan, tables, to_json, with_value
     from surefoot.recipes.language import AdapterSettings
 
     config, nominal = model_config(model)
     responses = prompts * samples if kind == "language" else batch
     if kind == "language" and minibatches > responses:
         raise SurefootError(f"--minibatches {minibatches}: more than the {responses} responses of an iteration; use fewer")
-    setup = Setup(
+    setup = Workload(
         kind=kind,
         policy=config,
         objective=PPO_CLIP if kind == "language" else REINFORCE,
@@ -101,4 +101,4 @@ def memory(
     if as_json:
         echo_json(to_json(made))
         return
-    Console(width=None if sys.stdout.isatty() else 120).print(shown(made))
+    Console(width=None if sys.stdout.isatty() else 120).print(tables(made))

@@ -18,8 +18,8 @@ def merge(run: Path, out: Path, trust_remote_code: bool) -> None:
     A run with an [adapter] leaves such a folder when it ends, unless adapter.merge = false. Of a run, the best checkpoint
     is taken, else the last.
     """
-    from surefoot.language.models.loading import RewardModel
-    from surefoot.language.models.trained import LanguageModel
+    from surefoot.language.models.language_model import LanguageModel
+    from surefoot.language.models.reward_model import RewardModel
     from surefoot.runs.api import load
 
     found = load(run, trust_remote_code=trust_remote_code)

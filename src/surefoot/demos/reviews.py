@@ -9,10 +9,10 @@ from typing import Any
 
 from surefoot.demos.stages import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
-from surefoot.language.data.pairs import two_answers
+from surefoot.language.data.pairs import sample_pairs
 from surefoot.language.data.rows import write_rows
-from surefoot.language.models.trained import writer
-from surefoot.language.optional import transformers_needed
+from surefoot.language.extras import require_transformers
+from surefoot.language.models.language_model import load_language_model
 from surefoot.language.tasks import reviews
 
 PAIRS, HELD_OUT_PAIRS = 6_000, 400
@@ -21,7 +21,7 @@ GOLD = "surefoot.language.tasks.reviews:gold"
 
 def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: bool = True) -> dict[str, Any]:
     """Three stages, and what came of them: prints it and returns the numbers."""
-    transformers_needed("demo language")  # before anything is written
+    require_transformers("demo language")  # before anything is written
     folder = free_folder(run_dir, "demo-language")
     stages = Stages(folder, seed, display_for)
     data = folder / "data"
@@ -67,9 +67,9 @@ def write_data(folder: Path, seed: int) -> None:
 
 def write_pairs(folder: Path, sft: Path, seed: int) -> None:
     """Two reviews by the supervised model to each prompt, labelled by gold with noise; the held-out ones apart."""
-    model = writer(str(sft))
+    model = load_language_model(str(sft))
     prompts = reviews.prompts(PAIRS + HELD_OUT_PAIRS, seed + 2)
-    rows = reviews.label(two_answers(model, prompts, max_tokens=56, seed=seed), noise=0.25, seed=seed)
+    rows = reviews.label(sample_pairs(model, prompts, max_tokens=56, seed=seed), noise=0.25, seed=seed)
     write_rows(folder / "held_out_pairs.jsonl", rows[:HELD_OUT_PAIRS])
     write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
 

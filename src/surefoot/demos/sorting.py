@@ -14,8 +14,8 @@ from surefoot.demos.stages import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language import tasks
 from surefoot.language.data.rows import read_rows, write_rows
-from surefoot.language.models.trained import writer
-from surefoot.language.optional import transformers_needed
+from surefoot.language.extras import require_transformers
+from surefoot.language.models.language_model import load_language_model
 
 TASK = "sorting"
 SAMPLES = 8
@@ -40,7 +40,7 @@ class Sizes:
 
 def verifier_demo(run_dir: Path, seed: int, display_for: DisplayFor, sizes: Sizes | None = None) -> dict[str, Any]:
     """SFT, and from there PPO and GRPO with as many answers each: prints what came of them, and returns the numbers."""
-    transformers_needed("demo verifier")  # before anything is written
+    require_transformers("demo verifier")  # before anything is written
     sizes = sizes or Sizes()
     stages = Stages(free_folder(run_dir, "demo-verifier"), seed, display_for)
     data = stages.folder / "data"
@@ -106,7 +106,7 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
     asked = rows[:6]
     prompts = [row["prompt"] for row in asked]
     models = {"SFT": sft, **runs}
-    said = {name: writer(str(run)).generate(prompts, max_tokens=8, greedy=True) for name, run in models.items()}
+    said = {name: load_language_model(str(run)).generate(prompts, max_tokens=8, greedy=True) for name, run in models.items()}
     columns = {name: [row[name] for row in asked] for name in ("answer", "task")}
     right = {name: tasks.verify(prompts, answers, **columns) for name, answers in said.items()}
     for number, prompt in enumerate(prompts):

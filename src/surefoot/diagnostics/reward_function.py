@@ -7,7 +7,7 @@ import torch
 from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics.check import Check
 from surefoot.errors import SurefootError
-from surefoot.language.data.datasets import repeated
+from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.answers import settled
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.language import LanguageRecipe
@@ -20,7 +20,7 @@ def check_reward(world: LanguageWorld) -> list[Check]:
     """Sample some prompts' answers and score them: how many numbers, of what spread, and how long it takes."""
     recipe, everything = world.recipe, world.collector.prompts
     samples = max(2, recipe.sampling.samples) if recipe.objective.compares_in_groups else 2
-    prompts = repeated(everything, range(min(PROMPTS, len(everything.ids))), samples)
+    prompts = repeat_prompts(everything, range(min(PROMPTS, len(everything.ids))), samples)
     seeds = [derived_seed(recipe.seed, "check", row) for row in range(len(prompts.ids))]
     begun = time.perf_counter()
     try:

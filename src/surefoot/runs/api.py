@@ -176,7 +176,7 @@ def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = Fa
         from surefoot.control.agent import Agent
 
         return Agent.from_trees(trees, where)
-    from surefoot.language.models.trained import from_trees
+    from surefoot.language.models.language_model import from_trees
 
     return from_trees(trees, where, trust_remote_code)
 

@@ -22,12 +22,12 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.language.data import datasets as data
 from surefoot.language.analysis.best_of import reward_from
 from surefoot.language.analysis.metrics import win_rate
-from surefoot.language.models.loading import context_of
-from surefoot.language.data.pairs import as_text, pair_row, prefers_first, two_answers
+from surefoot.language.models.loading import context_length
+from surefoot.language.data.pairs import answer_text, pair_row, prefers_first, sample_pairs
 from surefoot.language.rewards.terms import FunctionReward, ModelReward, Reward, parts_of
 from surefoot.language.data.rows import read_rows, write_rows
-from surefoot.language.models.trained import model_folder, named, writer
-from surefoot.language.data.epochs import Walk
+from surefoot.language.models.language_model import model_folder, errors_for, load_language_model
+from surefoot.language.data.batches import EpochSampler
 from surefoot.runs.display import Display
 from surefoot.core.distributed import check_alone
 from surefoot.runs.folder import FREE, RunFolder, differences
@@ -82,7 +82,7 @@ class Plan:
                 f"reward.terms model={models[0]!r}: this run left an adapter alone, and rounds go on from its whole model; "
                 f"merge it there: surefoot merge {models[0]} --out {first / 'model'}"
             )
-        with named("reward.terms model"):
+        with errors_for("reward.terms model"):
             model_folder(models[0])
         config = Path(models[0]).expanduser() / "config.toml"
         if not config.is_file() or read_toml(config).get("kind") != "reward":
@@ -247,20 +247,20 @@ def _judge(plan: Plan) -> Reward:
 
 def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
     """Labelled pairs of the policy before the round; prompts that no earlier round had, as far as they go."""
-    recipe, model = plan.recipe, writer(str(policy_before(plan, folder, number)), plan.recipe.trust_remote_code)
+    recipe, model = plan.recipe, load_language_model(str(policy_before(plan, folder, number)), plan.recipe.trust_remote_code)
     model.model.to(recipe.device)  # type: ignore[arg-type]
     settings = recipe.sampling
-    room = data.room(recipe.data.max_length, context_of(model.model), settings.max_tokens)
+    room = data.token_limit(recipe.data.max_length, context_length(model.model), settings.max_tokens)
     prompts = data.prompts(read_rows(recipe.data.train), model.tokens, *room)
-    walk = Walk(len(prompts.ids), derived_seed(recipe.seed, "pairs"))
+    walk = EpochSampler(len(prompts.ids), derived_seed(recipe.seed, "pairs"))
     for _ in range(number):
         chosen = walk.next(plan.pairs)
-    asked = data.repeated(prompts, chosen)
+    asked = data.repeat_prompts(prompts, chosen)
     judge = _judge(plan)
     for part in parts_of(judge):
         if isinstance(part, FunctionReward):
             part.check_columns(asked.columns)
-    both = two_answers(
+    both = sample_pairs(
         model,
         asked.prompts,
         max_tokens=settings.max_tokens,
@@ -311,7 +311,7 @@ def accuracy(reward: Reward, pairs: Iterable[Mapping[str, Any]]) -> float:
     """Share of pairs whose chosen answer has the higher score, a draw counting half."""
     rows = list(pairs)
     prompts = [row["prompt"] for row in rows]
-    ours, theirs = (reward(prompts, [as_text(row[side]) for row in rows], {}).total for side in ("chosen", "rejected"))
+    ours, theirs = (reward(prompts, [answer_text(row[side]) for row in rows], {}).total for side in ("chosen", "rejected"))
     return win_rate(ours, theirs)
 
 

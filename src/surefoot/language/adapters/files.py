@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
-from surefoot.language.adapters.layers import POLICY, RoleTrunk, SharedBase, has_adapters, merge
-from surefoot.language.data.sources import check_same, weights_hash
-from surefoot.language.models.loading import RewardModel, load_model, new_head, read_head, write_head
-from surefoot.language.models.pretrained import HEAD, is_folder, read_tokenizer, written_whole
+from surefoot.language.adapters.layers import POLICY, RoleTrunk, SharedBase, has_adapters, merge, weights_hash
+from surefoot.language.data.rows import check_unchanged
+from surefoot.language.models.loading import HEAD, atomic_folder, is_folder, load_model, read_tokenizer
+from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.language import ModelRecipe
 from surefoot.runs.checkpoint import check_fits, load_weights
 
@@ -27,7 +27,7 @@ BASE = "base.json"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def adapted(recipe: ModelRecipe, model: "PreTrainedModel", name: str) -> SharedBase | None:
+def add_adapter(recipe: ModelRecipe, model: "PreTrainedModel", name: str) -> SharedBase | None:
     """The base of a recipe, loaded from a name, with an adapter for what is trained; None where all weights are."""
     if recipe.adapter is None:
         return None
@@ -39,7 +39,7 @@ def adapted(recipe: ModelRecipe, model: "PreTrainedModel", name: str) -> SharedB
 
 def base_record(base: SharedBase | None) -> dict[str, Any]:
     """The tree of a checkpoint that holds adapters alone: where the base is, and how it is known again. Empty without one."""
-    return {} if base is None else {"base": {"model": base.source, "print": base.print}}
+    return {} if base is None else {"base": {"model": base.source, "print": base.hash}}
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) 
             parameter.copy_(weights[name])
 
 
-def merged_from(
+def load_merged(
     trees: dict[str, Any], where: Path, trust_remote_code: bool = False
 ) -> "tuple[PreTrainedModel, nn.Linear | None]":
     """The base that a checkpoint names with its adapter merged into it, and the head of a reward model. Whether the base's own
@@ -81,8 +81,8 @@ def merged_from(
     except SurefootError as error:
         raise SurefootError(f"{where}: holds an adapter, whose base can't be loaded: {error}") from None
     field = f"{where}: base model={record['model']!r}"
-    check_same({field: record["print"]}, {field: weights_hash(model)})
-    base = SharedBase(model, printed=record["print"])
+    check_unchanged({field: record["print"]}, {field: weights_hash(model)})
+    base = SharedBase(model, base_hash=record["print"])
     base.add(POLICY, _settings(recipe))
     reward = recipe["kind"] == "reward"
     holder: nn.Module = RewardModel(base.trunk, new_head(base.trunk)) if reward else model
@@ -118,10 +118,10 @@ def save_adapter(base: SharedBase, result: Any, folder: Path) -> None:
     config.inference_mode = True
     trunk = "" if reward or result.model is base.trunk else f"{result.model.base_model_prefix}."
     tensors = {f"base_model.model.{trunk}{name}": x for name, x in base.tensors(POLICY).items()}
-    with written_whole(folder, known_by="adapter_config.json") as temporary:
+    with atomic_folder(folder, known_by="adapter_config.json") as temporary:
         config.save_pretrained(temporary)
         save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, temporary / WEIGHTS, {"format": "pt"})
-        (temporary / BASE).write_text(json.dumps({"model": base.source, "print": base.print}, indent=1) + "\n", "utf-8")
+        (temporary / BASE).write_text(json.dumps({"model": base.source, "print": base.hash}, indent=1) + "\n", "utf-8")
         tokenizer.save_pretrained(temporary)
         if isinstance(result, RewardModel):
             write_head(result, temporary)
@@ -146,7 +146,7 @@ def reward_role(base: SharedBase, name: str, role: str | None = None) -> RewardM
     if folder is None:
         return None
     try:
-        if read_table(folder / BASE)["print"] != base.print or not (folder / HEAD).is_file():
+        if read_table(folder / BASE)["print"] != base.hash or not (folder / HEAD).is_file():
             return None
         from peft import LoraConfig
 

@@ -14,6 +14,7 @@ The experts of a mixture are one parameter [experts, out, in], beside which ``pe
 by a wrapper around the module that holds them, and one more for each further parameter: base_layer.base_layer.down_proj.
 """
 
+import hashlib
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +27,7 @@ from torch import Tensor, nn
 from surefoot.core.distributed import rank
 from surefoot.core.seeding import derived_seed, stream
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.language.data.sources import weights_hash
-from surefoot.language.optional import needed, quiet
+from surefoot.language.extras import quiet_transformers, require_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 POLICY, VALUE = "policy", "value"
 """the roles that are trained; one that scores texts is named by its place among the rewards"""
-CONTEXTS = "role_contexts"
+CHECKPOINT_CONTEXTS = "role_contexts"
 """the trunk's attribute by which whoever checkpoints its layers finds ``contexts``"""
 
 
@@ -45,14 +45,14 @@ class SharedBase:
 
     model    an AutoModelForCausalLM, or a trunk alone; the trunk is changed in place
     seed     adapters start from a stream of their own
-    printed  of the weights, where it is known; None: it is made here, by reading them all; "" for tensors without contents
+    base_hash  of the weights, where it is known; None: it is made here, by reading them all; "" for tensors without contents
 
     Raises SurefootError where ``peft`` is not installed.
     """
 
-    def __init__(self, model: "PreTrainedModel", seed: int = 1, printed: str | None = None) -> None:
-        needed("peft", "adapter", extra="adapters")
-        self.print = weights_hash(model) if printed is None else printed
+    def __init__(self, model: "PreTrainedModel", seed: int = 1, base_hash: str | None = None) -> None:
+        require_package("peft", "adapter", extra="adapters")
+        self.hash = weights_hash(model) if base_hash is None else base_hash
         """of the base, by which an adapter knows it again"""
         self.source = ""
         """the folder or hub id that it came from"""
@@ -65,9 +65,9 @@ class SharedBase:
         """a LoraConfig by role"""
         self.layers: list[Any] = []
         self.active: str | None = POLICY
-        self.noise: Noise | None = None
+        self.noise: DropoutGenerator | None = None
         model.requires_grad_(False)
-        setattr(self.trunk, CONTEXTS, self.contexts)
+        setattr(self.trunk, CHECKPOINT_CONTEXTS, self.contexts)
 
     def add(self, role: str, settings: "AdapterSettings", *, trained: bool = True) -> None:
         """Give a role an adapter that adds nothing yet: B is 0, and A is drawn from the role's own stream.
@@ -85,14 +85,14 @@ class SharedBase:
                     parameter.zero_()
             parameter.requires_grad_(trained)
         if settings.dropout and trained:
-            self.noise = self.noise or Noise(derived_seed(self.seed, "adapter dropout"))
+            self.noise = self.noise or DropoutGenerator(derived_seed(self.seed, "adapter dropout"))
             for layer in self.layers:
                 if role in layer.lora_dropout:
                     layer.lora_dropout[role] = Dropout(settings.dropout, self.noise)
 
     def inject(self, role: str, settings: "AdapterSettings") -> None:
         """Put A and B of a role beside the layers, whatever is in them."""
-        self._inject(role, lora_config(settings, *resolved(settings.targets, self.linear, self.matrices)))
+        self._inject(role, lora_config(settings, *resolve_targets(settings.targets, self.linear, self.matrices)))
 
     def load(self, role: str, config: Any, tensors: Mapping[str, Tensor]) -> None:
         """Give a role the adapter in these tensors, by the names of ``tensors``; frozen.
@@ -100,7 +100,7 @@ class SharedBase:
         Raises SurefootError where they are not those of such an adapter.
         """
         self._inject(role, config)
-        own = {plain_name(name, role): parameter for name, parameter in self.parameters(role)}
+        own = {peft_name(name, role): parameter for name, parameter in self.parameters(role)}
         fits = own.keys() == tensors.keys() and all(own[name].shape == tensors[name].shape for name in own)
         if not fits:
             raise SurefootError(f"adapter of the {role}: its tensors are not those of its configuration; copy the whole folder")
@@ -117,22 +117,22 @@ class SharedBase:
 
     def tensors(self, role: str) -> dict[str, Tensor]:
         """The same, named without the role."""
-        return {plain_name(name, role): parameter.detach() for name, parameter in self.parameters(role)}
+        return {peft_name(name, role): parameter.detach() for name, parameter in self.parameters(role)}
 
     def parts(self, role: str) -> nn.ModuleList:
         """The modules that hold them."""
         pairs = ((layer.lora_A[role], layer.lora_B[role]) for layer in self.layers if role in layer.lora_A)
         return nn.ModuleList([module for pair in pairs for module in pair])
 
-    def playing(self, role: str | None) -> "Playing":
+    def using(self, role: str | None) -> "ActiveAdapter":
         """A context in which every layer adds what the role's adapter does; None: in which none adds anything."""
-        return Playing(self, role)
+        return ActiveAdapter(self, role)
 
-    def contexts(self) -> tuple[AbstractContextManager[None], "Playing"]:
+    def contexts(self) -> tuple[AbstractContextManager[None], "ActiveAdapter"]:
         """What ``torch.utils.checkpoint`` asks for at every checkpoint: a context for the forward pass, and one for computing
         it again.
         """
-        return nullcontext(), self.playing(self.active)
+        return nullcontext(), self.using(self.active)
 
     def switch(self, role: str | None) -> None:
         """Set every layer's switch."""
@@ -140,20 +140,20 @@ class SharedBase:
             layer._active_adapter = [] if role is None else [role]  # peft's own methods change requires_grad besides
         self.active = role
 
-    def described(self, role: str = POLICY) -> str:
+    def summary(self, role: str = POLICY) -> str:
         """What a role's adapter is beside, and what share of the parameters that leaves frozen: one line."""
         names = [
-            (own_name(name), getattr(layer, "parameter_name", None))
+            (base_name(name), getattr(layer, "parameter_name", None))
             for name, layer in self.trunk.named_modules()
             if role in getattr(layer, "lora_A", ())
         ]
         layers = [name for name, parameter in names if parameter is None]
         matrices = [f"{name}.{parameter}" for name, parameter in names if parameter is not None]
-        beside = ", ".join([*ends_of(layers), *ends_of(matrices)])
+        beside = ", ".join([*name_endings(layers), *name_endings(matrices)])
         trained = sum(parameter.numel() for _, parameter in self.parameters(role))
         line = f"adapter: beside {beside} ({len(names)} matrices); {trained:,} parameters are trained, "
         line += f"{self.size / (self.size + trained):.2%} of all are frozen"
-        left = ends_of([name for name, count in self.matrices.items() if count == 3 and name not in matrices])
+        left = name_endings([name for name, count in self.matrices.items() if count == 3 and name not in matrices])
         return line + (f", the experts among them ({', '.join(left)}: name them in adapter.targets)" if left else "")
 
     def _check_reached(self, role: str, settings: "AdapterSettings") -> None:
@@ -164,19 +164,19 @@ class SharedBase:
         if not wrappers:
             return
         if settings.dropout:
-            ends = ", ".join(ends_of([f"{own_name(name)}.{x.parameter_name}" for name, x in wrappers.items()]))
+            ends = ", ".join(name_endings([f"{base_name(name)}.{x.parameter_name}" for name, x in wrappers.items()]))
             raise SurefootError(f"adapter.dropout={settings.dropout}: experts ({ends}) can't have one; set 0")
         read: set[str] = set()
         hooks = [x.register_forward_pre_hook(lambda *_, name=name: read.add(name)) for name, x in wrappers.items()]
         try:
-            with torch.no_grad(), quiet():
+            with torch.no_grad(), quiet_transformers():
                 self.trunk(input_ids=torch.zeros(1, 4, dtype=torch.long, device=next(self.trunk.parameters()).device))
         finally:
             for hook in hooks:
                 hook.remove()
         for name, wrapper in wrappers.items():
             if name not in read:
-                target = f"{own_name(name)}.{wrapper.parameter_name}"
+                target = f"{base_name(name)}.{wrapper.parameter_name}"
                 raise SurefootError(
                     f"adapter.targets={target!r}: {type(self.trunk).__name__} reads it past its module, so that an adapter "
                     "there does nothing; leave it out"
@@ -200,7 +200,7 @@ class SharedBase:
         self._check_same_experts(role, config)
         wanted = {p for p in self.trunk.parameters() if p.requires_grad}
         # its own start is drawn, and then overwritten; without contents nothing is drawn, nor can a generator's state be read
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.print else unmoved():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.hash else modules_stay():
             warnings.simplefilter("ignore")
             try:
                 inject_adapter_in_model(config, self.trunk, role)
@@ -216,7 +216,7 @@ class SharedBase:
         self.switch(self.active)
 
 
-class Playing:
+class ActiveAdapter:
     """A context that may be entered more than once: a recomputation may happen twice."""
 
     def __init__(self, base: SharedBase, role: str | None) -> None:
@@ -246,11 +246,11 @@ class RoleTrunk(nn.Module):
 
     def forward(self, **given: Any) -> Any:
         """What the trunk returns in this role."""
-        with self.base.playing(self.role):
+        with self.base.using(self.role):
             return self.reader(**given)
 
 
-class Noise:
+class DropoutGenerator:
     """A stream of random numbers on the device of whoever asks, that begins anew with every batch.
 
     Where it begins is derived from the run's seed, the batch and the rank. So there is nothing to save: one checkpoint is
@@ -259,14 +259,14 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.begin(0, 0)
+        self.start_batch(0, 0)
 
-    def begin(self, iteration: int, faults: int) -> None:
+    def start_batch(self, iteration: int, faults: int) -> None:
         """The next batch: after so many iterations, and so many updates in a row that were not taken."""
         self._now = derived_seed(self.seed, "batch", iteration, faults, rank())
         self._generator: torch.Generator | None = None
 
-    def on(self, device: torch.device) -> torch.Generator:
+    def generator(self, device: torch.device) -> torch.Generator:
         """The generator; always asked for on one device."""
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(self._now)
@@ -276,7 +276,7 @@ class Noise:
 class Dropout(nn.Module):
     """Dropout wherever a graph is made: policies stay in evaluation mode, and what is only judged has none."""
 
-    def __init__(self, rate: float, noise: Noise) -> None:
+    def __init__(self, rate: float, noise: DropoutGenerator) -> None:
         super().__init__()
         self.rate, self.noise = rate, noise
 
@@ -284,8 +284,17 @@ class Dropout(nn.Module):
         """Inputs of which some are 0, and the others larger."""
         if not torch.is_grad_enabled():
             return x
-        kept = torch.rand(x.shape, generator=self.noise.on(x.device), device=x.device) >= self.rate
+        kept = torch.rand(x.shape, generator=self.noise.generator(x.device), device=x.device) >= self.rate
         return x * kept / (1 - self.rate)
+
+
+def weights_hash(module: nn.Module) -> str:
+    """A hash of every weight by name."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:32]
 
 
 # ---- which layers -------------------------------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ def bare_matrices(trunk: nn.Module) -> dict[str, int]:
     return {name: p.dim() for name, p in named if p.dim() in (2, 3)}
 
 
-def ends_of(names: Iterable[str]) -> list[str]:
+def name_endings(names: Iterable[str]) -> list[str]:
     """The last words of names, as ``targets`` may have them; of a number or ``weight`` with what it belongs to."""
     found = set()
     for name in names:
@@ -317,18 +326,20 @@ def ends_of(names: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def resolved(targets: str | tuple[str, ...], linear: list[str], matrices: Iterable[str] = ()) -> tuple[list[str], list[str]]:
+def resolve_targets(
+    targets: str | tuple[str, ...], linear: list[str], matrices: Iterable[str] = ()
+) -> tuple[list[str], list[str]]:
     """Ends of names, as ``peft`` takes them: those that mean linear layers; and of the others those that mean bare matrices.
 
     Raises SurefootError for one that means neither.
     """
     if isinstance(targets, str):
-        return ends_of(linear), []
+        return name_endings(linear), []
     layers = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in linear)]
     others = [target for target in targets if target not in layers]
     for target in others:
         if not any(f".{name}".endswith(f".{target}") for name in matrices):
-            ends = [*ends_of(linear), *ends_of(matrices)]
+            ends = [*name_endings(linear), *name_endings(matrices)]
             known = did_you_mean(target, ends) or f"; it has: {', '.join(ends)}"
             raise SurefootError(f"adapter.targets={target!r}: the model's trunk has no linear layer of that name{known}")
     return layers, others
@@ -344,23 +355,23 @@ def lora_config(settings: "AdapterSettings", layers: list[str], matrices: list[s
     return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=layers, **options)  # type: ignore[arg-type]
 
 
-def plain_name(name: str, role: str) -> str:
+def peft_name(name: str, role: str) -> str:
     """A tensor's name without the role: as in the files of ``peft``."""
     return name.removesuffix(f".{role}.weight") + ".weight"
 
 
-def own_name(name: str) -> str:
+def base_name(name: str) -> str:
     """The name that a module or tensor has without adapters around it."""
     return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
 
 
-def adapted_parameter(layer: Any) -> str:
+def adapted_name(layer: Any) -> str:
     """Which of its base layer's parameters an adapter is beside."""
     return str(getattr(layer, "parameter_name", "weight"))
 
 
 @contextmanager
-def unmoved() -> Iterator[None]:
+def modules_stay() -> Iterator[None]:
     """Within, modules stay where they are made: ``peft`` moves its own to their layer's device, even if they are there, and
     those of tensors without contents can't be moved.
     """
@@ -387,10 +398,10 @@ def merged_state(model: nn.Module, role: str = POLICY) -> dict[str, Tensor] | No
     """
     if not has_adapters(model):
         return None
-    found = {own_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    found = {base_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     for name, layer in model.named_modules():
         if role in getattr(layer, "lora_A", ()):
-            adapted = f"{own_name(name)}.{adapted_parameter(layer)}"
+            adapted = f"{base_name(name)}.{adapted_name(layer)}"
             found[adapted] = found[adapted] + layer.get_delta_weight(role)
     return found
 
@@ -402,10 +413,10 @@ def merge(trunk: nn.Module, role: str = POLICY) -> None:
         if hasattr(layer, "lora_A"):
             plain: Any = layer.get_base_layer()
             if role in layer.lora_A:
-                getattr(plain, adapted_parameter(layer)).add_(layer.get_delta_weight(role))
-            if name == own_name(name):  # not one inside another, which goes with it
+                getattr(plain, adapted_name(layer)).add_(layer.get_delta_weight(role))
+            if name == base_name(name):  # not one inside another, which goes with it
                 parent, _, own = name.rpartition(".")
                 setattr(trunk.get_submodule(parent), own, plain)
-    if hasattr(trunk, CONTEXTS):
-        delattr(trunk, CONTEXTS)
+    if hasattr(trunk, CHECKPOINT_CONTEXTS):
+        delattr(trunk, CHECKPOINT_CONTEXTS)
     trunk.requires_grad_(True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import read_rows
-from surefoot.language.models.trained import LanguageModel
+from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.online.groups import with_signal
 from surefoot.language.rewards.terms import Reward, Scores
 
@@ -84,7 +84,7 @@ def accuracy(
         written, ended = model.generate_ended(
             rows.prompts, samples=each, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, greedy=greedy
         )
-        asked, whole = data.repeated(rows, range(count), each), torch.tensor(ended)
+        asked, whole = data.repeat_prompts(rows, range(count), each), torch.tensor(ended)
         scores = reward(asked.prompts, written, asked.columns)
         return scores, scores.total.where(whole | keep_cut, 0.0), whole
 

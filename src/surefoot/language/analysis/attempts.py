@@ -12,7 +12,7 @@ from torch import Tensor
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import pass_at_k
-from surefoot.language.data.datasets import repeated
+from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.answers import Answers
 from surefoot.language.online.world import LanguageWorld
 from surefoot.verifiers.extract import following
@@ -81,9 +81,9 @@ def attempted(world: LanguageWorld, attempts: Attempts) -> dict[str, Any]:
         own = [
             derived_seed(recipe.evaluation.seed, "greedy", row) for row in rows
         ]  # of the row, however many are read at a time
-        first = world.collector.answer(repeated(world.held_out, rows), own, greedy=True)
+        first = world.collector.answer(repeat_prompts(world.held_out, rows), own, greedy=True)
         seeds = [derived_seed(recipe.evaluation.seed, "attempt", row * n + sample) for row in rows for sample in range(n)]
-        drawn = world.collector.answer(repeated(world.held_out, rows, n), seeds, n)
+        drawn = world.collector.answer(repeat_prompts(world.held_out, rows, n), seeds, n)
         solved, missing = _right(world, first, attempts)
         greedy.append(solved)
         solved, more = _right(world, drawn, attempts)

@@ -14,12 +14,13 @@ from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import parse_value
 from surefoot.language.analysis.metrics import best_of_n_kl
 from surefoot.language.data import datasets as data
-from surefoot.language.data.dialogue import columns_of
-from surefoot.language.data.pairs import as_answer, pair_row
-from surefoot.language.models.loading import context_of
-from surefoot.language.models.trained import LanguageModel
+from surefoot.language.data.pairs import format_answer, pair_row
+from surefoot.language.data.rows import Row, read_rows
+from surefoot.language.data.tokens import columns_of
+from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.models.loading import context_length
 from surefoot.language.rewards.terms import FunctionReward, Prompt, Reward, WeightedSum, parts_of, reward_of
-from surefoot.language.sampling.sampler import before, sample
+from surefoot.language.sampling.sampler import cut_at_stop, sample
 from surefoot.recipes.language import RewardTerm, term_error
 
 NEVER = 2**53
@@ -130,7 +131,7 @@ def best_of_n(model: LanguageModel, path: str | Path, reward: Reward, drawing: D
 
     Raises SurefootError for rows that are no prompts or don't fit into the model's context, and when nothing is left to choose.
     """
-    prompts = _fitting(data.read_rows(path), model, drawing.max_tokens)
+    prompts = _fitting(read_rows(path), model, drawing.max_tokens)
     for part in parts_of(reward):
         if isinstance(part, FunctionReward):
             part.check_columns(prompts.columns)
@@ -141,7 +142,7 @@ def best_of_n(model: LanguageModel, path: str | Path, reward: Reward, drawing: D
     size = max(1, drawing.batch // n)
     for start in range(0, count, size):
         these = range(start, min(start + size, count))
-        asked = data.repeated(prompts, these, n)
+        asked = data.repeat_prompts(prompts, these, n)
         seeds = [derived_seed(drawing.seed, "best-of-n", row * n + number) for row in these for number in range(n)]
         drawn = sample(
             model.model,
@@ -155,7 +156,7 @@ def best_of_n(model: LanguageModel, path: str | Path, reward: Reward, drawing: D
             stop=drawing.stop,
             decode=model.tokens.decode,
         )
-        written = [before(model.tokens.decode(ids), drawing.stop) for ids in drawn.responses()]
+        written = [cut_at_stop(model.tokens.decode(ids), drawing.stop) for ids in drawn.responses()]
         scores = reward(asked.prompts, written, asked.columns)
         ended = drawn.ended.cpu()
         eligible = scores.valid & (ended | drawing.keep_cut)
@@ -204,14 +205,14 @@ def chosen_row(
         return None
 
     if not worst:
-        row = {"prompt": prompt, "completion": as_answer(prompt, responses[best]), "reward": rewards[best]}
+        row = {"prompt": prompt, "completion": format_answer(prompt, responses[best]), "reward": rewards[best]}
         return row | columns_of(prompt)
     return pair_row(prompt, responses[best], responses[last]) | {"reward": rewards[best], "reward_rejected": rewards[last]}
 
 
-def _fitting(rows: Sequence[data.Row], model: LanguageModel, max_tokens: int) -> data.Prompts:
+def _fitting(rows: Sequence[Row], model: LanguageModel, max_tokens: int) -> data.Prompts:
     """The prompts of a file, each of which leaves room for a response."""
-    prompts, context = data.prompts(rows, model.tokens, NEVER), context_of(model.model)
+    prompts, context = data.prompts(rows, model.tokens, NEVER), context_length(model.model)
     for row, ids in zip(rows, prompts.ids, strict=True):
         if context is not None and len(ids) + max_tokens > context:
             raise SurefootError(

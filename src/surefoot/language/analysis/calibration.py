@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
-from surefoot.language.models.policy import in_parts
+from surefoot.language.models.policy import in_micro_batches
 from surefoot.language.online.answers import Answers, placed, settled
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.language import LanguageRecipe
@@ -28,7 +28,7 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     """
     recipe, drawn = world.recipe, answers.samples
     inputs, mask = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}, drawn.mask
-    found = in_parts(world.policy, inputs, drawn.actions, mask, *world.collector.budget)
+    found = in_micro_batches(world.policy, inputs, drawn.actions, mask, *world.collector.budget)
     if found.values is None:
         return None
     scores = answers.scores(world.reward)
@@ -40,7 +40,7 @@ def calibration(world: LanguageWorld, answers: Answers) -> dict[str, Any] | None
     binary = earns_no_more(recipe) and at_end and bool(((earns == 0) | (earns == 1)).all())
     if binary and recipe.objective.gamma == 1:
         return {name: success(values[name][scores.valid], earns == 1) for name in MOMENTS}
-    ref_log_probs = in_parts(world.reference.log_probs, inputs, drawn.actions, mask, *world.collector.budget)
+    ref_log_probs = in_micro_batches(world.reference.log_probs, inputs, drawn.actions, mask, *world.collector.budget)
     rewards = kl_shaped_rewards(placed(scores, paid, drawn, recipe), found.log_probs, ref_log_probs, mask, world.collector.beta)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)

@@ -13,7 +13,7 @@ from surefoot.language.analysis.attempts import lines as attempt_lines
 from surefoot.language.analysis.calibration import calibration
 from surefoot.language.analysis.calibration import lines as calibration_lines
 from surefoot.language.analysis.metrics import win_rate
-from surefoot.language.data.sources import check_same
+from surefoot.language.data.rows import check_unchanged
 from surefoot.language.online.answers import Answers
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
@@ -70,12 +70,12 @@ def evaluate_run(
         told["config_changed"] = differences
     if not isinstance(world, LanguageWorld):
         if isinstance(world, SupervisedWorld):
-            check_same(trees.get("sources", {}), world.frozen)
+            check_unchanged(trees.get("sources", {}), world.frozen)
         load_trained(world.policy, trees["agent"], checkpoint)
         judged = world.evaluate()
         assert judged is not None
         return told | dict(judged.metrics)
-    check_same(trees.get("sources", {}), world.frozen)
+    check_unchanged(trees.get("sources", {}), world.frozen)
     # The policy as it was loaded is the model that training started from. A reward that is no verifier is refused first.
     solved = {} if attempts is None else {"samples": attempts.samples, "start": attempted(world, attempts)}
     before, start = _judged(world, world.answers())

@@ -5,17 +5,17 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from surefoot.language.data.dialogue import Messages, columns_of
+from surefoot.language.data.tokens import Messages, columns_of
 
 if TYPE_CHECKING:
-    from surefoot.language.models.trained import LanguageModel
+    from surefoot.language.models.language_model import LanguageModel
 
 Prompt = str | Messages
 Pair = tuple[Any, str, str]
 """a prompt and two answers"""
 
 
-def two_answers(
+def sample_pairs(
     model: "LanguageModel",
     prompts: Sequence[Any],
     *,
@@ -51,16 +51,16 @@ def prefers_first(first: float, second: float, noise: float, draw: random.Random
 
 def pair_row(prompt: Prompt, chosen: str, rejected: str) -> dict[str, Any]:
     """A row of pairs as ``kind = "reward"`` and ``kind = "dpo"`` read it."""
-    answers = {"chosen": as_answer(prompt, chosen), "rejected": as_answer(prompt, rejected)}
+    answers = {"chosen": format_answer(prompt, chosen), "rejected": format_answer(prompt, rejected)}
     return {"prompt": prompt, **answers, **columns_of(prompt)}
 
 
-def as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+def format_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
     """An answer in the shape of its prompt: text after text, a message after messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def as_text(answer: str | list[dict[str, str]]) -> str:
+def answer_text(answer: str | list[dict[str, str]]) -> str:
     """What such an answer says."""
     return answer if isinstance(answer, str) else str(answer[-1]["content"])
 

@@ -1,15 +1,20 @@
-"""Files of rows: JSONL, Parquet, or a folder that ``datasets`` saved; every row knows where it stands."""
+"""Read and write files of rows: JSONL, Parquet, or a folder that ``datasets`` saved."""
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import write_text
-from surefoot.language.optional import needed
+from surefoot.language.extras import require_package
 
+TOOLS, SETTINGS = "tools", "chat_template_kwargs"
+"""columns that belong to the messages of their row"""
+CALLS, WEIGHT = "tool_calls", "weight"
+"""keys of a message: what may stand in place of its content, and whether the loss is on it, 1 or 0"""
 RENDERED = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 """columns that a chat template may read"""
 
@@ -39,7 +44,7 @@ def read_rows(path: str | Path) -> list[Row]:
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        rows = _saved(path)
+        rows = _saved_dataset(path)
     elif not path.exists():
         beside = [str(found) for found in path.parent.iterdir()] if path.parent.is_dir() else []
         raise SurefootError(f"{path}: no such file{did_you_mean(str(path), beside)}")
@@ -69,30 +74,30 @@ def _jsonl(path: Path) -> list[Row]:
         except (ValueError, RecursionError) as error:
             raise SurefootError(f"{where}: is not JSON ({cause_of(error)}); write one object per line") from None
         if not isinstance(columns, dict):
-            raise SurefootError(f"{where}: is {kind_of(columns)}; write one JSON object per line")
+            raise SurefootError(f"{where}: is {json_type(columns)}; write one JSON object per line")
         rows.append(Row(columns, where, str(path)))
     return rows
 
 
 def _parquet(path: Path) -> list[Row]:
-    needed("pyarrow", f"{path}: reading Parquet")
+    require_package("pyarrow", f"{path}: reading Parquet")
     from pyarrow import ArrowException, parquet
 
     try:
         columns = parquet.read_table(path, partitioning=None).to_pylist()
     except (ArrowException, OSError, ValueError) as error:
         raise SurefootError(f"{path}: is no Parquet file that can be read ({cause_of(error)})") from None
-    return _numbered(path, columns)
+    return _number_rows(path, columns)
 
 
-def _saved(folder: Path) -> list[Row]:
+def _saved_dataset(folder: Path) -> list[Row]:
     """Rows of ``Dataset.save_to_disk``: Arrow streams, which ``state.json`` lists."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(found.name for found in folder.iterdir() if (found / "state.json").is_file())
         raise SurefootError(f"{folder}: holds a folder per split ({', '.join(splits) or 'none is there'}); give one of them")
     if not (folder / "state.json").is_file():
         raise SurefootError(f"{folder}: is a folder that datasets did not save (no state.json); give a .jsonl or .parquet file")
-    needed("pyarrow", f"{folder}: reading Arrow files")
+    require_package("pyarrow", f"{folder}: reading Arrow files")
     from pyarrow import ArrowException, ipc
 
     columns: list[dict[str, Any]] = []
@@ -103,14 +108,14 @@ def _saved(folder: Path) -> list[Row]:
                 columns += stream.read_all().to_pylist()
     except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise SurefootError(f"{folder}: can't be read ({cause_of(error)}); save the data set again") from None
-    return _numbered(folder, columns)
+    return _number_rows(folder, columns)
 
 
-def _numbered(path: Path, columns: Iterable[dict[str, Any]]) -> list[Row]:
-    return [Row(_plain(row), f"{path}, row {number}", str(path)) for number, row in enumerate(columns, start=1)]
+def _number_rows(path: Path, columns: Iterable[dict[str, Any]]) -> list[Row]:
+    return [Row(_restore_nulls(row), f"{path}, row {number}", str(path)) for number, row in enumerate(columns, start=1)]
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
+def _restore_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """A row of a file with a schema, in which every message and tool has the keys of all: as it was before they were added."""
     return {name: _without_nulls(value) if name in RENDERED else value for name, value in row.items()}
 
@@ -121,9 +126,101 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def kind_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """What a value of JSON is, in words."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+def require_columns(row: Row, names: Sequence[str], shape: str) -> None:
+    for name in names:
+        if name not in row.columns:
+            there = ", ".join(map(repr, row.columns)) or "none"
+            raise SurefootError(f"missing column {name!r}{did_you_mean(name, row.columns)}; {shape}; columns here: {there}")
+
+
+def text_or_messages(row: Row, name: str) -> str | list[dict[str, Any]]:
+    """Text, or messages."""
+    value = row.columns[name]
+    return messages_column(row, name) if isinstance(value, list) else text_column(row, name, "text or a list of messages")
+
+
+def text_column(row: Row, name: str, wanted: str = "text") -> str:
+    value = row.columns[name]
+    if not isinstance(value, str):
+        raise SurefootError(f"column {name!r} is {json_type(value)}; it must be {wanted}")
+    return value
+
+
+def messages_column(row: Row, name: str) -> list[dict[str, Any]]:
+    """A conversation: objects with a role and a content, in place of which tools may be called.
+
+    Keys that are null (Parquet fills them in) are left out.
+    """
+    value = row.columns[name]
+    if not isinstance(value, list):
+        raise SurefootError(f"column {name!r} is {json_type(value)}; it must be a list of messages")
+    if not value:
+        raise SurefootError(f"column {name!r} is an empty list; it must hold at least one message")
+    for index, message in enumerate(value):
+        place = f"column {name!r}, message {index + 1}"
+        if not isinstance(message, dict):
+            raise SurefootError(f"{place} is {json_type(message)}; a message is an object with a role and a content")
+        calls = message.get(CALLS) or []
+        if not isinstance(calls, list):
+            raise SurefootError(f"{place}: {CALLS!r} is {json_type(calls)}; it must be a list")
+        for key in ("role", "content"):
+            if key == "content" and message.get(key) is None and calls and message["role"] == "assistant":
+                continue
+            if key not in message:
+                raise SurefootError(f"{place} has no {key!r}; a message is an object with a role and a content")
+            if not isinstance(message[key], str):
+                raise SurefootError(f"{place}: {key!r} is {json_type(message[key])}; it must be text")
+        check_weight(message, place)
+    return [{key: part for key, part in message.items() if part is not None and (key != CALLS or part)} for message in value]
+
+
+def check_same_kind(parts: Mapping[str, str | list[dict[str, Any]]]) -> None:
+    """All text, or all messages."""
+    if len({isinstance(part, str) for part in parts.values()}) > 1:
+        kinds = ", ".join(f"{name!r} is {'text' if isinstance(part, str) else 'messages'}" for name, part in parts.items())
+        raise SurefootError(f"columns differ: {kinds}; make all text, or all messages")
+
+
+def check_weight(message: Mapping[str, Any], place: str) -> None:
+    """Raise SurefootError where a message has a weight other than 0 and 1, or one that would train what others wrote."""
+    weight = message.get(WEIGHT)
+    if weight is None:
+        return
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise SurefootError(f"{place}: {WEIGHT!r} is {weight!r:.40}; it must be 0 (not trained) or 1")
+    if weight and message["role"] != "assistant":
+        raise SurefootError(f"{place}: {WEIGHT!r} is 1, but only messages of the assistant are trained; remove it")
+
+
+def rows_hash(rows: Iterable[object]) -> str:
+    """A hash of rows and their order."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(f"{row}\n".encode())
+    return found.hexdigest()[:32]
+
+
+def check_row_count(train: str, before: int, now: int) -> None:
+    """Raise SurefootError where ``data.train`` has another number of rows than at the checkpoint."""
+    if before != now:
+        raise SurefootError(
+            f"data.train={train!r}: had {before} rows at the checkpoint and has {now} now; bring the old file back"
+        )
+
+
+def check_unchanged(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise SurefootError where something is not what it was at the checkpoint. Both: what it is, by field and value."""
+    for name, seen in now.items():
+        if before.get(name, seen) != seen:
+            raise SurefootError(
+                f"{name}: is not what it was at the checkpoint (its content has changed since); bring the old one back, or "
+                "begin a new run"
+            )

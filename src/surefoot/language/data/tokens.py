@@ -1,12 +1,11 @@
 """Text to token ids and back: what is padded with, what ends a response, what of a conversation is trained.
 
-Prompts are padded left and responses right; a mask says what is real (True), so which id pads never matters to a model.
-"""
+Prompts are padded left and responses right; a mask says what is real (True), so which id pads never matters to a model."""
 
 import hashlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +13,37 @@ from torch import Tensor
 
 from surefoot.core.rollout import Rollout
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.data.dialogue import WEIGHT, Dialogue, options_of
-from surefoot.language.data.dialogue import Messages as Messages
+from surefoot.language.data.rows import SETTINGS, TOOLS, WEIGHT
 from surefoot.language.rewards.deadline import Overdue, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Dialogue(list[Mapping[str, Any]]):
+    """A list of messages that brings its own tools and settings to the chat template, wherever it is rendered.
+
+    options   what the template gets by name, ``tools`` among them
+    """
+
+    def __init__(self, messages: Iterable[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        super().__init__(messages)
+        self.options = options
+
+
+def options_of(prompt: str | Messages) -> Mapping[str, Any]:
+    """What the chat template gets beside the messages; nothing for plain lists and for text."""
+    return prompt.options if isinstance(prompt, Dialogue) else {}
+
+
+def columns_of(prompt: str | Messages) -> dict[str, Any]:
+    """The columns that a row with this prompt needs, so that it is rendered again as it was."""
+    settings = dict(options_of(prompt))
+    tools = settings.pop(TOOLS, None)
+    return {name: value for name, value in ((TOOLS, tools), (SETTINGS, settings)) if value}
+
 
 RENDERING = 10.0
 """seconds that a chat template may take for one conversation"""
@@ -257,12 +281,12 @@ def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int
     return next(i for i in candidates if i not in eos_ids)
 
 
-def text_of(prompt: str | Messages) -> str:
+def prompt_text(prompt: str | Messages) -> str:
     """A prompt as a person or a reward reads it: text as it is, of a conversation the last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def shown(tokens: Tokens, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+def decode_row(tokens: Tokens, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
     """A row of a rollout as a person reads it: ``prompt``, and ``tokens``, a string for each step; special ones by name."""
     prompt = rollout.inputs["prompt"][row][rollout.inputs["prompt_mask"][row]]
     decode = tokens.tokenizer.decode

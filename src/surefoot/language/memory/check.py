@@ -3,35 +3,43 @@
 Twice, and each time with nothing but what is certain then. Before weights are read: those of all roles with gradients and
 moments, by exact parameter counts. Once the rows are known: the same and the passes through them. What is not known before (how
 long responses become) is taken as short as it can be, and what is counted may be off by 15 %, so that no run is refused that
-would fit.
-"""
+would fit."""
 
 import math
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
 from surefoot.language.adapters.files import BASE, adapter_folder
-from surefoot.language.memory.estimate import Estimate, Setup, alternatives, estimated, fewer, staying, staying_bytes
-from surefoot.language.memory.passes import Parts
-from surefoot.language.memory.room import available
-from surefoot.language.memory.shapes import counted, depth
-from surefoot.language.models.loading import config_of
+from surefoot.language.memory.estimate import (
+    Estimate,
+    Workload,
+    alternatives,
+    estimate,
+    permanent,
+    permanent_bytes,
+    with_prompts,
+)
+from surefoot.language.memory.passes import BatchShape, count_parameters, layer_count
+from surefoot.language.models.language_model import model_folder
+from surefoot.language.models.loading import load_config
 from surefoot.language.models.policy import CHUNK
-from surefoot.language.models.trained import model_folder
 from surefoot.language.rewards.terms import BATCH_TOKENS
 from surefoot.recipes.language import AdapterSettings, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe, SupervisedRecipe
 
-Measure = Callable[[Setup], int]
+Measure = Callable[[Workload], int]
 
 TOLERANCE = 0.15
 """share of the passes' bytes by which a count may be off; docs/benchmarks/memory.md has what was measured"""
 
 
-class Room:
+class MemoryCheck:
     """The memory that a run finds, measured before it takes any.
 
     recipe   of a run
@@ -41,15 +49,15 @@ class Room:
 
     def __init__(self, recipe: ModelRecipe) -> None:
         self.recipe = recipe
-        self.setup = setup_of(recipe) if recipe.check_memory else None
-        self.available = available(recipe.device) if recipe.check_memory else None
-        self.full: Setup | None = None
+        self.setup = known_workload(recipe) if recipe.check_memory else None
+        self.available = available_memory(recipe.device) if recipe.check_memory else None
+        self.full: Workload | None = None
         """with rows as long as they may become, once they are known"""
         if self.setup is None or self.available is None:
             return
-        need = staying_bytes(self.setup)
+        need = permanent_bytes(self.setup)
         if need > self.available:
-            self._refuse(self.setup, need, "for weights, gradients and Adam's moments alone", staying_bytes)
+            self._refuse(self.setup, need, "for weights, gradients and Adam's moments alone", permanent_bytes)
 
     def check(
         self,
@@ -74,40 +82,42 @@ class Room:
         """
         if self.setup is None or self.available is None:
             return []
-        shown, taught = (None if rows is None else Parts(*rows) for rows in (demonstrated, mixed))
+        shown, taught = (None if rows is None else BatchShape(*rows) for rows in (demonstrated, mixed))
         full = replace(self.setup, prompt=prompt, response=most, evaluated=evaluated, demonstrated=shown, mixed=taught)
         self.full = full
-        if rough(full) <= self.available:
+        if upper_bound(full) <= self.available:
             return []
         least = replace(full, response=response, rounds=1)
-        found = estimated(least)
-        if surely(found) > self.available:
-            self._refuse(least, running(found), f"({told(found)})", lambda other: running(estimated(other)))
-        whole = estimated(full)
+        found = estimate(least)
+        if least_needed(found) > self.available:
+            self._refuse(least, running_peak(found), f"({peak_text(found)})", lambda other: running_peak(estimate(other)))
+        whole = estimate(full)
         if whole.peak <= self.available:
             return []
-        knob, _ = self._knob(full, lambda other: estimated(other).peak)
+        knob, _ = self._knob(full, lambda other: estimate(other).peak)
         helps = f"; {knob} would help" if knob else ""
-        return [f"memory: may need {size(whole.peak)} (in {whole.worst}) and {size(self.available)} are there{helps}"]
+        return [f"memory: may need {readable(whole.peak)} (in {whole.worst}) and {readable(self.available)} are there{helps}"]
 
-    def lines(self) -> list[str]:
+    def summary(self) -> list[str]:
         """What a dry run tells of memory: the peak, when it comes, and what there is."""
         if self.full is None or self.available is None:
             return []
-        found = estimated(self.full)
-        return [f"memory: {size(running(found))} at its peak ({told(found)}), {size(self.available)} available"]
+        found = estimate(self.full)
+        return [
+            f"memory: {readable(running_peak(found))} at its peak ({peak_text(found)}), {readable(self.available)} available"
+        ]
 
-    def _refuse(self, setup: Setup, need: int, what: str, measure: Measure) -> NoReturn:
+    def _refuse(self, setup: Workload, need: int, what: str, measure: Measure) -> NoReturn:
         assert self.available is not None
         knob, after = self._knob(setup, measure)
         enough = "" if after <= self.available else ", still too much"
-        remedy = f"set {knob} ({size(after)}{enough})" if knob else "use a smaller model or a larger machine"
+        remedy = f"set {knob} ({readable(after)}{enough})" if knob else "use a smaller model or a larger machine"
         raise SurefootError(
-            f"memory: this run needs {size(need)} {what}, and device={self.recipe.device!r} has {size(self.available)} "
+            f"memory: this run needs {readable(need)} {what}, and device={self.recipe.device!r} has {readable(self.available)} "
             f"available; {remedy}, or check_memory = false to try all the same"
         )
 
-    def _knob(self, setup: Setup, measure: Measure) -> tuple[str, int]:
+    def _knob(self, setup: Workload, measure: Measure) -> tuple[str, int]:
         """What would help most: of what is enough the first, which costs least; else what saves most."""
         assert self.available is not None
         before = least = measure(setup)
@@ -119,7 +129,7 @@ class Room:
             if after < least:
                 best, least = name, after
         for prompts in self._fewer_prompts(setup, before, measure):
-            after = measure(fewer(setup, prompts))
+            after = measure(with_prompts(setup, prompts))
             if after < least:
                 rows = f" and evaluation.rows = {prompts}" if setup.evaluated > prompts else ""
                 best, least = f"sampling.prompts = {prompts}{rows}", after
@@ -127,7 +137,7 @@ class Room:
                 break
         return best, least
 
-    def _fewer_prompts(self, setup: Setup, before: int, measure: Measure) -> Iterator[int]:
+    def _fewer_prompts(self, setup: Workload, before: int, measure: Measure) -> Iterator[int]:
         """Numbers that may be few enough, the largest first: powers of two times the fewest that the minibatches divide.
 
         Bytes are nearly a line in the number of prompts.
@@ -138,7 +148,7 @@ class Room:
         fewest = minibatches // math.gcd(minibatches, setup.samples)
         if setup.kind != "language" or prompts <= fewest:
             return
-        each = (before - measure(fewer(setup, prompts // 2))) / (prompts - prompts // 2)
+        each = (before - measure(with_prompts(setup, prompts // 2))) / (prompts - prompts // 2)
         if each <= 0:
             return
         wanted = min(prompts // 2, prompts - int((before - self.available) / each))
@@ -146,29 +156,29 @@ class Room:
         yield from (fewest * power // 2**step for step in range(4) if power >= 2**step)
 
 
-def planned(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: int = 0) -> Setup:
+def workload_of(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: int = 0) -> Workload:
     """What a recipe comes to with rows of these lengths.
 
     Raises SurefootError where a model's configuration can't be read.
     """
-    return replace(_setup_of(recipe), prompt=prompt, response=response, evaluated=evaluated)
+    return replace(_workload_of(recipe), prompt=prompt, response=response, evaluated=evaluated)
 
 
-def setup_of(recipe: ModelRecipe) -> Setup | None:
+def known_workload(recipe: ModelRecipe) -> Workload | None:
     """What a recipe comes to before its rows are read; None where a model can't be read, which those who load it will say, or
     is made by code of its own.
     """
     try:
-        setup = _setup_of(recipe)
-        staying(setup)
+        setup = _workload_of(recipe)
+        permanent(setup)
     except Exception:
         return None
     return setup
 
 
-def _setup_of(recipe: ModelRecipe) -> Setup:
+def _workload_of(recipe: ModelRecipe) -> Workload:
     def config(name: str) -> Any:
-        return config_of(model_folder(name), trust_remote_code=recipe.trust_remote_code)
+        return load_config(model_folder(name), trust_remote_code=recipe.trust_remote_code)
 
     policy, settings = config(recipe.model), recipe.optimizer
     common: dict[str, Any] = {
@@ -185,15 +195,15 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
         common |= {"rows": recipe.data.batch, "responses": recipe.data.batch, "prompt": 1, "response": 1}
         if isinstance(recipe, DpoRecipe):
             name = recipe.reference.model
-            return Setup(kind="dpo", **common, reference=None if name is None else config(name))
+            return Workload(kind="dpo", **common, reference=None if name is None else config(name))
         kind: Any = "reward" if isinstance(recipe, RewardRecipe) else "sft"
-        return Setup(kind=kind, **common)
+        return Workload(kind=kind, **common)
     named = recipe.reference.model
     reference = policy if named is None and recipe.adapter is None else None if named is None else config(named)
     names = [term.model for term in recipe.reward.terms if term.model is not None]
-    beside = {name: found for name in names if (found := _beside(recipe, name)) is not None}
+    beside = {name: found for name in names if (found := _reward_adapter(recipe, name)) is not None}
     reuse, critic, start = recipe.objective.reuse, recipe.objective.baseline == "critic", recipe.critic.start
-    return Setup(
+    return Workload(
         kind="language",
         **common,
         value="none" if not critic else "own" if recipe.critic.own_model else "head",
@@ -212,7 +222,7 @@ def _setup_of(recipe: ModelRecipe) -> Setup:
     )
 
 
-def _beside(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
+def _reward_adapter(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
     """The adapter of a reward model that was trained on the recipe's own base, by its path; None for any other."""
     folder = adapter_folder(name) if recipe.adapter is not None else None
     if folder is None:
@@ -225,39 +235,39 @@ def _beside(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
         return AdapterSettings(rank=config["r"], alpha=config["lora_alpha"], targets=targets)
 
 
-def surely_read(lengths: Sequence[int], read: int) -> int:
+def guaranteed_length(lengths: Sequence[int], read: int) -> int:
     """Tokens of the longest row, where all are read; else of the mean one, than which some row read is no shorter."""
     return max(lengths) if read >= len(lengths) else sum(lengths) // len(lengths)
 
 
-def running(found: Estimate) -> int:
+def running_peak(found: Estimate) -> int:
     """The peak without saving: a run that is not written down saves nothing."""
     return max(found.at(phase) for phase in found.phases if phase != "saving")
 
 
-def surely(found: Estimate) -> int:
+def least_needed(found: Estimate) -> int:
     """What a run needs even if the passes are counted too high by as much as they are known to be."""
-    return found.stays + int((1 - TOLERANCE) * (running(found) - found.stays))
+    return found.stays + int((1 - TOLERANCE) * (running_peak(found) - found.stays))
 
 
-def told(found: Estimate) -> str:
+def peak_text(found: Estimate) -> str:
     """What stays and what the largest phase adds."""
     worst = max((phase for phase in found.phases if phase != "saving"), key=found.at)
-    return f"{size(found.stays)} that stay and {size(found.phases[worst].total)} while {worst}"
+    return f"{readable(found.stays)} that stay and {readable(found.phases[worst].total)} while {worst}"
 
 
-def size(count: float) -> str:
+def readable(count: float) -> str:
     """Bytes as people read them: 10⁹ to a GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
-def rough(setup: Setup) -> int:
+def upper_bound(setup: Workload) -> int:
     """More bytes than a run can need, in no time: 40 numbers per token, layer and unit of its width, where a Llama has 10 to
     25, scores of attention included, and a few times all logits that are held.
     """
     largest = 0
     for config in {id(c): c for c in (setup.policy, setup.critic, setup.reference, *setup.rewards) if c is not None}.values():
-        text, known, layers = config.get_text_config(), counted(config), depth(config)
+        text, known, layers = config.get_text_config(), count_parameters(config), layer_count(config)
         wide = max(known.width, int(getattr(text, "intermediate_size", 0) or 4 * known.width))
         heads = int(getattr(text, "num_attention_heads", 1) or 1)
         learned, width = setup.micro(max(setup.rows, setup.evaluated)), setup.prompt + max(setup.response, setup.max_tokens)
@@ -268,4 +278,86 @@ def rough(setup: Setup) -> int:
         each = layers * (40 * wide + 8 * heads * width)
         logits = 8 * (texts * known.vocabulary + CHUNK) + 8 * known.total
         largest += 4 * (tokens * each + logits)
-    return staying_bytes(setup) + largest + setup.held
+    return permanent_bytes(setup) + largest + setup.held
+
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Bytes that can still be taken; None where nothing says.
+
+    On a CPU the least of what the machine has left (swap included: it is slow, but the run would fit), what the control groups
+    of the process allow, and what is left of its limit of address space (``ulimit -v``). On a GPU what its driver says.
+    """
+    kind, _, _ = device.partition(":")
+    if kind == "cuda":
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    if kind == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    known = [machine_memory(proc), address_space(proc), *(group_memory(folder) for folder in control_groups(proc, cgroups))]
+    return min((size for size in known if size is not None), default=None)
+
+
+def machine_memory(proc: Path = PROC) -> int | None:
+    """What the machine has left, by the kernel's own estimate, and its swap."""
+    fields = _fields(proc / "meminfo")
+    if "MemAvailable" not in fields:
+        return None
+    return fields["MemAvailable"] + fields.get("SwapFree", 0)
+
+
+def address_space(proc: Path = PROC) -> int | None:
+    """What is left of the process's limit of address space; None without one."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - _fields(proc / "self" / "status").get("VmSize", 0))
+
+
+def control_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Path]:
+    """The folders of the groups whose limits hold for this process, of version 1 and 2, from its own up to the root.
+
+    In a container the path may be the host's; then the root that is seen is the container's own group.
+    """
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroups / "memory" if controllers else cgroups
+        here = root / path.strip("/")
+        found += [folder for folder in (here, *here.parents) if folder == root or root in folder.parents]
+    return found
+
+
+def group_memory(group: Path) -> int | None:
+    """What a control group still allows, files in memory that can be dropped counted as free; None without a limit."""
+    for limit, used, dropped in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, now = int((group / limit).read_text()), int((group / used).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        return max(0, most - now + _fields(group / "memory.stat", 1).get(dropped, 0))
+    return None
+
+
+def _fields(path: Path, unit: int = 1024) -> dict[str, int]:
+    """Lines such as ``MemAvailable:   1234 kB`` as bytes."""
+    found: dict[str, int] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        words = line.replace(":", " ").split()
+        if len(words) > 1 and words[1].isdigit():
+            found[words[0]] = int(words[1]) * unit
+    return found

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surefoot.core.algorithms import REINFORCE, Objective
 from surefoot.language.memory import passes
-from surefoot.language.memory.passes import Parts, Passing, Switches
-from surefoot.language.memory.shapes import Counted, adapter_size, counted
+from surefoot.language.memory.passes import BatchShape, ParameterCounts, PassMemory, PassOptions, adapter_size, count_parameters
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.rewards.terms import BATCH_TOKENS
 
@@ -52,7 +51,7 @@ SAMPLE_BYTES = 28
 
 
 @dataclass(frozen=True)
-class Setup:
+class Workload:
     """All that decides how much memory a run takes."""
 
     kind: Kind
@@ -83,9 +82,9 @@ class Setup:
     """tokens of a response at most: room for them is taken before the first is drawn"""
     evaluated: int = 0
     """held-out rows"""
-    demonstrated: Parts | None = None
+    demonstrated: BatchShape | None = None
     """demonstrations whose likelihood is watched, all of them"""
-    mixed: Parts | None = None
+    mixed: BatchShape | None = None
     """demonstrations that every update learns from"""
     rounds: int = 1
     """of sampling, at most, in an iteration"""
@@ -106,9 +105,9 @@ class Setup:
         """Answers in a row."""
         return 2 if self.kind in ("reward", "dpo") else 1
 
-    def at_once(self, rows_of: Parts | None, batch: int | None = None) -> Parts:
+    def at_once(self, rows_of: BatchShape | None, batch: int | None = None) -> BatchShape:
         """What is read at once of demonstrations, of which ``batch`` are padded together."""
-        found = rows_of or Parts(0, 1, 0)
+        found = rows_of or BatchShape(0, 1, 0)
         rows = min(found.rows, self.micro_batch or batch or found.rows)
         if self.micro_batch_tokens is not None:
             rows = min(rows, max(1, self.micro_batch_tokens // max(1, found.width)))
@@ -119,22 +118,22 @@ class Setup:
         """Bytes of what further rounds have sampled, beside one batch: kept until groups enough have a signal."""
         return (self.rounds - 1) * self.responses * (PROMPT_BYTES * self.prompt + HELD_BYTES * self.max_tokens)
 
-    def micro(self, rows: int) -> Parts:
+    def micro(self, rows: int) -> BatchShape:
         """What is read at once of so many rows of full length."""
         read = self.width * self.sides
         if self.micro_batch_tokens is not None:
             rows = min(rows, max(1, self.micro_batch_tokens // max(1, read)))
         rows = min(rows, self.micro_batch or rows) * (2 if self.kind == "dpo" else 1)
-        return Parts(rows, self.width, 0 if self.kind == "reward" else self.response)
+        return BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response)
 
-    def switches(self, value: bool = True) -> Switches:
+    def switches(self, value: bool = True) -> PassOptions:
         """Of the policy's passes; without ``value`` those of the reference."""
-        vocabulary = max(1, counted(self.policy).vocabulary)
+        vocabulary = max(1, count_parameters(self.policy).vocabulary)
         apart = self.value == "own" and value and self.adapter is None
         own = (self.critic or self.policy) if apart else None
         role = self.value == "own" and value and self.adapter is not None
         chunk = max(1, CHUNK // vocabulary) if self.chunked else None
-        return Switches(
+        return PassOptions(
             own,
             self.value == "head" and value,
             self.bf16,
@@ -147,7 +146,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseMemory:
     """Bytes on top of what stays."""
 
     parts: dict[str, int]
@@ -163,7 +162,7 @@ class Estimate:
     """Bytes of a run. ``always`` is by role and part, ``phases`` by phase and part."""
 
     always: dict[str, dict[str, int]]
-    phases: dict[str, Phase]
+    phases: dict[str, PhaseMemory]
     uncounted: tuple[str, ...] = field(default=())
     """phases whose passes can't be made without contents; they stand with 0"""
 
@@ -187,72 +186,72 @@ class Estimate:
         return self.stays + self.phases[phase].total
 
 
-def trained(parameters: int) -> dict[str, int]:
+def trained_bytes(parameters: int) -> dict[str, int]:
     """Bytes of parameters that are trained, by part."""
     return {"weights": WEIGHT * parameters, "gradients": GRADIENT * parameters, "optimizer": MOMENTS * parameters}
 
 
-def frozen(parameters: int) -> dict[str, int]:
+def frozen_bytes(parameters: int) -> dict[str, int]:
     """Bytes of parameters that are only used, by part."""
     return {"weights": WEIGHT * parameters}
 
 
-def staying(setup: Setup) -> dict[str, dict[str, int]]:
+def permanent(setup: Workload) -> dict[str, dict[str, int]]:
     """What always stays, by role and part: from parameter counts alone, so that it takes no time to know."""
-    own = counted(setup.policy)
+    own = count_parameters(setup.policy)
     if setup.adapter is not None:
-        return _shared(setup, setup.adapter)
+        return _permanent_with_adapters(setup, setup.adapter)
     if setup.kind == "reward":
-        return {"reward": trained(own.trunk + own.width + 1)}
-    found = {"policy": trained(own.total)}
+        return {"reward": trained_bytes(own.trunk + own.width + 1)}
+    found = {"policy": trained_bytes(own.total)}
     if setup.value == "head":
-        found["value"] = trained(own.width + 1)
+        found["value"] = trained_bytes(own.width + 1)
     elif setup.value == "own":
-        critic = counted(setup.critic or setup.policy)
-        found["value"] = trained(critic.trunk + critic.width + 1)
+        critic = count_parameters(setup.critic or setup.policy)
+        found["value"] = trained_bytes(critic.trunk + critic.width + 1)
     if setup.reference is not None and setup.kind != "dpo":
-        found["reference"] = frozen(counted(setup.reference).total)
+        found["reference"] = frozen_bytes(count_parameters(setup.reference).total)
     if setup.rewards:
-        found["reward"] = frozen(sum(_scalar(counted(config)) for config in setup.rewards))
+        found["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in setup.rewards))
     return found
 
 
-def _shared(setup: Setup, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
+def _permanent_with_adapters(setup: Workload, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
     """The same where the weights are frozen and all roles are adapters beside them."""
-    own, size = counted(setup.policy), adapter_size(setup.policy, adapter)
+    own, size = count_parameters(setup.policy), adapter_size(setup.policy, adapter)
     head = own.width + 1
     if setup.kind == "reward":
-        return {"base": frozen(own.trunk), "reward": trained(size + head)}
-    found = {"base": frozen(own.total), "policy": trained(size)}
+        return {"base": frozen_bytes(own.trunk), "reward": trained_bytes(size + head)}
+    found = {"base": frozen_bytes(own.total), "policy": trained_bytes(size)}
     if setup.value != "none":
-        found["value"] = trained(head + (size if setup.value == "own" else 0))
+        found["value"] = trained_bytes(head + (size if setup.value == "own" else 0))
     if setup.reference is not None and setup.kind != "dpo":
-        found["reference"] = frozen(counted(setup.reference).total)
-    rewards = sum(_scalar(counted(config)) for config in setup.rewards)
+        found["reference"] = frozen_bytes(count_parameters(setup.reference).total)
+    rewards = sum(_reward_size(count_parameters(config)) for config in setup.rewards)
     rewards += sum(adapter_size(setup.policy, other) + head for other in setup.reward_adapters)
-    return found | ({"reward": frozen(rewards)} if rewards else {})
+    return found | ({"reward": frozen_bytes(rewards)} if rewards else {})
 
 
-def staying_bytes(setup: Setup) -> int:
+def permanent_bytes(setup: Workload) -> int:
     """The sum of what always stays."""
-    return sum(sum(parts.values()) for parts in staying(setup).values())
+    return sum(sum(parts.values()) for parts in permanent(setup).values())
 
 
-def estimated(setup: Setup) -> Estimate:
+def estimate(setup: Workload) -> Estimate:
     """All of it. Takes a second or so for each of the phases."""
-    return _Estimating(setup).whole()
+    return _Estimator(setup).whole()
 
 
-class _Estimating:
+class _Estimator:
     """The phases of one setup."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Workload) -> None:
         self.setup = setup
         self.failed: list[str] = []
 
     def whole(self) -> Estimate:
         s = self.setup
-        always = staying(s)
+        always = permanent(s)
         always["data"] = {"rollout": self.rollout}
         found = {"learning": self.learning()}
         if s.kind == "language":
@@ -264,7 +263,7 @@ class _Estimating:
         if s.kind == "dpo":
             found["asking the reference"] = self.asking()
         moments = sum(parts.get("optimizer", 0) for parts in always.values())
-        found["saving"] = Phase({"copies": moments})
+        found["saving"] = PhaseMemory({"copies": moments})
         return Estimate(always, found, tuple(self.failed))
 
     @cached_property
@@ -275,10 +274,10 @@ class _Estimating:
             return s.responses * (PROMPT_BYTES * s.width * s.sides + ROLLOUT_BYTES[s.kind])
         return s.responses * (PROMPT_BYTES * s.prompt * s.sides + ROLLOUT_BYTES[s.kind] * max(1, s.response))
 
-    def learning(self) -> Phase:
+    def learning(self) -> PhaseMemory:
         s = self.setup
         if s.kind == "reward":
-            found = self.tried("learning", lambda: passes.choosing(s.policy, s.objective, s.switches(), s.micro(s.rows)))
+            found = self.tried("learning", lambda: passes.pair_learning(s.policy, s.objective, s.switches(), s.micro(s.rows)))
         else:
             found = self.tried("learning", lambda: passes.learning(s.policy, s.objective, s.switches(), s.micro(s.rows)))
         if s.mixed is not None:
@@ -289,82 +288,82 @@ class _Estimating:
         copies = 0
         if s.rows < s.responses:
             copies = s.responses * (PROMPT_BYTES * s.prompt + BATCH_BYTES * s.response)
-        return Phase({**parts, "logits and work": found.peak - sum(found.kept.values()), "batch": copies})
+        return PhaseMemory({**parts, "logits and work": found.peak - sum(found.kept.values()), "batch": copies})
 
-    def asking(self) -> Phase:
+    def asking(self) -> PhaseMemory:
         """What a reference says of answers: its weights are there for that time alone."""
         s = self.setup
         other, read = s.reference or s.policy, s.micro(s.rows)
         found = self.tried("asking the reference", lambda: passes.scoring(other, s.switches(value=False), read))
         copied = s.adapter is None or s.reference is not None
-        return Phase({"reference": WEIGHT * counted(other).total if copied else 0, "passes": found.peak})
+        return PhaseMemory({"reference": WEIGHT * count_parameters(other).total if copied else 0, "passes": found.peak})
 
-    def sampling(self) -> Phase:
+    def sampling(self) -> PhaseMemory:
         s = self.setup
         phases = [self._drawing(s.responses // s.samples, s.samples)]
         if s.evaluated > s.responses // s.samples:  # else it takes no more than sampling for training
             phases.append(self._drawing(s.evaluated, 1))
         found = max(phases, key=lambda phase: phase.total)
-        return Phase({**found.parts, "earlier rounds": s.held}) if s.held else found
+        return PhaseMemory({**found.parts, "earlier rounds": s.held}) if s.held else found
 
-    def _drawing(self, prompts: int, samples: int) -> Phase:
+    def _drawing(self, prompts: int, samples: int) -> PhaseMemory:
         s = self.setup
-        read = self.tried("sampling", lambda: passes.reading(s.policy, prompts, s.prompt, s.adapter))
+        read = self.tried("sampling", lambda: passes.prompt_reading(s.policy, prompts, s.prompt, s.adapter))
         last = self.tried(
             "sampling", lambda: passes.decoding(s.policy, prompts, samples, s.prompt, s.max_tokens, s.temperature, s.adapter)
         )
         rows = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
         if read.peak > last.peak:
-            return Phase({"reading prompts": read.peak, "batch": rows})
-        return Phase({**last.kept, "logits and work": last.peak - sum(last.kept.values()), "batch": rows})
+            return PhaseMemory({"reading prompts": read.peak, "batch": rows})
+        return PhaseMemory({**last.kept, "logits and work": last.peak - sum(last.kept.values()), "batch": rows})
 
-    def scoring(self) -> Phase:
+    def scoring(self) -> PhaseMemory:
         s = self.setup
         read = s.micro(max(s.responses, s.evaluated))
         found = [self.tried("scoring", lambda: passes.scoring(s.policy, s.switches(), read)).peak]
         if s.reference is not None and s.reference is not s.policy:
             other = s.reference
             found.append(self.tried("scoring", lambda: passes.scoring(other, s.switches(value=False), read)).peak)
-        texts = Parts(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
+        texts = BatchShape(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
         for config in s.rewards:
-            found.append(self.tried("scoring", lambda config=config: passes.judging(config, texts)).peak)
+            found.append(self.tried("scoring", lambda config=config: passes.reward_scoring(config, texts)).peak)
         for adapter in s.reward_adapters:
-            count = partial(passes.judging, s.policy, texts, adapter)
+            count = partial(passes.reward_scoring, s.policy, texts, adapter)
             found.append(self.tried("scoring", count).peak)
-        return Phase({"passes": max(found), "batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})})
+        return PhaseMemory({"passes": max(found), "batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})})
 
-    def evaluating(self) -> Phase:
+    def evaluating(self) -> PhaseMemory:
         s = self.setup
         read = s.micro(min(s.rows, s.evaluated))
         if s.kind == "reward":
-            found = self.tried("evaluating", lambda: passes.judging(s.policy, read, s.adapter))
+            found = self.tried("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter))
         else:
             found = self.tried("evaluating", lambda: passes.scoring(s.policy, s.switches(), read))
-        return Phase({"passes": found.peak})
+        return PhaseMemory({"passes": found.peak})
 
-    def watching(self) -> Phase:
+    def watching(self) -> PhaseMemory:
         """How likely demonstrations are: as in SFT, without a critic."""
         s = self.setup
         read = s.at_once(s.demonstrated, s.rows)
-        return Phase({"passes": self.tried("evaluating", lambda: passes.scoring(s.policy, self._plain, read)).peak})
+        return PhaseMemory({"passes": self.tried("evaluating", lambda: passes.scoring(s.policy, self._plain, read)).peak})
 
     @property
-    def _plain(self) -> Switches:
+    def _plain(self) -> PassOptions:
         """Of the policy as SFT has it."""
         return replace(self.setup.switches(), critic=None, head=False, value_role=False, temperature=1.0)
 
-    def tried(self, phase: str, count: Any) -> Passing:
+    def tried(self, phase: str, count: Any) -> PassMemory:
         """A pass, or 0 for a family whose layers ask for contents: then that is said, and nothing is invented."""
         try:
-            found: Passing = count()
+            found: PassMemory = count()
         except Exception:
             if phase not in self.failed:
                 self.failed.append(phase)
-            return Passing(0)
+            return PassMemory(0)
         return found
 
 
-def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
+def alternatives(setup: Workload) -> Iterator[tuple[str, Workload]]:
     """Other ways to run the same, each with what to set, those first that change nothing but time."""
     if not setup.checkpointing:
         yield "gradient_checkpointing = true", replace(setup, checkpointing=True)
@@ -379,18 +378,18 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield f"critic.own_model = false{started}", replace(setup, value="head", critic=None)
 
 
-def with_adapters(setup: Setup, adapter: "AdapterSettings") -> Setup:
+def with_adapters(setup: Workload, adapter: "AdapterSettings") -> Workload:
     """The same with every role as an adapter of the policy's model, which is the reference with them off."""
     alone = None if setup.kind == "language" else setup.reference
     rewards = (adapter,) * len(setup.rewards)
     return replace(setup, adapter=adapter, critic=None, reference=alone, rewards=(), reward_adapters=rewards)
 
 
-def fewer(setup: Setup, prompts: int) -> Setup:
+def with_prompts(setup: Workload, prompts: int) -> Workload:
     """The same with so many prompts an iteration, and no more held-out rows than that."""
     rows = max(1, setup.rows * prompts * setup.samples // setup.responses)
     return replace(setup, responses=prompts * setup.samples, rows=rows, evaluated=min(setup.evaluated, prompts))
 
 
-def _scalar(model: Counted) -> int:
+def _reward_size(model: ParameterCounts) -> int:
     return model.trunk + model.width + 1

@@ -3,17 +3,22 @@
 Nothing is computed and nothing is allocated, but the same functions are called in the same order as in a run, and autograd
 keeps the same tensors for the backward pass. So what is counted is not a formula of one family's layers but what this model
 does in this version of ``transformers``: in a Llama in float32 about 10 numbers per token, layer and unit of width, and 4 per
-unit of the feed-forward; in bfloat16 half of most of them, and a copy of every weight.
-"""
+unit of the feed-forward; in bfloat16 half of most of them, and a copy of every weight."""
 
-from collections.abc import Callable
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.objective import Batch, loss
@@ -21,13 +26,10 @@ from surefoot.core.rollout import Evaluation
 from surefoot.functional import chunked_likelihood
 from surefoot.language.adapters.layers import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.data.tokens import positions
-from surefoot.language.memory.shapes import causal, counted, depth, depths, shortened, trunk, without_contents
-from surefoot.language.memory.tracker import Tracker
-from surefoot.language.models.policy import Critic, ValueHead, checkpoint_layers, computing
-from surefoot.language.models.readout import Readout
-from surefoot.language.sampling.fast_decode import FastDecoder
+from surefoot.language.extras import quiet_transformers
+from surefoot.language.models.policy import Critic, Readout, ValueHead, checkpoint_layers, computing
+from surefoot.language.sampling.fast_decode import PACKED_LIMIT, FastDecoder, PackedModel, pack_model
 from surefoot.language.sampling.kv_cache import CachedDecoder, Decoder, RecomputingDecoder, read_prompts
-from surefoot.language.sampling.packed_model import PACKED_LIMIT, PackedModel, packed
 from surefoot.language.sampling.sampler import inverse_cdf, log_softmax
 
 if TYPE_CHECKING:
@@ -37,12 +39,161 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-MANY = 32
+MAX_CHUNKS = 32
 """chunks of logits that are gone through one by one; more would take time and tell nothing new"""
 
 
+SAMPLE_DEPTHS = (20, 40)
+"""layers with which a deeper model is counted: all layers of a stack take the same, so two depths give the line. Fewer would
+not do: where few layers are read, the peak can lie elsewhere than where many are, such as at the gradient of the embeddings"""
+
+
 @dataclass(frozen=True)
-class Parts:
+class ParameterCounts:
+    """Parameters of a model."""
+
+    total: int
+    trunk: int
+    """without the head that makes logits; what a critic or a reward model of this family has, their own head aside"""
+    layers: int
+    """in all layers together"""
+    width: int
+    vocabulary: int
+
+
+@contextmanager
+def without_contents() -> Iterator[None]:
+    """Tensors made within have shapes, dtypes and storages, and no bytes behind them; operations on them compute nothing."""
+    with quiet_transformers(), FakeTensorMode():
+        yield
+
+
+def causal_model(config: "PreTrainedConfig") -> Any:
+    """A causal language model by its configuration, in float32, as ``load_model`` gives it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def trunk_model(config: "PreTrainedConfig") -> Any:
+    """The same without a head."""
+    from transformers import AutoModel
+
+    return AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def layer_count(config: "PreTrainedConfig") -> int:
+    """How many layers a model has."""
+    return int(config.get_text_config().num_hidden_layers)
+
+
+def with_layers(config: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
+    """The same with only its first layers; a list with an entry for each of them is cut too."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    before = layer_count(config)
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, key, value[:layers])
+    text.num_hidden_layers = layers
+    return short
+
+
+def sample_depths(config: "PreTrainedConfig") -> Sequence[int]:
+    """The depths at which to count: a few, or the model's own where that is no more."""
+    return SAMPLE_DEPTHS if layer_count(config) > SAMPLE_DEPTHS[-1] else (layer_count(config),)
+
+
+def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
+    """Parameters by their exact number: the model is built, of tensors without contents."""
+    key = f"{type(config).__name__} {config.to_json_string()}"
+    if key not in _COUNTS:
+        with quiet_transformers(), torch.device("meta"):
+            model = causal_model(config)
+        stack = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size, default=None)
+        _COUNTS[key] = ParameterCounts(
+            total=_size(model),
+            trunk=_size(model.base_model),
+            layers=0 if stack is None else _size(stack),
+            width=int(config.get_text_config().hidden_size),
+            vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        )
+    return _COUNTS[key]
+
+
+_COUNTS: dict[str, ParameterCounts] = {}
+
+
+def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int:
+    """Parameters of one adapter beside a model's trunk.
+
+    Raises SurefootError where the trunk has not the layers that are to get one.
+    """
+    from surefoot.language.adapters.layers import POLICY, SharedBase
+
+    key = f"{type(config).__name__} {config.to_json_string()} {settings!r}"
+    if key not in _ADAPTERS:
+        with quiet_transformers(), torch.device("meta"):
+            base = SharedBase(trunk_model(config), base_hash="")
+            base.inject(POLICY, settings)
+        _ADAPTERS[key] = sum(parameter.numel() for _, parameter in base.parameters(POLICY))
+    return _ADAPTERS[key]
+
+
+_ADAPTERS: dict[str, int] = {}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is entered; storages that die afterwards still leave ``live``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        """bytes"""
+        self.peak = 0
+        """the most that ``live`` has been since the last ``restart``"""
+        self._known: dict[int, Any] = {}
+
+    def restart(self) -> None:
+        """Let the peak begin at what is live now."""
+        self.peak = self.live
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of these out: they were there before."""
+        for tensor in tensors:
+            self._watch(tensor, 0)
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made elsewhere, such as weights mapped from a file."""
+        for tensor in tensors:
+            self._watch(tensor, tensor.untyped_storage().nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                self._watch(leaf, leaf.untyped_storage().nbytes())
+        return returned
+
+    def _watch(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage, partial(self._gone, key, size))
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int, size: int, _: Any) -> None:
+        if self._known.pop(key, None) is not None:
+            self.live -= size
+
+
+@dataclass(frozen=True)
+class BatchShape:
     """What is read at once."""
 
     rows: int
@@ -53,7 +204,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Switches:
+class PassOptions:
     """What changes what a pass through the policy keeps."""
 
     critic: "PreTrainedConfig | None" = None
@@ -72,7 +223,7 @@ class Switches:
 
 
 @dataclass(frozen=True)
-class Passing:
+class PassMemory:
     """Bytes of one pass."""
 
     peak: int
@@ -80,12 +231,12 @@ class Passing:
     """of the peak, what is held for the backward pass, by role"""
 
 
-def remembered(count: Callable[P, Passing]) -> Callable[P, Passing]:
+def cached_pass(count: Callable[P, PassMemory]) -> Callable[P, PassMemory]:
     """Every pass is counted once: plans that differ in one switch share most of them."""
-    known: dict[str, Passing] = {}
+    known: dict[str, PassMemory] = {}
 
     @wraps(count)
-    def recalled(*args: P.args, **kwargs: P.kwargs) -> Passing:
+    def recalled(*args: P.args, **kwargs: P.kwargs) -> PassMemory:
         key = repr((args, kwargs))
         if key not in known:
             known[key] = count(*args, **kwargs)
@@ -94,11 +245,11 @@ def remembered(count: Callable[P, Passing]) -> Callable[P, Passing]:
     return recalled
 
 
-@remembered
-def learning(config: "PreTrainedConfig", objective: Objective, switches: Switches, parts: Parts) -> Passing:
+@cached_pass
+def learning(config: "PreTrainedConfig", objective: Objective, switches: PassOptions, parts: BatchShape) -> PassMemory:
     """Forward and backward pass of one micro-batch."""
-    return _widened(
-        lambda some: _deepened(
+    return _over_rows(
+        lambda some: _over_layers(
             lambda few, critic: _policy_pass(few, critic, objective, switches, some), config, switches.critic
         ),
         parts,
@@ -106,53 +257,55 @@ def learning(config: "PreTrainedConfig", objective: Objective, switches: Switche
     )
 
 
-@remembered
-def scoring(config: "PreTrainedConfig", switches: Switches, parts: Parts) -> Passing:
+@cached_pass
+def scoring(config: "PreTrainedConfig", switches: PassOptions, parts: BatchShape) -> PassMemory:
     """The same rows without gradient: log-probabilities of policy or reference, and values if there is a critic."""
-    return _widened(
-        lambda some: _deepened(lambda few, critic: _policy_pass(few, critic, None, switches, some), config, switches.critic),
+    return _over_rows(
+        lambda some: _over_layers(lambda few, critic: _policy_pass(few, critic, None, switches, some), config, switches.critic),
         parts,
         switches.chunk,
     )
 
 
-@remembered
-def choosing(config: "PreTrainedConfig", objective: Objective, switches: Switches, parts: Parts) -> Passing:
+@cached_pass
+def pair_learning(config: "PreTrainedConfig", objective: Objective, switches: PassOptions, parts: BatchShape) -> PassMemory:
     """A reward model learns: forward and backward pass of both answers of so many pairs."""
-    return _deepened(lambda few, _: _pair_pass(few, objective, switches, parts), config)
+    return _over_layers(lambda few, _: _pair_pass(few, objective, switches, parts), config)
 
 
-@remembered
-def judging(config: "PreTrainedConfig", parts: Parts, adapter: "AdapterSettings | None" = None) -> Passing:
+@cached_pass
+def reward_scoring(config: "PreTrainedConfig", parts: BatchShape, adapter: "AdapterSettings | None" = None) -> PassMemory:
     """A reward model's scores of texts, without gradient."""
 
-    def once(few: "PreTrainedConfig", _: Any) -> Passing:
+    def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
         with without_contents():
-            model = trunk(few)
-            _fitted(model, adapter)
-            with torch.no_grad(), _over(model) as tracker:
+            model = trunk_model(few)
+            _add_adapters(model, adapter)
+            with torch.no_grad(), _tracker(model) as tracker:
                 _read_masked(model, parts)
-            return Passing(tracker.peak)
+            return PassMemory(tracker.peak)
 
-    return _deepened(once, config)
+    return _over_layers(once, config)
 
 
-@remembered
-def reading(config: "PreTrainedConfig", prompts: int, length: int, adapter: "AdapterSettings | None" = None) -> Passing:
+@cached_pass
+def prompt_reading(
+    config: "PreTrainedConfig", prompts: int, length: int, adapter: "AdapterSettings | None" = None
+) -> PassMemory:
     """The prompts of a batch are read, all at once, and their keys and values kept."""
 
-    def once(few: "PreTrainedConfig", _: Any) -> Passing:
+    def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
         with without_contents():
-            model = causal(few)
-            _fitted(model, adapter)
-            with torch.no_grad(), _over(model) as tracker:
+            model = causal_model(few)
+            _add_adapters(model, adapter)
+            with torch.no_grad(), _tracker(model) as tracker:
                 _read(model, prompts, length)
-            return Passing(tracker.peak)
+            return PassMemory(tracker.peak)
 
-    return _deepened(once, config)
+    return _over_layers(once, config)
 
 
-@remembered
+@cached_pass
 def decoding(
     config: "PreTrainedConfig",
     prompts: int,
@@ -161,20 +314,20 @@ def decoding(
     more: int,
     temperature: float,
     adapter: "AdapterSettings | None" = None,
-) -> Passing:
+) -> PassMemory:
     """The last token of all responses, when none has ended: caches, packed weights, and what drawing from logits takes.
 
     prompts, samples  how many, and responses to each
     length, more      tokens of the longest prompt and of a response
     """
-    fast, vocabulary = counted(config).layers <= PACKED_LIMIT, counted(config).vocabulary
+    fast, vocabulary = count_parameters(config).layers <= PACKED_LIMIT, count_parameters(config).vocabulary
 
-    def once(few: "PreTrainedConfig", _: Any) -> Passing:
+    def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
         with without_contents():
-            model = causal(few)
-            _fitted(model, adapter)
-            with torch.no_grad(), _over(model) as tracker:
-                weights = packed(model) if fast else None
+            model = causal_model(few)
+            _add_adapters(model, adapter)
+            with torch.no_grad(), _tracker(model) as tracker:
+                weights = pack_model(model) if fast else None
                 kept = {"packed weights": tracker.live}
                 read, past = _read(model, prompts, length)
                 tracker.restart()
@@ -188,27 +341,31 @@ def decoding(
                     logits = torch.zeros(prompts * samples, vocabulary)
                 known = log_softmax(logits, temperature)
                 inverse_cdf(known, torch.zeros(prompts * samples, dtype=torch.float64))
-            return Passing(tracker.peak, kept)
+            return PassMemory(tracker.peak, kept)
 
-    return _deepened(once, config)
+    return _over_layers(once, config)
 
 
 # ---- the passes ---------------------------------------------------------------------------------------------------------
 
 
 def _policy_pass(
-    config: "PreTrainedConfig", critic_config: "PreTrainedConfig | None", objective: Objective | None, s: Switches, parts: Parts
-) -> Passing:
+    config: "PreTrainedConfig",
+    critic_config: "PreTrainedConfig | None",
+    objective: Objective | None,
+    s: PassOptions,
+    parts: BatchShape,
+) -> PassMemory:
     """What ``LanguagePolicy.forward`` does after packing, which reads contents, and what ``Learner`` does with it."""
     with without_contents():
-        model = causal(config)
-        base = _fitted(model, s.adapter, POLICY, *([VALUE] if s.value_role else []))
+        model = causal_model(config)
+        base = _add_adapters(model, s.adapter, POLICY, *([VALUE] if s.value_role else []))
         readout = Readout(model, tried=False)
         like = next(model.parameters())
         held = nn.ModuleList([model])
         critic = value_head = None
         if critic_config is not None:
-            critic = Critic(trunk(critic_config), ValueHead(int(critic_config.get_text_config().hidden_size), like))
+            critic = Critic(trunk_model(critic_config), ValueHead(int(critic_config.get_text_config().hidden_size), like))
             held.append(critic)
         elif base is not None and s.value_role:
             critic = Critic(RoleTrunk(base, VALUE), ValueHead(int(config.get_text_config().hidden_size), like))
@@ -220,7 +377,7 @@ def _policy_pass(
             for part in (model, critic):
                 checkpoint_layers(part)
         count = parts.rows * parts.decisions
-        with torch.set_grad_enabled(objective is not None), _over(held, objective is not None) as tracker:
+        with torch.set_grad_enabled(objective is not None), _tracker(held, objective is not None) as tracker:
             batch = _batch(parts)
             rows, columns, steps = (torch.zeros(count, dtype=torch.long) for _ in range(3))
             ids = torch.zeros(parts.rows, parts.width, dtype=torch.long)
@@ -241,26 +398,26 @@ def _policy_pass(
                 return found.new_zeros(parts.rows, parts.decisions).index_put((rows, steps), found)
 
             if objective is None:
-                return Passing(tracker.peak)
+                return PassMemory(tracker.peak)
             log_probs, entropy = map(spread, likelihood)
             evaluation = Evaluation(log_probs, entropy, None if values is None else spread(values))
             objective = replace(objective, router_coefficient=0.0)
             del hidden, states, likelihood, values, log_probs, entropy
             total, _, _ = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0)
             total.backward()  # type: ignore[no-untyped-call]
-        return Passing(tracker.peak, kept)
+        return PassMemory(tracker.peak, kept)
 
 
-def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: Switches, parts: Parts) -> Passing:
+def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions, parts: BatchShape) -> PassMemory:
     """What ``PairPolicy.forward`` does, and the learner with it."""
     with without_contents():
-        model = trunk(config)
-        _fitted(model, s.adapter)
+        model = trunk_model(config)
+        _add_adapters(model, s.adapter)
         head = nn.Linear(int(config.get_text_config().hidden_size), 1)
         held = nn.ModuleList([model, head])
         if s.checkpointing:
             checkpoint_layers(model)
-        with _over(held, True) as tracker:
+        with _tracker(held, True) as tracker:
             batch, begun = _batch(parts), tracker.live
             with computing(held, s.checkpointing, s.bf16):
                 found = [head(_read_masked(model, parts)[:, -1]).squeeze(-1) for _ in range(2)]
@@ -270,14 +427,14 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: Switches, pa
             evaluation = Evaluation(both.gather(-1, batch.actions), entropy)
             total, _, _ = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0)
             total.backward()  # type: ignore[no-untyped-call]
-        return Passing(tracker.peak, kept)
+        return PassMemory(tracker.peak, kept)
 
 
-def _fitted(model: Any, adapter: "AdapterSettings | None", *roles: str) -> SharedBase | None:
+def _add_adapters(model: Any, adapter: "AdapterSettings | None", *roles: str) -> SharedBase | None:
     """A model with adapters of these roles, that of the policy if none is named; None without adapters."""
     if adapter is None:
         return None
-    base = SharedBase(model, printed="")
+    base = SharedBase(model, base_hash="")
     for role in roles or (POLICY,):
         base.inject(role, adapter)
         for _, parameter in base.parameters(role):
@@ -285,7 +442,7 @@ def _fitted(model: Any, adapter: "AdapterSettings | None", *roles: str) -> Share
     return base
 
 
-def _batch(parts: Parts) -> Batch:
+def _batch(parts: BatchShape) -> Batch:
     """What the loss reads of one micro-batch."""
     shape = (parts.rows, max(1, parts.decisions))
     numbers = [torch.zeros(shape) for _ in range(5)]
@@ -301,7 +458,7 @@ def _batch(parts: Parts) -> Batch:
     )
 
 
-def _read_masked(model: Any, parts: Parts) -> Tensor:
+def _read_masked(model: Any, parts: BatchShape) -> Tensor:
     """Hidden states of rows that are padded."""
     mask = torch.ones(parts.rows, parts.width, dtype=torch.bool)
     ids = torch.zeros(parts.rows, parts.width, dtype=torch.long)
@@ -338,9 +495,9 @@ def _skip(decoder: Any, length: int) -> None:
 # ---- counting -----------------------------------------------------------------------------------------------------------
 
 
-def _over(module: nn.Module, gradients: bool = False) -> Tracker:
+def _tracker(module: nn.Module, gradients: bool = False) -> StorageTracker:
     """A tracker that leaves out parameters, buffers and gradients: they are counted by arithmetic."""
-    tracker = Tracker()
+    tracker = StorageTracker()
     tracker.know([*module.parameters(), *module.buffers()])
     if gradients:
         for parameter in (p for p in module.parameters() if p.requires_grad):
@@ -349,29 +506,31 @@ def _over(module: nn.Module, gradients: bool = False) -> Tracker:
     return tracker
 
 
-def _deepened(count: Callable[..., Passing], config: "PreTrainedConfig", critic: "PreTrainedConfig | None" = None) -> Passing:
+def _over_layers(
+    count: Callable[..., PassMemory], config: "PreTrainedConfig", critic: "PreTrainedConfig | None" = None
+) -> PassMemory:
     """A pass through all layers, from passes through few: bytes are a line in the number of layers."""
-    here = [depths(config), (0,) if critic is None else depths(critic)]
-    few = [c if c is None else shortened(c, at[0]) for c, at in zip((config, critic), here, strict=True)]
+    here = [sample_depths(config), (0,) if critic is None else sample_depths(critic)]
+    few = [c if c is None else with_layers(c, at[0]) for c, at in zip((config, critic), here, strict=True)]
     found = base = count(*few)
     for index, (whole, at) in enumerate(zip((config, critic), here, strict=True)):
         if len(at) == 1 or whole is None:
             continue
         more = list(few)
-        more[index] = shortened(whole, at[1])
-        found = _along(found, base, count(*more), (depth(whole) - at[0]) / (at[1] - at[0]))
+        more[index] = with_layers(whole, at[1])
+        found = _extrapolate(found, base, count(*more), (layer_count(whole) - at[0]) / (at[1] - at[0]))
     return found
 
 
-def _widened(count: Callable[[Parts], Passing], parts: Parts, chunk: int | None) -> Passing:
+def _over_rows(count: Callable[[BatchShape], PassMemory], parts: BatchShape, chunk: int | None) -> PassMemory:
     """A pass over many rows: where their logits come in more than ``MANY`` chunks, bytes are a line in the number of rows."""
-    most = parts.rows if chunk is None else MANY * chunk // max(1, parts.decisions)
+    most = parts.rows if chunk is None else MAX_CHUNKS * chunk // max(1, parts.decisions)
     if parts.rows <= most or most < 2:
         return count(parts)
     low, high = (count(replace(parts, rows=rows)) for rows in (most // 2, most))
-    return _along(high, low, high, (parts.rows - most) / (most - most // 2))
+    return _extrapolate(high, low, high, (parts.rows - most) / (most - most // 2))
 
 
-def _along(found: Passing, low: Passing, high: Passing, times: float) -> Passing:
+def _extrapolate(found: PassMemory, low: PassMemory, high: PassMemory, times: float) -> PassMemory:
     kept = {name: size + int(times * (high.kept[name] - low.kept[name])) for name, size in found.kept.items()}
-    return Passing(found.peak + int(times * (high.peak - low.peak)), kept)
+    return PassMemory(found.peak + int(times * (high.peak - low.peak)), kept)

@@ -12,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.memory.check import running, size
-from surefoot.language.memory.estimate import Estimate, Setup, Value, estimated, with_adapters
-from surefoot.language.memory.shapes import Counted, counted, depth
-from surefoot.language.models.loading import config_of
-from surefoot.language.models.pretrained import check_causal, read_only_config
-from surefoot.language.models.trained import model_folder
-from surefoot.language.optional import quiet, transformers_needed
+from surefoot.language.extras import quiet_transformers, require_transformers
+from surefoot.language.memory.check import readable, running_peak
+from surefoot.language.memory.estimate import Estimate, Value, Workload, estimate, with_adapters
+from surefoot.language.memory.passes import ParameterCounts, count_parameters, layer_count
+from surefoot.language.models.language_model import model_folder
+from surefoot.language.models.loading import check_causal, load_config, read_only_config
 from surefoot.recipes.language import AdapterSettings
 
 if TYPE_CHECKING:
@@ -40,21 +39,21 @@ class Plan:
     model: str
     nominal: int
     """parameters as the textbook counts them: the size that was named, else the exact number"""
-    known: Counted
+    known: ParameterCounts
     layers: int
-    setup: Setup
+    setup: Workload
     estimate: Estimate
     others: dict[str, Estimate]
 
 
-def plan(model: str, setup: Setup, nominal: int | None = None) -> Plan:
+def plan(model: str, setup: Workload, nominal: int | None = None) -> Plan:
     """Everything that ``surefoot memory`` tells. Takes some seconds for large models."""
-    known = counted(setup.policy)
-    others = {name: estimated(other) for name, other in variants(setup)}
-    return Plan(model, nominal or known.total, known, depth(setup.policy), setup, estimated(setup), others)
+    known = count_parameters(setup.policy)
+    others = {name: estimate(other) for name, other in variants(setup)}
+    return Plan(model, nominal or known.total, known, layer_count(setup.policy), setup, estimate(setup), others)
 
 
-def variants(setup: Setup) -> Iterator[tuple[str, Setup]]:
+def variants(setup: Workload) -> Iterator[tuple[str, Workload]]:
     """Other switches, one at a time, and then those that save most together."""
     thrifty = setup
     if setup.kind == "language":
@@ -85,7 +84,7 @@ def variants(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield "the same with 4 prompts an iteration", few
 
 
-def with_value(setup: Setup, value: Value) -> Setup:
+def with_value(setup: Workload, value: Value) -> Workload:
     """The same with another critic, or none, and an objective to go with it."""
     if value == "none":
         objective = replace(setup.objective, baseline="mean", gae_lambda=1.0, value_lambda=None, value_clip=None)
@@ -101,7 +100,7 @@ def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
 
     Raises SurefootError when it is nothing of the kind.
     """
-    transformers_needed(f"model={name!r}")
+    require_transformers(f"model={name!r}")
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", name.lower()):
         parameters = int(float(found[1]) * {"b": 1e9, "m": 1e6}[found[2]])
         return llama_of(parameters), parameters
@@ -110,13 +109,13 @@ def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
         path = path.parent if path.name == "config.json" else path
     if (path / "config.json").is_file() or path.is_file():
         try:
-            with quiet():
+            with quiet_transformers():
                 config = read_only_config(path)
         except Exception as error:
             raise SurefootError(f"model={name!r}: can't be read ({cause_of(error)})") from None
         check_causal(str(path), config)
         return config, None
-    return config_of(model_folder(name)), None
+    return load_config(model_folder(name)), None
 
 
 def llama_of(parameters: int) -> "PreTrainedConfig":
@@ -157,7 +156,7 @@ def textbook(parameters: int) -> dict[str, dict[str, float]]:
 
 def fits(found: Estimate) -> list[int]:
     """The cards that hold a run, its data and its passes; checkpoints are copied to the host."""
-    return [card for card in CARDS if running(found) <= card * 1e9]
+    return [card for card in CARDS if running_peak(found) <= card * 1e9]
 
 
 def to_json(made: Plan) -> dict[str, Any]:
@@ -181,11 +180,11 @@ def to_json(made: Plan) -> dict[str, Any]:
         },
         "always": found.always,
         "phases": {name: phase.parts for name, phase in found.phases.items()},
-        "peak": running(found),
+        "peak": running_peak(found),
         "peak_with_saving": found.peak,
         "fits": fits(found),
         "uncounted": list(found.uncounted),
-        "alternatives": {name: {"peak": running(other), "fits": fits(other)} for name, other in made.others.items()},
+        "alternatives": {name: {"peak": running_peak(other), "fits": fits(other)} for name, other in made.others.items()},
         "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(made.nominal).items()},
     }
 
@@ -193,7 +192,7 @@ def to_json(made: Plan) -> dict[str, Any]:
 # ---- for people ---------------------------------------------------------------------------------------------------------
 
 
-def shown(made: Plan) -> Group:
+def tables(made: Plan) -> Group:
     """The plan as tables."""
     s, found = made.setup, made.estimate
     micro = s.micro(s.rows)
@@ -201,45 +200,45 @@ def shown(made: Plan) -> Group:
     lines: list[Text | Table] = [
         Text(f"{made.model}: {made.known.total:,} parameters in {made.layers} layers; kind = {s.kind}; {rows}", style="bold"),
         Text(),
-        _roles(found),
+        _role_table(found),
         Text(),
-        _phases(found),
+        _phase_table(found),
         Text(),
-        _others(made),
+        _variant_table(made),
     ]
     if found.uncounted:
         lines.insert(2, Text(f"not counted for this family: {', '.join(found.uncounted)} (stands with 0)", style="yellow"))
     if s.kind == "language":
-        lines += [Text(), _textbook(made), Text(_left_out(made))]
+        lines += [Text(), _textbook_table(made), Text(_textbook_note(made))]
     return Group(*lines)
 
 
-def _roles(found: Estimate) -> Table:
+def _role_table(found: Estimate) -> Table:
     table = Table(title="what always stays", title_justify="left", box=None)
     for name in ("role", *PARTS, "together"):
         table.add_column(name, justify="left" if name == "role" else "right")
     for role, parts in found.always.items():
         if role != "data":
-            cells = [size(parts[part]) if part in parts else "–" for part in PARTS]
-            table.add_row(role, *cells, size(sum(parts.values())))
-    table.add_row("rollout", "", "", "", size(found.always["data"]["rollout"]))
-    table.add_row("all", "", "", "", size(found.stays), style="bold")
+            cells = [readable(parts[part]) if part in parts else "–" for part in PARTS]
+            table.add_row(role, *cells, readable(sum(parts.values())))
+    table.add_row("rollout", "", "", "", readable(found.always["data"]["rollout"]))
+    table.add_row("all", "", "", "", readable(found.stays), style="bold")
     return table
 
 
-def _phases(found: Estimate) -> Table:
+def _phase_table(found: Estimate) -> Table:
     table = Table(title="what comes on top, one phase after another", title_justify="left", box=None)
     table.add_column("phase")
     table.add_column("more", justify="right")
     table.add_column("peak", justify="right")
     table.add_column("of what", overflow="fold")
     for name, phase in sorted(found.phases.items(), key=lambda pair: -pair[1].total):
-        parts = ", ".join(f"{part} {size(count)}" for part, count in phase.parts.items() if count)
-        table.add_row(name, size(phase.total), size(found.at(name)), parts, style="bold" if name == found.worst else "")
+        parts = ", ".join(f"{part} {readable(count)}" for part, count in phase.parts.items() if count)
+        table.add_row(name, readable(phase.total), readable(found.at(name)), parts, style="bold" if name == found.worst else "")
     return table
 
 
-def _others(made: Plan) -> Table:
+def _variant_table(made: Plan) -> Table:
     title = "peak, and which GPUs (GB) hold it; a checkpoint is copied to the host"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("setup")
@@ -249,24 +248,24 @@ def _others(made: Plan) -> Table:
     for name, found in {"as asked": made.estimate, **made.others}.items():
         held = fits(found)
         cells = ["yes" if card in held else "no" for card in CARDS]
-        table.add_row(name, size(running(found)), *cells, style="bold" if name == "as asked" else "")
+        table.add_row(name, readable(running_peak(found)), *cells, style="bold" if name == "as asked" else "")
     return table
 
 
-def _textbook(made: Plan) -> Table:
+def _textbook_table(made: Plan) -> Table:
     title = f"four roles of {made.nominal / 1e9:,.3g} B parameters each, counted three ways"
     table = Table(title=title, title_justify="left", box=None)
     for name in ("", *TEXTBOOK, "together"):
         table.add_column(name, justify="right" if name else "left")
     for way, roles in textbook(made.nominal).items():
-        table.add_row(way, *(size(count) for count in roles.values()), size(sum(roles.values())))
+        table.add_row(way, *(readable(count) for count in roles.values()), readable(sum(roles.values())))
     return table
 
 
-def _left_out(made: Plan) -> str:
+def _textbook_note(made: Plan) -> str:
     found = made.estimate
     passing = {name: found.phases[name].total for name in ("learning", "sampling", "scoring")}
-    most = ", ".join(f"{name} {size(count)}" for name, count in passing.items())
+    most = ", ".join(f"{name} {readable(count)}" for name, count in passing.items())
     return (
         "The textbook's sum is 2 bytes for a weight and 2 for its gradient. It leaves out the optimizer (AdamW in mixed "
         "precision: 12 bytes more per trained parameter) and all that passes through, activations, logits and the cache: "

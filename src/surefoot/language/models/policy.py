@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import world_size
+from surefoot.core.distributed import all_sum, world_size
 from surefoot.core.minibatches import by_tokens, chosen
 from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
 from surefoot.errors import SurefootError
-from surefoot.functional import chunked_likelihood
-from surefoot.language.adapters.experts import Routers
-from surefoot.language.adapters.layers import CONTEXTS, SharedBase
-from surefoot.language.data.packing import Packed, lengths, packed
-from surefoot.language.models.readout import Readout
-from surefoot.language.optional import quiet
+from surefoot.functional import chunked_likelihood, expert_load, load_balance
+from surefoot.language.adapters.layers import CHECKPOINT_CONTEXTS, SharedBase
+from surefoot.language.data.batches import PackedBatch, pack_batch, row_lengths
+from surefoot.language.extras import quiet_transformers
+from surefoot.language.models.loading import NOT_CAUSAL, logits_close, looks_ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +54,7 @@ class Critic(nn.Module):
         self.trunk, self.head = trunk, head
 
     @classmethod
-    def of_policy(cls, model: "PreTrainedModel") -> "Critic":
+    def from_policy(cls, model: "PreTrainedModel") -> "Critic":
         """A copy of a policy's trunk, and a head that says 0.
 
         Raises SurefootError when the model has no trunk apart from its head.
@@ -69,12 +68,12 @@ class Critic(nn.Module):
         return cls(trunk, ValueHead(Readout(model).width, next(trunk.parameters())))
 
     @classmethod
-    def of_reward_model(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
+    def from_reward_model(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
         """Copies of a reward model's parts: V of a prefix starts as (score of the prefix − mean) / std."""
-        return cls.of_reward_role(copy.deepcopy(trunk).requires_grad_(True).eval(), head, mean, std)
+        return cls.from_reward_trunk(copy.deepcopy(trunk).requires_grad_(True).eval(), head, mean, std)
 
     @classmethod
-    def of_reward_role(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
+    def from_reward_trunk(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
         """The same with a trunk that is no copy, and a head of its own."""
         own = ValueHead(head.in_features, head.weight)
         with torch.no_grad():
@@ -137,7 +136,7 @@ class LanguagePolicy(Policy):
         ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError where a prompt has no token.
         """
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
-        batch = packed(inputs, actions, mask, self.pad_id)
+        batch = pack_batch(inputs, actions, mask, self.pad_id)
         with computing(self, self.checkpointing, self.bf16):
             with self._listening() as heard:
                 hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
@@ -145,9 +144,11 @@ class LanguagePolicy(Policy):
                 states, actions[batch.rows, batch.steps], self.readout.head, self.temperature, self.chunk
             )
             values = self._values(batch, hidden, batch.rows, batch.before)
-        log_probs, entropy = (_spread(x, batch, mask) for x in likelihood)
+        log_probs, entropy = (_scatter(x, batch, mask) for x in likelihood)
         router_loss = self.routers.loss(heard, batch.real) if self.routers is not None and heard else None
-        return Evaluation(log_probs, entropy, None if values is None else _spread(values, batch, mask), router_loss=router_loss)
+        return Evaluation(
+            log_probs, entropy, None if values is None else _scatter(values, batch, mask), router_loss=router_loss
+        )
 
     def prepare(self, parts: Sequence[tuple[Inputs, Tensor, Tensor | None]]) -> None:
         """Count how many tokens go to each expert, in a pass without gradient where the minibatch has several parts."""
@@ -159,7 +160,7 @@ class LanguagePolicy(Policy):
         loads = []
         with torch.no_grad(), computing(self, self.checkpointing, self.bf16):
             for inputs, actions, mask in parts:
-                batch = packed(
+                batch = pack_batch(
                     inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
                 )
                 with self.routers.listening() as heard:
@@ -175,7 +176,7 @@ class LanguagePolicy(Policy):
         """V of the whole of each row, after its last token: what a cut response would still have earned; zeros without a
         critic.   [B]
         """
-        batch = packed(inputs, actions, mask, self.pad_id)
+        batch = pack_batch(inputs, actions, mask, self.pad_id)
         rows = torch.arange(len(actions), device=actions.device)
         with computing(self, self.checkpointing, self.bf16):
             hidden = None if self.value_head is None else self.readout.states(batch.ids, rows, batch.last)[0]
@@ -184,7 +185,7 @@ class LanguagePolicy(Policy):
 
     def costs(self, inputs: Inputs, mask: Tensor) -> Tensor:
         """Real tokens of each row, prompt and response.   [B]"""
-        return lengths(inputs, mask)
+        return row_lengths(inputs, mask)
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """Those of the critic: its own trunk and head, or only the head on the policy's trunk."""
@@ -195,7 +196,7 @@ class LanguagePolicy(Policy):
         """Stay in evaluation mode: dropout would make π_θ differ from π_old before the first step."""
         return super().train(False)
 
-    def _values(self, batch: Packed, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
+    def _values(self, batch: PackedBatch, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
         """V after the tokens at (row, column); None without a critic.   [K]"""
         if self.critic is not None:
             values: Tensor = self.critic(batch.ids)[rows, columns]
@@ -220,7 +221,7 @@ class ReferencePolicy(nn.Module):
     @torch.no_grad()
     def log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
         """log π_ref of the tokens, zeros outside the mask.   [B, T]"""
-        with nullcontext() if self.base is None else self.base.playing(None):
+        with nullcontext() if self.base is None else self.base.using(None):
             log_probs: Tensor = self.policy(inputs, actions, mask).log_probs
         return log_probs
 
@@ -237,7 +238,10 @@ def computing(module: nn.Module, checkpointing: bool, bf16: bool) -> Iterator[No
     try:
         for layer in layers:
             layer.training = torch.is_grad_enabled()
-        with quiet(), torch.autocast(device, torch.bfloat16, enabled=bf16):  # some warn of padding, which is out of sight
+        with (
+            quiet_transformers(),
+            torch.autocast(device, torch.bfloat16, enabled=bf16),
+        ):  # some warn of padding, which is out of sight
             yield
     finally:
         for layer in layers:
@@ -245,7 +249,7 @@ def computing(module: nn.Module, checkpointing: bool, bf16: bool) -> Iterator[No
 
 
 @torch.no_grad()
-def in_parts(
+def in_micro_batches(
     function: Callable[[Inputs, Tensor, Tensor], Any],
     inputs: Inputs,
     actions: Tensor,
@@ -263,7 +267,7 @@ def in_parts(
     """
     if tokens is None and size is None:
         return function(inputs, actions, mask)
-    groups = by_tokens(lengths(inputs, mask) if costs is None else costs, sys.maxsize if tokens is None else tokens, size)
+    groups = by_tokens(row_lengths(inputs, mask) if costs is None else costs, sys.maxsize if tokens is None else tokens, size)
     back = torch.cat(groups).argsort()
     parts = [function(*chosen((inputs, actions, mask), group)) for group in groups]
     joined = iter([torch.cat(pieces) for pieces in zip(*map(tensors_in, parts), strict=True)])
@@ -276,7 +280,7 @@ def checkpoint_layers(part: nn.Module | None) -> None:
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     for module in () if part is None else part.modules():
-        if contexts := getattr(module, CONTEXTS, None):
+        if contexts := getattr(module, CHECKPOINT_CONTEXTS, None):
             options["context_fn"] = contexts
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5.20
     for module in () if part is None else part.modules():
@@ -288,6 +292,161 @@ def checkpoint_layers(part: nn.Module | None) -> None:
             return
 
 
-def _spread(found: Tensor, batch: Packed, mask: Tensor) -> Tensor:
+def _scatter(found: Tensor, batch: PackedBatch, mask: Tensor) -> Tensor:
     """What was found at the decisions, where they are in the response, and zeros elsewhere.   [K] -> [B, T]"""
     return found.new_zeros(mask.shape).index_put((batch.rows, batch.steps), found)
+
+
+PROBE_LOGIT = 100.0
+"""the largest logit of the trial: a soft cap (30 in Gemma 2) shows at this size, and not at that of a fresh model's logits"""
+
+
+class Readout:
+    """Hidden states and logits of a model. Holds no parameters of its own.
+
+    model  an AutoModelForCausalLM
+    tried  False for a model without contents: it is taken to be plain, and what the trial finds stays 0
+
+    Raises SurefootError when the model's logits depend on later tokens.
+    """
+
+    def __init__(self, model: "PreTrainedModel", tried: bool = True) -> None:
+        self.model: Any = model
+        self.width = self.vocabulary = 0
+        self.plain = True
+        """whether ``head`` of ``hidden`` is the model's own logits"""
+        if tried:
+            with quiet_transformers():  # the trial's tokens may be the pad token, of which some models warn
+                self._try()
+
+    def states(self, ids: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """After the tokens at (row, column): hidden states [K, width], and what ``head`` makes logits of [K, …].
+
+        ids [B, L] long; padding is behind what is real, so that no attention mask is needed.
+        """
+        if self.plain:
+            hidden = self._trunk(ids)[rows, columns]
+            return hidden, hidden
+        outputs = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        return outputs.hidden_states[-1][rows, columns], outputs.logits[rows, columns]
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits of the next token.   [K, …] -> [K, vocabulary]"""
+        return self._logits(states) if self.plain else states
+
+    def _trunk(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The output embedding, then the scales and the soft cap that some families' configurations name."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        config = self.model.config
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if scale := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / scale
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Find ``width``, ``vocabulary`` and ``plain``, and that the model is causal."""
+        device = self.model.get_input_embeddings().weight.device
+        size = int(self.model.get_input_embeddings().weight.shape[0])
+        ids = (torch.arange(16, device=device) * 7 % size).view(2, 8)
+        training = self.model.training
+        self.model.eval()
+        if looks_ahead(self.model):
+            raise SurefootError(f"model={type(self.model).__name__}: {NOT_CAUSAL}; use a causal language model")
+        outputs = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        self.width, self.vocabulary = outputs.hidden_states[-1].shape[-1], outputs.logits.shape[-1]
+        self.plain = self._is_plain(ids, outputs.logits)
+        self.model.train(training)
+
+    def _is_plain(self, ids: Tensor, logits: Tensor) -> bool:
+        trunk = self.model.base_model
+        if trunk is self.model or not isinstance(self.model.get_output_embeddings(), nn.Module):
+            return False
+        louder = PROBE_LOGIT / max(float(logits.abs().max()), 1e-6)
+
+        def turned_up(_: nn.Module, __: Any, outputs: Any) -> Any:
+            outputs.last_hidden_state = outputs.last_hidden_state * louder
+            return outputs
+
+        hook = trunk.register_forward_hook(turned_up)
+        try:
+            return logits_close(self._logits(self._trunk(ids)), self.model(input_ids=ids, use_cache=False).logits)
+        except (AttributeError, TypeError, RuntimeError):  # another signature, another output, other shapes
+            return False
+        finally:
+            hook.remove()
+
+
+class Routers:
+    """The routers of a causal language model.
+
+    Raises SurefootError where it has none, or its family's loss is another.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.chosen = int(getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0)
+        self.counted: tuple[Tensor, Tensor] | None = None
+        """tokens of the whole minibatch by expert, and how many there are, each counted in every layer; None: those at hand"""
+        if not self.chosen or not self._as_transformers():
+            raise SurefootError(
+                f"objective.router_coefficient: {type(model).__name__} has no routers whose load can be balanced; set 0"
+            )
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Tensor]]:
+        """Within, whatever the trunk is asked to read adds its routers' logits to a list, layer by layer.   each [B·L, E]"""
+        heard: list[Tensor] = []
+
+        def ask(_: Any, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, {**named, "output_router_logits": True}
+
+        def hear(_: Any, __: Any, output: Any) -> None:
+            heard.extend(logits.flatten(0, -2) for logits in getattr(output, "router_logits", None) or ())
+
+        trunk = self.model.base_model
+        hooks = trunk.register_forward_pre_hook(ask, with_kwargs=True), trunk.register_forward_hook(hear)
+        try:
+            yield heard
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def load(self, heard: Sequence[Tensor], real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the real tokens, in all layers together: counts and probabilities by expert, and how many.   real [B, L]"""
+        parts = [expert_load(logits.float(), self.chosen, real.flatten()) for logits in heard]
+        counts, probabilities = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
+        return counts, probabilities, real.sum().float() * len(heard)
+
+    def loss(self, heard: Sequence[Tensor], real: Tensor) -> Tensor:
+        """What these tokens add to the loss.   []"""
+        counts, probabilities, tokens = self.load(heard, real)
+        counts, tokens = (counts, tokens) if self.counted is None else self.counted
+        return load_balance(counts, probabilities, tokens)
+
+    def count(self, loads: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Add up the parts of a minibatch, over all ranks."""
+        parts = torch.stack([torch.cat([counts, tokens.unsqueeze(0)]) for counts, _, tokens in loads])
+        summed = all_sum(parts.sum(0))
+        self.counted = summed[:-1], summed[-1]
+
+    @torch.no_grad()
+    def _as_transformers(self) -> bool:
+        """Whether the loss is the one that the model's own class computes: tried, not believed."""
+        device = self.model.get_input_embeddings().weight.device
+        ids = (torch.arange(16, device=device) * 7 % int(self.model.get_input_embeddings().weight.shape[0])).view(2, 8)
+        real = torch.arange(8, device=device) < torch.tensor([[8], [5]], device=device)
+        try:
+            with quiet_transformers(), self.listening() as heard:
+                output = self.model(input_ids=ids, attention_mask=real.long(), use_cache=False, output_router_logits=True)
+            theirs = output.aux_loss
+            return bool(heard) and bool(torch.isclose(self.loss(heard, real), theirs, rtol=1e-4))
+        except (AttributeError, TypeError, RuntimeError):  # another signature, another output, other shapes
+            return False

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from surefoot.core.rollout import map_tensors
 from surefoot.functional import overlong_penalty, place_scores
-from surefoot.language.data.datasets import Prompts, repeated
-from surefoot.language.data.tokens import Tokens, text_of
+from surefoot.language.data.datasets import Prompts, repeat_prompts
+from surefoot.language.data.tokens import Tokens, prompt_text
 from surefoot.language.online.conversations import Conversation, last_turn, shown, with_earned
 from surefoot.language.rewards.scores import scattered
 from surefoot.language.rewards.steps import cut_to, pieces
 from surefoot.language.rewards.terms import Reward, Scores, is_dense, scored
-from surefoot.language.sampling.sampler import Samples, before
+from surefoot.language.sampling.sampler import Samples, cut_at_stop
 from surefoot.recipes.language import LanguageRecipe
 
 
@@ -38,7 +38,7 @@ class Answers:
         self.samples, self.prompts, self.tokens, self.talks = samples, prompts, tokens, talks
         if talks is None:
             self.scored = samples.responses()
-            self.responses = [before(tokens.decode(ids), stop) for ids in self.scored]
+            self.responses = [cut_at_stop(tokens.decode(ids), stop) for ids in self.scored]
         else:
             self.prompts = replace(prompts, prompts=[talk.history for talk in talks])
             self.scored = [[talk.ids[place] for place in talk.last] for talk in talks]
@@ -48,7 +48,7 @@ class Answers:
         """Prompt and response of each as a person reads them."""
         if self.talks is not None:
             return shown(self.talks)
-        return [(text_of(prompt), said) for prompt, said in zip(self.prompts.prompts, self.responses, strict=True)]
+        return [(prompt_text(prompt), said) for prompt, said in zip(self.prompts.prompts, self.responses, strict=True)]
 
     def scores(self, reward: Reward, earned: bool = True) -> Scores:
         """What they earn, whether they ended or not, on the device of the samples; ``earned`` adds what environments paid.
@@ -61,7 +61,7 @@ class Answers:
         everyone = range(len(self.responses))
         fine = [row for row in everyone if self.talks is None or self.talks[row].failure is None]
         asked = fine or everyone  # what a reward is made of is known from its scores, whosever they are
-        some, told = repeated(self.prompts, asked), None if tokens is None else [tokens[row] for row in asked]
+        some, told = repeat_prompts(self.prompts, asked), None if tokens is None else [tokens[row] for row in asked]
         scores = scored(reward, some.prompts, [self.responses[row] for row in asked], some.columns, told)
         if len(fine) < len(everyone):
             scores = scattered(scores, fine, len(everyone)) if fine else map_tensors(torch.zeros_like, scores)
@@ -109,9 +109,9 @@ def placed(scores: Scores, total: Tensor, drawn: Samples, recipe: LanguageRecipe
     if scores.dense is None:
         return place_scores(total, drawn.mask)
     replaced = ~drawn.ended & (recipe.reward.missing_eos == "penalty")
-    before = earlier(scores, drawn.mask)
-    stays = torch.where(replaced.unsqueeze(-1), before, scores.dense)
-    return stays + place_scores(total - torch.where(replaced, before.sum(-1), scores.total), drawn.mask)
+    before_last_turn = earlier(scores, drawn.mask)
+    stays = torch.where(replaced.unsqueeze(-1), before_last_turn, scores.dense)
+    return stays + place_scores(total - torch.where(replaced, before_last_turn.sum(-1), scores.total), drawn.mask)
 
 
 def length_penalty(drawn: Samples, recipe: LanguageRecipe) -> Tensor:

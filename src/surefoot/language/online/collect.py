@@ -26,10 +26,10 @@ from surefoot.functional import (
 )
 from surefoot.functional.masking import keep_only
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, repeated_share
-from surefoot.language.data.datasets import Prompts, repeated
-from surefoot.language.data.epochs import Walk
+from surefoot.language.data.batches import EpochSampler
+from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy, in_parts
+from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy, in_micro_batches
 from surefoot.language.online.answers import Answers, length_penalty, placed, settled, texts
 from surefoot.language.online.conversations import as_samples, mean_turns
 from surefoot.language.online.groups import joined_prompts, joined_samples, over_ranks, rows_of_batch, with_signal
@@ -79,7 +79,7 @@ class LanguageCollector:
         self.environments = environments
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
-        self.walk = Walk(len(prompts.ids), recipe.seed)
+        self.walk = EpochSampler(len(prompts.ids), recipe.seed)
         self.said: list[dict[str, Any]] = []
         """what was answered last, and what it earned"""
         self.beta = recipe.reference.beta
@@ -99,8 +99,8 @@ class LanguageCollector:
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         mask = drawn.mask & valid.unsqueeze(-1)  # nothing is learned from what has no score
         actions = drawn.actions
-        old = in_parts(self.policy, inputs, actions, mask, *self.budget)
-        ref_log_probs = in_parts(self.reference.log_probs, inputs, actions, mask, *self.budget)
+        old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
+        ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
         if recipe.reference.target is None:
             state.coefficients.pop(ANCHOR, None)  # a run may be resumed with its β fixed
         beta = self.beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
@@ -121,8 +121,8 @@ class LanguageCollector:
         values = torch.zeros_like(rewards) if old.values is None else old.values
         beyond = torch.zeros_like(rewards[:, 0])
         if recipe.reward.missing_eos == "bootstrap":
-            said = mask if drawn.said is None else drawn.said & valid.unsqueeze(-1)
-            beyond = in_parts(self.policy.values_after, inputs, actions, said, *self.budget)
+            said = mask if drawn.real is None else drawn.real & valid.unsqueeze(-1)
+            beyond = in_micro_batches(self.policy.values_after, inputs, actions, said, *self.budget)
         truncated = last & cut
         kl = kl_k1(log_probs, ref_log_probs)
         spent, counted = all_sum(torch.stack([kl.sum(), valid.sum()]).double()).tolist()  # the same β on every rank
@@ -241,7 +241,7 @@ class LanguageCollector:
         before, a response gets a random stream of its own.
         """
         samples = self.recipe.sampling.samples
-        prompts = repeated(self.prompts, self.walk.next(count), samples)
+        prompts = repeat_prompts(self.prompts, self.walk.next(count), samples)
         places = range(rank(), count, world_size())
         numbers = [done + place * samples + sample for place in places for sample in range(samples)]
         return self.answer(prompts, [derived_seed(self.recipe.seed, "response", number) for number in numbers], samples)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded, text_of
+from surefoot.language.data.tokens import Messages, Tokens, left_padded, prompt_text, right_padded
 from surefoot.language.rewards.terms import Prompt, Scores
-from surefoot.language.sampling.sampler import Path, Samples, before
+from surefoot.language.sampling.sampler import DecodingPath, Samples, cut_at_stop
 
 PART = "environment"
 """what the rewards of turns are called among the parts of a reward"""
@@ -43,7 +43,7 @@ class Conversation:
     """by the environment, after a turn that ended by itself"""
     failure: str | None = None
     """what went wrong with the environment, in a few words"""
-    path: Path = "cached"
+    path: DecodingPath = "cached"
     """how it was sampled"""
 
     @property
@@ -87,14 +87,16 @@ class Conversation:
         nothing = "" if isinstance(self.start, str) else ()
         return zip(turns, [*self.replies, *[nothing] * (len(turns) - len(self.replies))], strict=True)
 
-    def write(self, ids: list[int], log_probs: list[float], tokens: Tokens, path: Path, stop: Sequence[str] = ()) -> None:
+    def write(
+        self, ids: list[int], log_probs: list[float], tokens: Tokens, path: DecodingPath, stop: Sequence[str] = ()
+    ) -> None:
         """Add a turn of the model's, which one of the stop strings may have ended."""
         self.path = path
         self.ids += ids
         self.own += [True] * len(ids)
         self.log_probs += log_probs
         self.turns.append(tokens.decode(ids))
-        self.answers.append(before(self.turns[-1], stop))
+        self.answers.append(cut_at_stop(self.turns[-1], stop))
         self.ends.append(len(self.ids) - 1)
 
     def hear(self, ids: list[int]) -> None:
@@ -121,7 +123,7 @@ def as_samples(talks: Sequence[Conversation], tokens: Tokens, like: torch.device
         log_probs=log_probs.to(like),
         ended=torch.tensor([talk.ended for talk in talks], device=like),
         path=talks[0].path,
-        said=said.to(like),
+        real=said.to(like),
     )
 
 
@@ -158,7 +160,7 @@ def with_earned(scores: Scores, talks: Sequence[Conversation], shape: Sequence[i
 
 def shown(talks: Sequence[Conversation]) -> list[tuple[str, str]]:
     """First prompt and all that followed, as a person reads them."""
-    return [(text_of(talk.start), talk.transcript) for talk in talks]
+    return [(prompt_text(talk.start), talk.transcript) for talk in talks]
 
 
 def mean_turns(talks: Sequence[Conversation]) -> float:

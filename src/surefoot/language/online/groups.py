@@ -69,7 +69,7 @@ def joined_samples(parts: Sequence[Samples], pad_id: int) -> Samples:
     def right(x: Tensor, value: int = 0) -> Tensor:
         return pad(x, (0, after - x.shape[1]), value=value)
 
-    heard = [part.said for part in parts if part.said is not None]
+    real = [part.real for part in parts if part.real is not None]
     return replace(
         parts[0],
         prompt=torch.cat([left(part.prompt, pad_id) for part in parts]),
@@ -78,5 +78,5 @@ def joined_samples(parts: Sequence[Samples], pad_id: int) -> Samples:
         mask=torch.cat([right(part.mask) for part in parts]),
         log_probs=torch.cat([right(part.log_probs) for part in parts]),
         ended=torch.cat([part.ended for part in parts]),
-        said=torch.cat([right(said) for said in heard]) if heard else None,
+        real=torch.cat([right(mask) for mask in real]) if real else None,
     )

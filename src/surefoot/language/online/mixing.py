@@ -14,8 +14,7 @@ from surefoot.core.distributed import all_sum
 from surefoot.core.minibatches import by_tokens, chosen
 from surefoot.core.rollout import map_tensors
 from surefoot.functional import aggregate
-from surefoot.language.data.epochs import Walk
-from surefoot.language.data.packing import lengths
+from surefoot.language.data.batches import EpochSampler, row_lengths
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.supervised.demonstrations import Batch, Rows
 
@@ -45,7 +44,7 @@ class Mixing:
     ) -> None:
         self.policy, self.rows, self.batch, self.coefficient, self.device = policy, rows, batch, coefficient, device
         self.tokens, self.size = tokens, size
-        self.walk = Walk(rows.count, seed)
+        self.walk = EpochSampler(rows.count, seed)
 
     def add_gradient(self) -> dict[str, float]:
         """Add coefficient × the gradient of the mean over all ranks' tokens to what is there; tell the mean as ``sft_loss``."""
@@ -63,7 +62,7 @@ class Mixing:
         if self.tokens is None and self.size is None:
             yield batch
             return
-        costs: Tensor = lengths(batch[0], batch[2])
+        costs: Tensor = row_lengths(batch[0], batch[2])
         for group in by_tokens(costs, sys.maxsize if self.tokens is None else self.tokens, self.size):
             yield chosen(batch, group)
 

@@ -14,25 +14,26 @@ from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
-from surefoot.language.adapters.files import adapted, base_record, load_trained, reward_role, trained_weights
-from surefoot.language.adapters.layers import VALUE, RoleTrunk, SharedBase
+from surefoot.language.adapters.files import add_adapter, base_record, load_trained, reward_role, trained_weights
+from surefoot.language.adapters.layers import VALUE, RoleTrunk, SharedBase, weights_hash
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
 from surefoot.language.data import datasets as data
-from surefoot.language.data.sources import check_count, check_same, rows_hash, weights_hash
-from surefoot.language.data.tokens import shown
-from surefoot.language.memory.check import Room, surely_read
-from surefoot.language.models.loading import RewardModel, context_of, load_model
-from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_parts
-from surefoot.language.models.trained import (
+from surefoot.language.data.rows import check_row_count, check_unchanged, read_rows, rows_hash
+from surefoot.language.data.tokens import decode_row
+from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.models.language_model import (
     LanguageModel,
-    base_model,
-    check_reads,
-    description,
-    leave,
+    check_compatible,
+    describe_model,
+    errors_for,
+    load_base,
+    load_best_weights,
     model_folder,
-    named,
-    restore_best,
+    save_result,
 )
+from surefoot.language.models.loading import context_length, load_model
+from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.answers import Answers, settled, texts
 from surefoot.language.online.collect import LanguageCollector
 from surefoot.language.online.conversations import mean_turns
@@ -55,12 +56,12 @@ class LanguageWorld:
     def __init__(self, recipe: LanguageRecipe) -> None:
         check_device(recipe.device)
         self.recipe = recipe
-        self.memory = Room(recipe)
-        model, self.tokens = base_model(recipe)
+        self.memory = MemoryCheck(recipe)
+        model, self.tokens = load_base(recipe)
         self.result = LanguageModel(model, self.tokens)
-        self.base = adapted(recipe, model, model_folder(recipe.model))
+        self.base = add_adapter(recipe, model, model_folder(recipe.model))
         """where adapters are trained: what they share"""
-        context, longest = context_of(model), recipe.data.max_length + recipe.max_response_tokens
+        context, longest = context_length(model), recipe.data.max_length + recipe.max_response_tokens
         settings, bounds = recipe.reward, {"deadline": recipe.reward.deadline, "tolerated": recipe.reward.tolerated}
         self.environments, limit = None, context
         if recipe.turns.environment is not None:
@@ -80,9 +81,9 @@ class LanguageWorld:
                 name="gold",
                 field="reward.gold",
             )
-        self.model_summary = [] if self.base is None else [self.base.described()]
+        self.model_summary = [] if self.base is None else [self.base.summary()]
         self.warnings: list[str] = []
-        self.room = data.room(recipe.data.max_length, limit, recipe.sampling.max_tokens)
+        self.room = data.token_limit(recipe.data.max_length, limit, recipe.sampling.max_tokens)
         if self.room[0] < 1:
             raise SurefootError(
                 f"sampling.max_tokens={recipe.sampling.max_tokens}: leaves no room for a prompt in a context of {limit} "
@@ -111,7 +112,7 @@ class LanguageWorld:
         if self.environments is not None:
             self.longest = longest if limit in (None, sys.maxsize) else limit or longest
         self.warnings += self.memory.check(
-            prompt=max(1, surely_read([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples)),
+            prompt=max(1, guaranteed_length([len(ids) for ids in train.ids], recipe.steps // recipe.sampling.samples)),
             response=1,
             most=recipe.max_response_tokens,
             evaluated=evaluated,
@@ -139,10 +140,10 @@ class LanguageWorld:
 
     def _prompts(self, path: str) -> data.Prompts:
         if self.environments is not None:
-            return data.bare(data.read_rows(path))
-        found = data.prompts(data.read_rows(path), self.tokens, *self.room)
+            return data.prompts_without_ids(read_rows(path))
+        found = data.prompts(read_rows(path), self.tokens, *self.room)
         unused = () if self._functions() else found.unused
-        self.warnings += data.notes(path, self.room[0], found.dropped, unused=unused, rows="prompts")
+        self.warnings += data.drop_notes(path, self.room[0], found.dropped, unused=unused, rows="prompts")
         return found
 
     def _functions(self) -> list[FunctionReward]:
@@ -151,7 +152,7 @@ class LanguageWorld:
         return [part for part in parts if isinstance(part, FunctionReward)]
 
     def _demonstrations(self, path: str, context: int | None) -> Rows:
-        limit, said = data.room(sys.maxsize, context)
+        limit, said = data.token_limit(sys.maxsize, context)
         rows = demonstration_rows(path, self.tokens, limit, said)
         self.warnings += rows.notes
         return rows
@@ -160,7 +161,7 @@ class LanguageWorld:
         """Tokens of the longest demonstration that is surely mixed in, and those of a mean one that are trained."""
         recipe, reuse = self.recipe, self.recipe.objective.reuse
         updates = -(-recipe.steps // recipe.responses) * (reuse.epochs * reuse.minibatches if reuse else 1)
-        return surely_read(rows.lengths, updates * recipe.mixed_batch), sum(rows.trained) // rows.count
+        return guaranteed_length(rows.lengths, updates * recipe.mixed_batch), sum(rows.trained) // rows.count
 
     def _mixing(self) -> Mixing | None:
         if self.mixed is None:
@@ -179,11 +180,11 @@ class LanguageWorld:
         if self.base is not None:
             return self._critic_role(self.base)
         if start is None:
-            return Critic.of_policy(model)
-        with named("critic.start"):
+            return Critic.from_policy(model)
+        with errors_for("critic.start"):
             scores: Any = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
-        check_reads("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
-        return Critic.of_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+        check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
+        return Critic.from_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
 
     def _critic_role(self, base: SharedBase) -> Critic:
         """A value model that is an adapter of the policy's base."""
@@ -193,7 +194,7 @@ class LanguageWorld:
         if start is None:
             base.add(VALUE, settings)
             return Critic(RoleTrunk(base, VALUE), ValueHead(width, like))
-        with named("critic.start"):
+        with errors_for("critic.start"):
             scores = reward_role(base, start, VALUE)
         if scores is None:
             raise SurefootError(
@@ -201,16 +202,18 @@ class LanguageWorld:
                 "it with [adapter] on that model, or unset it"
             )
         scores.backbone.requires_grad_(True)
-        return Critic.of_reward_role(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+        return Critic.from_reward_trunk(scores.backbone, scores.head, float(scores.mean), float(scores.std))
 
     def _reference(self, bf16: bool) -> ReferencePolicy:
         if self.recipe.reference.model is None:
             return ReferencePolicy(self.policy, self.base)
-        with named("reference.model"):
+        with errors_for("reference.model"):
             model, tokenizer = load_model(
                 model_folder(self.recipe.reference.model), trust_remote_code=self.recipe.trust_remote_code
             )
-        check_reads("reference.model", self.recipe.reference.model, (model, tokenizer), self.recipe, self.tokens, self.longest)
+        check_compatible(
+            "reference.model", self.recipe.reference.model, (model, tokenizer), self.recipe, self.tokens, self.longest
+        )
         return ReferencePolicy(LanguagePolicy(model, None, self.tokens.pad_id, self.recipe.sampling.temperature, bf16=bf16))
 
     def arithmetic(self) -> list[str]:
@@ -223,8 +226,8 @@ class LanguageWorld:
             frozen = f"{sum(p.numel() for p in self.policy.parameters()) - count:,} frozen, which all roles share"
         epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
         iterations = -(-recipe.steps // recipe.responses)
-        named, limit = recipe.turns.environment, recipe.turns.max_turns
-        turns = [] if named is None else [f"turns: at most {limit} in a conversation, answered by {named}"]
+        environment, limit = recipe.turns.environment, recipe.turns.max_turns
+        turns = [] if environment is None else [f"turns: at most {limit} in a conversation, answered by {environment}"]
         at_most = (
             f", fewer with more than one of sampling.rounds = {recipe.sampling.rounds}" if recipe.sampling.rounds > 1 else ""
         )
@@ -241,7 +244,7 @@ class LanguageWorld:
             f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}{at_most}",
             f"updates in all: {iterations * epochs * minibatches:,}",
             *mixed,
-            *self.memory.lines(),
+            *self.memory.summary(),
         ]
 
     @cached_property
@@ -254,7 +257,7 @@ class LanguageWorld:
             found = {f"reference of model={self.recipe.model!r}": self.reference}
         parts = parts_of(self.reward)
         scored = {f"reward.terms model={part.path!r}": part.model for part in parts if isinstance(part, ModelReward)}
-        base = {} if self.base is None else {f"base model={self.recipe.model!r}": self.base.print}
+        base = {} if self.base is None else {f"base model={self.recipe.model!r}": self.base.hash}
         return base | {name: weights_hash(model) for name, model in {**found, **scored}.items()}
 
     @cached_property
@@ -274,7 +277,7 @@ class LanguageWorld:
             "sources": self.sources,
             "agent": trained_weights(self.policy),
             "recipe": to_table(self.recipe),
-            "model": description(self.policy.model, self.tokens.tokenizer),
+            "model": describe_model(self.policy.model, self.tokens.tokenizer),
             "beta": self.collector.beta,
             **({} if self.auxiliary_loss is None else {"mixing": self.auxiliary_loss.state_dict()}),
             **base_record(self.base),
@@ -282,8 +285,8 @@ class LanguageWorld:
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
-        check_count(self.recipe.data.train, trees["collector"]["count"], len(self.collector.prompts.ids))
-        check_same(trees.get("sources", {}), self.sources)
+        check_row_count(self.recipe.data.train, trees["collector"]["count"], len(self.collector.prompts.ids))
+        check_unchanged(trees.get("sources", {}), self.sources)
         load_trained(self.policy, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
         if self.auxiliary_loss is not None and "mixing" in trees:  # not there where mixing was switched on since, on purpose
@@ -294,7 +297,7 @@ class LanguageWorld:
         """Sampled answers to the held-out prompts, always with the same random numbers."""
         assert self.held_out is not None
         settings = self.recipe.evaluation
-        prompts = data.repeated(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
+        prompts = data.repeat_prompts(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
         return self.collector.answer(prompts, [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))])
 
     @torch.no_grad()
@@ -328,8 +331,8 @@ class LanguageWorld:
         total = settled(scores, drawn, self.recipe)
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         budget = self.collector.budget
-        log_probs = in_parts(self.policy, inputs, drawn.actions, drawn.mask, *budget).log_probs
-        kl = kl_k1(log_probs, in_parts(self.reference.log_probs, inputs, drawn.actions, drawn.mask, *budget)).sum(-1)
+        log_probs = in_micro_batches(self.policy, inputs, drawn.actions, drawn.mask, *budget).log_probs
+        kl = kl_k1(log_probs, in_micro_batches(self.reference.log_probs, inputs, drawn.actions, drawn.mask, *budget)).sum(-1)
         spent = float(kl.mean())
         ids = drawn.responses()
         metrics: Metrics = {
@@ -356,16 +359,16 @@ class LanguageWorld:
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text, and the β of the reward's KL."""
-        return shown(self.tokens, rollout, row, steps) | {"reference_beta": rollout.metrics["reference_beta"]}
+        return decode_row(self.tokens, rollout, row, steps) | {"reference_beta": rollout.metrics["reference_beta"]}
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where there is no best) to ``model/``, for transformers and for other runs."""
         said = []
-        if not restore_best(self.policy, folder) and self.held_out is not None:
+        if not load_best_weights(self.policy, folder) and self.held_out is not None:
             target = self.recipe.reference.target
             reach = "" if target is None else f" within {REACH:g} times reference.target={target:g}"
             said = [f"no evaluation had a score{reach}: the policy that is left is the last one, and none was chosen"]
-        return [*said, *leave(self.result, folder, self.recipe, self.base)]
+        return [*said, *save_result(self.result, folder, self.recipe, self.base)]
 
     def close(self) -> None:
         """Nothing is open."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.optional import needed
+from surefoot.language.extras import require_package
 from surefoot.language.rewards.deadline import Overdue
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Endpoint:
 
     def ready(self) -> None:
         """Raise SurefootError where nothing can be asked: the package, the address or the token is missing."""
-        needed("httpx2", "a reward from a url")
+        require_package("httpx2", "a reward from a url")
         if complaint := url_complaint(self.url):
             raise SurefootError(complaint)
         if self.token_from is not None:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError
-from surefoot.language.data.dialogue import Dialogue, options_of
-from surefoot.language.data.tokens import Tokens, right_padded
-from surefoot.language.models.loading import RewardModel
-from surefoot.language.models.trained import model_folder, named
-from surefoot.language.optional import quiet
+from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_padded
+from surefoot.language.extras import quiet_transformers
+from surefoot.language.models.language_model import errors_for, model_folder
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.rewards.scores import Columns, Pieces, Prompt, Scores
 from surefoot.language.rewards.steps import Mark, Per, dense_of, pieces, steps_of
 
@@ -57,7 +56,7 @@ class ModelReward:
         self.per: Per = per
         self.separator = separator
         self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
-        with named(field):
+        with errors_for(field):
             self.path, found = str(folder), None if read is None else read(str(folder))
             if found is None:
                 self.path = model_folder(self.path)
@@ -71,7 +70,7 @@ class ModelReward:
     def __call__(
         self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns, tokens: Pieces | None = None
     ) -> Scores:
-        with quiet():  # a tokenizer warns of text longer than the context, which is refused here
+        with quiet_transformers():  # a tokenizer warns of text longer than the context, which is refused here
             rows = [self._ids(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         longest = max((len(before) + len(after) for before, after in rows), default=0)
         if self.context is not None and longest > self.context:
@@ -103,7 +102,7 @@ class ModelReward:
         assert self.separator is not None
         found: list[list[Mark]] = [[] for _ in rows]
         for chosen, ids, mask in self._batches(rows):
-            everywhere = (self.model.everywhere(ids, mask) - self.model.mean) / self.model.std
+            everywhere = (self.model.prefix_scores(ids, mask) - self.model.mean) / self.model.std
             for at, row in zip(everywhere.float().cpu(), chosen, strict=True):
                 before, after = rows[row]
                 written = list(accumulate(map(len, pieces(self.tokens.decode, after))))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
-from surefoot.language.models.loading import RewardModel
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.rewards.deadline import Overdue, within
 from surefoot.language.rewards.endpoint import REPEAT, RESUME, Endpoint
 from surefoot.language.rewards.model import BATCH_TOKENS as BATCH_TOKENS

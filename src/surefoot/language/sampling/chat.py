@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.language.models.loading import context_of
-from surefoot.language.models.trained import LanguageModel
-from surefoot.language.optional import quiet
-from surefoot.language.sampling.sampler import before, sample
+from surefoot.language.extras import quiet_transformers
+from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.models.loading import context_length
+from surefoot.language.sampling.sampler import cut_at_stop, sample
 
 PARTIAL = "\ufffd"
 """what part of a character decodes to"""
 
 
 @dataclass(frozen=True)
-class Manner:
+class ChatOptions:
     """How answers are drawn: as in ``LanguageModel.generate``. An answer ends where the model's context does, at the latest."""
 
     max_tokens: int = 256
@@ -32,8 +32,8 @@ class Chat:
     each line is a prompt by itself, which the model continues.
     """
 
-    def __init__(self, model: LanguageModel, manner: Manner) -> None:
-        self.model, self.manner = model, manner
+    def __init__(self, model: LanguageModel, options: ChatOptions) -> None:
+        self.model, self.options = model, options
         self.remembers = bool(model.tokens.tokenizer.chat_template)
         """whether there is a chat template"""
         self.messages: list[dict[str, str]] = []
@@ -49,22 +49,22 @@ class Chat:
 
         Raises SurefootError when the model's context has no room left, or the chat template refuses the conversation.
         """
-        tokens, manner = self.model.tokens, self.manner
+        tokens, options = self.model.tokens, self.options
         said = [*self.messages, {"role": "user", "content": line}]
-        with quiet():  # a tokenizer warns of text longer than the context, which is refused here
+        with quiet_transformers():  # a tokenizer warns of text longer than the context, which is refused here
             prompt = tokens.encode_prompt(said if self.remembers else line)
-        context = context_of(self.model.model)
-        room = manner.max_tokens if context is None else min(manner.max_tokens, context - len(prompt))
+        context = context_length(self.model.model)
+        room = options.max_tokens if context is None else min(options.max_tokens, context - len(prompt))
         if room < 1:
             remedy = "forget the conversation with /reset" if self.messages else "shorten the line"
             raise SurefootError(f"chat: the prompt has {len(prompt)} tokens and the model's context is {context}; {remedy}")
         ids: list[int] = []
         written = ""
 
-        def heard(token: int) -> None:
+        def on_token(token: int) -> None:
             nonlocal written
             ids.append(token)
-            text = certain(tokens.decode(ids), manner.stop)
+            text = stable_prefix(tokens.decode(ids), options.stop)
             if len(text) > len(written):
                 write(text[len(written) :])
                 written = text
@@ -73,16 +73,16 @@ class Chat:
             self.model.model,
             [prompt],
             max_tokens=room,
-            temperature=manner.temperature,
+            temperature=options.temperature,
             eos_ids=tokens.eos_ids,
             pad_id=tokens.pad_id,
-            seeds=[derived_seed(manner.seed, "chat", self.answers)],
-            stop=manner.stop,
+            seeds=[derived_seed(options.seed, "chat", self.answers)],
+            stop=options.stop,
             decode=tokens.decode,
-            greedy=manner.greedy,
-            heard=heard,
+            greedy=options.greedy,
+            on_token=on_token,
         )
-        text = before(tokens.decode(ids), manner.stop)
+        text = cut_at_stop(tokens.decode(ids), options.stop)
         write(text[len(written) :])
         self.answers += 1
         if self.remembers:
@@ -90,8 +90,8 @@ class Chat:
         return text
 
 
-def certain(text: str, stop: Sequence[str]) -> str:
+def stable_prefix(text: str, stop: Sequence[str]) -> str:
     """The beginning of a text that no further token changes: without part of a character, or of a stop string, at its end."""
-    text = before(text, stop).rstrip(PARTIAL)
+    text = cut_at_stop(text, stop).rstrip(PARTIAL)
     parts = (length for word in stop for length in range(1, len(word)) if text.endswith(word[:length]))
     return text[: len(text) - max(parts, default=0)]

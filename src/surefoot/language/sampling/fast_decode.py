@@ -3,16 +3,65 @@
 Attention of one token is two batched matrix products over the cache where it lies; the fused kernel, made for long queries,
 takes three times as long on a CPU. The prompt is still read by the model's own forward pass, and before packed weights are used
 they are compared with that pass: two of the prompts, two tokens further. Adapters are merged into the packed weights; a family
-that changed or a hook makes the sampler use the model's own.
-"""
+that changed or a hook makes the sampler use the model's own."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from surefoot.language.sampling.kv_cache import Prompts, difference
-from surefoot.language.sampling.packed_model import PackedModel, packed
+from surefoot.language.sampling.kv_cache import Prompts, log_prob_difference
+
+PACKED_LIMIT = 64_000_000
+"""parameters of all layers above which the model's own forward pass is used: arithmetic decides there, and packing copies"""
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """The four matrices of a layer, each [in, out], and their biases [out]; ``None`` is no bias."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A decoder-only transformer, ready to be stepped."""
+
+    layers: list[PackedLayer]
+    heads: int
+    kv_heads: int
+    width: int
+    """of a head"""
+    eps: float
+    centred: bool
+    """LayerNorm, which subtracts the mean, or RMSNorm"""
+    gated: bool
+    activation: Callable[[Tensor], Tensor]
+    embedding: nn.Module
+    places: Tensor | None
+    """learned positions [context, model width]"""
+    rotary: Callable[[int], Tensor] | None
+    """length -> e^{i angle} [length, width / 2]"""
+    pairs: Tensor | None
+    """[width] the order of a key's dimensions in which those turned together are neighbours"""
+    norm: nn.Module
+    head: nn.Module
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """LayerNorm or RMSNorm without its weights, which are in the next matrix.   [n, d] -> [n, d]"""
+        norm = nn.functional.layer_norm if self.centred else nn.functional.rms_norm
+        return norm(x, x.shape[-1:], eps=self.eps)
+
 
 States = list[tuple[Tensor, Tensor]]
 """keys and values of every layer, [rows, heads, length, width] each"""
@@ -96,11 +145,161 @@ def fast_decoder(model: nn.Module, prompts: Prompts, past: Any, samples: int, mo
 
     if past is None or more < 1 or not all(type(layer) is DynamicLayer for layer in past.layers):
         return None
-    found = packed(model)
+    found = pack_model(model)
     if found is None:
         return None
     states = [(layer.keys, layer.values) for layer in past.layers]
     rows, steps = prompts.few(), min(2, more)
     few = prompts.at(rows)
     probe = FastDecoder(found, few, [(keys[rows], values[rows]) for keys, values in states], samples=1, more=steps)
-    return FastDecoder(found, prompts, states, samples, more) if difference(model, probe, few, steps) <= TOLERANCE else None
+    return (
+        FastDecoder(found, prompts, states, samples, more)
+        if log_prob_difference(model, probe, few, steps) <= TOLERANCE
+        else None
+    )
+
+
+def pack_model(model: Any) -> PackedModel | None:
+    """The model with its weights packed, or None where its layers are not known.
+
+    Packing copies the layers' weights: about a millisecond per million parameters.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    readers = {"llama": pack_llama, "mistral": pack_llama, "qwen2": pack_llama, "gemma": pack_llama, "gpt2": pack_gpt2}
+    reader = readers.get(str(kind))
+    if reader is None or model.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(model.device.type):
+        return None
+    return reader(model)
+
+
+def all_exactly(modules: list[Any], kind: type[nn.Module]) -> bool:
+    """Whether all are exactly of a class, adapters beside them aside: a quantised layer is another, with other arithmetic."""
+    return all(type(module.base_layer if hasattr(module, "lora_A") else module) is kind for module in modules)
+
+
+def merged_layer(module: Any) -> Any:
+    """A layer's weight and bias; where it has adapters, with what those that are switched on add. The probe of ``fast_decode``
+    sees an adapter that does something else.
+    """
+    if not hasattr(module, "lora_A"):
+        return module
+    weight = module.base_layer.weight
+    for role in module.active_adapters:
+        if role in module.lora_A:
+            weight = weight + module.get_delta_weight(role)
+    return SimpleNamespace(weight=weight, bias=module.base_layer.bias)
+
+
+def joined_layers(parts: list[Any], scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Linear layers of one input as one matrix [in, out] and bias [out]; the input's scale [in] is multiplied in."""
+    parts = [merged_layer(part) for part in parts]
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    return (weight * scale).t().contiguous(), bias
+
+
+def pack_llama(model: Any) -> PackedModel | None:
+    """Llama and what is built like it: RMSNorm, rotary positions, grouped queries, a gated feed-forward."""
+    core, config = model.model, model.config
+    rotary = core.rotary_emb
+    width = core.layers[0].self_attn.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    everywhere: list[tuple[Any, ...]] = [
+        (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj, b.self_attn.o_proj) for b in core.layers
+    ]
+    everywhere += [(b.mlp.gate_proj, b.mlp.up_proj, b.mlp.down_proj) for b in core.layers]
+    known = all_exactly([module for group in everywhere for module in group], nn.Linear)
+    moving = rotary.rope_type in ("dynamic", "longrope")  # their frequencies depend on the length
+    if not known or moving or not 0 < sum(p.numel() for p in core.layers.parameters()) <= PACKED_LIMIT:
+        return None
+    one = 1.0 if config.model_type == "gemma" else 0.0
+    pairs = torch.arange(width, device=model.device).view(2, -1).t().flatten()  # 0, w/2, 1, w/2 + 1, …: (re, im) of each turn
+    order = torch.arange((heads + 2 * kv_heads) * width, device=model.device).view(-1, width)
+    order[: heads + kv_heads] = order[: heads + kv_heads, pairs]
+    layers = []
+    for block in core.layers:
+        attention, mlp = block.self_attn, block.mlp
+        qkv, bias = joined_layers([attention.q_proj, attention.k_proj, attention.v_proj], one + block.input_layernorm.weight)
+        scale = torch.ones(len(order), 1, dtype=qkv.dtype, device=qkv.device)
+        scale[:heads] = attention.scaling
+        scale = scale.expand(-1, width).flatten()
+        up, up_bias = joined_layers([mlp.gate_proj, mlp.up_proj], one + block.post_attention_layernorm.weight)
+        layers.append(
+            PackedLayer(
+                qkv=qkv[:, order.flatten()] * scale,
+                qkv_bias=None if bias is None else bias[order.flatten()] * scale,
+                out=merged_layer(attention.o_proj).weight.t().contiguous(),
+                out_bias=merged_layer(attention.o_proj).bias,
+                up=up,
+                up_bias=up_bias,
+                down=merged_layer(mlp.down_proj).weight.t().contiguous(),
+                down_bias=merged_layer(mlp.down_proj).bias,
+            )
+        )
+
+    def turns(length: int) -> Tensor:
+        places = torch.arange(length, device=model.device).unsqueeze(0)
+        cos, sin = rotary(core.norm.weight, places)
+        return torch.complex(cos[0, :, : width // 2].contiguous(), sin[0, :, : width // 2].contiguous())
+
+    return PackedModel(
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        eps=config.rms_norm_eps,
+        centred=False,
+        gated=True,
+        activation=core.layers[0].mlp.act_fn,
+        embedding=core.embed_tokens,
+        places=None,
+        rotary=turns,
+        pairs=pairs,
+        norm=core.norm,
+        head=model.lm_head,
+    )
+
+
+def pack_gpt2(model: Any) -> PackedModel | None:
+    """GPT-2: LayerNorm, learned positions, one matrix for query, key and value, which is stored [in, out] already."""
+    from transformers.pytorch_utils import Conv1D
+
+    core, config = model.transformer, model.config
+    known = all_exactly([m for b in core.h for m in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)], Conv1D)
+    if not known or config.add_cross_attention or not 0 < sum(p.numel() for p in core.h.parameters()) <= PACKED_LIMIT:
+        return None
+    layers = []
+    for block in core.h:
+        attention, mlp = block.attn, block.mlp
+        qkv, up = merged_layer(attention.c_attn), merged_layer(mlp.c_fc)
+        out, down = merged_layer(attention.c_proj), merged_layer(mlp.c_proj)
+        scale = torch.ones_like(qkv.bias)
+        scale[: config.hidden_size] = attention.scaling
+        layers.append(
+            PackedLayer(
+                qkv=block.ln_1.weight.unsqueeze(-1) * qkv.weight * scale,
+                qkv_bias=(block.ln_1.bias @ qkv.weight + qkv.bias) * scale,
+                out=out.weight,
+                out_bias=out.bias,
+                up=block.ln_2.weight.unsqueeze(-1) * up.weight,
+                up_bias=block.ln_2.bias @ up.weight + up.bias,
+                down=down.weight,
+                down_bias=down.bias,
+            )
+        )
+    return PackedModel(
+        layers=layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        width=config.hidden_size // config.num_attention_heads,
+        eps=config.layer_norm_epsilon,
+        centred=True,
+        gated=False,
+        activation=core.h[0].mlp.act,
+        embedding=core.wte,
+        places=core.wpe.weight,
+        rotary=None,
+        pairs=None,
+        norm=core.ln_f,
+        head=model.lm_head,
+    )

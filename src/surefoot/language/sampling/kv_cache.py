@@ -94,7 +94,7 @@ def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
 
 
 @cache
-def preallocated_layer() -> Any:
+def preallocated_layer_class() -> Any:
     """The class of a cache layer whose room is taken once: ``transformers``' own grows by copying all of it at every token."""
     from transformers.cache_utils import DynamicLayer
 
@@ -151,7 +151,7 @@ class CachedDecoder:
         repeated = torch.arange(len(prompts.ids), device=prompts.ids.device).repeat_interleave(samples)
         for index, layer in enumerate(past.layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
-                past.layers[index] = preallocated_layer()(layer, samples, more)
+                past.layers[index] = preallocated_layer_class()(layer, samples, more)
             else:  # a sliding window or a recurrent state: small, and its class knows how to repeat it
                 layer.reorder_cache(repeated)
 
@@ -171,7 +171,7 @@ class CachedDecoder:
         kept = torch.arange(count, device=holes.device)
         kept[holes] = movers
         for layer in self.past.layers:
-            if isinstance(layer, preallocated_layer()):
+            if isinstance(layer, preallocated_layer_class()):
                 layer.shrink(count, holes, movers)
             else:
                 layer.reorder_cache(kept)
@@ -180,7 +180,7 @@ class CachedDecoder:
             self.mask = self.mask[kept]
 
 
-def difference(model: nn.Module, decoder: Decoder, prompts: Prompts, steps: int) -> float:
+def log_prob_difference(model: nn.Module, decoder: Decoder, prompts: Prompts, steps: int) -> float:
     """The largest difference of a log-probability between a decoder's steps and the model's pass over the whole sequence."""
     tokens = prompts.ids[:, -1:].expand(-1, steps)  # any would do
     mask = torch.cat([prompts.mask, prompts.mask.new_ones(len(tokens), steps)], -1)
@@ -192,7 +192,7 @@ def difference(model: nn.Module, decoder: Decoder, prompts: Prompts, steps: int)
 _KEEPS: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 
 
-def cache_keeps_its_promise(model: nn.Module, prompts: Prompts, more: int) -> bool:
+def cache_is_exact(model: nn.Module, prompts: Prompts, more: int) -> bool:
     """Whether decoding with the model's cache says what the model says without; asked once per model, with and without padding.
 
     Some families misread a mask or a position when they have a cache.
@@ -203,7 +203,7 @@ def cache_keeps_its_promise(model: nn.Module, prompts: Prompts, more: int) -> bo
         logits, past = read_prompts(model, few)
         rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
         known[prompts.padded] = (
-            rough or difference(model, CachedDecoder(model, few, past, 1, steps), few, steps) <= CACHE_TOLERANCE
+            rough or log_prob_difference(model, CachedDecoder(model, few, past, 1, steps), few, steps) <= CACHE_TOLERANCE
         )
     return known.get(prompts.padded, True)
 

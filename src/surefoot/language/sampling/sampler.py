@@ -1,8 +1,7 @@
 """Sampling responses on the policy's own weights: every token with its log-probability, from one pass.
 
 A response depends on its prompt, its seed and the weights. Its company, its place in the batch and the padding change logits by
-rounding (about 1e-6), which changes a token only where its random number falls that close to a border between two tokens.
-"""
+rounding (about 1e-6), which changes a token only where its random number falls that close to a border between two tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,22 +14,21 @@ from torch import Tensor, nn
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language.data.tokens import left_padded
-from surefoot.language.optional import quiet
-from surefoot.language.sampling.endings import Ending
+from surefoot.language.extras import quiet_transformers
 from surefoot.language.sampling.fast_decode import fast_decoder
 from surefoot.language.sampling.kv_cache import (
     CachedDecoder,
     Decoder,
     Prompts,
     RecomputingDecoder,
-    cache_keeps_its_promise,
+    cache_is_exact,
     read_prompts,
 )
 
 if TYPE_CHECKING:
     from surefoot.language.data.tokens import Tokens
 
-Path = Literal["fast", "cached", "recomputed"]
+DecodingPath = Literal["fast", "cached", "recomputed"]
 """how tokens are decoded: with packed weights, by the model's own pass with its cache, or without one"""
 
 
@@ -50,8 +48,8 @@ class Samples:
     """[N, T] of what was sampled, at the temperature it was sampled at; 0 outside the mask"""
     ended: Tensor
     """[N] by EOS or a stop string, rather than cut at the limit"""
-    path: Path
-    said: Tensor | None = None
+    path: DecodingPath
+    real: Tensor | None = None
     """[N, T] where a response has several turns: True at what was sampled and at what others said between and behind"""
 
     @property
@@ -79,8 +77,8 @@ def sample(
     stop: Sequence[str] = (),
     decode: Callable[[Sequence[int]], str] | None = None,
     greedy: bool = False,
-    path: Path | None = None,
-    heard: Callable[[int], None] | None = None,
+    path: DecodingPath | None = None,
+    on_token: Callable[[int], None] | None = None,
 ) -> Samples:
     """Draw ``samples`` responses to each prompt from softmax(logits / temperature), the whole of it: no top-k, no top-p.
 
@@ -91,24 +89,24 @@ def sample(
 
     The prompt is read once for all its samples; finished responses leave the batch. The model is in eval mode meanwhile, and
     without gradient. ``path`` is chosen by what the model allows (``Samples.path`` says which); asking for one is for tests.
-    ``heard`` is called with each token as it is drawn; it follows one response alone.
+    ``on_token`` is called with each token as it is drawn; it follows one response alone.
 
     Raises SurefootError for prompts, seeds, limits or a path that can't be, NotFiniteError for logits that are not finite.
     """
-    check(model, prompts, max_tokens, eos_ids)
-    check_draw(len(prompts), samples, temperature, seeds, stop, decode, greedy, path)
+    check_prompts(model, prompts, max_tokens, eos_ids)
+    check_options(len(prompts), samples, temperature, seeds, stop, decode, greedy, path)
     device = model.get_input_embeddings().weight.device
     ids, mask = left_padded(prompts, pad_id)
     batch = Prompts(ids.to(device), mask.to(device))
     rows = samples * len(prompts)
-    assert heard is None or rows == 1, "one response can be followed, not several"
-    uniforms = None if greedy else uniforms_of(seeds, max_tokens).to(device)
+    assert on_token is None or rows == 1, "one response can be followed, not several"
+    uniforms = None if greedy else uniform_draws(seeds, max_tokens).to(device)
     actions = torch.full((max_tokens, rows), pad_id, dtype=torch.long, device=device)
     lengths = torch.full((rows,), max_tokens, dtype=torch.long, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         logits, past = read_prompts(model, batch)
-        ending = Ending(eos_ids, stop, decode, logits.shape[-1], device)
+        ending = EndDetector(eos_ids, stop, decode, logits.shape[-1], device)
         decoder, used = decoder_for(model, batch, past, samples, max_tokens, path)
         logits = logits.repeat_interleave(samples, 0)
         log_probs = torch.zeros(max_tokens, rows, dtype=working_dtype(logits), device=device)
@@ -117,8 +115,8 @@ def sample(
             known = log_softmax(logits, temperature)
             tokens = known.argmax(-1) if uniforms is None else inverse_cdf(known, uniforms[now].index_select(0, slots))
             actions[now].index_copy_(0, slots, tokens)
-            if heard is not None:
-                heard(int(tokens[0]))
+            if on_token is not None:
+                on_token(int(tokens[0]))
             log_probs[now].index_copy_(0, slots, known.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
             done = ending.reached(tokens, actions[: now + 1], slots)
             if done is not None:
@@ -169,7 +167,7 @@ def generate(
 
     An answer depends on the prompt, the seed and its place in the list. Raises what ``sample`` and ``tokens`` raise.
     """
-    with quiet():  # a tokenizer warns of text longer than the context, which is refused here
+    with quiet_transformers():  # a tokenizer warns of text longer than the context, which is refused here
         asked = [tokens.encode_prompt(prompt) for prompt in prompts]
     drawn = sample(
         model,
@@ -184,10 +182,10 @@ def generate(
         decode=tokens.decode,
         greedy=greedy,
     )
-    return [before(tokens.decode(ids), stop) for ids in drawn.responses()], drawn.ended.tolist()
+    return [cut_at_stop(tokens.decode(ids), stop) for ids in drawn.responses()], drawn.ended.tolist()
 
 
-def before(text: str, stop: Sequence[str]) -> str:
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """The text up to the first of the stop strings."""
     return text[: min((at for word in stop if (at := text.find(word)) >= 0), default=None)]
 
@@ -213,7 +211,7 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     return passed.clamp_(max=log_probs.shape[-1] - 1)  # beyond the end is where NaN leads, which is told later
 
 
-def uniforms_of(seeds: Sequence[int], count: int) -> Tensor:
+def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
     """Numbers in [0, 1) for every token of every response, each column from its own generator.   -> [count, N] float64"""
     columns, generator = [], torch.Generator()
     for seed in seeds:
@@ -222,7 +220,7 @@ def uniforms_of(seeds: Sequence[int], count: int) -> Tensor:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode for the moment: no dropout, and no checkpointing, which switches caches off."""
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -235,22 +233,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def decoder_for(
-    model: nn.Module, prompts: Prompts, past: Any, samples: int, max_tokens: int, path: Path | None
-) -> tuple[Decoder, Path]:
+    model: nn.Module, prompts: Prompts, past: Any, samples: int, max_tokens: int, path: DecodingPath | None
+) -> tuple[Decoder, DecodingPath]:
     """The fastest way that is right for this model, or the one asked for."""
     more = max_tokens - 1  # nothing is read after the last token
     if path in (None, "fast"):
         found = fast_decoder(model, prompts, past, samples, more)
         if found is not None:
             return found, "fast"
-    if past is not None and (path == "cached" or (path is None and cache_keeps_its_promise(model, prompts, more))):
+    if past is not None and (path == "cached" or (path is None and cache_is_exact(model, prompts, more))):
         return CachedDecoder(model, prompts, past, samples, more), "cached"
     if path in (None, "recomputed"):
         return RecomputingDecoder(model, prompts, samples, more), "recomputed"
     raise SurefootError(f"path={path!r}: not possible for {type(model).__name__}; leave it out")
 
 
-def check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, eos_ids: Sequence[int]) -> None:
+def check_prompts(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, eos_ids: Sequence[int]) -> None:
     """Refuse in one line prompts that this model can't answer."""
     if not prompts:
         raise SurefootError("prompts: none given; give at least one")
@@ -272,7 +270,7 @@ def check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, eos_ids
             )
 
 
-def check_draw(
+def check_options(
     prompts: int,
     samples: int,
     temperature: float,
@@ -280,7 +278,7 @@ def check_draw(
     stop: Sequence[str],
     decode: object,
     greedy: bool,
-    path: Path | None,
+    path: DecodingPath | None,
 ) -> None:
     """Refuse in one line a way of drawing that can't be."""
     if samples < 1:
@@ -291,5 +289,50 @@ def check_draw(
         raise SurefootError(f"seeds: {len(seeds)} given for {prompts} prompts x samples={samples}; give one per response")
     if stop and (isinstance(stop, str) or decode is None or not all(stop)):
         raise SurefootError(f"stop={stop!r}: needs a list of strings, none empty, and decode=, which turns tokens into text")
-    if path is not None and path not in get_args(Path):
-        raise SurefootError(f"path={path!r}: choose one of {', '.join(get_args(Path))}")
+    if path is not None and path not in get_args(DecodingPath):
+        raise SurefootError(f"path={path!r}: choose one of {', '.join(get_args(DecodingPath))}")
+
+
+class EndDetector:
+    """Whether responses are at their end: EOS by a table over the vocabulary, stop strings by decoding."""
+
+    def __init__(
+        self,
+        eos_ids: Sequence[int],
+        stop: Sequence[str],
+        decode: Callable[[Sequence[int]], str] | None,
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        self.is_eos = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self.is_eos[list(eos_ids)] = True
+        self.stop, self.decode = stop, decode
+        self.may_end: dict[int, bool] = {}
+
+    def reached(self, tokens: Tensor, actions: Tensor, slots: Tensor) -> Tensor | None:
+        """[n] True where the response in a slot ends with this token, or None where none does.   tokens [n], actions [t, N]"""
+        done = self.is_eos[tokens]
+        if self.stop:
+            done |= torch.tensor(self.stopped(tokens.tolist(), actions, slots.tolist()), device=done.device)
+        return done if bool(done.any()) else None
+
+    def stopped(self, tokens: list[int], actions: Tensor, slots: list[int]) -> list[bool]:
+        """Whether the decoded text of each slot's response holds a stop string."""
+        assert self.decode is not None
+        found = []
+        for token, slot in zip(tokens, slots, strict=True):
+            text = self.decode(actions[:, slot].tolist()) if self.may_complete(token) else ""
+            found.append(any(word in text for word in self.stop))
+        return found
+
+    def may_complete(self, token: int) -> bool:
+        """False only where the token's own text shows that no stop string ends in it, which saves decoding the response.
+
+        Part of a character decodes to U+FFFD, and a decoder may strip spaces at the edge: such tokens are always looked into.
+        """
+        if token not in self.may_end:
+            assert self.decode is not None
+            text = self.decode([token])
+            ends = any(word[-1].isspace() or word[-1] in text for word in self.stop)
+            self.may_end[token] = ends or not text.strip() or "\ufffd" in text
+        return self.may_end[token]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from surefoot.core.rollout import Policy, map_tensors
 from surefoot.language.data import datasets as data
-from surefoot.language.data.sources import rows_hash
+from surefoot.language.data.rows import read_rows, rows_hash
 from surefoot.language.data.tokens import Tokens, left_padded, right_padded
-from surefoot.language.models.policy import in_parts
+from surefoot.language.models.policy import in_micro_batches
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 """inputs of the policy, actions [B, T], mask [B, T]"""
@@ -46,13 +46,13 @@ def demonstration_rows(path: str, tokens: Tokens, limit: int, said: str = "") ->
 
     Raises SurefootError, with file and line, for what is not such a file, and when every row is too long.
     """
-    shown = data.demonstrations(data.read_rows(path), tokens, limit, said)
+    shown = data.demonstrations(read_rows(path), tokens, limit, said)
     return Rows(
         partial(demonstration_tensors, shown, pad_id=tokens.pad_id),
         zip(shown.ids, shown.trained, strict=True),
         [len(ids) for ids in shown.ids],
         [sum(trained) for trained in shown.trained],
-        data.notes(path, limit, shown.dropped, unused=shown.unused),
+        data.drop_notes(path, limit, shown.dropped, unused=shown.unused),
     )
 
 
@@ -76,4 +76,4 @@ def scored(
     count = min(count, rows.count)
     for start in range(0, count, batch):
         inputs, actions, mask = map_tensors(lambda x: x.to(device), rows.tensors(range(start, min(start + batch, count))))
-        yield in_parts(policy, inputs, actions, mask, tokens, size, policy.costs(inputs, mask)).log_probs, mask
+        yield in_micro_batches(policy, inputs, actions, mask, tokens, size, policy.costs(inputs, mask)).log_probs, mask

@@ -20,10 +20,11 @@ from torch import Tensor
 from surefoot.core.rollout import Evaluation, Metrics, Policy, map_tensors
 from surefoot.language.adapters.layers import SharedBase
 from surefoot.language.data import datasets as data
+from surefoot.language.data.rows import read_rows
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
 from surefoot.language.models.loading import load_model
-from surefoot.language.models.policy import LanguagePolicy, in_parts
-from surefoot.language.models.trained import base_model, check_reads, model_folder, named
+from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
 from surefoot.language.supervised.demonstrations import Batch, Rows, demonstration_tensors
 from surefoot.language.supervised.preferences import CHOSEN, REJECTED
 from surefoot.recipes.language import DpoRecipe
@@ -105,7 +106,7 @@ def answer_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
 
     Raises SurefootError, with file and line, for what is not such a file, and when every pair is too long.
     """
-    pairs = data.pairs(data.read_rows(path), tokens, limit, said)
+    pairs = data.pairs(read_rows(path), tokens, limit, said)
     sides = {
         CHOSEN: data.Demonstrations(pairs.chosen, pairs.chosen_trained, 0),
         REJECTED: data.Demonstrations(pairs.rejected, pairs.rejected_trained, 0),
@@ -121,7 +122,7 @@ def answer_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
     content = list(zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True))
     lengths = [max(len(chosen), len(rejected)) for chosen, rejected, *_ in content]
     trained = [max(sum(chosen), sum(rejected)) for *_, chosen, rejected in content]
-    return Rows(tensors, content, lengths, trained, data.pair_notes(path, limit, pairs))
+    return Rows(tensors, content, lengths, trained, data.pair_drop_notes(path, limit, pairs))
 
 
 class Anchor:
@@ -179,10 +180,10 @@ class Reference:
         parts = batches(tensors, count, self.recipe.data.batch, self.recipe.device)
         limit, size = self.recipe.optimizer.micro_batch_tokens, self.recipe.optimizer.micro_batch
         found = []
-        with nullcontext() if self.shared is None else self.shared[1].playing(None):
+        with nullcontext() if self.shared is None else self.shared[1].using(None):
             for inputs, _, _ in parts:
                 sides = ((_prompt(inputs, side), inputs[side], inputs[f"{side}_mask"]) for side in (CHOSEN, REJECTED))
-                sums = [in_parts(_summed(writer), *side, limit, size) for side in sides]
+                sums = [in_micro_batches(_summed(writer), *side, limit, size) for side in sides]
                 found.append(torch.stack(sums, -1).cpu())
         return torch.cat(found)
 
@@ -191,10 +192,10 @@ class Reference:
         if self.shared is not None:
             return self.shared[0]
         if name is None:
-            return base_model(self.recipe)[0]
-        with named("reference.model"):
+            return load_base(self.recipe)[0]
+        with errors_for("reference.model"):
             model, tokenizer = load_model(model_folder(name), trust_remote_code=self.recipe.trust_remote_code)
-        check_reads("reference.model", name, (model, tokenizer), self.recipe, self.tokens, self.longest)
+        check_compatible("reference.model", name, (model, tokenizer), self.recipe, self.tokens, self.longest)
         return model
 
 
@@ -216,7 +217,7 @@ def judged(policy: AnchoredPairPolicy, rows: Rows, count: int, recipe: DpoRecipe
     moved, known = [], []
     most = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
     for inputs, actions, mask in batches(rows.tensors, count, recipe.data.batch, recipe.device):
-        found = in_parts(lambda part, *_: policy.moved(part), inputs, actions, mask, *most, policy.costs(inputs, mask))
+        found = in_micro_batches(lambda part, *_: policy.moved(part), inputs, actions, mask, *most, policy.costs(inputs, mask))
         moved.append(found.double().cpu())
         known.append(inputs[REFERENCE].double().cpu())
     away = torch.cat(moved)

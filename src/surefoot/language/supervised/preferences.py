@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from surefoot.core.rollout import Evaluation, Policy
-from surefoot.language.models.loading import RewardModel
 from surefoot.language.models.policy import checkpoint_layers, computing
+from surefoot.language.models.reward_model import RewardModel
 
 CHOSEN, REJECTED = "chosen", "rejected"
 

@@ -16,17 +16,25 @@ from torch import Tensor
 from surefoot.core.distributed import check_device
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import SurefootError
-from surefoot.language.adapters.files import adapted, base_record, load_trained, trained_weights
-from surefoot.language.adapters.layers import Noise
+from surefoot.language.adapters.files import add_adapter, base_record, load_trained, trained_weights
+from surefoot.language.adapters.layers import DropoutGenerator
 from surefoot.language.analysis.metrics import mean_log_likelihood
 from surefoot.language.data import datasets as data
-from surefoot.language.data.epochs import Walk
-from surefoot.language.data.sources import check_count, check_same
-from surefoot.language.data.tokens import Tokens, right_padded, shown
-from surefoot.language.memory.check import Room, surely_read
-from surefoot.language.models.loading import RewardModel, context_of, scalar_model
+from surefoot.language.data.batches import EpochSampler
+from surefoot.language.data.rows import check_row_count, check_unchanged, read_rows
+from surefoot.language.data.tokens import Tokens, decode_row, right_padded
+from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.models.language_model import (
+    LanguageModel,
+    describe_model,
+    load_base,
+    load_best_weights,
+    model_folder,
+    save_result,
+)
+from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy import LanguagePolicy
-from surefoot.language.models.trained import LanguageModel, base_model, description, leave, model_folder, restore_best
+from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.supervised.demonstrations import Batch, Rows, demonstration_rows, scored
 from surefoot.language.supervised.dpo import Anchor, AnchoredPairPolicy, Reference, answer_rows, judged, trained_tokens
 from surefoot.language.supervised.preferences import CHOSEN, REJECTED, PairPolicy
@@ -47,15 +55,15 @@ class RowCollector:
         seed: int,
         device: str = "cpu",
         worth: Sequence[float] | None = None,
-        noise: Noise | None = None,
+        noise: DropoutGenerator | None = None,
     ) -> None:
-        self.rows, self.batch, self.walk, self.device, self.worth = rows, batch, Walk(rows.count, seed), device, worth
+        self.rows, self.batch, self.walk, self.device, self.worth = rows, batch, EpochSampler(rows.count, seed), device, worth
         self.noise = noise
 
     def collect(self, state: LearnerState) -> Rollout:
         """No sampling: the rows are what the policy should have done."""
         if self.noise is not None:
-            self.noise.begin(state.iteration, state.faults)
+            self.noise.start_batch(state.iteration, state.faults)
         inputs, actions, mask = self.rows.tensors(self.walk.next(self.batch))
         tokens = float(mask.sum()) if self.worth is None else trained_tokens(inputs)
         inputs, actions, mask = map_tensors(lambda x: x.to(self.device), (inputs, actions, mask))
@@ -90,11 +98,11 @@ def pair_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
 
     Raises SurefootError, with file and line, for what is not such a file, and when every pair is too long.
     """
-    pairs = data.pairs(data.read_rows(path), tokens, limit, said)
+    pairs = data.pairs(read_rows(path), tokens, limit, said)
     both = list(zip(pairs.chosen, pairs.rejected, strict=True))
     lengths = [max(map(len, pair)) for pair in both]
     tensors = partial(pair_tensors, pairs, pad_id=tokens.pad_id)
-    return Rows(tensors, both, lengths, [0] * len(both), data.pair_notes(path, limit, pairs))
+    return Rows(tensors, both, lengths, [0] * len(both), data.pair_drop_notes(path, limit, pairs))
 
 
 def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
@@ -114,21 +122,21 @@ class SupervisedWorld:
     def __init__(self, recipe: SupervisedRecipe) -> None:
         check_device(recipe.device)
         self.recipe = recipe
-        self.memory = Room(recipe)
+        self.memory = MemoryCheck(recipe)
         self.preference = isinstance(recipe, RewardRecipe)
-        model, self.tokens = base_model(recipe)
-        self.base = adapted(recipe, model, model_folder(recipe.model))
+        model, self.tokens = load_base(recipe)
+        self.base = add_adapter(recipe, model, model_folder(recipe.model))
         """where an adapter is trained: what it belongs to"""
-        self.room = data.room(recipe.data.max_length, context_of(model))
+        self.room = data.token_limit(recipe.data.max_length, context_length(model))
         """tokens of a row at most: what the recipe allows and the model was made for"""
-        self.model_summary = [] if self.base is None else [self.base.described()]
+        self.model_summary = [] if self.base is None else [self.base.summary()]
         self.warnings: list[str] = []
         train = self._rows(recipe.data.train)
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
         self.shown = self._demonstrated() if self.preference else []
-        longest, trained = surely_read(train.lengths, recipe.steps), sum(train.trained) // train.count
+        longest, trained = guaranteed_length(train.lengths, recipe.steps), sum(train.trained) // train.count
         self.warnings += self.memory.check(
             prompt=longest - trained,
             response=trained,
@@ -141,7 +149,7 @@ class SupervisedWorld:
         worth = None
         self.result: LanguageModel | RewardModel
         if self.preference:
-            self.result = scalar_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
+            self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
             self.policy = PairPolicy(self.result, bf16, recipe.gradient_checkpointing)
         else:
             self.result = LanguageModel(model, self.tokens)
@@ -171,12 +179,12 @@ class SupervisedWorld:
         """What a reward model's scores are to have mean 0 and standard deviation 1 on."""
         assert isinstance(self.recipe, RewardRecipe)
         if self.recipe.demonstrations is None:
-            return data.pairs(data.read_rows(self.recipe.data.train), self.tokens, *self.room).chosen
-        shown = data.demonstrations(data.read_rows(self.recipe.demonstrations), self.tokens, *self.room)
-        self.warnings += data.notes(self.recipe.demonstrations, self.room[0], shown.dropped, unused=shown.unused)
-        if len(shown.ids) < 2:
+            return data.pairs(read_rows(self.recipe.data.train), self.tokens, *self.room).chosen
+        found = data.demonstrations(read_rows(self.recipe.demonstrations), self.tokens, *self.room)
+        self.warnings += data.drop_notes(self.recipe.demonstrations, self.room[0], found.dropped, unused=found.unused)
+        if len(found.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; give at least two")
-        return shown.ids
+        return found.ids
 
     def _rows(self, path: str) -> Rows:
         anchored = isinstance(self.recipe, DpoRecipe)
@@ -195,13 +203,13 @@ class SupervisedWorld:
             f"parameters: {parameters:,}",
             f"rows: {rows:,}; {recipe.steps:,} steps are {recipe.steps / rows:.2f} epochs",
             f"updates: {recipe.steps:,} / {recipe.data.batch} = {-(-recipe.steps // recipe.data.batch):,}",
-            *self.memory.lines(),
+            *self.memory.summary(),
         ]
 
     @property
     def frozen(self) -> dict[str, str]:
         """The print of the model that a checkpoint does not hold: the base of an adapter."""
-        return {} if self.base is None else {f"base model={self.recipe.model!r}": self.base.print}
+        return {} if self.base is None else {f"base model={self.recipe.model!r}": self.base.hash}
 
     @property
     def sources(self) -> dict[str, str]:
@@ -214,7 +222,7 @@ class SupervisedWorld:
             "sources": self.sources,
             "agent": trained_weights(self.policy),
             "recipe": to_table(self.recipe),
-            "model": description(self._model, self.tokens.tokenizer),
+            "model": describe_model(self._model, self.tokens.tokenizer),
             **({} if self.anchor is None else {"reference": {"log_probs": self.anchor.known}}),
             **base_record(self.base),
         }
@@ -225,8 +233,8 @@ class SupervisedWorld:
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Take weights and the place in the data from a checkpoint."""
-        check_count(self.recipe.data.train, trees["collector"]["count"], self.collector.rows.count)
-        check_same(trees.get("sources", {}), self.sources)
+        check_row_count(self.recipe.data.train, trees["collector"]["count"], self.collector.rows.count)
+        check_unchanged(trees.get("sources", {}), self.sources)
         load_trained(self.policy, trees["agent"], where)
         if self.anchor is not None:
             self.anchor.known = trees["reference"]["log_probs"]
@@ -256,14 +264,14 @@ class SupervisedWorld:
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text; of a choice between two answers nothing."""
-        return {} if not isinstance(self.recipe, SftRecipe) else shown(self.tokens, rollout, row, steps)
+        return {} if not isinstance(self.recipe, SftRecipe) else decode_row(self.tokens, rollout, row, steps)
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, where nothing was held out) to ``model/``, for transformers and for other runs."""
-        restore_best(self.policy, folder)
+        load_best_weights(self.policy, folder)
         if isinstance(self.result, RewardModel):
             self.result.standardise(self._raw_scores())
-        return leave(self.result, folder, self.recipe, self.base)
+        return save_result(self.result, folder, self.recipe, self.base)
 
     @torch.no_grad()
     def _raw_scores(self) -> Tensor:

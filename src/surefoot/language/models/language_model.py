@@ -14,11 +14,11 @@ from torch import nn
 from surefoot.core.distributed import rank
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
-from surefoot.language.adapters.files import load_trained, merged_from, save_adapter
+from surefoot.language.adapters.files import load_merged, load_trained, save_adapter
 from surefoot.language.adapters.layers import SharedBase
 from surefoot.language.data.tokens import Messages, Tokens
-from surefoot.language.models.loading import RewardModel, context_of, load_model, save_model
-from surefoot.language.models.pretrained import HEAD
+from surefoot.language.models.loading import HEAD, context_length, load_model, save_model
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.sampling.sampler import generate
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
@@ -27,7 +27,7 @@ from surefoot.runs.folder import checkpoint_to_load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TEXT = (".json", ".txt", ".jinja")
+TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja")
 """the files of a tokenizer that are text; what fast tokenizers need is among them"""
 
 
@@ -84,7 +84,7 @@ def model_folder(name: str) -> str:
 
 
 @contextmanager
-def named(field: str) -> Iterator[None]:
+def errors_for(field: str) -> Iterator[None]:
     """Whatever is wrong with a model begins with the recipe's field that names it."""
     try:
         yield
@@ -93,7 +93,9 @@ def named(field: str) -> Iterator[None]:
         raise SurefootError(f"{field}={said.removeprefix('model=')}" if said.startswith("model=") else said) from None
 
 
-def check_reads(field: str, name: str, read_by: tuple[Any, Any], policy: ModelRecipe, tokens: Tokens, longest: int) -> None:
+def check_compatible(
+    field: str, name: str, read_by: tuple[Any, Any], policy: ModelRecipe, tokens: Tokens, longest: int
+) -> None:
     """Raise SurefootError unless a model, given with its tokenizer, can read all that the policy reads and writes, by its ids.
 
     longest  tokens of the longest text, answers included
@@ -104,7 +106,7 @@ def check_reads(field: str, name: str, read_by: tuple[Any, Any], policy: ModelRe
             f"{field}={name!r}: has another vocabulary than model={policy.model!r}; it reads the policy's tokens, so both need "
             "the same tokenizer"
         )
-    context = context_of(model)
+    context = context_length(model)
     if context is not None and longest > context:
         knobs = "data.max_length or sampling.max_tokens" if isinstance(policy, LanguageRecipe) else "data.max_length"
         if isinstance(policy, LanguageRecipe) and policy.turns.environment is not None:
@@ -115,7 +117,7 @@ def check_reads(field: str, name: str, read_by: tuple[Any, Any], policy: ModelRe
         )
 
 
-def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:
+def load_language_model(name: str, trust_remote_code: bool = False) -> LanguageModel:
     """What writes text under a name: a run (its best checkpoint), a checkpoint, a ``transformers`` folder or a hub id.
 
     Raises SurefootError where there is no such thing, or it is a reward model or an agent.
@@ -137,20 +139,20 @@ def writer(name: str, trust_remote_code: bool = False) -> LanguageModel:
     return LanguageModel(model, Tokens(tokenizer, model))
 
 
-def base_model(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
+def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
     """The model that a recipe starts from."""
     model, tokenizer = load_model(model_folder(recipe.model), seed=recipe.seed, trust_remote_code=recipe.trust_remote_code)
     return model, Tokens(tokenizer, model)
 
 
-def description(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def describe_model(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """All that a checkpoint needs besides weights: the configuration, that of generating (what ends a text), and the
     tokenizer's files.
     """
     holder: Any = model.backbone if isinstance(model, RewardModel) else model
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        found = sorted(path for path in Path(folder).iterdir() if path.suffix in TEXT)
+        found = sorted(path for path in Path(folder).iterdir() if path.suffix in TOKENIZER_SUFFIXES)
         files = {path.name: path.read_text("utf-8") for path in found}
     generation = getattr(holder, "generation_config", None)
     return {
@@ -164,15 +166,15 @@ def from_trees(trees: dict[str, Any], where: Path, trust_remote_code: bool = Fal
     """The model that a checkpoint holds: of language, or of rewards; SurefootError where its trees are not those of one."""
     require(trees, ("agent", "recipe", "model"), where)
     with made_from(where):
-        return _model_from(trees, where, trust_remote_code)
+        return _build_model(trees, where, trust_remote_code)
 
 
-def _model_from(trees: dict[str, Any], where: Path, trust_remote_code: bool) -> LanguageModel | RewardModel:
+def _build_model(trees: dict[str, Any], where: Path, trust_remote_code: bool) -> LanguageModel | RewardModel:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
-    tokenizer = _tokenizer_from(trees["model"]["tokenizer"], where, trust_remote_code)
+    tokenizer = _build_tokenizer(trees["model"]["tokenizer"], where, trust_remote_code)
     if "base" in trees:
-        return _whole(trees, where, tokenizer, trust_remote_code)
+        return _merged_model(trees, where, tokenizer, trust_remote_code)
     reward = trees["recipe"]["kind"] == "reward"
     told = dict(trees["model"]["config"])
     config: Any = AutoConfig.for_model(told.pop("model_type"), **told)
@@ -189,36 +191,36 @@ def _model_from(trees: dict[str, Any], where: Path, trust_remote_code: bool) -> 
     head = nn.Linear(weights["head.weight"].shape[1], 1)
     scores = RewardModel(model, head, tokenizer)
     load_weights(scores, weights, where)
-    _standardise_as_left(scores, where.absolute().parent.parent / "model" / HEAD)
+    _copy_standardisation(scores, where.absolute().parent.parent / "model" / HEAD)
     return scores.eval()
 
 
-def _tokenizer_from(files: dict[str, str], where: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+def _build_tokenizer(files: dict[str, str], where: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
-            if Path(name).name != name or Path(name).suffix not in TEXT:  # a checkpoint may be somebody else's
+            if Path(name).name != name or Path(name).suffix not in TOKENIZER_SUFFIXES:  # a checkpoint may be somebody else's
                 raise SurefootError(f"{where}: names {name!r} as a file of its tokenizer, which is never written; don't use it")
             (Path(folder) / name).write_text(text, "utf-8")
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return found
 
 
-def _whole(
+def _merged_model(
     trees: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase", trust_remote_code: bool
 ) -> LanguageModel | RewardModel:
     """The same of a checkpoint that holds an adapter alone: its base with the adapter merged into it."""
-    model, head = merged_from(trees, where, trust_remote_code)
+    model, head = load_merged(trees, where, trust_remote_code)
     if head is None:
         return LanguageModel(model, Tokens(tokenizer, model))
     trunk: Any = model.base_model
     scores = RewardModel(trunk, head, tokenizer)
-    _standardise_as_left(scores, where.absolute().parent.parent / "adapter" / HEAD)
+    _copy_standardisation(scores, where.absolute().parent.parent / "adapter" / HEAD)
     return scores.eval()
 
 
-def _standardise_as_left(scores: RewardModel, left: Path) -> None:
+def _copy_standardisation(scores: RewardModel, left: Path) -> None:
     """Mean and std are found when a run ends, and are in the model it leaves: take them where that has these weights."""
     if left.is_file():
         with made_from(left):
@@ -228,7 +230,7 @@ def _standardise_as_left(scores: RewardModel, left: Path) -> None:
                 scores.std.copy_(tensors["std"])
 
 
-def leave(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None) -> list[str]:
+def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None) -> list[str]:
     """Write what a run made to ``model/``, and an adapter to ``adapter/``, by the first rank alone, and say so."""
     if rank():
         return []
@@ -242,7 +244,7 @@ def leave(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe
     return said
 
 
-def restore_best(policy: nn.Module, folder: Path) -> bool:
+def load_best_weights(policy: nn.Module, folder: Path) -> bool:
     """Go back to the weights of the best checkpoint; whether there is one."""
     best = latest_checkpoint(folder / "best")
     if best is not None:

@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from surefoot.errors import missing_extra
 
 
-def transformers_needed(purpose: str) -> None:
+def require_transformers(purpose: str) -> None:
     """Raise the one line that names the extra, unless ``transformers`` is there."""
-    needed("transformers", purpose)
+    require_package("transformers", purpose)
 
 
-def needed(package: str, purpose: str, extra: str = "language") -> None:
+def require_package(package: str, purpose: str, extra: str = "language") -> None:
     """Raise the one line that names the extra, unless the package is there."""
     if importlib.util.find_spec(package) is None:
         raise missing_extra(package, extra, purpose)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Neither bars nor reports of ``transformers`` within: what is wrong is said in one line by us. Restored after."""
     from transformers.utils import logging
 
