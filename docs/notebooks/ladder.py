@@ -36,7 +36,8 @@ import torch
 
 import surefoot
 from surefoot import functional as F
-from surefoot.compare.gradients import noise_of, sample_gradients
+from surefoot.compare.ladder import sample_gradients
+from surefoot.compare.statistics import noise_of
 from surefoot.core.algorithms import switches_between
 
 STEPS = int(os.environ.get("SUREFOOT_NOTEBOOK_STEPS", 20_000))  # of each run

@@ -10,5 +10,5 @@ TINY = [
 
 @pytest.fixture
 def no_plots(monkeypatch):
-    """As if matplotlib were not installed: drawing takes longer than these trainings."""
-    monkeypatch.setattr("surefoot.compare.report.matplotlib_is_there", lambda: False)
+    """Pretend that matplotlib is not installed: drawing takes longer than these runs."""
+    monkeypatch.setattr("surefoot.compare.report.matplotlib_installed", lambda: False)

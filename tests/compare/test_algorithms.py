@@ -5,10 +5,9 @@ import json
 import pytest
 
 from surefoot import PPO_CLIP, Clip, Constraint, Penalty, Reuse, SurefootError
-from surefoot.compare.algorithms import notes, recipes_for, report_text, switches_in_words
+from surefoot.compare.algorithms import notes, recipes_for, report_text, switches_text
 from surefoot.compare.plots import draw_comparison
-from surefoot.compare.report import finite, number
-from surefoot.compare.statistics import bootstrap_interval
+from surefoot.compare.statistics import bootstrap_interval, finite, number
 from surefoot.recipes.presets import find_recipe
 
 from .conftest import TINY
@@ -47,8 +46,8 @@ def test_a_switch_that_is_off_in_an_algorithm_stays_off():
         (["A2C", "PPO_CLOP"], {}, "algorithms='PPO_CLOP': unknown; did you mean 'PPO_CLIP'"),
         (["a2c"], {}, "did you mean 'A2C'"),
         ([""], {}, "algorithms='': unknown"),
-        (["A2C", "PPO_CLIP", "A2C"], {}, "'A2C' is there twice"),
-        (["REINFORCE", "A2C"], {"reuse": {"epochs": 3}}, "objective.reuse.epochs: none of REINFORCE, A2C has this switch on"),
+        (["A2C", "PPO_CLIP", "A2C"], {}, "'A2C' is listed twice"),
+        (["REINFORCE", "A2C"], {"reuse": {"epochs": 3}}, "objective.reuse.epochs: this switch is off in REINFORCE, A2C"),
         (["A2C", "PPO_CLIP"], {"gamma": 3.0}, "A2C: objective.gamma=3.0: must lie in"),
     ],
 )
@@ -110,8 +109,8 @@ def test_the_plot_of_a_comparison_is_a_real_picture(tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_switches_in_words():
-    assert switches_in_words(PPO_CLIP) == "critic, λ = 0.95, 10 × 32 updates, clip 0.2"
+def test_switches_text():
+    assert switches_text(PPO_CLIP) == "critic, λ = 0.95, 10 × 32 updates, clip 0.2"
 
 
 def test_numbers_have_about_four_digits_and_json_has_no_infinity():
@@ -138,5 +137,5 @@ def test_compare_algorithms_from_the_command_line(command, no_plots, tmp_path):
     assert set(json.loads((folder / "results.json").read_text())["results"]) == {"REINFORCE", "A2C"}
     code, _, err = command("compare-algorithms", "CartPole-v1", "--algorithms", "A2C", *TINY)
     assert code == 2
-    assert "was begun with another request (recipes.REINFORCE)" in err
+    assert "was started with other settings (recipes.REINFORCE)" in err
     assert err.count("\n") == 1

@@ -13,9 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from surefoot import Interrupted, SurefootError
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
-from surefoot.compare.cells import Cell, folder_of, run_cells
-from surefoot.compare.progress import Overall
-from surefoot.compare.summary import summary
+from surefoot.compare.cells import Cell, OverallProgress, locked_folder, run_cells, summary
 from surefoot.runs import api
 
 from .conftest import TINY
@@ -32,9 +30,9 @@ TIMES = ("seconds",)
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_plots():
-    """Drawing takes longer than these trainings."""
+    """Drawing takes longer than these runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("surefoot.compare.report.matplotlib_is_there", lambda: False)
+        patch.setattr("surefoot.compare.report.matplotlib_installed", lambda: False)
         yield
 
 
@@ -54,8 +52,8 @@ def whole(tmp_path_factory):
     return numbers(compared(tmp_path_factory.mktemp("whole") / "run"))
 
 
-def test_a_comparison_that_was_stopped_resumes_where_it_was(whole, tmp_path, monkeypatch):
-    steps = Overall.step
+def test_a_stopped_comparison_resumes_where_it_was(whole, tmp_path, monkeypatch):
+    steps = OverallProgress.step
 
     def stop(self, name, reached):
         steps(self, name, reached)
@@ -63,8 +61,8 @@ def test_a_comparison_that_was_stopped_resumes_where_it_was(whole, tmp_path, mon
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Overall, "step", stop)
-        with pytest.raises(Interrupted, match="1 of 2 trainings finished; repeat the command to continue"):
+        patch.setattr(OverallProgress, "step", stop)
+        with pytest.raises(Interrupted, match="1 of 2 runs finished; repeat the command to continue"):
             compared(tmp_path / "run")
     used = []
     for verb in ("start", "resume"):
@@ -74,7 +72,7 @@ def test_a_comparison_that_was_stopped_resumes_where_it_was(whole, tmp_path, mon
     assert used == ["resume"]
 
 
-def test_a_cell_that_was_killed_between_training_and_judging_is_only_judged(whole, tmp_path, monkeypatch):
+def test_a_cell_that_was_killed_between_training_and_evaluation_is_only_evaluated(whole, tmp_path, monkeypatch):
     compared(tmp_path / "run")
     (tmp_path / "run" / "A2C-seed1" / "result.json").unlink()
     monkeypatch.setattr(api, "start", None)
@@ -82,10 +80,10 @@ def test_a_cell_that_was_killed_between_training_and_judging_is_only_judged(whol
     assert numbers(compared(tmp_path / "run")) == whole
 
 
-def test_what_a_kill_left_of_a_run_that_had_not_begun_is_no_obstacle(whole, tmp_path):
+def test_a_run_killed_before_it_started_is_started_again(whole, tmp_path):
     (tmp_path / "run" / "A2C-seed1").mkdir(parents=True)
     (tmp_path / "run" / "A2C-seed1" / ".config.toml.tmp").write_text("half")
-    with pytest.raises(SurefootError, match="holds a run or other files"):
+    with pytest.raises(SurefootError, match="contains a run or other files"):
         compared(tmp_path / "run")
     (tmp_path / "run" / "request.json").write_text(_request())
     assert numbers(compared(tmp_path / "run")) == whole
@@ -98,13 +96,13 @@ def _request():
     return json.dumps({"command": "compare-algorithms", "seeds": 1, "episodes": 2, "recipes": recipe_tables(recipes)})
 
 
-def test_processes_side_by_side_give_the_same_numbers(whole, tmp_path):
+def test_processes_in_parallel_give_the_same_numbers(whole, tmp_path):
     report = compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
     assert numbers(report) == whole
 
 
-def test_a_training_that_would_stop_before_its_budget_is_refused(tmp_path):
-    with pytest.raises(SurefootError, match=r"A2C: evaluation\.patience=2: would end a training before the budget"):
+def test_a_run_that_would_stop_before_its_budget_is_rejected(tmp_path):
+    with pytest.raises(SurefootError, match=r"A2C: evaluation\.patience=2: would end a run before the budget"):
         compared(tmp_path / "run", evaluation={"episodes": 2, "every": 64, "patience": 2})
     assert list(tmp_path.iterdir()) == []
 
@@ -113,44 +111,48 @@ def pair() -> SyncVectorEnv:
     return SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def test_agents_that_could_not_be_judged_are_refused_before_training(tmp_path):
+def test_agents_that_could_not_be_evaluated_are_rejected_before_training(tmp_path):
     task, changes = f"{__name__}:pair", {**CHANGES, "steps": 64}
-    with pytest.raises(SurefootError, match="episodes=2: final agents are judged in single environments"):
+    with pytest.raises(SurefootError, match="episodes=2: final agents are evaluated in single environments"):
         compare_algorithms(task, ["A2C", "PPO_CLIP"], changes, 1, tmp_path / "run", episodes=2)
     assert list(tmp_path.iterdir()) == []
     assert compare_algorithms(task, ["A2C"], changes, 1, tmp_path / "run", episodes=0).results["results"]["A2C"]
 
 
-def test_a_training_that_somebody_else_stops_is_an_interruption(tmp_path, monkeypatch):
-    """The process of one may be told by anybody; the command has no result of it then, and says so."""
-    monkeypatch.setattr("surefoot.compare.cells._side_by_side", lambda *arguments: None)
-    with pytest.raises(Interrupted, match="stopped with 0 of 2 trainings finished; repeat the command to continue"):
+def test_a_run_that_someone_else_stops_interrupts_the_comparison(tmp_path, monkeypatch):
+    """Anyone may stop the process of one run; then the command has no result of it and reports the interruption."""
+    monkeypatch.setattr("surefoot.compare.cells._in_parallel", lambda *arguments: None)
+    with pytest.raises(Interrupted, match="stopped with 0 of 2 runs finished; repeat the command to continue"):
         compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
 
 
-def test_another_request_in_the_same_folder_is_refused_and_says_what_differs(tmp_path):
-    with folder_of(tmp_path / "x", {"seeds": 3, "recipes": {"A2C": {"steps": 10}}}):
+def test_other_settings_in_the_same_folder_are_rejected_and_the_error_lists_them(tmp_path):
+    with locked_folder(tmp_path / "x", {"seeds": 3, "recipes": {"A2C": {"steps": 10}}}):
         pass
     with (
-        pytest.raises(SurefootError, match=r"another request \(recipes.A2C.steps: 10 -> 20; seeds: 3 -> 5\); repeat that one"),
-        folder_of(tmp_path / "x", {"seeds": 5, "recipes": {"A2C": {"steps": 20}}}),
+        pytest.raises(SurefootError, match=r"other settings \(recipes.A2C.steps: 10 -> 20; seeds: 3 -> 5\); repeat those"),
+        locked_folder(tmp_path / "x", {"seeds": 5, "recipes": {"A2C": {"steps": 20}}}),
     ):
         pass
 
 
 def test_a_folder_is_for_one_command_at_a_time_and_not_for_other_files(tmp_path):
-    with folder_of(tmp_path / "x", {"a": 1}), pytest.raises(SurefootError, match="in use"), folder_of(tmp_path / "x", {"a": 1}):
+    with (
+        locked_folder(tmp_path / "x", {"a": 1}),
+        pytest.raises(SurefootError, match="in use"),
+        locked_folder(tmp_path / "x", {"a": 1}),
+    ):
         pass
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "letter.txt").write_text("dear")
-    with pytest.raises(SurefootError, match="other files"), folder_of(tmp_path / "y", {"a": 1}):
+    with pytest.raises(SurefootError, match="other files"), locked_folder(tmp_path / "y", {"a": 1}):
         pass
     assert [p.name for p in (tmp_path / "y").iterdir()] == ["letter.txt"]
 
 
-def test_a_damaged_request_is_refused(tmp_path):
+def test_a_damaged_request_is_rejected(tmp_path):
     (tmp_path / "request.json").write_text("{")
-    with pytest.raises(SurefootError, match=r"request\.json: can't be read"), folder_of(tmp_path, {}):
+    with pytest.raises(SurefootError, match=r"request\.json: can't be read"), locked_folder(tmp_path, {}):
         pass
 
 
@@ -188,15 +190,15 @@ def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, monkeypatc
         update={"rollout": recipes["PPO_CLIP"].rollout.model_copy(update={"environments": 8})}
     )
     cells = [Cell("A2C", recipes["A2C"].model_copy(update={"steps": 300})), Cell("PPO_CLIP", short)]
-    overall = Overall(500)
+    progress = OverallProgress(500)
     with pytest.raises(SurefootError, match=r"A2C-seed1: breaking:make: environment 0 raised RuntimeError: a wheel came off"):
-        run_cells(tmp_path / "run", cells, 0, 1, overall)
+        run_cells(tmp_path / "run", cells, 0, 1, progress)
     assert "A2C-seed1 failed" in capsys.readouterr().out
     assert (tmp_path / "run" / "PPO_CLIP-seed1" / "result.json").exists()
     import breaking
 
     monkeypatch.setattr(breaking, "ALLOWED", True)
-    first, second = run_cells(tmp_path / "run", cells, 0, 1, overall)
+    first, second = run_cells(tmp_path / "run", cells, 0, 1, progress)
     assert first["steps"] >= 300
     assert second["label"] == "PPO_CLIP"
 
@@ -226,7 +228,7 @@ def test_a_summary_is_made_of_the_metrics():
     assert max(curves["ratio_max"]) == 7.0, "a spike between two points is not lost"
 
 
-def test_a_summary_does_without_what_an_algorithm_does_not_measure():
+def test_a_summary_has_none_for_what_an_algorithm_does_not_measure():
     found = summary(
         [{**{k: v for k, v in ROW.items() if "ratio" not in k}, "iteration": 1, "steps": 5, "updates": 1, "episodes": 0}]
     )
@@ -258,7 +260,7 @@ def test_a_command_that_is_killed_continues_when_it_is_repeated(undisturbed, tmp
     _, error = child.communicate()
     assert child.returncode == (-9 if number == signal.SIGKILL else 130), error
     if number != signal.SIGKILL:
-        assert "of 2 trainings finished; repeat the command to continue" in error.splitlines()[-1]
+        assert "of 2 runs finished; repeat the command to continue" in error.splitlines()[-1]
         assert "Traceback" not in error
     again = subprocess.run(words("--jobs", jobs), cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr

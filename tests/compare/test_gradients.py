@@ -10,7 +10,8 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot import LADDER, SurefootError
-from surefoot.compare.gradients import noise_of, sample_gradients
+from surefoot.compare.ladder import sample_gradients
+from surefoot.compare.statistics import noise_of
 
 
 class Corridor(gymnasium.Env):
@@ -62,7 +63,7 @@ def samples(agent):
 def test_batches_are_whole_episodes_of_nearly_one_size(samples):
     assert samples.gradients.shape[:2] == (5, 50)
     assert all(150 <= steps < 250 for steps in samples.steps)
-    assert samples.cut == 0
+    assert samples.truncated == 0
     assert samples.episodes > 250
 
 
@@ -118,7 +119,7 @@ def test_the_share_is_paired(samples):
 def test_large_gradients_are_multiplied_in_parts(monkeypatch):
     gradients = np.random.default_rng(1).normal(size=(2, 5, 17)).astype(np.float32)
     whole = noise_of(gradients)
-    monkeypatch.setattr("surefoot.compare.gradients.COLUMNS", 5)
+    monkeypatch.setattr("surefoot.compare.statistics.PRODUCT_COLUMNS", 5)
     for parts, noise in zip(noise_of(gradients), whole, strict=True):
         assert parts.variance == pytest.approx(noise.variance, rel=1e-12)
 

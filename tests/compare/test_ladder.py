@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from surefoot import LADDER, Clip, Reuse, SurefootError
-from surefoot.compare.ladder import NAMES, climb, rung_recipe
+from surefoot.compare.ladder import NAMES, run_ladder, rung_recipe
 from surefoot.compare.plots import apart
-from surefoot.compare.report import number
+from surefoot.compare.statistics import number
 from surefoot.core.algorithms import switches_between
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import control_recipe, to_table
@@ -64,22 +64,22 @@ def test_a_change_counts_from_the_rung_that_turns_the_switch():
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"baseline": "mean"}, "objective.baseline='mean': is what the ladder's second and third rungs turn"),
+        ({"baseline": "mean"}, "objective.baseline='mean': differs between rungs 0, 1 and 2"),
         ({"normalise_advantages": "batch"}, "would make the first two the same"),
-        ({"trust_region": {"clop": 1}}, "objective.trust_region.clop: none of REINFORCE"),
-        ({"trust_region": "none"}, "rung=5: what is set for all rungs turns off what PPO_CLIP adds to PPO_UNCLIPPED"),
-        ({"gae_lambda": 1.0}, "rung=3: what is set for all rungs turns off what A2C adds to ACTOR_CRITIC"),
+        ({"trust_region": {"clop": 1}}, "objective.trust_region.clop: this switch is off in REINFORCE"),
+        ({"trust_region": "none"}, "rung=5: a change turns off what PPO_CLIP adds to PPO_UNCLIPPED"),
+        ({"gae_lambda": 1.0}, "rung=3: a change turns off what A2C adds to ACTOR_CRITIC"),
     ],
 )
 def test_a_change_that_would_take_the_steps_away_is_refused(change, part, tmp_path):
     with pytest.raises(SurefootError, match=part.replace(".", r"\.")):
-        climb("CartPole-v1", {"objective": change}, 1, tmp_path / "ladder")
+        run_ladder("CartPole-v1", {"objective": change}, 1, tmp_path / "ladder")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rung_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(SurefootError, match="rung=9: the ladder has rungs 0 to 5"):
-        climb("CartPole-v1", {}, 1, tmp_path / "ladder", rungs=[9])
+        run_ladder("CartPole-v1", {}, 1, tmp_path / "ladder", rungs=[9])
 
 
 def test_rungs_of_one_environment_have_one_worker():
@@ -93,7 +93,7 @@ def test_the_ladder_of_box_actions_and_of_rewards_that_never_came_has_its_tables
     changes = {"steps": 64, "rollout": {"environments": 2, "steps": 16}, "network": {"hidden": [8]}, "objective": {}}
     changes |= {"evaluation": {"episodes": 0}, "normalise": {"observations": False, "rewards": False}}
     changes["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
-    report = climb(task, changes, 1, tmp_path / "ladder", rungs=[0, 2], batches=2, episodes=0)
+    report = run_ladder(task, changes, 1, tmp_path / "ladder", rungs=[0, 2], batches=2, episodes=0)
     shares = [noise["relative"] for noise in report.results["gradients"]["noise"].values()]
     assert shares[0] == (1 if task == "Pendulum-v1" else None)
     assert report.plot.exists()
@@ -105,7 +105,7 @@ def climbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ladder") / "run"
     changes = {"steps": 320, "rollout": {"environments": 2, "steps": 32}, "network": {"hidden": [8]}}
     changes |= {"evaluation": {"episodes": 0}, "objective": {"reuse": {"epochs": 3}}}
-    return folder, climb("CartPole-v1", changes, 1, folder, rungs=[0, 5, 3], batches=6, episodes=2)
+    return folder, run_ladder("CartPole-v1", changes, 1, folder, rungs=[0, 5, 3], batches=6, episodes=2)
 
 
 def test_the_folder_holds_a_run_per_cell_and_the_results(climbed):
@@ -136,7 +136,7 @@ def test_the_tables_show_the_results(climbed):
     assert f" {number(result['last_100_mean'])} |" in row
     assert f" {number(result['greedy_mean'])} |" in row
     assert "GAE, λ = 0.95" in row
-    assert "with one seed they say nothing" in report.text
+    assert "with one seed they mean nothing" in report.text
     assert "64-64" not in report.text
     assert "8 tanh" in report.text
 
@@ -171,7 +171,7 @@ def test_doing_it_again_trains_nothing_and_gives_the_same(climbed, monkeypatch, 
     monkeypatch.setattr(api, "resume", None)
     changes = {"steps": 320, "rollout": {"environments": 2, "steps": 32}, "network": {"hidden": [8]}}
     changes |= {"evaluation": {"episodes": 0}, "objective": {"reuse": {"epochs": 3}}}
-    again = climb("CartPole-v1", changes, 1, folder, rungs=[3, 0, 5], batches=6, episodes=2, jobs=2)
+    again = run_ladder("CartPole-v1", changes, 1, folder, rungs=[3, 0, 5], batches=6, episodes=2, jobs=2)
     assert asdict(again)["results"] == report.results
     assert again.plot is None
     assert "[plots]', and repeat" in again.last_line
@@ -186,13 +186,13 @@ def test_the_ladder_from_the_command_line(command, no_plots, tmp_path):
     assert (tmp_path / "runs" / "ladder-cartpole-v1-192" / "report.md").exists()
     code, out, err = command("ladder", "CartPole-v1", "--rung", "4", "--rung", "3", "--batches", "3", *TINY)
     assert (code, err) == (0, "")
-    assert "3 of 3 trainings were finished before" in out
+    assert "3 of 3 runs were already finished" in out
     assert "| 4 PPO_UNCLIPPED |" in out
     changed = [word if word != "192" else "256" for word in TINY]
     code, out, err = command("ladder", "CartPole-v1", "--rung", "4", *changed, "--run-dir", "runs/ladder-cartpole-v1-192")
     assert code == 2
     assert err.count("\n") == 1
-    assert "was begun with another request" in err
+    assert "was started with other settings" in err
     assert "choose another --run-dir" in err
 
 

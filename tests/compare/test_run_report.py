@@ -1,4 +1,4 @@
-"""What is made of runs that are there: groups, differences, intervals; a page that asks for nothing and shows text as text."""
+"""Runs are read, grouped and compared; the HTML page loads nothing and shows text as text."""
 
 import json
 import re
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import surefoot
-from surefoot.compare.run_comparison import difference_interval
-from surefoot.compare.run_plots import binned, smoothed
-from surefoot.compare.run_report import page
-from surefoot.compare.runs import fields_of, grouped, read_run
+from surefoot.compare.plots import binned, smoothed
+from surefoot.compare.report import page
+from surefoot.compare.runs import distinguishing_fields, group_runs, read_run
+from surefoot.compare.statistics import difference_interval
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.traces import SampleFolder
@@ -90,16 +90,18 @@ def test_the_same_run_makes_the_same_page(runs: list[Path]) -> None:
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: list[Path]) -> None:
-    found = grouped([read_run(run) for run in runs])
+    found = group_runs([read_run(run) for run in runs])
     assert [[run.recipe.seed for run in group] for group in found] == [[1, 2], [3]]
-    assert "seed" not in fields_of(found[0][0].recipe)
+    assert "seed" not in distinguishing_fields(found[0][0].recipe)
 
 
 def test_when_a_run_is_judged_tells_runs_apart_only_where_patience_may_end_it(runs: list[Path]) -> None:
     table = to_table(read_run(runs[0]).recipe)
 
     def fields(every: int, patience: int | str) -> dict[str, Any]:
-        return fields_of(make_recipe({**table, "evaluation": {**table["evaluation"], "every": every, "patience": patience}}))
+        return distinguishing_fields(
+            make_recipe({**table, "evaluation": {**table["evaluation"], "every": every, "patience": patience}})
+        )
 
     assert fields(64, "none") == fields(128, "none")
     assert fields(64, 2) != fields(128, 2)
@@ -109,7 +111,7 @@ def test_what_changes_no_number_tells_no_runs_apart() -> None:
     def fields(deadline: float, memory: bool) -> dict[str, Any]:
         reward = {"terms": [{"function": "rewards.py:score"}], "deadline": deadline}
         table = {"kind": "language", "model": "pocket", "steps": 64, "data": {"train": "prompts.jsonl"}, "reward": reward}
-        return fields_of(make_recipe({**table, "check_memory": memory}))
+        return distinguishing_fields(make_recipe({**table, "check_memory": memory}))
 
     assert fields(60, True) == fields(90, False)
 
@@ -119,15 +121,15 @@ def test_compare_tells_differences_results_and_intervals(runs: list[Path], comma
     assert code == 0
     assert re.search(r"\| objective.gae_lambda *\| *0\.8 *\| *0\.5 *\|", out)
     assert "A gae_lambda=0.8" in out
-    told = json.loads(command("compare", *map(str, runs), "--json")[1])
-    assert told["differences"] == {"objective.gae_lambda": [0.8, 0.5]}
+    table = json.loads(command("compare", *map(str, runs), "--json")[1])
+    assert table["differences"] == {"objective.gae_lambda": [0.8, 0.5]}
     returns = [read_run(run).last("episode_return") for run in runs]
-    first, second = (group["scores"]["episode_return"] for group in told["groups"])
+    first, second = (group["scores"]["episode_return"] for group in table["groups"])
     assert first["each"] == returns[:2]
     assert first["mean"] == pytest.approx(np.mean(returns[:2]))
     assert first["interval"] == pytest.approx(sorted(returns[:2]))
     assert second["each"] == returns[2:]
-    found = told["against_first"]["episode_return"]["B gae_lambda=0.5"]
+    found = table["against_first"]["episode_return"]["B gae_lambda=0.5"]
     assert found["difference"] == pytest.approx(returns[2] - np.mean(returns[:2]))
     assert found["interval"][0] <= found["difference"] <= found["interval"][1]
 

@@ -47,9 +47,10 @@ def ladder(
     **flags: Any,
 ) -> None:
     """Climb from REINFORCE to PPO on TASK, one switch at a time: tables and a plot. Repeat it to continue."""
-    from surefoot.compare.ladder import climb
+    from surefoot.compare.ladder import run_ladder
 
-    show_report(climb(task, changes_from(flags), seeds, run_dir, rungs, batches, episodes, jobs, stderr=as_json), as_json)
+    report = run_ladder(task, changes_from(flags), seeds, run_dir, rungs, batches, episodes, jobs, stderr=as_json)
+    show_report(report, as_json)
 
 
 @click.command(name="compare-algorithms")

@@ -16,14 +16,14 @@ from surefoot.errors import SurefootError
 )
 def report(runs: tuple[Path, ...], out: Path | None, figures: str | None) -> None:
     """Write one page of HTML about RUN…: findings, curves, samples, recipe, environment, and how to do it again."""
-    from surefoot.compare.run_report import write_figures, write_report
+    from surefoot.compare.report import write_figures, write_page
     from surefoot.compare.runs import read_run
 
     path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if path.is_dir():
         raise SurefootError(f"--out {path}: is a folder; name a file, such as {path / 'report.html'}")
     found = [read_run(run) for run in runs]
-    write_report(found, path)
+    write_page(found, path)
     echo(f"{path}, {path.stat().st_size / 1000:,.0f} kB")
     if figures is not None:
         folder = path.with_name(f"{path.stem}-figures")
@@ -36,8 +36,8 @@ def report(runs: tuple[Path, ...], out: Path | None, figures: str | None) -> Non
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     """Tell in what RUN RUN… differ and what came of it. Runs that differ in their seed alone are one group."""
-    from surefoot.compare.run_comparison import compare_runs, told
-    from surefoot.compare.runs import read_run
+    from surefoot.compare.report import comparison_text
+    from surefoot.compare.runs import compare_runs, read_run
 
     if len(runs) < 2:
         raise SurefootError(f"compare {runs[0]}: one run is nothing to compare; name two or more")
@@ -49,4 +49,4 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         echo_json(comparison.to_json())
     else:
-        echo(told(comparison))
+        echo(comparison_text(comparison))

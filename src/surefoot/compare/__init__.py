@@ -1,1 +1,1 @@
-"""Trainings side by side: cells of algorithm × seed, what they have in common as numbers, tables and plots."""
+"""Compare trained runs: the ladder, algorithms on one task, and existing runs."""

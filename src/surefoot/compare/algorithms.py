@@ -1,15 +1,24 @@
-"""``surefoot compare-algorithms``: several algorithms on one task, with the same budget and the same seeds."""
+"""Train several algorithms on one task with the same budget and seeds: ``surefoot compare-algorithms``."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from surefoot.compare.cells import Cell, check_trainable, default_folder, folder_of, recipe_tables, run_cells, seeds_of
+from surefoot.compare.cells import (
+    Cell,
+    OverallProgress,
+    check_trainable,
+    default_folder,
+    locked_folder,
+    recipe_tables,
+    run_cells,
+    seeds_of,
+)
 from surefoot.compare.plots import draw_comparison
-from surefoot.compare.progress import Overall
-from surefoot.compare.report import COUNT, Report, average, how_sure, score_table, seeds_in_words, setting_of, write_report
-from surefoot.compare.statistics import markdown_table
+from surefoot.compare.report import Report, interval_note, score_table, seeds_text, shared_settings, write_report
+from surefoot.compare.runs import flatten
+from surefoot.compare.statistics import COUNT, Results, average, markdown_table
 from surefoot.core.algorithms import ALGORITHMS, Objective, switches_that_are_on
 from surefoot.errors import SurefootError
 from surefoot.recipes.changes import without_critic
@@ -25,7 +34,7 @@ SCORES = {
 
 
 def compare_algorithms(
-    what: str,
+    task: str,
     algorithms: Sequence[str],
     changes: Mapping[str, Any],
     seeds: int,
@@ -34,80 +43,69 @@ def compare_algorithms(
     jobs: int = 1,
     stderr: bool = False,
 ) -> Report:
-    """Train every algorithm on every seed and say how they did. The same call again continues or reports anew.
+    """Train every algorithm on every seed and report the scores. The same call again continues, or writes the report again.
 
-    what        as for ``surefoot train``: an environment id, a preset, a .toml file
-    algorithms  names from ``ALGORITHMS``; each is trained in the recipe that ``surefoot train --algorithm`` gives it
-    changes     fields of the recipe for all of them; a switch that an algorithm has off stays off there
-    seeds       how many; the first is the recipe's
-    folder      where runs, results.json, report.md and the plot go; default: in runs/, named after task and budget
-    episodes    of the greedy evaluation of each final agent
-    jobs        trainings at a time, each in a process of its own where there are several
+    task        as for ``surefoot train``: an environment id, a preset or a .toml file
+    algorithms  names from ``ALGORITHMS``; each is trained with the recipe of ``surefoot train --algorithm``
+    changes     recipe fields to change for all algorithms; a switch that is off in an algorithm stays off
+    seeds       number of seeds; the first is the recipe's
+    folder      folder for runs, results.json, report.md and the plot; default: in runs/, named after task and budget
+    episodes    number of greedy episodes that evaluate each final agent
+    jobs        number of runs at a time; more than one run in separate processes
+    stderr      print progress to stderr
 
-    Raises SurefootError before anything is written for what can't be trained, and Interrupted after a signal.
+    Raises SurefootError for a recipe that can't be trained, before writing anything, and Interrupted after a signal.
     """
-    recipes = recipes_for(what, algorithms, changes)
+    recipes = recipes_for(task, algorithms, changes)
     check_trainable(recipes, episodes)
     request = {"command": "compare-algorithms", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}
     folder = folder or default_folder("compare", next(iter(recipes.values())))
     cells = [Cell(name, recipe) for name in recipes for recipe in seeds_of(recipes[name], seeds)]
-    with folder_of(folder, request):
-        overall = Overall(sum(cell.steps for cell in cells), stderr)
-        try:
-            done = run_cells(folder, cells, episodes, jobs, overall)
-        finally:
-            overall.close()
+    with locked_folder(folder, request):
+        with OverallProgress(sum(cell.steps for cell in cells), stderr) as progress:
+            done = run_cells(folder, cells, episodes, jobs, progress)
         by_name = {name: [result for result in done if result["label"] == name] for name in recipes}
         results = {**request, "results": by_name}
         return write_report(folder, results, report_text(by_name, recipes, seeds, episodes), draw_comparison)
 
 
-def recipes_for(what: str, algorithms: Sequence[str], changes: Mapping[str, Any]) -> dict[str, ControlRecipe]:
-    """One recipe per algorithm, with the changes laid over it.
+def recipes_for(task: str, algorithms: Sequence[str], changes: Mapping[str, Any]) -> dict[str, ControlRecipe]:
+    """The recipe of each algorithm, with the changes applied.
 
-    Raises SurefootError for a name that is unknown or there twice, and for a switch that none of them has on.
+    Raises SurefootError for an unknown or repeated name, and for a change to a switch that is off in all algorithms.
     """
     for name in algorithms:
         if name not in ALGORITHMS:
             raise unknown_algorithm("algorithms", name)
     twice = sorted({name for name in algorithms if list(algorithms).count(name) > 1})
     if twice:
-        raise SurefootError(f"algorithms: {twice[0]!r} is there twice; name each once")
-    wanted = dict(changes.get("objective", {}))
-    refuse_unused(wanted, {name: ALGORITHMS[name] for name in algorithms})
+        raise SurefootError(f"algorithms: {twice[0]!r} is listed twice; list each algorithm once")
+    switches = dict(changes.get("objective", {}))
+    check_switches_used(switches, {name: ALGORITHMS[name] for name in algorithms})
     recipes = {}
     for name in algorithms:
-        kept = switches_that_are_on(ALGORITHMS[name], wanted)
-        fields = {**changes, "algorithm": name, **({"objective": kept} if wanted else {})}
+        kept = switches_that_are_on(ALGORITHMS[name], switches)
+        fields = {**changes, "algorithm": name, **({"objective": kept} if switches else {})}
         try:
-            recipes[name] = as_control(find_recipe(what, without_critic(ALGORITHMS[name], fields)))
+            recipes[name] = as_control(find_recipe(task, without_critic(ALGORITHMS[name], fields)))
         except SurefootError as error:
             raise SurefootError(f"{name}: {error}" if len(algorithms) > 1 else str(error)) from None
     return recipes
 
 
-def refuse_unused(wanted: Mapping[str, Any], bases: Mapping[str, Objective]) -> None:
-    """Raise SurefootError for a change that ``switches_that_are_on`` keeps for none of the algorithms."""
-    unused = set(_leaves(wanted)).difference(*(_leaves(switches_that_are_on(base, wanted)) for base in bases.values()))
+def check_switches_used(switches: Mapping[str, Any], bases: Mapping[str, Objective]) -> None:
+    """Raise SurefootError for a change to a switch that is off in all algorithms."""
+    used = (dict(flatten(switches_that_are_on(base, switches))) for base in bases.values())
+    unused = set(dict(flatten(switches))).difference(*used)
     if unused:
-        raise SurefootError(f"objective.{min(unused)}: none of {', '.join(bases)} has this switch on; leave the flag out")
+        raise SurefootError(f"objective.{min(unused)}: this switch is off in {', '.join(bases)}; leave the flag out")
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-def report_text(
-    by_name: Mapping[str, list[dict[str, Any]]], recipes: Mapping[str, ControlRecipe], seeds: int, episodes: int
-) -> str:
-    """The tables, and what they are made of."""
+def report_text(by_name: Mapping[str, Results], recipes: Mapping[str, ControlRecipe], seeds: int, episodes: int) -> str:
+    """The Markdown report: a table of each score, the algorithms' settings, and notes."""
     recipe = next(iter(recipes.values()))
     parts = [f"# {recipe.task}: {', '.join(recipes)}"]
-    parts.append(f"{recipe.steps:,} environment steps for each of {seeds_in_words(recipe.seed, seeds)}.")
+    parts.append(f"{recipe.steps:,} environment steps for each of {seeds_text(recipe.seed, seeds)}.")
     for score, title in SCORES.items():
         if score != "greedy_mean" or episodes:
             parts.append(title + (f" {episodes} episodes for each seed." if score == "greedy_mean" else ""))
@@ -117,24 +115,24 @@ def report_text(
     for name, results in by_name.items():
         counts = (average(results, key, COUNT) for key in ("rollouts", "updates"))
         last = (average(results, "ratio_max"), average(results, "seconds", COUNT))
-        rows.append([name, switches_in_words(recipes[name].objective), batch_of(recipes[name]), *counts, *last])
-    parts += ["What each is and did, averaged over seeds.", markdown_table(header, rows)]
+        rows.append([name, switches_text(recipes[name].objective), batch_text(recipes[name]), *counts, *last])
+    parts += ["Settings and averages over seeds.", markdown_table(header, rows)]
     parts.append("\n".join(f"- {line}." for line in notes(recipes, seeds)))
     return "\n\n".join(parts)
 
 
-def batch_of(recipe: ControlRecipe) -> str:
-    """What is collected before each update."""
+def batch_text(recipe: ControlRecipe) -> str:
+    """The size of the batch that is collected before each update, in words."""
     rollout = recipe.rollout
     if not recipe.objective.needs_whole_episodes:
         return f"{recipe.batch_size:,} steps"
     if rollout.at_least is not None:
-        return f"whole episodes, {rollout.at_least:,} steps or more"
+        return f"whole episodes, at least {rollout.at_least:,} steps"
     return f"{rollout.environments * rollout.episodes} whole episodes"
 
 
-def switches_in_words(objective: Objective) -> str:
-    """What an objective has on."""
+def switches_text(objective: Objective) -> str:
+    """The switches that are on in an objective, in words."""
     reuse, region = objective.reuse, objective.trust_region
     critic = f"critic, λ = {objective.gae_lambda:g}"
     parts = [{None: "no baseline", "mean": "mean return as baseline", "critic": critic}[objective.baseline]]
@@ -150,15 +148,17 @@ def switches_in_words(objective: Objective) -> str:
 
 
 def notes(recipes: Mapping[str, ControlRecipe], seeds: int) -> list[str]:
-    """What a reader must know to judge the tables."""
+    """The notes below the tables."""
     first, *others = ((r.network, r.optimizer, r.normalise, r.objective.gamma) for r in recipes.values())
     alike = all(other == first for other in others)
-    shared = f"Setting: {setting_of(next(iter(recipes.values())))}" if alike else "Settings differ; they are in results.json"
+    shared = (
+        f"Setting: {shared_settings(next(iter(recipes.values())))}" if alike else "Settings differ; they are in results.json"
+    )
     return [
-        "Each algorithm is what `surefoot train --algorithm` makes of it for this task: the switches in which it differs from "
-        "the algorithm that the recipe was tuned for are its own, all other settings are the recipe's",
+        "Each algorithm is trained as by `surefoot train --algorithm`: it has its own switches where it differs from the "
+        "algorithm that the recipe was tuned for, and the recipe's value for every other setting",
         shared,
-        "A training ends with the batch that reaches the budget",
+        "A run ends with the batch that reaches the budget",
         "IQM: the mean of the middle half of the seeds",
-        how_sure(seeds),
+        interval_note(seeds),
     ]

@@ -1,24 +1,59 @@
-"""``surefoot ladder``: PPO is REINFORCE plus five fixes, on one task, each rung one switch above the one before.
+"""Train the six algorithms from REINFORCE to PPO on one task, each one switch above the one before: ``surefoot ladder``.
 
-Everything but the switches is the same on all rungs: network, optimizer, normalisation, γ, budget, seeds. One thing cannot be:
-rungs 0 and 1 learn from whole episodes, since nothing stands for what a cut one would still have earned. They run episodes one
-after the other until as many steps are there as the other rungs have in a batch.
+All rungs share network, optimizer, normalisation, γ, budget and seeds. They differ in one more thing than the switches: rungs 0
+and 1 learn from whole episodes, because nothing estimates the rest of a truncated one. They run episodes one after another
+until they have as many steps as the other rungs have in a batch.
+
+The noise of the rungs' gradients is measured with many independent batches under one frozen θ. Every estimator gets the same
+batches (common random numbers), policy, critic and normalisers, and the sum over a batch is divided by the same number. Batches
+are whole episodes, which the estimators without a critic need, and use the collector, credit assignment and loss of training.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.compare.algorithms import refuse_unused
-from surefoot.compare.cells import Cell, check_trainable, default_folder, folder_of, recipe_tables, run_cells, seeds_of
-from surefoot.compare.gradients import Samples, noise_of, sample_gradients
-from surefoot.compare.ladder_report import report_text
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from surefoot.compare.algorithms import check_switches_used
+from surefoot.compare.cells import (
+    Cell,
+    OverallProgress,
+    check_trainable,
+    default_folder,
+    locked_folder,
+    recipe_tables,
+    run_cells,
+    seeds_of,
+)
 from surefoot.compare.plots import draw_ladder
-from surefoot.compare.progress import Overall
-from surefoot.compare.report import Report, finite, write_report
-from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, switches_that_are_on
+from surefoot.compare.report import Report, interval_note, seeds_text, shared_settings, write_report
+from surefoot.compare.statistics import (
+    COUNT,
+    Results,
+    average,
+    finite,
+    known,
+    markdown_table,
+    noise_of,
+    number,
+    numbers,
+    with_interval,
+)
+from surefoot.control.agent import Agent
+from surefoot.control.collect import ControlCollector
+from surefoot.control.environments.looped import MakeEnvironment, make_environments
+from surefoot.core.algorithms import ALGORITHMS, LADDER, REINFORCE, Objective, switches_that_are_on
+from surefoot.core.credit import assign_credit
+from surefoot.core.minibatches import rows_of
+from surefoot.core.objective import loss
+from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.files import read_table, write_text
 from surefoot.recipes.changes import merge_tables, without_critic, without_tuned_for
@@ -32,17 +67,31 @@ NAMES = tuple(next(name for name, value in ALGORITHMS.items() if value == rung) 
 MEASURED = 4
 """rungs whose gradients are compared at one θ: the first four, which make one update per batch"""
 FROZEN = 0.1
-"""the share of the budget after which the top rung's θ is frozen for that"""
+"""the share of the budget after which the top rung's θ is frozen for the gradients"""
 
-REFUSED = {
-    "baseline": "is what the ladder's second and third rungs turn",
-    "normalise_advantages": "is off on all rungs, as subtracting the mean would make the first two the same",
+FIXED = {
+    "baseline": "differs between rungs 0, 1 and 2",
+    "normalise_advantages": "is off on all rungs, because subtracting the mean would make the first two the same",
 }
-"""switches that can't be set for all rungs, and why"""
+"""switches that can't be changed for all rungs, and why"""
 
 
-def climb(
-    what: str,
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs of one comparison, with their recipes and cells."""
+
+    recipes: dict[str, ControlRecipe]
+    """of each rung to train, by name"""
+    top: ControlRecipe
+    """of the highest rung, which is trained until ``frozen.until`` for the gradients"""
+    cells: list[Cell]
+    frozen: Cell
+    measured: dict[str, Objective]
+    """rungs whose gradients are compared; if empty, nothing is frozen"""
+
+
+def run_ladder(
+    task: str,
     changes: Mapping[str, Any],
     seeds: int,
     folder: Path | None = None,
@@ -52,77 +101,79 @@ def climb(
     jobs: int = 1,
     stderr: bool = False,
 ) -> Report:
-    """Train the rungs on every seed, measure the noise of their gradients, and say how they did. The same call again continues.
+    """Train the rungs on every seed, measure the noise of their gradients, and report both. The same call again continues.
 
-    what      as for ``surefoot train``: an environment id, a preset, a .toml file
-    changes   fields of the recipe for all rungs; a switch counts from the rung on that turns it
-    seeds     how many; the first is the recipe's
-    folder    where runs, results.json, report.md and the plot go; default: in runs/, named after task and budget
-    rungs     which to train; all six unless given
-    batches   under the frozen θ, for the gradients' variance
-    episodes  of the greedy evaluation of each final agent
-    jobs      trainings at a time, each in a process of its own where there are several
+    task      as for ``surefoot train``: an environment id, a preset or a .toml file
+    changes   recipe fields to change for all rungs; a switch changes from the rung on that turns it on
+    seeds     number of seeds; the first is the recipe's
+    folder    folder for runs, results.json, report.md and the plot; default: in runs/, named after task and budget
+    rungs     numbers of the rungs to train; default: all six
+    batches   number of batches under the frozen θ, for the variance of gradients
+    episodes  number of greedy episodes that evaluate each final agent
+    jobs      number of runs at a time; more than one run in separate processes
+    stderr    print progress to stderr
 
-    Raises SurefootError before anything is written for what can't be trained, and Interrupted after a signal.
+    Raises SurefootError for a recipe that can't be trained, before writing anything, and Interrupted after a signal.
     """
+    ladder = _planned(task, changes, seeds, rungs)
+    # Gradients are measured on whole episodes, so the task must be able to run those for any choice of rungs.
+    extra = {"frozen": ladder.top, "gradients": rung_recipe(task, 0, changes)} if ladder.measured else {}
+    check_trainable({**ladder.recipes, **extra}, episodes)
+    request = {"command": "ladder", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(ladder.recipes)}
+    cells, gradient_steps = ladder.cells, 0
+    if ladder.measured:
+        request["frozen"] = {"batches": batches, "until": ladder.frozen.until, **recipe_tables({"recipe": ladder.top})}
+        cells, gradient_steps = [ladder.frozen, *cells], batches * ladder.top.batch_size
+    folder = folder or default_folder("ladder", ladder.top)
+    with locked_folder(folder, request):
+        with OverallProgress(sum(cell.steps for cell in cells) + gradient_steps, stderr) as progress:
+            done = run_cells(folder, cells, episodes, jobs, progress)[len(cells) - len(ladder.cells) :]
+            gradients = _measured_noise(folder, ladder, batches, progress) if ladder.measured else None
+        clip = ladder.top.objective.clip
+        results = {
+            **request,
+            "rungs": {name: NAMES.index(name) for name in ladder.recipes},
+            "clip": None if clip is None else clip.clip if clip.clip_high is None else clip.clip_high,
+            "results": {name: [result for result in done if result["label"] == name] for name in ladder.recipes},
+            "gradients": gradients,
+        }
+        return write_report(folder, results, report_text(results, ladder.recipes, ladder.top), draw_ladder)
+
+
+def _planned(task: str, changes: Mapping[str, Any], seeds: int, rungs: Sequence[int]) -> Ladder:
+    """Recipes and cells. Raises SurefootError for an unknown rung, and for one that a change makes equal to the one below."""
     for rung in rungs:
         if not 0 <= rung < len(LADDER):
             raise SurefootError(f"rung={rung}: the ladder has rungs 0 to {len(LADDER) - 1}")
-    refuse_unused(changes.get("objective", {}), dict(zip(NAMES, LADDER, strict=True)))
+    check_switches_used(changes.get("objective", {}), dict(zip(NAMES, LADDER, strict=True)))
     chosen = sorted(set(rungs)) or list(range(len(LADDER)))
-    recipes = {NAMES[rung]: rung_recipe(what, rung, changes) for rung in chosen}
+    recipes = {NAMES[rung]: rung_recipe(task, rung, changes) for rung in chosen}
     for rung in chosen:
-        if rung and rung_recipe(what, rung - 1, changes).objective == recipes[NAMES[rung]].objective:
+        if rung and rung_recipe(task, rung - 1, changes).objective == recipes[NAMES[rung]].objective:
             raise SurefootError(
-                f"rung={rung}: what is set for all rungs turns off what {NAMES[rung]} adds to {NAMES[rung - 1]}; leave it out"
+                f"rung={rung}: a change turns off what {NAMES[rung]} adds to {NAMES[rung - 1]}; leave the change out"
             )
-    measured = {name: recipes[name].objective for name in NAMES[:MEASURED] if name in recipes}
-    top = rung_recipe(what, len(LADDER) - 1, changes)
-    # Gradients are measured on whole episodes, so the task must be able to run those whatever rungs are trained.
-    also = {"frozen": top, "gradients": rung_recipe(what, 0, changes)} if measured else {}
-    check_trainable({**recipes, **also}, episodes)
-    request = {"command": "ladder", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}
-    frozen = Cell("frozen", top, until=max(1, round(FROZEN * top.steps)))
-    if measured:
-        request["frozen"] = {"batches": batches, "until": frozen.until, **recipe_tables({"recipe": top})}
-    folder = folder or default_folder("ladder", top)
+    top = rung_recipe(task, len(LADDER) - 1, changes)
     cells = [Cell(name, recipe) for name in recipes for recipe in seeds_of(recipes[name], seeds)]
-    with folder_of(folder, request):
-        everything = [*([frozen] if measured else []), *cells]
-        steps = sum(cell.steps for cell in everything)
-        overall = Overall(steps + (batches * top.batch_size if measured else 0), stderr)
-        try:
-            done = run_cells(folder, everything, episodes, jobs, overall)[bool(measured) :]
-            gradients = _gradients(folder, frozen, measured, batches, overall) if measured else None
-        finally:
-            overall.close()
-        clip = top.objective.clip
-        results = {
-            **request,
-            "rungs": {NAMES[rung]: rung for rung in chosen},
-            "clip": None if clip is None else clip.clip if clip.clip_high is None else clip.clip_high,
-            "results": {name: [result for result in done if result["label"] == name] for name in recipes},
-            "gradients": gradients,
-        }
-        return write_report(folder, results, report_text(results, recipes, top), draw_ladder)
+    measured = {name: recipes[name].objective for name in NAMES[:MEASURED] if name in recipes}
+    return Ladder(recipes, top, cells, Cell("frozen", top, until=max(1, round(FROZEN * top.steps))), measured)
 
 
-def rung_recipe(what: str, rung: int, changes: Mapping[str, Any]) -> ControlRecipe:
-    """The recipe of one rung: what the task's own says apart from the objective; of that, γ and how a batch is reused.
+def rung_recipe(task: str, rung: int, changes: Mapping[str, Any]) -> ControlRecipe:
+    """The recipe of one rung: the rung's objective with γ and reuse of the task's recipe, and its other settings.
 
-    Raises SurefootError for a change that would take the ladder's steps away.
+    Raises SurefootError for a change to a switch that distinguishes the rungs.
     """
-    wanted = dict(changes.get("objective", {}))
-    for name, why in REFUSED.items():
-        if wanted.get(name, "none") != "none":
-            raise SurefootError(f"objective.{name}={wanted[name]!r}: {why}; leave the flag out")
-    base, table = LADDER[rung], without_tuned_for(recipe_table(what))
+    switches = dict(changes.get("objective", {}))
+    for name, why in FIXED.items():
+        if switches.get(name, "none") != "none":
+            raise SurefootError(f"objective.{name}={switches[name]!r}: {why}; leave the flag out")
+    base, table = LADDER[rung], without_tuned_for(recipe_table(task))
     tuned = dict(table.pop("objective", {}))
     own = {name: tuned[name] for name in ("gamma", "reuse") if tuned.get(name, "none") != "none"}
-    objective = switches_that_are_on(base, merge_tables(own, {k: v for k, v in wanted.items() if k not in REFUSED}))
-    table = without_critic(
-        base, {**merge_tables(table, {k: v for k, v in changes.items() if k != "objective"}), "algorithm": NAMES[rung]}
-    )
+    objective = switches_that_are_on(base, merge_tables(own, {k: v for k, v in switches.items() if k not in FIXED}))
+    table = merge_tables(table, {k: v for k, v in changes.items() if k != "objective"})
+    table = without_critic(base, {**table, "algorithm": NAMES[rung]})
     recipe = control_recipe({**table, "objective": objective})
     if not recipe.objective.needs_whole_episodes:
         return recipe
@@ -131,36 +182,282 @@ def rung_recipe(what: str, rung: int, changes: Mapping[str, Any]) -> ControlReci
     return control_recipe(merge_tables(to_table(recipe), {"rollout": alone}))
 
 
-def _gradients(folder: Path, frozen: Cell, measured: Mapping[str, Objective], batches: int, overall: Overall) -> dict[str, Any]:
-    """The noise of the measured rungs' gradients under the frozen agent, from where it was kept or anew."""
+# ---- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _measured_noise(folder: Path, ladder: Ladder, batches: int, progress: OverallProgress) -> dict[str, Any]:
+    """The gradient noise of the measured rungs under the frozen agent, from gradients.json if that exists."""
     file = folder / "gradients.json"
     if file.exists():
         return read_table(file)
-    checkpoint = latest_checkpoint(folder / frozen.name / "checkpoints")
-    assert checkpoint is not None, "a cell that is finished has a checkpoint"
-    agent, size = api.load(checkpoint), frozen.recipe.batch_size
+    checkpoint = latest_checkpoint(folder / ladder.frozen.name / "checkpoints")
+    assert checkpoint is not None, "a finished cell has a checkpoint"
+    agent, size = api.load(checkpoint), ladder.frozen.recipe.batch_size
 
     def on_batch(done: int) -> None:
-        overall.step("gradients", done * size)
+        progress.step("gradients", done * size)
 
-    samples = sample_gradients(agent, list(measured.values()), batches, size, frozen.recipe.seed, on_batch=on_batch)
-    found = _measurement(samples, list(measured), int(checkpoint.name), agent.recipe.seed)
-    write_text(file, json.dumps(found))
-    overall.say(f"gradients of {len(measured)} rungs on {batches} batches of {found['steps_per_batch']:,.0f} steps measured")
-    return found
-
-
-def _measurement(samples: Samples, names: Sequence[str], step: int, seed: int) -> dict[str, Any]:
-    noise = dict(zip(names, map(asdict, noise_of(samples.gradients)), strict=True))
-    found: dict[str, Any] = finite(
+    objectives, seed = list(ladder.measured.values()), ladder.frozen.recipe.seed
+    samples = sample_gradients(agent, objectives, batches, size, seed, on_batch=on_batch)
+    steps_per_batch = sum(samples.steps) / len(samples.steps)
+    table: dict[str, Any] = finite(
         {
-            "frozen_at": step,
-            "frozen_seed": seed,
+            "frozen_at": int(checkpoint.name),
+            "frozen_seed": agent.recipe.seed,
             "batches": samples.gradients.shape[1],
-            "steps_per_batch": sum(samples.steps) / len(samples.steps),
+            "steps_per_batch": steps_per_batch,
             "episodes": samples.episodes,
-            "cut": samples.cut,
-            "noise": noise,
+            "cut": samples.truncated,
+            "noise": dict(zip(ladder.measured, map(asdict, noise_of(samples.gradients)), strict=True)),
         }
     )
-    return found
+    write_text(file, json.dumps(table))
+    progress.print(f"gradients of {len(objectives)} rungs measured on {batches} batches of {steps_per_batch:,.0f} steps")
+    return table
+
+
+@dataclass(frozen=True)
+class GradientSamples:
+    """Gradients of the policy loss under one θ."""
+
+    gradients: NDArray[np.float32]
+    """[estimators, batches, parameters], for the actor's parameters only"""
+    steps: list[int]
+    """steps in each batch"""
+    episodes: int
+    """number of episodes in all batches"""
+    truncated: int
+    """number of those that a time limit ended: a critic replaces the rest of their return"""
+
+
+def sample_gradients(
+    agent: Agent,
+    objectives: Sequence[Objective],
+    batches: int,
+    at_least: int,
+    seed: int,
+    task: str | MakeEnvironment | None = None,
+    on_batch: Callable[[int], None] = lambda done: None,
+) -> GradientSamples:
+    """The policy gradient of every objective on each of ``batches`` independent batches of whole episodes.
+
+    The sum over each batch's steps is divided by the mean length of all batches. Training divides each batch by its own length;
+    if the length of an episode depends on the actions, that adds a bias which differs between estimators.
+
+    at_least   minimum number of steps in a batch; a batch ends with the end of an episode
+    seed       seed of episodes and actions, independent of those of training with the same seed
+    on_batch   called after each batch with the number of batches so far
+
+    The agent stays unchanged. Raises SurefootError if an objective needs a critic that the agent doesn't have.
+    """
+    if agent.policy.critic_head is None and any(objective.baseline == "critic" for objective in objectives):
+        raise SurefootError(f"agent: {agent.recipe.algorithm} has no critic; use an agent that was trained with one")
+    recipe, own = agent.recipe, derived_seed(seed, "gradient variance")
+    environments = make_environments(task or recipe.task, recipe.environment, 1, own)
+    collector = ControlCollector(environments, agent, None, at_least=at_least)
+    state = LearnerState.seeded(own, at_least * batches)
+    frozen = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
+    gradients = np.empty((len(objectives), batches, 0), np.float32)
+    steps, episodes, truncated = [], 0, 0
+    try:
+        for batch in range(batches):
+            rollout = collector.collect(state)
+            agent.load_state_dict(frozen)  # the collector updated the normalisers, which are frozen with θ here
+            estimates = [_gradient(agent, rollout, objective, at_least) for objective in objectives]
+            if batch == 0:
+                gradients = np.empty((len(objectives), batches, len(estimates[0])), np.float32)
+            gradients[:, batch] = torch.stack(estimates).cpu().numpy()
+            ended = rollout.terminated | rollout.truncated
+            steps.append(rollout.steps)
+            episodes += int(ended.sum())
+            truncated += int((rollout.truncated & ~rollout.terminated).sum())
+            on_batch(batch + 1)
+    finally:
+        agent.load_state_dict(frozen)
+        environments.close()
+    gradients *= at_least / float(np.mean(steps))
+    return GradientSamples(gradients, steps, episodes, truncated)
+
+
+def _gradient(agent: Agent, rollout: Rollout, objective: Objective, count: int) -> Tensor:
+    """The gradient of the policy term with respect to the parameters that it depends on.   -> [parameters]
+
+    At θ_old the ratio is 1 and every surrogate has REINFORCE's gradient, that of log π·Â. So only the credit assignment of the
+    objective matters.
+    """
+    batch = rows_of(rollout, assign_credit(rollout, objective))
+    total, _, _ = loss(agent.policy(batch.inputs, batch.actions, batch.mask), batch, REINFORCE, denominator=count)
+    learned = [parameter for parameter in agent.policy.parameters() if parameter.requires_grad]
+    parts = torch.autograd.grad(total, learned, allow_unused=True)
+    return torch.cat([part.reshape(-1) for part in parts if part is not None])
+
+
+# ---- report -----------------------------------------------------------------------------------------------------------
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def report_text(results: Mapping[str, Any], recipes: Mapping[str, ControlRecipe], top: ControlRecipe) -> str:
+    """The Markdown report: up to three tables, and notes."""
+    by_name: Mapping[str, Results] = results["results"]
+    rungs: Mapping[str, int] = results["rungs"]
+    parts = [
+        f"# The ladder on {top.task}",
+        f"{top.steps:,} environment steps for each of {seeds_text(top.seed, results['seeds'])}.",
+        "Learning. Return is the mean of the last 100 training episodes, actions sampled; greedy is the final agent's"
+        + (f" over {results['episodes']} episodes." if results["episodes"] else "; it was not evaluated."),
+        markdown_table(*_learning_table(by_name, rungs, recipes)),
+    ]
+    if (gradients := results["gradients"]) is not None:
+        batches = gradients["batches"]
+        parts += [
+            f"Gradient noise at one frozen θ: every rung's policy gradient on the same {batches} independent batches.",
+            markdown_table(*_noise_table(gradients, rungs)),
+        ]
+    if any(rung >= 4 for rung in rungs.values()):
+        parts += [
+            "Data reuse: return after a part of the batches, and the largest ratios.",
+            markdown_table(*_reuse_table(by_name, rungs)),
+        ]
+    parts.append("\n".join(f"- {line}." for line in _notes(results, top)))
+    return "\n\n".join(parts)
+
+
+def _learning_table(by_name: Mapping[str, Results], rungs: Mapping[str, int], recipes: Mapping[str, ControlRecipe]) -> Table:
+    header = [
+        "rung",
+        "adds",
+        "return",
+        "95 % interval",
+        "each seed",
+        "greedy",
+        "average over the run",
+        "updates",
+        "steps per batch",
+        "critic explains",
+    ]
+    rows = []
+    for name, cells in by_name.items():
+        size = sum(c["steps"] for c in cells) / sum(c["rollouts"] for c in cells)
+        rows.append(
+            [
+                f"{rungs[name]} {name}",
+                _addition(rungs[name], recipes[name].objective),
+                *with_interval(known(cells, "last_100_mean")),
+                numbers(known(cells, "last_100_mean")),
+                average(cells, "greedy_mean"),
+                average(cells, "average_return"),
+                average(cells, "updates", COUNT),
+                COUNT.format(size),
+                average(cells, "explained_variance", "{:+.2f}"),
+            ]
+        )
+    return header, rows
+
+
+def _addition(rung: int, objective: Objective) -> str:
+    """The switch that a rung adds to the one below."""
+    reuse, clip = objective.reuse, objective.clip
+    return (
+        "log π × return",
+        "− mean return",
+        "− critic V(s)",
+        f"GAE, λ = {objective.gae_lambda:g}",
+        f"{reuse.epochs} epochs × {reuse.minibatches} minibatch{'es' if reuse.minibatches > 1 else ''}" if reuse else "",
+        f"clip, ε = {clip.clip:g}" if clip else "",
+    )[rung]
+
+
+def _noise_table(gradients: Mapping[str, Any], rungs: Mapping[str, int]) -> Table:
+    first = next(iter(gradients["noise"]))
+    header = [
+        "rung",
+        "variance",
+        "95 % interval",
+        f"share of {first}'s",
+        "95 % interval",
+        "signal",
+        "95 % interval",
+        "noise/signal",
+    ]
+    rows = []
+    for name, noise in gradients["noise"].items():
+        cells = [f"{rungs[name]} {name}"]
+        for key in ("variance", "relative", "signal"):
+            value, interval = noise[key], noise[f"{key}_interval"]
+            cells += ["–", "–"] if value is None else [f"{value:.3g}", f"{interval[0]:.3g} to {interval[1]:.3g}"]
+        rows.append([*cells, "–" if noise["noise_to_signal"] is None else f"{noise['noise_to_signal']:.3g}"])
+    return header, rows
+
+
+def _reuse_table(by_name: Mapping[str, Results], rungs: Mapping[str, int]) -> Table:
+    header = [
+        "rung",
+        "batches",
+        "updates per batch",
+        "return after ¼",
+        "after ½",
+        "at the end",
+        "largest ratio, each seed",
+        "ratios outside ε",
+    ]
+    rows = []
+    for name, cells in by_name.items():
+        if rungs[name] < 3:
+            continue
+        outside = known(cells, "ratio_outside")
+        rows.append(
+            [
+                f"{rungs[name]} {name}",
+                average(cells, "rollouts", COUNT),
+                COUNT.format(sum(c["updates"] for c in cells) / sum(c["rollouts"] for c in cells)),
+                *(number(_return_after(cells, share)) for share in (0.25, 0.5, 1.0)),
+                numbers(known(cells, "ratio_max")),
+                f"{sum(outside) / len(outside):.1%}" if outside else "–",
+            ]
+        )
+    return header, rows
+
+
+def _return_after(cells: Results, share: float) -> float | None:
+    """The mean return over seeds after a share of each run's batches."""
+    returns = []
+    for cell in cells:
+        points = zip(cell["curves"]["rollouts"], cell["curves"]["return"], strict=True)
+        reached = [value for count, value in points if count <= share * cell["rollouts"] and value is not None]
+        returns += reached[-1:]
+    return sum(returns) / len(returns) if returns else None
+
+
+def _notes(results: Mapping[str, Any], top: ControlRecipe) -> list[str]:
+    """The settings, and how the numbers were computed."""
+    rollout, objective = top.rollout, top.objective
+    lines = [
+        f"Shared by all rungs: {shared_settings(top)}; critic's weight c_v = {objective.value_coefficient:g}, entropy bonus "
+        f"c_e = {objective.entropy_coefficient:g}; advantages not normalised",
+        f"A batch is {rollout.environments} environments × {rollout.steps} steps = {top.batch_size:,} steps; on rungs 0 and 1, "
+        f"whole episodes one after another until there are {top.batch_size:,} steps. Rungs 0 to 3 make one update per batch",
+        "The budget counts environment steps; a run ends with the batch that reaches it",
+        interval_note(results["seeds"]),
+    ]
+    if any(rung >= 2 for rung in results["rungs"].values()):
+        lines.append(
+            "Critic explains: the median explained variance in the last quarter of a run; 1 is perfect, 0 is no better than a "
+            "constant. It means nothing if returns hardly differ"
+        )
+    return lines if results["gradients"] is None else [*lines, *_gradient_notes(results["gradients"], top)]
+
+
+def _gradient_notes(gradients: Mapping[str, Any], top: ControlRecipe) -> list[str]:
+    return [
+        f"θ was frozen at step {gradients['frozen_at']:,} of {top.algorithm}, seed {gradients['frozen_seed']} (the run in "
+        f"frozen-seed{gradients['frozen_seed']}/): policy, critic and normalisers. Each batch is whole episodes, "
+        f"{gradients['steps_per_batch']:,.0f} steps on average, the same for every rung",
+        "Variance: the trace of the covariance of one batch's gradient in the policy's parameters. Signal: the squared norm of "
+        "the expected gradient; its estimate is unbiased, so it may be negative when noise dominates. Noise/signal: the number "
+        "of batches to average until both are equal. Intervals: 95 % bootstrap over batches; both parts of a share come from "
+        "the same batches",
+        f"Of the {gradients['episodes']:,} episodes {gradients['cut']:,} were truncated by a time limit. There the critic "
+        "replaces the rest on rungs 2 and 3 but not on rungs 0 and 1, so their expected gradients may differ. That of rung 3 "
+        "differs anyway: λ < 1 trades bias for variance",
+    ]

@@ -1,56 +1,63 @@
-"""Plots of comparisons: curves with a band over seeds, labels beside the lines, colours that colour-blind readers tell apart.
+"""Plot comparisons of algorithms (curves with a band over seeds) and the metrics of runs (one small plot for each).
 
-matplotlib is imported here when a plot is drawn, and nowhere else; it draws into files, never on a screen.
+The colours suit colour-blind readers. Only this module imports matplotlib, and only to draw into files.
 """
 
+import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.compare.report import number
-from surefoot.compare.statistics import band, bootstrap_interval
+from surefoot.compare.runs import Run
+from surefoot.compare.statistics import Results, band, bootstrap_interval, number
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, without the yellow, which is hard to see on white"""
+"""the palette of Okabe and Ito without its yellow, which is hard to see on white"""
 RUNGS = ("#999999", "#000000", "#56B4E9", "#0072B2", "#E69F00", "#D55E00")
-"""of the ladder's six: grey and black without a critic, blues with one, warm colours where a batch is reused"""
+"""colours of the ladder's rungs: grey and black without a critic, blues with one, warm colours if batches are reused"""
 STYLES = ("-", "--", ":", "-.")
-
-Cells = Sequence[Mapping[str, Any]]
+GREY = "#808080"
+"""of the text in plots of runs: readable on white and on dark pages"""
+POINTS = 1_500
+"""maximum number of points in a line"""
+SMOOTHING = 0.04
+"""window of the running mean, as a share of the line's length"""
+Numbers = NDArray[Any]
 
 
 def draw_comparison(results: Mapping[str, Any], path: Path) -> None:
-    """Return over steps, and the final scores of every seed with mean and interval."""
+    """Plot return over steps, and the final scores of every seed with mean and interval."""
     from matplotlib.figure import Figure
 
-    by_name: Mapping[str, Cells] = results["results"]
+    by_name: Mapping[str, Results] = results["results"]
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     curves, scores = figure.subplots(1, 2, width_ratios=[3, 2])
-    looks = {name: (COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]) for i, name in enumerate(by_name)}
-    ends = [_curve(curves, cells, "steps", "return", *looks[name], name) for name, cells in by_name.items()]
+    styles = {name: (COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]) for i, name in enumerate(by_name)}
+    ends = [_curve(curves, cells, "steps", "return", *styles[name], name) for name, cells in by_name.items()]
     _finish(curves, "Return over steps", "environment steps", "mean return of the last 100 episodes", ends)
     kinds = [("last_100_mean", "o", "in training, last 100 episodes"), ("greedy_mean", "D", "final agent, greedy")]
     for row, (name, cells) in enumerate(by_name.items()):
         for (score, marker, _), shift in zip(kinds, (0.14, -0.14), strict=True):
-            _points(scores, [c[score] for c in cells if c.get(score) is not None], -row + shift, looks[name][0], marker)
+            _points(scores, [c[score] for c in cells if c.get(score) is not None], -row + shift, styles[name][0], marker)
     for _, marker, text in kinds:
         scores.plot([], [], marker, color="#555555", label=text)
     scores.set_yticks([-row for row in range(len(by_name))], list(by_name))
     scores.set_ylim(-len(by_name) + 0.3, 1.0)
     scores.legend(loc="upper left", frameon=False, ncols=2, fontsize=8)
-    _plain(scores, "Final return: seeds (pale), mean and interval", "return", "")
+    _label_axes(scores, "Final return: seeds (pale), mean and interval", "return", "")
     figure.suptitle(_title(next(iter(results["recipes"].values())), results["seeds"]))
     figure.savefig(path, dpi=110)
 
 
 def draw_ladder(results: Mapping[str, Any], path: Path) -> None:
-    """Four pictures: return over steps, gradient noise at one θ, learning per rollout, and the largest ratios."""
+    """Plot return over steps, gradient noise at one θ, return over batches, and the largest ratios."""
     from matplotlib.figure import Figure
 
-    by_name: Mapping[str, Cells] = results["results"]
+    by_name: Mapping[str, Results] = results["results"]
     rungs: Mapping[str, int] = results["rungs"]
     figure = Figure(figsize=(13, 9))
     figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.12)
@@ -65,7 +72,7 @@ def draw_ladder(results: Mapping[str, Any], path: Path) -> None:
         _curve(rollouts, cells, "rollouts", "return", RUNGS[rungs[name]], "-", _rung(rungs, name))
         for name, cells in upper.items()
     ]
-    title = "What reuse buys: return over batches of one size"
+    title = "Effect of reuse: return over batches of one size"
     _finish(rollouts, title, "batches collected", "mean return of the last 100 episodes", ends)
     ends = [
         _curve(ratios, cells, "rollouts", "ratio_max", RUNGS[rungs[name]], "-", _rung(rungs, name), _median_and_range)
@@ -77,20 +84,20 @@ def draw_ladder(results: Mapping[str, Any], path: Path) -> None:
         ends.append(("1 + ε", 1 + results["clip"], "#555555"))
     ratios.set_yscale("log")
     unit = "largest ρ of each batch: median, range of seeds"
-    _finish(ratios, "What the clip tames: ratios ρ (log scale)", "batches collected", unit, ends)
+    _finish(ratios, "Effect of the clip: ratios ρ (log scale)", "batches collected", unit, ends)
     figure.suptitle(f"The ladder on {_title(next(iter(results['recipes'].values())), results['seeds'])}")
     figure.savefig(path, dpi=110)
 
 
 def _noise(axes: Any, gradients: Mapping[str, Any] | None, rungs: Mapping[str, int]) -> None:
-    """A row per rung: the variance with its interval on a log scale, and in words what share is left."""
+    """One row per rung: the variance with its interval on a log scale, labelled with its share of the first rung's."""
     if gradients is None:
         axes.axis("off")
         return
     rows = list(gradients["noise"].items())
     for row, (name, noise) in enumerate(rows):
         colour, value, (low, high) = RUNGS[rungs[name]], noise["variance"], noise["variance_interval"]
-        if not value:  # as where nothing was rewarded in any batch: there is no place for it on a log scale
+        if not value:  # no batch had a reward; a log scale has no place for 0
             axes.annotate(
                 "no noise" if noise["signal"] else "no gradient",
                 (0.5, -row),
@@ -102,15 +109,15 @@ def _noise(axes: Any, gradients: Mapping[str, Any] | None, rungs: Mapping[str, i
         axes.plot([low, high], [-row, -row], color=colour, lw=2.5, solid_capstyle="butt")
         axes.plot([value], [-row], "o", color=colour, ms=8)
         batches = noise["noise_to_signal"]
-        seen = "signal lost in noise" if batches is None else f"noise/signal {number(batches)}"
-        text = seen if noise["relative"] is None else f"×{noise['relative']:.2g}; {seen}"
+        signal = "signal lost in noise" if batches is None else f"noise/signal {number(batches)}"
+        text = signal if noise["relative"] is None else f"×{noise['relative']:.2g}; {signal}"
         axes.annotate(text, (value, -row), (0, 9), textcoords="offset points", ha="center", fontsize=9)
     axes.set_xscale("log")
     axes.margins(x=0.35)
     axes.set_yticks([-row for row in range(len(rows))], [_rung(rungs, name) for name, _ in rows])
     axes.set_ylim(-len(rows) + 0.4, 0.7)
-    _plain(
-        axes, "What baselines and λ buy: noise of a batch's gradient", "trace of the covariance at one frozen θ, log scale", ""
+    _label_axes(
+        axes, "Effect of baselines and λ: noise of a batch's gradient", "trace of the covariance at one frozen θ, log scale", ""
     )
 
 
@@ -128,15 +135,15 @@ def _title(recipe: Mapping[str, Any], seeds: int) -> str:
 End = tuple[str, float, str]
 """a curve's label, its last value and its colour"""
 
-Spread = Callable[[NDArray[Any]], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]
+Spread = Callable[[Numbers], tuple[Numbers, Numbers, Numbers]]
 
 
-def _median_and_range(curves: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _median_and_range(curves: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     return np.median(curves, 0), curves.min(0), curves.max(0)
 
 
-def aligned(cells: Cells, x: str, y: str) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """The curves of all seeds at common points, where all have a value; None where there are none.   [points], [n, points]"""
+def aligned(cells: Results, x: str, y: str) -> tuple[Numbers, Numbers] | None:
+    """The curves of all seeds at common points; None if no seed has any value.   [points], [n, points]"""
     known = []
     for cell in cells:
         pairs = [(a, b) for a, b in zip(cell["curves"][x], cell["curves"][y], strict=True) if b is not None]
@@ -144,16 +151,16 @@ def aligned(cells: Cells, x: str, y: str) -> tuple[NDArray[Any], NDArray[Any]] |
             known.append(np.array(pairs, float).T)
     if not known:
         return None
-    count = max(len(xs) for xs, _ in known)  # as many as there are, so that a spike stays one
+    count = max(len(xs) for xs, _ in known)  # as many points as the longest curve has, so that spikes stay visible
     grid = np.linspace(max(xs[0] for xs, _ in known), min(xs[-1] for xs, _ in known), count)
     return grid, np.stack([np.interp(grid, xs, ys) for xs, ys in known])
 
 
-def _curve(axes: Any, cells: Cells, x: str, y: str, colour: str, style: str, label: str, spread: Spread = band) -> End | None:
-    found = aligned(cells, x, y)
-    if found is None:
+def _curve(axes: Any, cells: Results, x: str, y: str, colour: str, style: str, label: str, spread: Spread = band) -> End | None:
+    curves_at = aligned(cells, x, y)
+    if curves_at is None:
         return None
-    grid, curves = found
+    grid, curves = curves_at
     centre, low, high = spread(curves)
     axes.fill_between(grid, low, high, color=colour, alpha=0.16, lw=0)
     axes.plot(grid, centre, color=colour, ls=style, lw=1.8)
@@ -161,7 +168,7 @@ def _curve(axes: Any, cells: Cells, x: str, y: str, colour: str, style: str, lab
 
 
 def _points(axes: Any, scores: Sequence[float], row: float, colour: str, marker: str) -> None:
-    """Each seed pale, the mean and its interval strong."""
+    """Draw each seed pale, the mean and its interval strong."""
     if not scores:
         return
     axes.plot(scores, [row] * len(scores), marker, color=colour, alpha=0.3, ms=5, mew=0)
@@ -169,26 +176,32 @@ def _points(axes: Any, scores: Sequence[float], row: float, colour: str, marker:
     axes.plot([np.mean(scores)], [row], marker, color=colour, ms=7)
 
 
-def _few(value: float, _: int) -> str:
-    """Labels of 2 and 5 between the powers of ten."""
+def _minor_label(value: float, _: int) -> str:
+    """Label 2 and 5 between the powers of ten, and no other minor tick."""
     return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
-def _plain(axes: Any, title: str, x: str, y: str) -> None:
+def _frame(axes: Any, colour: str, alpha: float) -> None:
+    """Hide the upper and right edge, and draw a grid below the lines."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=colour, alpha=alpha, lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def _label_axes(axes: Any, title: str, x: str, y: str) -> None:
+    from matplotlib import ticker
+
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="both", color="#DDDDDD", lw=0.6)
-    axes.set_axisbelow(True)
-    from matplotlib import ticker
+    _frame(axes, "#DDDDDD", 1.0)
 
     for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
         if scale == "log":
             low, high = sorted(axis.get_view_interval())
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(_few if high < 300 * low else "")
-            if high < 5 * low:  # not even a power of ten may lie within
+            axis.set_minor_formatter(_minor_label if high < 300 * low else "")
+            if high < 5 * low:  # the axis may contain no power of ten
                 axis.set_major_locator(ticker.MaxNLocator(5))
                 axis.set_minor_locator(ticker.NullLocator())
     if axes.get_xscale() == "linear":
@@ -196,15 +209,15 @@ def _plain(axes: Any, title: str, x: str, y: str) -> None:
 
 
 def _finish(axes: Any, title: str, x: str, y: str, ends: Sequence[End | None]) -> None:
-    """Title and axes, and each curve's label beside its end, moved apart where they would overlap."""
-    there = [end for end in ends if end is not None]
-    if not there:
+    """Set title and axes, and label each curve at its end; labels that would overlap are moved apart."""
+    drawn = [end for end in ends if end is not None]
+    if not drawn:
         axes.axis("off")
         return
-    _plain(axes, title, x, y)
+    _label_axes(axes, title, x, y)
     axes.margins(x=0)
-    at = [_height(axes, value) for _, value, _ in there]
-    for (label, _, colour), start, height in zip(there, at, apart(at, 0.055), strict=True):
+    at = [_height(axes, value) for _, value, _ in drawn]
+    for (label, _, colour), start, height in zip(drawn, at, apart(at, 0.055), strict=True):
         axes.annotate(
             label,
             (1.0, start),
@@ -221,16 +234,16 @@ def _finish(axes: Any, title: str, x: str, y: str, ends: Sequence[End | None]) -
 
 
 def _height(axes: Any, value: float) -> float:
-    """Where a value lies between the lower and the upper end of the y axis, as a share."""
+    """The height of a value on the y axis: 0 at its lower end, 1 at its upper end."""
     scale = np.log if axes.get_yscale() == "log" else np.asarray
-    low, high, here = (float(scale(each)) for each in (*axes.get_ylim(), value))
-    return (here - low) / (high - low)
+    low, high, at = (float(scale(each)) for each in (*axes.get_ylim(), value))
+    return (at - low) / (high - low)
 
 
 def apart(heights: Sequence[float], distance: float) -> list[float]:
-    """Heights in the same order, moved as little as needed so that no two are nearer than ``distance``."""
+    """Heights in the same order, moved as little as needed so that no two are closer than ``distance``."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    groups: list[list[float]] = []  # [mean height, members]: neighbours that touch share one centre
+    groups: list[list[float]] = []  # [mean height, members]: labels that touch are centred together
     for i in order:
         groups.append([heights[i], 1])
         while len(groups) > 1 and groups[-1][0] - groups[-2][0] < distance * (groups[-1][1] + groups[-2][1]) / 2:
@@ -241,3 +254,119 @@ def apart(heights: Sequence[float], distance: float) -> list[float]:
     for i, height in zip(order, placed, strict=True):
         result[i] = height
     return result
+
+
+# ---- plots of runs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of metrics: the first is drawn solid, the second dashed."""
+
+    name: str
+    title: str
+    metrics: tuple[str, ...]
+    unit: str = ""
+    log: bool = False
+
+
+PANELS = (
+    Panel("return", "Return of episodes", ("episode_return", "evaluation_return"), "solid: in training; dashed: greedy"),
+    Panel("reward", "Reward of responses", ("reward", "held_out_reward"), "solid: in training; dashed: held out"),
+    Panel("gold", "Gold: the true score", ("gold", "held_out_gold"), "solid: in training; dashed: held out"),
+    Panel("loss", "Loss on held-out rows", ("held_out_loss",), "nats"),
+    Panel("accuracy", "Accuracy on held-out pairs", ("held_out_accuracy",)),
+    Panel("likelihood", "log π of demonstrations", ("held_out_log_likelihood",), "nats per token"),
+    Panel("reference", "KL to the reference", ("kl_reference_response", "held_out_kl"), "nats per response; dashed: held out"),
+    Panel("kl", "KL(π_old‖π_θ) per batch", ("kl",), "nats", log=True),
+    Panel("clip", "Clip", ("clip_active", "ratio_outside"), "share; solid: gradient off; dashed: outside the band"),
+    Panel("entropy", "Entropy", ("entropy",), "nats"),
+    Panel("critic", "Explained variance", ("explained_variance",), "1 is perfect, 0 a constant"),
+    Panel("diversity", "Repeated responses", ("repeated",), "share"),
+    Panel("length", "Response length", ("response_length",), "tokens"),
+    Panel("speed", "Speed", ("steps_per_second",), "steps/s"),
+)
+
+
+def run_colour(index: int) -> str:
+    """The colour of a run, by its position."""
+    return COLOURS[index % (len(COLOURS) - 1)]
+
+
+def panels_of(runs: Sequence[Run]) -> list[Panel]:
+    """The panels for which any run has at least two values."""
+    return [panel for panel in PANELS if any(len(run.curve(metric)[0]) > 1 for run in runs for metric in panel.metrics)]
+
+
+def draw_panel(panel: Panel, runs: Sequence[Run], kind: Literal["svg", "png"] = "svg") -> bytes:
+    """The plot as the bytes of a file. The same runs give the same bytes; the caller names the lines."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+    axes = figure.subplots()
+    lowest = 0.0
+    for index, run in enumerate(runs):
+        for style, metric in zip(("-", "--"), panel.metrics, strict=False):
+            steps, values = (np.asarray(x, float) for x in run.curve(metric))
+            finite = np.isfinite(values)
+            steps, values = binned(steps[finite], values[finite])
+            if panel.log:
+                steps, values = steps[values > 0], values[values > 0]
+            if len(values):
+                _line(axes, steps, values, run_colour(index), style)
+                lowest = min(lowest, float(np.quantile(values, 0.05)))
+    _label_panel(axes, panel)
+    if panel.name == "critic":  # the first iterations may be far below and would flatten the rest
+        axes.set_ylim(max(-1.0, lowest * 1.1) - 0.05, 1.05)
+    file = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "surefoot", "svg.fonttype": "path"}):
+        figure.savefig(file, format=kind, dpi=144, transparent=kind == "svg", metadata={"Date": None} if kind == "svg" else {})
+    return file.getvalue()
+
+
+def _line(axes: Any, steps: Numbers, values: Numbers, colour: str, style: str) -> None:
+    """Draw few points as they are, many pale and with their running mean."""
+    if len(values) < 12:
+        axes.plot(steps, values, color=colour, ls=style, lw=1.6, marker="o", ms=3)
+        return
+    axes.plot(steps, values, color=colour, ls=style, lw=0.8, alpha=0.25)
+    axes.plot(steps, smoothed(values), color=colour, ls=style, lw=1.8)
+
+
+def binned(steps: Numbers, values: Numbers, points: int = POINTS) -> tuple[Numbers, Numbers]:
+    """Means over neighbours, so that at most ``points`` remain.   [n], [n] -> [≤ points], [≤ points]"""
+    if len(values) <= points:
+        return steps, values
+    edges = np.linspace(0, len(values), points + 1).astype(int)[:-1]
+    counts = np.diff(np.append(edges, len(values)))
+    return np.add.reduceat(steps, edges) / counts, np.add.reduceat(values, edges) / counts
+
+
+def smoothed(values: Numbers) -> Numbers:
+    """The mean over a window around each point, shorter at the ends.   [n] -> [n]"""
+    half = max(1, int(SMOOTHING * len(values) / 2))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+    return np.asarray((sums[high] - sums[low]) / (high - low))
+
+
+def _label_panel(axes: Any, panel: Panel) -> None:
+    axes.set_title(panel.title, loc="left", fontsize=11, color=GREY, fontweight="bold", parse_math=False)
+    axes.set_title(panel.unit, loc="right", fontsize=8, color=GREY)
+    if panel.log:
+        axes.set_yscale("log")
+    _frame(axes, GREY, 0.2)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=GREY, labelsize=8, which="both")
+    axes.margins(x=0.01)
+    axes.xaxis.set_major_formatter(lambda x, _: thousands(x))
+
+
+def thousands(x: float) -> str:
+    """``12k`` for 12,000, ``3M`` for 3,000,000."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(x) >= size:
+            return f"{x / size:g}{letter}"
+    return f"{x:g}"

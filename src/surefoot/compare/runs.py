@@ -1,4 +1,4 @@
-"""Runs as they lie in their folders: recipe, metrics, samples, findings; and which of them differ in nothing but the seed."""
+"""Read finished or unfinished runs from their folders, group those that differ only in the seed, and compare the groups."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from surefoot.compare.statistics import bootstrap_interval, difference_interval, finite, interquartile_mean, mean
 from surefoot.diagnostics.findings import Finding, findings_in
 from surefoot.errors import SurefootError
 from surefoot.files import parsed, read_table, read_toml
@@ -18,7 +19,7 @@ from surefoot.runs.folder import changed_since, check_is_run, samples_in
 from surefoot.runs.trackers.metrics_jsonl import FILE, History, read_history
 from surefoot.terminal import visible
 
-JUDGED = (
+SCORES = (
     "evaluation_return",
     "episode_return",
     "held_out_reward",
@@ -29,54 +30,58 @@ JUDGED = (
     "held_out_accuracy",
     "held_out_loss",
 )
-"""metrics by which runs are compared, where they have them"""
+"""metrics by which runs are compared, if they have them"""
 FREE = ("seed", "device", "threads", *CHANGE_NOTHING, "checkpoint", "traces", "evaluation.seed", "evaluation.every")
-"""fields in which runs of one group may differ: none of them changes what is learned from a given stream of randomness"""
+"""fields in which runs of one group may differ: none of them changes what a run learns from a given stream of randomness"""
+ENVIRONMENT = ("python", "platform", "versions", "git")
+"""keys of environment.json that may affect the numbers"""
+ABSENT = "–"
+"""the value of a field that a kind of recipe doesn't have"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, read and left as it is."""
+    """One run, read from its folder."""
 
     path: Path
     recipe: Recipe
     history: History
-    """of metrics.jsonl, with one row or more"""
+    """of metrics.jsonl; at least one row"""
     environment: Mapping[str, Any]
-    """environment.json; empty where it can't be read"""
+    """environment.json; empty if it can't be read"""
     changed: Sequence[str] = ()
-    """how config.toml differs from the recipe that the newest checkpoint was made by"""
+    """how config.toml differs from the recipe of the newest checkpoint"""
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """One for each iteration."""
+        """The metrics of each iteration."""
         return self.history.rows
 
     @property
     def name(self) -> str:
-        """Its folder's, in one line."""
+        """The name of the run folder, made printable on one line."""
         return visible(self.path.resolve().name)
 
     @property
     def steps(self) -> int:
-        """How far it is."""
+        """The number of steps so far."""
         return int(self.rows[-1]["steps"])
 
     @property
     def state(self) -> str:
-        """How far it is, in words."""
+        """``finished, 1,000 steps`` or ``at 500 of 1,000 steps``."""
         if self.steps >= self.recipe.steps:
             return f"finished, {self.steps:,} steps"
         return f"at {self.steps:,} of {self.recipe.steps:,} steps"
 
     @property
     def seconds(self) -> float:
-        """What its iterations took, evaluations and checkpoints aside."""
+        """Duration of all iterations, without evaluations and checkpoints."""
         return float(sum((row.get("seconds_collecting") or 0) + (row.get("seconds_learning") or 0) for row in self.rows))
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """What the doctor says."""
+        """The findings of all diagnostic checks."""
         return findings_in(self.history, self.recipe)
 
     def last(self, metric: str) -> float | None:
@@ -84,20 +89,19 @@ class Run:
         return next((row[metric] for row in reversed(self.rows) if row.get(metric) is not None), None)
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
-        """Steps and values where a metric is known."""
+        """Steps and values of a metric, in iterations that have a value."""
         known = [(row["steps"], row[metric]) for row in self.rows if row.get(metric) is not None]
         return [step for step, _ in known], [value for _, value in known]
 
     def samples(self) -> tuple[int, list[dict[str, Any]]] | None:
-        """What was said at the last evaluation, and at which step; None where nothing was."""
+        """Step and sampled responses of the last evaluation that saved any; None if none did."""
         files = samples_in(self.path / "samples")
         if not files:
             return None
         file = files[-1]
         rows = []
-        for line in file.read_text("utf-8", errors="replace").split(
-            "\n"
-        ):  # and not at other line ends, which a model may write
+        # Split at "\n" alone: a model may write other line ends.
+        for line in file.read_text("utf-8", errors="replace").split("\n"):
             try:
                 row = parsed(line)
             except ValueError:
@@ -108,18 +112,16 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """The run in a folder, finished or still going.
+    """The run in a folder, finished or not.
 
-    Raises SurefootError when it is no run, or has no metrics yet.
+    Raises SurefootError if it is not a run or has no metrics yet.
     """
     check_is_run(path)
     recipe = make_recipe(read_toml(path / "config.toml"))
     history = read_history(path)
     if not history.rows:
         why = "has no metrics yet; wait for its first iteration"
-        raise SurefootError(
-            f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; nothing is left of it"
-        )
+        raise SurefootError(f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; no row is left")
     try:
         environment = read_table(path / "environment.json")
     except SurefootError:
@@ -128,39 +130,135 @@ def read_run(path: Path) -> Run:
     return Run(path, recipe, history, environment, changed_since(checkpoint, recipe))
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables as ``a.b.c`` and value; a table that is empty is a value."""
+# ---- groups -----------------------------------------------------------------------------------------------------------
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as ``a.b.c`` and value; an empty table is a value."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def fields_of(recipe: Recipe) -> dict[str, Any]:
-    """The fields by which runs are told apart. Where patience may end a run, when it is judged and on what are among them."""
+def distinguishing_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields that separate groups of runs. With ``evaluation.patience`` they include when and how runs are evaluated."""
     free = tuple(name for name in FREE if recipe.evaluation.patience is None or not name.startswith("evaluation."))
     return {
         name: value
-        for name, value in flat(to_table(recipe))
+        for name, value in flatten(to_table(recipe))
         if not any(name == other or name.startswith(f"{other}.") for other in free)
     }
 
 
-def grouped(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs whose recipes differ in their seed alone, together, in the order of their first."""
+def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
+    """Groups of runs whose recipes differ only in the seed, in the order of their first run."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(json.dumps(fields_of(run.recipe), sort_keys=True, default=str), []).append(run)
+        groups.setdefault(json.dumps(distinguishing_fields(run.recipe), sort_keys=True, default=str), []).append(run)
     return list(groups.values())
 
 
-ABSENT = "–"
-"""what stands for a field that another kind of recipe has"""
-
-
 def differences_between(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Field -> its value in each of some flat tables, ``ABSENT`` where it has none, for fields in which any two differ."""
+    """Field -> its value in each flat table (``ABSENT`` if it has none), for fields in which any two differ."""
     names = dict.fromkeys(name for table in tables for name in table)
-    found = {name: [table.get(name, ABSENT) for table in tables] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    values_of = {name: [table.get(name, ABSENT) for table in tables] for name in names}
+    return {name: values for name, values in values_of.items() if any(value != values[0] for value in values)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in the seed."""
+
+    name: str
+    runs: Sequence[Run]
+
+    def scores(self, metric: str) -> list[float]:
+        """The last known value of each run that has one."""
+        return [value for run in self.runs if (value := run.last(metric)) is not None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Groups of runs, and the differences between their recipes."""
+
+    groups: Sequence[Group]
+    fields: dict[str, list[Any]]
+    """field -> its value in each group"""
+    environments: dict[str, list[Any]]
+    """key of environment.json -> its value in each run, for keys in which any two differ"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain values that JSON can represent."""
+        groups = [
+            {
+                "name": group.name,
+                "runs": [
+                    {
+                        "path": str(run.path),
+                        "seed": run.recipe.seed,
+                        "steps": run.steps,
+                        "budget": run.recipe.steps,
+                        "seconds": run.seconds,
+                        "findings": [finding.name for finding in run.findings],
+                    }
+                    for run in group.runs
+                ],
+                "scores": {metric: score_statistics(group.scores(metric)) for metric in self.metrics if group.scores(metric)},
+            }
+            for group in self.groups
+        ]
+        against = {metric: differences for metric in self.metrics if (differences := self.against_first(metric))}
+        table = {"groups": groups, "differences": self.fields, "surroundings": self.environments, "against_first": against}
+        return dict(finite(table))
+
+    @property
+    def metrics(self) -> list[str]:
+        """The scores that any run has."""
+        return [metric for metric in SCORES if any(group.scores(metric) for group in self.groups)]
+
+    def against_first(self, metric: str) -> dict[str, dict[str, Any]]:
+        """Group -> difference of its mean from the first group's, with its interval, for groups that have the metric."""
+        base = self.groups[0].scores(metric)
+        return {
+            group.name: {"difference": float(mean(scores) - mean(base)), "interval": list(difference_interval(scores, base))}
+            for group in self.groups[1:]
+            if base and (scores := group.scores(metric))
+        }
+
+
+def compare_runs(runs: Sequence[Run]) -> Comparison:
+    """Group the runs and list the differences between their recipes and environments."""
+    groups = group_runs(runs)
+    fields = differences_between([distinguishing_fields(group[0].recipe) for group in groups])
+    named = [Group(_group_name(index, fields), group) for index, group in enumerate(groups)]
+    environments = [dict(flatten({k: run.environment[k] for k in ENVIRONMENT if k in run.environment})) for run in runs]
+    return Comparison(named, fields, differences_between(environments))
+
+
+def _group_name(index: int, fields: dict[str, list[Any]]) -> str:
+    """A letter, followed by the value if the groups differ in a single field."""
+    letter = chr(ord("A") + index) if index < 26 else str(index + 1)
+    if len(fields) != 1:
+        return letter
+    ((field, values),) = fields.items()
+    return f"{letter} {field.rpartition('.')[2]}={short_text(values[index])}"
+
+
+def score_statistics(scores: Sequence[float]) -> dict[str, Any]:
+    """Mean and interquartile mean, each with its interval, and the score of every seed."""
+    return {
+        "mean": float(mean(scores)),
+        "interval": list(bootstrap_interval(scores)),
+        "iqm": float(interquartile_mean(scores)),
+        "iqm_interval": list(bootstrap_interval(scores, interquartile_mean)),
+        "each": list(scores),
+    }
+
+
+def short_text(value: Any) -> str:
+    """A value of a recipe in at most 48 printable characters."""
+    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= 48 else f"{text[:47]}…"

@@ -1,19 +1,27 @@
-"""What a handful of seeds says, and how sure: mean, interquartile mean, bootstrap intervals, tables.
+"""Statistics over a few seeds, and how tables print them: means, bootstrap intervals, gradient noise.
 
-NumPy alone, so that tables come out without any extra. Agarwal et al. 2021 (arXiv 2108.13264) argue for the interquartile mean
-and for intervals; with a single task there is one stratum, and the stratified bootstrap is the plain one over seeds.
+Only NumPy is needed. Agarwal et al. 2021 (arXiv 2108.13264) recommend the interquartile mean and intervals. With a single task
+there is one stratum, so their stratified bootstrap is the plain bootstrap over seeds.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 10_000
+NOISE_RESAMPLES = 2_000
+PRODUCT_COLUMNS = 1 << 16
+"""parameters converted to float64 at a time for inner products; the gradients themselves are stored once, in float32"""
+COUNT = "{:,.0f}"
 
 Statistic = Callable[[NDArray[Any]], NDArray[Any]]
 """numbers [..., n] -> one for each row [...]"""
+Results = Sequence[Mapping[str, Any]]
+"""the result of each cell of one algorithm, as ``cells.train_cell`` returns it"""
 
 
 def mean(scores: ArrayLike) -> NDArray[Any]:
@@ -24,20 +32,20 @@ def mean(scores: ArrayLike) -> NDArray[Any]:
 def interquartile_mean(scores: ArrayLike) -> NDArray[Any]:
     """The mean of the middle half.   [..., n] -> [...]
 
-    Where n is no multiple of 4, the numbers on the border count in part: as if each were there four times.
+    If n is not a multiple of 4, the numbers on the border count in part: as if each were there four times.
     """
     scores = np.asarray(scores, float)
     n = scores.shape[-1]
     return np.asarray(np.sort(np.repeat(scores, 4, -1), -1)[..., n : 3 * n].mean(-1))
 
 
-def resampled(count: int, resamples: int = RESAMPLES) -> NDArray[np.int64]:
+def resample_indices(count: int, resamples: int = RESAMPLES) -> NDArray[np.int64]:
     """Indices of bootstrap resamples, the same for the same counts.   -> [resamples, count]"""
     return np.random.default_rng(0).integers(0, count, (resamples, count))
 
 
-def middle(values: NDArray[Any], level: float = 0.95) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The bounds between which ``level`` of the resamples' values lie.   [resamples, ...] -> [...], [...]"""
+def percentile_bounds(values: NDArray[Any], level: float = 0.95) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The bounds that contain the middle ``level`` of the resamples' values.   [resamples, ...] -> [...], [...]"""
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return low, high
 
@@ -45,26 +53,164 @@ def middle(values: NDArray[Any], level: float = 0.95) -> tuple[NDArray[Any], NDA
 def bootstrap_interval(scores: ArrayLike, statistic: Statistic = mean, level: float = 0.95) -> tuple[float, float]:
     """The percentile bootstrap interval of a statistic of independent scores [n].
 
-    Few seeds make it too narrow: it can't reach beyond the worst and the best that happened. Raises ValueError without scores.
+    With few seeds the interval is too narrow: it can't reach beyond the worst and the best score.
+    Raises ValueError without scores.
     """
     scores = np.asarray(scores, float)
     if scores.ndim != 1 or not scores.size:
-        raise ValueError(f"scores: needs one score or more in a row, not shape {scores.shape}")
-    low, high = middle(statistic(scores[resampled(len(scores))]), level)
+        raise ValueError(f"scores: needs a 1-D array of at least one score, not shape {scores.shape}")
+    low, high = percentile_bounds(statistic(scores[resample_indices(len(scores))]), level)
+    return float(low), float(high)
+
+
+def difference_interval(scores: ArrayLike, base: ArrayLike) -> tuple[float, float]:
+    """The percentile bootstrap interval of mean(scores) − mean(base), resampling both groups independently.   [n], [m]"""
+    scores, base = np.asarray(scores, float), np.asarray(base, float)
+    # Sharing indices between groups of equal size would pair unrelated seeds.
+    drawn = np.random.default_rng(1).integers(0, len(base), (RESAMPLES, len(base)))
+    low, high = percentile_bounds(scores[resample_indices(len(scores))].mean(-1) - base[drawn].mean(-1))
     return float(low), float(high)
 
 
 def band(curves: ArrayLike, level: float = 0.95) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Mean and bootstrap interval of the mean at every point of n curves.   [n, points] -> [points] three times"""
     curves = np.asarray(curves, float)
-    indices = resampled(len(curves), 2_000)
+    indices = resample_indices(len(curves), 2_000)
     weights = np.stack([(indices == i).mean(1) for i in range(len(curves))], 1)
-    low, high = middle(weights @ curves, level)
+    low, high = percentile_bounds(weights @ curves, level)
     return curves.mean(0), low, high
 
 
+# ---- gradient noise ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """Variance and signal of one estimator's gradients, with 95 % bootstrap intervals over the batches."""
+
+    variance: float
+    """trace of the covariance matrix of one batch's gradient"""
+    variance_interval: tuple[float, float]
+    relative: float | None
+    """variance as a share of the first estimator's; None if that is 0, as before there is any reward"""
+    relative_interval: tuple[float, float] | None
+    """narrow, because both come from the same batches"""
+    signal: float
+    """squared norm of the expected gradient; the estimate is unbiased, so it may be negative when noise dominates"""
+    signal_interval: tuple[float, float]
+    noise_to_signal: float | None
+    """variance / signal: the number of batches to average until both are equal; None if the signal is not positive"""
+
+
+def noise_of(gradients: NDArray[np.floating[Any]]) -> list[GradientNoise]:
+    """Variance and signal of each estimator, from samples [estimators, batches, parameters] of its gradient.
+
+    Variance is the mean of ½|g_i − g_j|² over pairs of different batches, signal that of g_i·g_j; both are unbiased. The
+    bootstrap weighs pairs by how often their batches were drawn and never pairs a batch with itself, so it stays unbiased.
+    Raises ValueError for fewer than two batches.
+    """
+    count = gradients.shape[1]
+    if count < 2:
+        raise ValueError(f"gradients: {count} batch has no variance; sample at least 2")
+    drawn = resample_indices(count, NOISE_RESAMPLES)
+    weights = np.stack([(drawn == i).sum(1) for i in range(count)], 1).astype(float)
+    weights = weights[(weights > 0).sum(1) > 1]  # with few batches a resample may contain only one of them: no pair
+    noises, first = [], None
+    for rows in gradients:
+        products = _inner_products(rows)
+        squares = np.diag(products)
+        distances = (squares[:, None] + squares[None, :]) / 2 - products
+        variance, signal = (float(_mean_over_pairs(m, np.ones((1, count)))[0]) for m in (distances, products))
+        variances, signals = (_mean_over_pairs(m, weights) for m in (distances, products))
+        first = first or (variance, variances)
+        varied = first[1] > 0  # if gradients are rarely nonzero, a resample may contain none
+        noises.append(
+            GradientNoise(
+                variance=variance,
+                variance_interval=_interval(variances),
+                relative=variance / first[0] if first[0] > 0 else None,
+                relative_interval=_interval(variances[varied] / first[1][varied]) if first[0] > 0 else None,
+                signal=signal,
+                signal_interval=_interval(signals),
+                noise_to_signal=variance / signal if signal > 0 else None,
+            )
+        )
+    return noises
+
+
+def _inner_products(rows: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """g_i·g_j of all pairs, summed in float64.   [n, parameters] -> [n, n]"""
+    total = np.zeros((len(rows), len(rows)))
+    for start in range(0, rows.shape[1], PRODUCT_COLUMNS):
+        part = rows[:, start : start + PRODUCT_COLUMNS].astype(np.float64)
+        total += part @ part.T
+    return total
+
+
+def _mean_over_pairs(matrix: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of a matrix's entries off the diagonal, entry (i, j) weighted by w_i w_j.   [n, n], [k, n] -> [k]"""
+    whole = np.einsum("ki,ij,kj->k", weights, matrix, weights, optimize=True) - weights**2 @ np.diag(matrix)
+    return np.asarray(whole / (weights.sum(1) ** 2 - (weights**2).sum(1)))
+
+
+def _interval(values: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = percentile_bounds(values)
+    return float(low), float(high)
+
+
+# ---- as text ----------------------------------------------------------------------------------------------------------
+
+
+def finite(tree: Any) -> Any:
+    """The same tree with None in place of infinities and NaN, which JSON can't represent."""
+    if isinstance(tree, Mapping):
+        return {key: finite(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def number(value: float | None) -> str:
+    """About four digits, with commas between thousands; a dash for None or a value that is not finite."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 or value == 0 else 4
+    return f"{value:,.{digits}f}"
+
+
+def interval_text(low: float, high: float) -> str:
+    """``1.00 to 2.00``"""
+    return f"{number(low)} to {number(high)}"
+
+
+def numbers(values: Sequence[float]) -> str:
+    """The numbers of all seeds, separated by commas; a dash if there are none."""
+    return ", ".join(number(value) for value in values) or "–"
+
+
+def known(results: Results, name: str) -> list[float]:
+    """The values of one score, without the cells that have none."""
+    return [result[name] for result in results if result.get(name) is not None]
+
+
+def average(results: Results, name: str, form: str | None = None) -> str:
+    """The mean over seeds of a score, in about four digits or in a given format."""
+    values = known(results, name)
+    if not values:
+        return "–"
+    mean_value = sum(values) / len(values)
+    return number(mean_value) if form is None else form.format(mean_value)
+
+
+def with_interval(scores: Sequence[float], statistic: Statistic = mean) -> tuple[str, str]:
+    """A statistic and its interval, as two cells of a table."""
+    if not scores:
+        return "–", "–"
+    return number(float(statistic(np.asarray(scores, float)))), interval_text(*bootstrap_interval(scores, statistic))
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up in plain text too: the first on the left, others on the right."""
+    """A Markdown table whose columns also line up as plain text: the first aligned left, the others right."""
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
