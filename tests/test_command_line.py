@@ -14,7 +14,7 @@ import tomli_w
 
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, train
 from surefoot.cli.main import COMMANDS, cli, fail
-from surefoot.cli.train import changes_from
+from surefoot.cli.options import changes_from
 from surefoot.core.algorithms import TRUST_REGIONS, switches_between
 from surefoot.demos.stages import command_here
 from surefoot.errors import SurefootError

@@ -27,7 +27,7 @@ import click
 import pytest
 
 from surefoot.cli.main import COMMANDS, cli, main
-from surefoot.cli.train import changes_from
+from surefoot.cli.options import changes_from
 from surefoot.recipes.presets import find_recipe
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -56,7 +56,7 @@ def opened(cart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     told: list[str] = []
     known = threading.Event()
     monkeypatch.setattr(uvicorn.Server, "__init__", remembering(uvicorn.Server.__init__, servers))
-    monkeypatch.setattr(cli_inspect, "watched", lambda: True)
+    monkeypatch.setattr(cli_inspect, "has_desktop", lambda: True)
     monkeypatch.setattr(cli_inspect.webbrowser, "open", lambda uri: (told.append(uri), known.set()))
     monkeypatch.setenv("HOME", str(tmp_path))
     thread = threading.Thread(target=cli_inspect.show_runs, args=([cart], 0, False))
@@ -104,9 +104,9 @@ def test_the_file_goes_with_an_inspector_that_is_killed(number: signal.Signals, 
     program = f"""
 import signal
 from pathlib import Path
-from surefoot import cli_inspect
+from surefoot.cli import inspect as cli_inspect
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started with: nohup leaves it ignored, and it stays so
-cli_inspect.watched = lambda: True
+cli_inspect.has_desktop = lambda: True
 cli_inspect.webbrowser.open = lambda uri: print("opened", flush=True)
 cli_inspect.show_runs([Path({str(cart)!r})], 0, False)
 """

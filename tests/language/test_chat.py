@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.cli.chat import NO_TEMPLATE, talk
+from surefoot.cli.language import NO_TEMPLATE, talk
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.language_model import LanguageModel, load_language_model
@@ -150,7 +150,7 @@ def test_lines_from_a_pipe_are_answered_until_quit_and_answers_alone_are_on_stdo
     code, out, err = command("chat", "pocket", "--max-tokens", "8", "--greedy")
     wanted = talker.generate([[{"role": "user", "content": "hello"}]], max_tokens=8, greedy=True)[0]
     assert (code, out) == (0, f"{wanted}\n{wanted}\n")
-    assert err == "the chat template keeps the conversation\nforgotten\n"
+    assert err == "the chat template keeps the conversation\nconversation cleared\n"
     lines(monkeypatch, "x" * 2000)
     code, out, err = command("chat", "pocket")
     assert (code, out) == (2, "")

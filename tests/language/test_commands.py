@@ -115,7 +115,7 @@ def test_dry_run_tells_parameters_rows_and_updates_of_each_kind(command: Command
         (("train", "sft", "--data.train", "nowhere.jsonl", "--model", "pocket"), ("nowhere.jsonl",)),
         (("train", "reward", "--model", "RUNS", "--data.train", "RUNS/rows.jsonl"), ("model=",)),
         (("train", "language", "--model", "RUNS/sft", "--data.train", "RUNS/rows.jsonl"), ("reward: is missing",)),
-        (("watch", "RUNS/sft"), ("holds a model of language",)),
+        (("watch", "RUNS/sft"), ("has a language model and no agent",)),
         (("ladder", "RUNS/sft/config.toml"), ("kind='sft'", "agents in environments")),
         (("evaluate", "RUNS/sft", "--data", "nowhere.jsonl"), ("nowhere.jsonl",)),
         (("evaluate", "RUNS/ppo", "--episodes", "4"), ("--episodes", "on held-out rows: --data, --rows; leave it out")),
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_would_write_outside_its_folder_is_refused(runs: Path,
 
 def test_the_demo_refuses_what_it_has_not_before_it_writes(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = command("demo", "--no-anchor")
-    assert (code, err) == (2, "surefoot: --no-anchor: is for the demo of language; run: surefoot demo language --no-anchor\n")
+    assert (code, err) == (2, "surefoot: --no-anchor: is for the language demo; run: surefoot demo language --no-anchor\n")
     monkeypatch.setattr("surefoot.language.extras.importlib.util.find_spec", lambda name: None)
     code, _, err = command("demo", "language")
     assert code == 2

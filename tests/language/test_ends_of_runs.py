@@ -222,7 +222,7 @@ def test_what_is_for_agents_refuses_a_model_of_language_in_one_line(
     with pytest.raises(SystemExit) as leaving:
         main()
     assert leaving.value.code == 2
-    assert "holds a model of language and no agent" in capsys.readouterr().err
+    assert "has a language model and no agent" in capsys.readouterr().err
 
 
 def test_a_run_with_relative_paths_says_where_to_resume_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Pa
     text = (start / "ppo.toml").read_text()
     (start / "nobody.toml").write_text(text.replace("gold =", "# gold ="))
     cases = (
-        (("nobody.toml",), "--judge: nobody labels the pairs"),
+        (("nobody.toml",), "--judge: nothing labels the pairs"),
         (("reward/config.toml",), "is of kind 'reward'"),
         (("sft",), "name a .toml"),
         (("ppo.toml", "--name", "b", "--pairs", "20", "--judge", "judge.py:bored"), "tells only 0 of 20 pairs apart"),

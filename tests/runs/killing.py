@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.runs import api
 from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
-from surefoot.runs.metrics import TIMING
 from surefoot.runs.folder import traces_in
+from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 RECIPES: dict[str, dict[str, Any]] = {

@@ -5,8 +5,8 @@ import json
 import pytest
 from damage import Campaign
 
-from surefoot.runs import api
 from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
 
 BAD = {"traceback", "hang", "not one line", "another answer"}
 

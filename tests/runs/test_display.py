@@ -6,9 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
-from surefoot.runs import api
-from surefoot.recipes.presets import find_recipe
 from surefoot.core.rollout import LearnerState
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines
 from surefoot.runs.metrics import METRICS, complaints
 from surefoot.runs.trackers.metrics_jsonl import read_metrics

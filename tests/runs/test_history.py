@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.runs import api
 from surefoot.inspector.curves import Columns
 from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
 from surefoot.runs.checkpoint import MANIFEST
-from surefoot.runs.trackers.metrics_jsonl import History, rising
-from surefoot.runs.trackers.metrics_jsonl import cut_back, read_metrics
+from surefoot.runs.trackers.metrics_jsonl import History, cut_back, read_metrics, rising
 
 NONSENSE = {
     "a list for a count": b'{"iteration": 3, "steps": []}',

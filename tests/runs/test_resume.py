@@ -17,9 +17,9 @@ from killing import RECIPES, assert_same, begin_or_continue, die_at, in_child, o
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.runs import api
 from surefoot.control import evaluate
 from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
 from surefoot.runs.checkpoint import fault_of, latest_checkpoint, load_checkpoint, save_checkpoint
 
 SECONDS = {}

@@ -6,13 +6,12 @@ import json
 import pytest
 from rich.console import Console
 
-from surefoot.runs import api
-from surefoot.recipes.presets import find_recipe
 from surefoot.core.rollout import LearnerState
-from surefoot.runs.display import Dashboard, Lines
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
+from surefoot.runs.display import Dashboard, Lines, line_of, some
 from surefoot.runs.metrics import METRICS, SHOWN
 from surefoot.runs.traces import SampleFolder
-from surefoot.runs.display import line_of, some
 from surefoot.terminal import visible
 
 HOSTILE = "[bold red]no[/] \x1b[31mred\x1b[0m \x9b2J\x07\r\b \u202eback\u2028 tab\t end\nnew \ud800 [link=http://x]y"

@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot import SurefootError
-from surefoot.runs import api
 from surefoot.control.agent import Agent
+from surefoot.files import parse_value, read_json, read_table, read_toml, steps_named
 from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
 from surefoot.runs.checkpoint import MANIFEST, fault_of, load_checkpoint, save_checkpoint
-from surefoot.files import read_json, read_table, steps_named
-from surefoot.files import parse_value, read_toml
 
 DEEP, LONG = "[" * 100_000, "9" * 400
 TABLE_DEEP = '{"a":' * 500 + "1" + "}" * 500

@@ -9,9 +9,9 @@ from chain import check_chain
 from killing import RECIPES, assert_same
 
 from surefoot import SurefootError, read_trace
-from surefoot.runs import api
-from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs import api
 from surefoot.runs.display import Silent
 from surefoot.runs.folder import traces_in
 from surefoot.runs.traces import TraceFolder, to_bytes

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from surefoot.runs import api
 from surefoot.recipes.presets import find_recipe
+from surefoot.runs import api
 
 SCRIPT = [sys.executable, "-P", "-c", "from surefoot.cli.main import main; main()"]
 """as the installed command: the working folder is not on its path"""

@@ -1,29 +1,41 @@
-"""Commands for what was trained: judge it, film it, export it."""
+"""Evaluate a run, film its agent, and export it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.cli.attempts import attempt_flags, attempts_from, refuse_for_agents
-from surefoot.cli.echo import echo, echo_json
-from surefoot.core.seeding import MAX_SEED
+from surefoot.cli.options import (
+    COUNT,
+    PATH,
+    FiniteFloat,
+    checkpoint_option,
+    json_option,
+    reject_options,
+    seed_option,
+    task_option,
+)
+from surefoot.cli.output import echo, echo_json
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 
 if TYPE_CHECKING:
     from surefoot.control.agent import Agent
+    from surefoot.language.analysis.attempts import Attempts
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--episodes", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of episodes, or of responses.")
-@click.option("--task", help="Evaluate an agent on another task than the one trained on.")
-@click.option("--data", "rows_file", help="Language: judge on these rows instead of the run's held-out ones.")
-@click.option("--rows", type=click.IntRange(min=1), help="Language: how many rows; as the recipe says if not given.")
-@attempt_flags
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.argument("run", type=PATH)
+@click.option("--episodes", type=COUNT, default=20, show_default=True, help="Agents: greedy episodes.")
+@seed_option(0, "Seed of the episodes or the responses.")
+@task_option
+@click.option("--data", "rows_file", help="Language: evaluate on these rows instead of the held-out ones.")
+@click.option("--rows", type=COUNT, help="Language: number of rows. [default: as in the recipe]")
+@click.option("--samples", type=COUNT, help="Online runs: responses to each prompt, for pass@k.")
+@click.option("--k", metavar="1,4,8", help="The k of pass@k. [default: powers of 2 up to --samples]")
+@click.option("--threshold", type=FiniteFloat(), help="Reward from which a response is correct. [default: it must be 0 or 1]")
+@click.option("--after", metavar="TEXT", help="Majority vote: the answer is the text after the last TEXT. [default: all of it]")
+@json_option
 def evaluate(
     run: Path,
     episodes: int,
@@ -31,51 +43,66 @@ def evaluate(
     task: str | None,
     rows_file: str | None,
     rows: int | None,
+    samples: int | None,
+    k: str | None,
+    threshold: float | None,
+    after: str | None,
     as_json: bool,
-    **attempts: Any,
 ) -> None:
-    """Judge RUN (its best checkpoint, else its latest): an agent by whole greedy episodes, a model on held-out rows."""
-    from surefoot.runs import api
+    """Evaluate the best checkpoint of RUN, or its latest.
+
+    An agent plays whole greedy episodes. A language model is evaluated on held-out rows.
+    """
     from surefoot.runs.folder import checkpoint_to_load
 
     checkpoint = checkpoint_to_load(run)
     kind = kind_of(run)
-    of_language = kind != "control"
-    idle = {"control": ("rows_file", "rows"), "language": ("episodes", "task")}
-    for name in idle.get(kind, ("episodes", "task", "seed")):  # a held-out loss draws nothing
-        if click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            judged = "a model on held-out rows: --data, --rows" if of_language else "an agent by --episodes"
-            raise SurefootError(f"--{'data' if name == 'rows_file' else name}: {run} is judged as {judged}; leave it out")
-    if of_language:
+    if kind != "control":
+        unused = ("episodes", "task") if kind == "language" else ("episodes", "task", "seed")  # a held-out loss draws nothing
+        reject_options(unused, f"{run} is evaluated as a model on held-out rows: --data, --rows")
         from surefoot.language.analysis.evaluate import evaluate_run, table
 
-        told = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(**attempts))
+        result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(samples, k, threshold, after))
         if as_json:
-            echo_json(told)
+            echo_json(result)
         else:
-            echo(table(told))
+            echo(table(result))
         return
-    refuse_for_agents(attempts)
-    result = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
+    reject_options(("rows_file", "rows", "samples", "k", "threshold", "after"), f"{run} is evaluated as an agent in --episodes")
+    from surefoot.runs import api
+
+    played = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
     if as_json:
-        echo_json({**result.to_json(), "checkpoint": str(checkpoint)})
+        echo_json({**played.to_json(), "checkpoint": str(checkpoint)})
         return
-    echo(f"return {result.mean_return:.2f} ± {result.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
-    echo(f"lengths {min(result.lengths)} to {max(result.lengths)}; checkpoint {checkpoint}")
+    echo(f"return {played.mean_return:.2f} ± {played.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
+    echo(f"lengths {min(played.lengths)} to {max(played.lengths)}; checkpoint {checkpoint}")
+
+
+def attempts_from(samples: int | None, k: str | None, threshold: float | None, after: str | None) -> "Attempts | None":
+    """The options of pass@k as a value; None without ``--samples``, and SurefootError for the others without it."""
+    if samples is None:
+        for flag, value in (("--k", k), ("--threshold", threshold), ("--after", after)):
+            if value is not None:
+                raise SurefootError(f"{flag} {value}: is for several responses to each prompt; add --samples N")
+        return None
+    from surefoot.language.analysis.attempts import Attempts, ks_from_text
+
+    return Attempts(samples, () if k is None else ks_from_text(k), threshold, after or "")
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="As in surefoot evaluate.")
-@click.option("--out", type=click.Path(path_type=Path), help="The MP4; RUN/videos/TASK-STEP-seedSEED.mp4 if not given.")
-@click.option("--size", metavar="WIDTHxHEIGHT", default="320x240", show_default=True)
-@click.option("--fps", type=click.FloatRange(1, 240), metavar="N", help="Frames a second, if not the environment's own.")
-@click.option("--max-steps", type=click.IntRange(min=1), default=10_000, show_default=True, help="Cut episodes off there.")
-@click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
-@click.option("--task", help="Watch it on another task than the one trained on.")
-@click.option("--no-caption", is_flag=True, help="Leave out the small print: step, reward, return so far.")
-@click.option("--traced", metavar="last|all|STEPS", help="Film the episodes in the run's traces instead, for surefoot inspect.")
+@click.argument("run", type=PATH)
+@click.option("--episodes", type=COUNT, default=1, show_default=True, help="Greedy episodes.")
+@seed_option(0, "Seed of the episodes, as in surefoot evaluate.")
+@click.option("--out", type=PATH, help="MP4 file. [default: RUN/videos/TASK-STEP-seedSEED.mp4]")
+@click.option("--size", metavar="WIDTHxHEIGHT", default="320x240", show_default=True, help="Size in pixels.")
+@click.option("--fps", type=FiniteFloat(1, 240), metavar="N", help="Frames per second. [default: the environment's]")
+@click.option("--max-steps", type=COUNT, default=10_000, show_default=True, help="Longest episode, in steps.")
+@checkpoint_option
+@task_option
+@click.option("--no-caption", is_flag=True, help="Leave out the caption with step, reward and return.")
+@click.option("--traced", metavar="last|all|STEPS", help="Film the traced training episodes instead, for surefoot inspect.")
 def watch(
     run: Path,
     episodes: int,
@@ -89,7 +116,7 @@ def watch(
     no_caption: bool,
     traced: str | None,
 ) -> None:
-    """Film greedy episodes of the agent in RUN as an MP4. Needs no display."""
+    """Film greedy episodes of the agent in RUN as an MP4."""
     from surefoot.control.video.film import film, size_from_text
     from surefoot.runs.folder import chosen_checkpoint, output_file
 
@@ -97,55 +124,56 @@ def watch(
     if traced is not None:
         from surefoot.control.video.traced import film_traces
 
-        source = click.get_current_context().get_parameter_source
-        for name in ("episodes", "seed", "out", "max_steps", "checkpoint", "task"):
-            if source(name) is click.core.ParameterSource.COMMANDLINE:
-                flag = name.replace("_", "-")
-                raise SurefootError(f"--{flag}: --traced films what the run did in training; leave --{flag} out")
+        reject_options(
+            ("episodes", "seed", "out", "max_steps", "checkpoint", "task"), "--traced films episodes of the training"
+        )
         for line in film_traces(run, traced, size=pixels, fps=fps, caption=not no_caption):
             echo(line)
         return
-    found = chosen_checkpoint(run, checkpoint)
-    agent = agent_in(found)
-    path = out or output_file(run, found, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")
+    source = chosen_checkpoint(run, checkpoint)
+    agent = agent_in(source)
+    path = out or output_file(run, source, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")
     other = None if task == agent.recipe.task else task
-    filmed = film(
+    video = film(
         agent, path, other, episodes=episodes, seed=seed, size=pixels, fps=fps, max_steps=max_steps, caption=not no_caption
     )
-    echo(filmed.line())
+    echo(video.line())
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PATH)
 @click.option("--format", type=click.Choice(["onnx", "torch"]), metavar="onnx|torch", default="onnx", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="The file; RUN/exports/TASK-STEP.onnx (or .pt2) if not given.")
-@click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
+@click.option("--out", type=PATH, help="File to write. [default: RUN/exports/TASK-STEP.onnx or .pt2]")
+@checkpoint_option
 def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> None:
-    """Write the agent in RUN as a file for other programs: observations in, greedy actions out, normaliser included."""
+    """Export the agent in RUN to ONNX or torch.export.
+
+    The file maps observations to greedy actions and includes the normaliser.
+    """
     from surefoot.control.export.files import ENDINGS, export_agent
     from surefoot.runs.folder import chosen_checkpoint, output_file
 
-    found = chosen_checkpoint(run, checkpoint)
-    agent = agent_in(found)
-    path = out or output_file(run, found, agent.recipe.task, "exports", ENDINGS[format])
-    echo(export_agent(agent, path, format, found.absolute().name).line())
+    source = chosen_checkpoint(run, checkpoint)
+    agent = agent_in(source)
+    path = out or output_file(run, source, agent.recipe.task, "exports", ENDINGS[format])
+    echo(export_agent(agent, path, format, source.absolute().name).line())
 
 
 def agent_in(checkpoint: Path) -> "Agent":
     """The agent of a checkpoint.
 
-    Raises SurefootError when it is a model of language.
+    Raises SurefootError if the checkpoint has a language model.
     """
     from surefoot.control.agent import Agent
     from surefoot.runs import api
 
-    found = api.load(checkpoint)
-    if not isinstance(found, Agent):
-        raise SurefootError(f"{checkpoint}: holds a model of language and no agent; see surefoot evaluate RUN, and generate")
-    return found
+    loaded: Any = api.load(checkpoint)
+    if not isinstance(loaded, Agent):
+        raise SurefootError(f"{checkpoint}: has a language model and no agent; use surefoot evaluate RUN or surefoot generate")
+    return loaded
 
 
 def kind_of(run: Path) -> str:
-    """What a run trains; "control" for a saved agent, which has no recipe beside it."""
+    """The kind of a run; "control" for a saved agent, which has no recipe file."""
     config = run / "config.toml"
     return str(read_toml(config).get("kind", "control")) if config.is_file() else "control"

@@ -1,27 +1,37 @@
-"""The doctor as a command: this machine, a recipe before it is run, a run."""
+"""Check this machine, a recipe or a run, and plan the memory of a training."""
 
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from surefoot.cli.echo import echo, echo_json
+from surefoot.cli.options import COUNT, IntRange, json_option
+from surefoot.cli.output import echo, echo_json
+from surefoot.errors import SurefootError
+
+if TYPE_CHECKING:
+    from surefoot.language.memory.estimate import Kind, Workload
 
 
 @click.command()
 @click.argument("what", required=False, metavar="[RECIPE|RUN]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.pass_context
 def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
-    """Check this machine; a RECIPE (name, .toml file or environment id) before it is run; or a RUN, for findings.
+    """Check this machine, a RECIPE or a RUN.
 
-    Exit code 1 if something fails that the recipe needs, or if the run has a serious finding.
+    RECIPE is a preset, a .toml file or an environment id; it is tried without training. RUN is searched for problems.
+
+    Exits with 1 if a check fails that the recipe needs, or if the run has a serious finding.
     """
     from surefoot.recipes.presets import find_recipe, presets
     from surefoot.terminal import visible
 
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
-        ctx.exit(_run(Path(what), as_json))
+        ctx.exit(check_run(Path(what), as_json))
     from surefoot.diagnostics.check import failed
     from surefoot.diagnostics.machine import check_machine
     from surefoot.diagnostics.recipe import check_recipe
@@ -37,21 +47,119 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
         width = max(len(each.name) for each in checks)
         for each in checks:
             for line in each.lines(width):
-                echo(visible(line))  # an error's text may hold line breaks of a model
+                echo(visible(line))  # the text of an error may contain line breaks
     ctx.exit(int(failed(checks)))
 
 
-def _run(folder: Path, as_json: bool) -> int:
-    """Print a run's findings; the exit code."""
+def check_run(folder: Path, as_json: bool) -> int:
+    """Print the findings of a run; the exit code."""
     from surefoot.compare.runs import read_run
 
     run = read_run(folder)
-    found = run.findings
+    findings = run.findings
     if as_json:
         table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
-        echo_json({**table, "findings": [finding.to_json() for finding in found]})
-    elif not found:
+        echo_json({**table, "findings": [finding.to_json() for finding in findings]})
+    elif not findings:
         echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
     else:
-        echo("\n\n".join("\n".join(finding.text) for finding in found))
-    return int(any(finding.severity == "serious" for finding in found))
+        echo("\n\n".join("\n".join(finding.text) for finding in findings))
+    return int(any(finding.severity == "serious" for finding in findings))
+
+
+@click.command()
+@click.argument("model")
+@click.option("--kind", type=click.Choice(["language", "sft", "reward", "dpo"]), default="language", show_default=True)
+@click.option(
+    "--critic",
+    type=click.Choice(["shared", "own", "none"]),
+    default="own",
+    show_default=True,
+    help="A head on the policy's trunk, a separate value model, or none.",
+)
+@click.option("--reference/--no-reference", default=True, show_default=True, help="A frozen reference for the KL.")
+@click.option("--rewards", type=IntRange(min=0), default=1, show_default=True, help="Reward models of the same size.")
+@click.option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
+@click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe.")
+@click.option("--micro-batch", type=COUNT, metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
+@click.option("--micro-batch-tokens", type=COUNT, metavar="TOKENS", help="As optimizer.micro_batch_tokens in a recipe.")
+@click.option("--prompts", type=COUNT, default=64, show_default=True, help="Prompts per iteration.")
+@click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
+@click.option("--minibatches", type=COUNT, default=4, show_default=True, help="Updates per epoch.")
+@click.option("--batch", type=COUNT, default=64, show_default=True, help="Rows per update of SFT, reward models and DPO.")
+@click.option("--prompt-tokens", type=COUNT, default=512, show_default=True, help="Longest prompt in tokens.")
+@click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
+def memory(model: str, as_json: bool, **options: Any) -> None:
+    """Plan the memory of training MODEL.
+
+    MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read.
+
+    Prints the memory of policy, value, reference and reward models, with these settings and with others, and which devices
+    they fit on.
+    """
+    from surefoot.language.memory.planner import model_config, plan, tables, to_json
+
+    config, nominal = model_config(model)
+    workload = memory_workload(config, **options)
+    from rich.console import Console
+
+    with Console(stderr=True).status("estimating") if sys.stderr.isatty() else nullcontext():
+        result = plan(model, workload, nominal)
+    if as_json:
+        echo_json(to_json(result))
+        return
+    Console(width=None if sys.stdout.isatty() else 120).print(tables(result))
+
+
+def memory_workload(
+    config: Any,
+    kind: "Kind",
+    critic: Literal["shared", "own", "none"],
+    reference: bool,
+    rewards: int,
+    adapter: int | None,
+    precision: str,
+    gradient_checkpointing: bool,
+    micro_batch: int | None,
+    micro_batch_tokens: int | None,
+    prompts: int,
+    samples: int,
+    minibatches: int,
+    batch: int,
+    prompt_tokens: int,
+    max_tokens: int,
+) -> "Workload":
+    """The models and batch sizes that the options of ``surefoot memory`` describe, for a transformers config."""
+    from surefoot.core.algorithms import PPO_CLIP, REINFORCE
+    from surefoot.language.memory.estimate import Workload, with_adapters
+    from surefoot.language.memory.planner import with_value
+    from surefoot.recipes.language import AdapterSettings
+
+    responses = prompts * samples if kind == "language" else batch
+    if kind == "language" and minibatches > responses:
+        raise SurefootError(f"--minibatches {minibatches}: more than the {responses} responses of an iteration; use fewer")
+    workload = Workload(
+        kind=kind,
+        policy=config,
+        objective=PPO_CLIP if kind == "language" else REINFORCE,
+        bf16=precision == "bfloat16",
+        checkpointing=gradient_checkpointing,
+        rows=batch,
+        responses=responses,
+        prompt=prompt_tokens,
+        response=0 if kind == "reward" else max_tokens,
+        max_tokens=max_tokens,
+        micro_batch=micro_batch,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    if kind == "language":
+        workload = replace(
+            with_value(workload, "head" if critic == "shared" else critic),
+            reference=config if reference else None,
+            rewards=(config,) * rewards,
+            rows=responses // minibatches,
+            samples=samples,
+        )
+    return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter))

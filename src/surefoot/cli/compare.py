@@ -1,4 +1,4 @@
-"""Commands that train many cells to compare them: the ladder, and algorithms of one's choice."""
+"""Compare runs, report on them, and train several algorithms to compare them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,35 +6,94 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.cli.echo import echo, echo_json
-from surefoot.cli.train import changes_from, recipe_flags
+from surefoot.cli.options import COUNT, PATH, IntRange, changes_from, json_option, recipe_flags
+from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import LADDER
+from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
     from surefoot.compare.report import Report
 
 
-def comparison_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of commands that train many cells; a flag for every field of the recipe but the algorithm."""
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=PATH, metavar="RUN RUN...")
+@json_option
+def compare(runs: tuple[Path, ...], as_json: bool) -> None:
+    """Compare the settings and results of runs.
+
+    Runs that differ only in their seed form one group.
+    """
+    from surefoot.compare.report import comparison_text
+    from surefoot.compare.runs import compare_runs, read_run
+
+    if len(runs) < 2:
+        raise SurefootError(f"compare {runs[0]}: one run is nothing to compare; name two or more")
+    resolved = [run.resolve() for run in runs]
+    for index, run in enumerate(runs):
+        if resolved[index] in resolved[:index]:
+            raise SurefootError(f"compare: {run} is named twice; name each run once")
+    comparison = compare_runs([read_run(run) for run in runs])
+    if as_json:
+        echo_json(comparison.to_json())
+    else:
+        echo(comparison_text(comparison))
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=PATH, metavar="RUN...")
+@click.option("--out", type=PATH, help="HTML file to write. [default: RUN/report.html; report.html for several runs]")
+@click.option("--figures", type=click.Choice(["svg", "png"]), help="Also write the curves as files, next to the page.")
+def report(runs: tuple[Path, ...], out: Path | None, figures: str | None) -> None:
+    """Write an HTML report of one or more runs.
+
+    The page has findings, curves, samples, recipe, environment, and the commands to repeat the runs.
+    """
+    from surefoot.compare.report import write_figures, write_page
+    from surefoot.compare.runs import read_run
+
+    path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    if path.is_dir():
+        raise SurefootError(f"--out {path}: is a folder; name a file, such as {path / 'report.html'}")
+    loaded = [read_run(run) for run in runs]
+    write_page(loaded, path)
+    echo(f"{path}, {path.stat().st_size / 1000:,.0f} kB")
+    if figures is not None:
+        folder = path.with_name(f"{path.stem}-figures")
+        written = write_figures(loaded, folder, figures)
+        echo(f"{len(written)} figures in {folder}/")
+
+
+def comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of commands that train many runs: a flag for every recipe field except the algorithm."""
     command = recipe_flags(command, without=("kind", "task", "algorithm"))
-    command = click.option("--json", "as_json", is_flag=True, help="Print results.json on stdout, progress on stderr.")(command)
-    command = click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of all runs, tables and the plot.")(
-        command
-    )
-    for flag, default, least, text in (
-        ("--jobs", 1, 1, "Trainings at a time, each in a process of its own."),
-        ("--episodes", 20, 0, "Greedy episodes that judge each final agent."),
-        ("--seeds", 3, 1, "Train this many seeds of each: seed, seed + 1, …"),
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print results.json on stdout and progress on stderr."),
+        click.option("--run-dir", type=PATH, help="Folder of all runs, the tables and the plot."),
+        click.option("--jobs", type=COUNT, default=1, show_default=True, help="Trainings at a time, one process each."),
+        click.option(
+            "--episodes",
+            type=IntRange(min=0),
+            default=20,
+            show_default=True,
+            help="Greedy episodes to evaluate each final agent.",
+        ),
+        click.option("--seeds", type=COUNT, default=3, show_default=True, help="Seeds of each: seed, seed + 1, …"),
     ):
-        command = click.option(flag, type=click.IntRange(min=least), default=default, show_default=True, help=text)(command)
+        command = option(command)
     return command
 
 
 @click.command()
 @click.argument("task")
-@click.option("--rung", "rungs", type=click.IntRange(0, len(LADDER) - 1), multiple=True, help="Only this one; repeatable.")
-@click.option("--batches", type=click.IntRange(min=2), default=100, show_default=True, help="Under a frozen θ, for variance.")
-@comparison_flags
+@click.option("--rung", "rungs", type=IntRange(0, len(LADDER) - 1), multiple=True, help="Only this rung; repeatable.")
+@click.option(
+    "--batches",
+    type=IntRange(min=2),
+    default=100,
+    show_default=True,
+    help="Batches for the variance, with θ frozen.",
+)
+@comparison_options
 def ladder(
     task: str,
     rungs: tuple[int, ...],
@@ -46,17 +105,20 @@ def ladder(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Climb from REINFORCE to PPO on TASK, one switch at a time: tables and a plot. Repeat it to continue."""
+    """Train TASK from REINFORCE to PPO, step by step.
+
+    Each rung of the ladder adds one switch of the objective. Prints tables and saves a plot. Repeat the command to continue.
+    """
     from surefoot.compare.ladder import run_ladder
 
-    report = run_ladder(task, changes_from(flags), seeds, run_dir, rungs, batches, episodes, jobs, stderr=as_json)
-    show_report(report, as_json)
+    results = run_ladder(task, changes_from(flags), seeds, run_dir, rungs, batches, episodes, jobs, stderr=as_json)
+    show_report(results, as_json)
 
 
 @click.command(name="compare-algorithms")
 @click.argument("task")
-@click.option("--algorithms", required=True, metavar="A,B,C", help="Names, with commas between them (surefoot list).")
-@comparison_flags
+@click.option("--algorithms", required=True, metavar="A,B,C", help="Names, separated by commas (surefoot list).")
+@comparison_options
 def compare_algorithms(
     task: str,
     algorithms: str,
@@ -67,7 +129,10 @@ def compare_algorithms(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Train several algorithms on TASK with the same budget and seeds: tables and a plot. Repeat it to continue."""
+    """Train several algorithms on TASK and compare them.
+
+    All get the same budget and seeds. Prints tables and saves a plot. Repeat the command to continue.
+    """
     from surefoot.compare import algorithms as comparison
 
     names, changes = [name.strip() for name in algorithms.split(",")], changes_from(flags)
@@ -75,7 +140,7 @@ def compare_algorithms(
 
 
 def show_report(report: "Report", as_json: bool) -> None:
-    """Tables for a person, or all of it for a program."""
+    """Print the tables, or everything as JSON."""
     if as_json:
         echo_json(report.results)
     else:

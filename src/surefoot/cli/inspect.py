@@ -1,4 +1,4 @@
-"""The clip table and the inspector as a command."""
+"""Open the inspector in a browser, or write the clip table."""
 
 import contextlib
 import importlib.util
@@ -10,18 +10,23 @@ from pathlib import Path
 
 import click
 
-from surefoot.cli.echo import echo
+from surefoot.cli.options import PATH, IntRange
+from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, missing_extra
 
 
 @click.command()
-@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
-@click.option("--clip-table", is_flag=True, help="Write the clip table as one HTML file, with the samples of the runs given.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where the clip table goes; clip-table.html if not given.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of the inspector; any that is free if not given.")
-@click.option("--no-browser", is_flag=True, help="Open nothing; say where it is.")
+@click.argument("runs", nargs=-1, type=PATH, metavar="[RUN]...")
+@click.option("--clip-table", is_flag=True, help="Write the clip table as one HTML file, with samples of the runs.")
+@click.option("--out", type=PATH, help="File of the clip table. [default: clip-table.html]")
+@click.option("--port", type=IntRange(0, 65535), default=0, help="Port of the inspector. [default: any free port]")
+@click.option("--no-browser", is_flag=True, help="Print the address; open no browser.")
 def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: int, no_browser: bool) -> None:
-    """See what PPO does to each step or token of the runs, in a browser on this machine. Ctrl-C ends it; nothing is changed."""
+    """Open the inspector for runs in a browser.
+
+    It shows the effect of PPO on each step or token, and changes nothing in the runs. It is reachable only from this machine.
+    Ctrl-C stops it.
+    """
     if not clip_table:
         if out is not None:
             raise SurefootError("--out: is for the page that --clip-table writes; add --clip-table, or leave it out")
@@ -38,13 +43,13 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
         write_text(path, content)
     except OSError as error:
         raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --out") from None
-    echo(f"{path}: the clip table{', with samples' if runs else ''}; open it in any browser, it needs no network")
-    if not no_browser and watched():
+    echo(f"{path}: the clip table{', with samples' if runs else ''}; open it in any browser, no network needed")
+    if not no_browser and has_desktop():
         webbrowser.open(path.absolute().as_uri())
 
 
 def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
-    """The inspector, until Ctrl-C."""
+    """Serve the inspector until Ctrl-C."""
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise missing_extra(package, "inspector", "the inspector")
@@ -56,8 +61,8 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
         door.remove_when_killed()
 
     def ready(address: str) -> None:
-        echo(f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C ends the inspector.")
-        if not no_browser and watched() and (file := door.make(address)):
+        echo(f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C stops the inspector.")
+        if not no_browser and has_desktop() and (file := door.make(address)):
             webbrowser.open(file)
 
     try:
@@ -67,7 +72,7 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
         door.remove()
 
 
-def watched() -> bool:
-    """Whether somebody sits at a terminal with a desktop around it."""
+def has_desktop() -> bool:
+    """Whether stdout is a terminal on a machine with a desktop."""
     desktop = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     return sys.stdout.isatty() and bool(desktop)

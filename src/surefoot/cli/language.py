@@ -1,47 +1,81 @@
-"""The commands that are about text alone: generate, and a look at data."""
+"""Commands of language models: generate, chat, best-of-n, merge, and data."""
 
+import contextlib
+import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.cli.attempts import rows_to
-from surefoot.cli.echo import echo, echo_json
-from surefoot.cli.options import Group
+from surefoot.cli.options import (
+    COUNT,
+    PATH,
+    FiniteFloat,
+    Group,
+    IntRange,
+    check_rows_file,
+    check_stop_texts,
+    device_option,
+    greedy_option,
+    json_option,
+    seed_option,
+    stop_option,
+    temperature_option,
+    trust_option,
+)
+from surefoot.cli.output import echo, echo_json, echo_result
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
+from surefoot.files import parse_value
+
+if TYPE_CHECKING:
+    from surefoot.language.models.language_model import LanguageModel
+    from surefoot.language.sampling.chat import Chat
+
+NO_TEMPLATE = "this model has no chat template: each line is a separate prompt, which the model continues"
+
+
+def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel":
+    """A model for sampling on a device; SurefootError if the device or the model can't be used."""
+    from surefoot.core.distributed import check_device
+    from surefoot.language.models.language_model import load_language_model
+
+    check_device(device)
+    language_model = load_language_model(model, trust_remote_code)
+    language_model.model.to(device)  # type: ignore[arg-type]
+    return language_model
 
 
 @click.command()
 @click.argument("model")
-@click.option("--prompt", "prompts", multiple=True, help="A prompt; repeatable.")
-@click.option("--file", type=click.Path(path_type=Path), help="Prompts from a JSONL or Parquet file, or a datasets folder.")
-@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Responses to each prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
-@click.option("--greedy", is_flag=True, help="The likeliest token each time, instead of sampling.")
-@click.option("--stop", multiple=True, help="Text that ends a response, besides EOS; repeatable.")
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
-@click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per response.")
+@click.option("--prompt", "prompts", multiple=True, help="Prompt; repeatable.")
+@click.option("--file", type=PATH, help="Prompts from a JSONL or Parquet file, or a datasets folder.")
+@click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
+@click.option("--max-tokens", type=COUNT, default=128, show_default=True, help="Longest response in tokens, with EOS.")
+@temperature_option
+@greedy_option
+@stop_option
+@seed_option(1)
+@trust_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per response.")
 def generate(
     model: str,
     prompts: tuple[str, ...],
     file: Path | None,
-    samples: int,
     max_tokens: int,
-    temperature: float,
-    greedy: bool,
-    stop: tuple[str, ...],
-    seed: int,
     trust_remote_code: bool,
     as_json: bool,
+    samples: int,
+    **sampling: Any,
 ) -> None:
-    """Answer prompts with MODEL: a run, a checkpoint, a transformers folder or a hub id.
+    """Sample responses of MODEL to prompts.
 
-    On a terminal, control characters in a response are shown and not obeyed. Piped output is as the model wrote it; --json
-    escapes them.
+    MODEL is a run, a checkpoint, a transformers folder or a hub id.
+
+    A terminal shows control characters of a response instead of obeying them. Piped output is the response as it is; --json
+    escapes it.
     """
     from surefoot.language.models.language_model import load_language_model
 
@@ -50,117 +84,258 @@ def generate(
     from surefoot.language.data.tokens import prompt_text
 
     language_model = load_language_model(model, trust_remote_code)
-    asked: list[Any] = list(prompts)
-    if file is not None:
-        from surefoot.language.data import datasets as data
-        from surefoot.language.data.rows import read_rows
-        from surefoot.language.models.loading import context_length
-
-        rows = read_rows(file)
-        found = data.prompts(rows, language_model.tokens, MAX_SEED)
-        asked, context = found.prompts, context_length(language_model.model)
-        for row, ids in zip(rows, found.ids, strict=True):
-            if context is not None and len(ids) + max_tokens > context:
-                raise SurefootError(
-                    f"{row.where}: its prompt has {len(ids)} tokens, and with --max-tokens {max_tokens} they don't fit into "
-                    f"the model's context of {context}; shorten one of them"
-                )
-    written = language_model.generate(
-        asked,
-        samples=samples,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=stop,
-        greedy=greedy,
-    )
-    for number, response in enumerate(written):
-        prompt = asked[number // samples]
+    inputs = list(prompts) if file is None else prompts_in(file, language_model, max_tokens)
+    responses = language_model.generate(inputs, samples=samples, max_tokens=max_tokens, **sampling)
+    for number, response in enumerate(responses):
+        prompt = inputs[number // samples]
         if as_json:
             echo_json({"prompt": prompt, "response": response})
         else:
             line = f"{prompt_text(prompt)} → {response}"
-            (echo if sys.stdout.isatty() else click.echo)(line)  # a pipe gets what the model wrote
+            (echo if sys.stdout.isatty() else click.echo)(line)  # a pipe gets the response as it is
+
+
+def prompts_in(file: Path, language_model: "LanguageModel", max_tokens: int) -> list[Any]:
+    """The prompts of a file. Raises SurefootError if one doesn't fit into the model's context with its response."""
+    from surefoot.language.data import datasets as data
+    from surefoot.language.data.rows import read_rows
+    from surefoot.language.models.loading import context_length
+
+    rows = read_rows(file)
+    prompts = data.prompts(rows, language_model.tokens, MAX_SEED)
+    context = context_length(language_model.model)
+    for row, ids in zip(rows, prompts.ids, strict=True):
+        if context is not None and len(ids) + max_tokens > context:
+            raise SurefootError(
+                f"{row.where}: its prompt has {len(ids)} tokens, which with --max-tokens {max_tokens} is more than the model's "
+                f"context of {context}; shorten one of them"
+            )
+    return prompts.prompts
+
+
+@click.command()
+@click.argument("model")
+@click.option("--max-tokens", type=COUNT, default=256, show_default=True, help="Longest answer in tokens, with EOS.")
+@temperature_option
+@greedy_option
+@stop_option
+@seed_option(1)
+@device_option
+@trust_option
+def chat(model: str, device: str, trust_remote_code: bool, **sampling: Any) -> None:
+    """Chat with MODEL in the terminal.
+
+    MODEL is a run, a checkpoint, a transformers folder or a hub id. With a chat template the model gets the whole
+    conversation; without one each line is a separate prompt. /reset clears the conversation. /quit, Ctrl-D and Ctrl-C leave.
+
+    Lines may come from a pipe; then only the answers go to stdout. Control characters in an answer are shown, not obeyed.
+    """
+    check_stop_texts(sampling["stop"])
+    from surefoot.language.sampling.chat import Chat, ChatOptions
+
+    talk(Chat(load_on(model, device, trust_remote_code), ChatOptions(**sampling)), sys.stdin.isatty())
+
+
+def talk(conversation: "Chat", terminal: bool) -> None:
+    """Answer lines from stdin until they end; ``terminal``: whether a person types them.
+
+    Raises SurefootError if a line from a pipe can't be answered. On a terminal the error is printed and the chat continues.
+    """
+    mode = "the chat template keeps the conversation" if conversation.remembers else NO_TEMPLATE
+    echo(f"{mode}{'; /reset clears it' * conversation.remembers}; /quit leaves" if terminal else mode, err=not terminal)
+    try:
+        for line in read_lines(terminal):
+            if line == "/quit":
+                return
+            if line == "/reset":
+                conversation.reset()
+                echo("conversation cleared", err=not terminal)
+                continue
+            try:
+                conversation.answer(line, show)
+            except SurefootError as error:
+                if not terminal:
+                    raise
+                echo(str(error), err=True, nl=False)
+            echo()
+    except KeyboardInterrupt:
+        echo()
+
+
+def read_lines(terminal: bool) -> Iterator[str]:
+    """Lines of stdin without their ends; on a terminal with a prompt, line editing and a history."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not terminal:
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (importing it gives input() line editing and a history)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            echo()
+            return
+        if line:
+            yield line
+
+
+def show(piece: str) -> None:
+    """Print part of an answer immediately."""
+    echo(piece, nl=False)
+    sys.stdout.flush()
+
+
+@click.command(name="best-of-n")
+@click.argument("model")
+@click.option("--prompts", type=PATH, required=True, help="JSONL or Parquet file, or a datasets folder.")
+@click.option("--samples", type=COUNT, required=True, help="n, responses to each prompt.")
+@click.option(
+    "--reward",
+    "rewards",
+    multiple=True,
+    required=True,
+    metavar="TERM",
+    help="A reward model's folder or run, module:function, or a term as in reward.terms; repeatable, terms are added.",
+)
+@click.option("--out", type=PATH, required=True, help="JSONL file to write.")
+@click.option("--worst", is_flag=True, help="Write pairs of the best and the worst, for reward models, not demonstrations.")
+@click.option("--at-least", type=FiniteFloat(), metavar="R", help="Keep a prompt only if its best response earns R or more.")
+@click.option("--keep-cut", is_flag=True, help="Keep responses that --max-tokens truncated as candidates.")
+@click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens, with EOS.")
+@temperature_option
+@stop_option
+@seed_option(1)
+@click.option("--batch", type=COUNT, default=256, show_default=True, help="Responses sampled at a time.")
+@device_option
+@trust_option
+@json_option
+def best_of_n(
+    model: str,
+    prompts: Path,
+    rewards: tuple[str, ...],
+    out: Path,
+    worst: bool,
+    device: str,
+    trust_remote_code: bool,
+    as_json: bool,
+    **drawing: Any,
+) -> None:
+    """Write the best of n responses to each prompt.
+
+    The rows are for SFT; with --worst they are pairs for reward models. MODEL is a run, a checkpoint, a transformers folder or
+    a hub id.
+    """
+    replaced = check_rows_file(out)
+    if worst and drawing["samples"] < 2:
+        raise SurefootError("--samples 1: the best and the worst of one response are the same; use 2 or more")
+    check_stop_texts(drawing["stop"])
+    from surefoot.core.distributed import check_device
+    from surefoot.language.analysis import best_of
+    from surefoot.language.data.rows import write_rows
+
+    check_device(device)
+    reward = best_of.reward_from(rewards, device)
+    language_model = load_on(model, device, trust_remote_code)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    best = best_of.best_of_n(language_model, prompts, reward, best_of.Drawing(**drawing), worst=worst)
+    write_rows(out, best.rows)
+    if as_json:
+        echo_json(best.to_json())
+    else:
+        echo("\n".join([*best.lines(), f"the rows are in {out}{replaced}"]))
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.option("--out", type=PATH, required=True, help="Folder to write; a model in it is replaced.")
+@trust_option
+def merge(run: Path, out: Path, trust_remote_code: bool) -> None:
+    """Merge the adapter of RUN into its base model.
+
+    Writes a transformers folder. RUN is a run or a checkpoint; of a run, the best checkpoint is used, else the last. Runs with
+    an [adapter] do this when they end, unless adapter.merge = false.
+    """
+    from surefoot.language.models.language_model import LanguageModel
+    from surefoot.language.models.reward_model import RewardModel
+    from surefoot.runs.api import load
+
+    loaded = load(run, trust_remote_code=trust_remote_code)
+    if not isinstance(loaded, LanguageModel | RewardModel):
+        raise SurefootError(f"{run}: has an agent, and agents have no adapter; see surefoot export")
+    loaded.save(out)
+    echo_result(f"the model is in {out}")
 
 
 @click.group(cls=Group)
 def data() -> None:
-    """Make rows of tasks with verifiers, and look at rows before they are trained on."""
+    """Make, preview and test data for language models."""
 
 
 @data.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--model", required=True, help="The model whose tokenizer and chat template read them.")
-@click.option("--rows", type=click.IntRange(min=1), default=5, show_default=True, help="How many rows to show.")
-@click.option("--max-length", type=click.IntRange(min=2), default=1024, show_default=True, help="As in data.max_length.")
-@click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
+@click.argument("file", type=PATH)
+@click.option("--model", required=True, help="Model whose tokenizer and chat template are used.")
+@click.option("--rows", type=COUNT, default=5, show_default=True, help="Rows to show.")
+@click.option("--max-length", type=IntRange(min=2), default=1024, show_default=True, help="As in data.max_length.")
+@trust_option
 def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_code: bool) -> None:
-    """Show rows of FILE with their tokens coloured by what is trained, lengths, and what would be dropped."""
+    """Show rows of FILE as tokens.
+
+    Colours mark the tokens that are trained. Lengths and dropped rows follow.
+    """
     from rich.console import Console
 
     from surefoot.language.data.preview import preview as preview_of
 
     width = None if sys.stdout.isatty() else 120
-    shown = preview_of(file, model, rows=rows, max_length=max_length, trust_remote_code=trust_remote_code)
-    Console(width=width).print(shown)
+    rendered = preview_of(file, model, rows=rows, max_length=max_length, trust_remote_code=trust_remote_code)
+    Console(width=width).print(rendered)
 
 
 @data.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--model", required=True, help="What answers: a run, a checkpoint, a transformers folder or a hub id.")
+@click.argument("file", type=PATH)
+@click.option("--model", required=True, help="Run, checkpoint, transformers folder or hub id.")
 @click.option("--function", default="surefoot.language.tasks:verify", show_default=True, help="As in reward.terms.")
-@click.option("--arguments", default="{}", metavar="TABLE", help="The function's other arguments, such as { tolerance = 0.1 }.")
-@click.option("--rows", type=click.IntRange(min=1), default=64, show_default=True, help="How many prompts, from the first on.")
-@click.option("--samples", type=click.IntRange(min=2), default=4, show_default=True, help="Responses to each.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="As in sampling.max_tokens.")
-@click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
-@click.option("--stop", multiple=True, help="Text that ends a response, besides EOS; repeatable. As in sampling.stop.")
-@click.option("--keep-cut", is_flag=True, help="A response that --max-tokens cut earns what the function says, not 0.")
-@click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
-def accuracy(
-    file: Path,
-    model: str,
-    function: str,
-    arguments: str,
-    rows: int,
-    samples: int,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    stop: tuple[str, ...],
-    keep_cut: bool,
-    trust_remote_code: bool,
-) -> None:
-    """Tell how often a model answers the prompts of FILE rightly before it is trained: greedily, and by sampling."""
-    from surefoot.files import parse_value
+@click.option("--arguments", default="{}", metavar="TABLE", help="Its other arguments, such as { tolerance = 0.1 }.")
+@click.option("--rows", "prompts", type=COUNT, default=64, show_default=True, help="Number of prompts, from the first row.")
+@click.option("--samples", type=IntRange(min=2), default=4, show_default=True, help="Responses to each prompt.")
+@click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens, with EOS.")
+@temperature_option
+@seed_option(1)
+@stop_option
+@click.option("--keep-cut", is_flag=True, help="Score truncated responses with the function, instead of 0.")
+@trust_option
+def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote_code: bool, **sampling: Any) -> None:
+    """Measure the accuracy of a model on FILE.
+
+    Answers the prompts greedily and by sampling, and scores them with a reward function. Run it before training.
+    """
     from surefoot.language.analysis.accuracy import accuracy as accuracy_of
     from surefoot.language.models.language_model import load_language_model
     from surefoot.language.rewards.endpoint import REPEAT
     from surefoot.language.rewards.terms import FunctionReward
 
-    given = parse_value(arguments)
-    if not isinstance(given, dict):
+    table = parse_value(arguments)
+    if not isinstance(table, dict):
         raise SurefootError(f"--arguments {arguments}: must be a table, such as {{ tolerance = 0.1 }}")
-    reward = FunctionReward(function, arguments=given, field="--function", then=REPEAT)
-    if not all(stop):
-        raise SurefootError("--stop '': is empty; name a text")
-    options: dict[str, Any] = {"prompts": rows, "samples": samples, "max_tokens": max_tokens, "seed": seed, "stop": stop}
-    answering = load_language_model(model, trust_remote_code)
-    found = accuracy_of(answering, file, reward, temperature=temperature, keep_cut=keep_cut, **options)
-    for line in found.lines():
+    reward = FunctionReward(function, arguments=table, field="--function", then=REPEAT)
+    check_stop_texts(sampling["stop"])
+    result = accuracy_of(load_language_model(model, trust_remote_code), file, reward, **sampling)
+    for line in result.lines():
         echo(line)
 
 
 @data.command()
 @click.argument("task")
-@click.option("--rows", type=click.IntRange(min=1), default=1000, show_default=True)
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
-@click.option("--difficulty", type=int, help="As the task counts it (surefoot data tasks); its usual one if not given.")
-@click.option("--test", is_flag=True, help="Problems that no training rows have, of any seed; of games, other plays.")
-@click.option("--demonstrations", is_flag=True, help="Answers of a teacher, for SFT, instead of problems.")
-@click.option("--sloppy", type=click.FloatRange(0, 1), help="Share of demonstrations that are careless. [default: 0.6]")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSONL file.")
+@click.option("--rows", type=COUNT, default=1000, show_default=True, help="Number of rows.")
+@seed_option(1)
+@click.option("--difficulty", type=int, help="Difficulty (surefoot data tasks). [default: the task's usual one]")
+@click.option("--test", is_flag=True, help="Test problems: never in training rows of any seed. For games: other plays.")
+@click.option("--demonstrations", is_flag=True, help="Write a teacher's answers for SFT, not problems.")
+@click.option("--sloppy", type=FiniteFloat(0, 1), help="Share of careless demonstrations. [default: 0.6]")
+@click.option("--out", type=PATH, required=True, help="JSONL file to write.")
 def make(
     task: str,
     rows: int,
@@ -171,11 +346,14 @@ def make(
     sloppy: float | None,
     out: Path,
 ) -> None:
-    """Write problems of TASK (surefoot data tasks), for the reward function surefoot.language.tasks:verify."""
+    """Write problems of TASK, with their answers.
+
+    "surefoot data tasks" lists the tasks. The reward function surefoot.language.tasks:verify scores responses to them.
+    """
     from surefoot.language import tasks
     from surefoot.language.data.rows import write_rows
 
-    replaced = rows_to(out)
+    replaced = check_rows_file(out)
     if sloppy is not None and not demonstrations:
         raise SurefootError(f"--sloppy {sloppy:g}: is for demonstrations; add --demonstrations")
     if demonstrations:
@@ -190,7 +368,7 @@ def make(
 
 @data.command(name="tasks")
 def list_tasks() -> None:
-    """List the tasks that data make knows, with their difficulties."""
+    """List the tasks of "surefoot data make"."""
     from surefoot.language.tasks import GAMES, TASKS
 
     for name, task in TASKS.items():

@@ -1,4 +1,4 @@
-"""The command line: find the command, call it, and say errors in one line on stderr with exit code 2."""
+"""The ``surefoot`` command: load the subcommand, run it, print errors in one line on stderr with exit code 2."""
 
 import importlib
 import sys
@@ -12,33 +12,33 @@ from surefoot.errors import Interrupted, SurefootError, did_you_mean
 from surefoot.terminal import visible
 
 COMMANDS = {
-    "best-of-n": "surefoot.cli.attempts:best_of_n",
-    "chat": "surefoot.cli.chat:chat",
+    "best-of-n": "surefoot.cli.language:best_of_n",
+    "chat": "surefoot.cli.language:chat",
     "check": "surefoot.cli.check:check",
-    "compare": "surefoot.cli.report:compare",
+    "compare": "surefoot.cli.compare:compare",
     "compare-algorithms": "surefoot.cli.compare:compare_algorithms",
     "data": "surefoot.cli.language:data",
-    "demo": "surefoot.cli.demo:demo",
+    "demo": "surefoot.cli.new:demo",
     "evaluate": "surefoot.cli.agents:evaluate",
     "export": "surefoot.cli.agents:export",
     "generate": "surefoot.cli.language:generate",
     "inspect": "surefoot.cli.inspect:inspect",
     "ladder": "surefoot.cli.compare:ladder",
     "list": "surefoot.cli.train:list_",
-    "memory": "surefoot.cli.memory:memory",
-    "merge": "surefoot.cli.merge:merge",
+    "memory": "surefoot.cli.check:memory",
+    "merge": "surefoot.cli.language:merge",
     "new": "surefoot.cli.new:new",
-    "report": "surefoot.cli.report:report",
+    "report": "surefoot.cli.compare:report",
     "resume": "surefoot.cli.train:resume",
-    "rounds": "surefoot.cli.rounds:rounds",
+    "rounds": "surefoot.cli.train:rounds",
     "train": "surefoot.cli.train:train",
     "watch": "surefoot.cli.agents:watch",
 }
-"""where each command is; one is imported when it is called, so that none waits for what only others need"""
+"""module and name of each command; a command is imported when it is called, so that ``--help`` is fast"""
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: 0, 2 for anything the user can mend, 130 after Ctrl-C or SIGTERM."""
+    """Run the command line and exit: 0, 1 if ``check`` fails, 2 for a user error, 130 after Ctrl-C or SIGTERM."""
     try:
         sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
     except Interrupted as stop:
@@ -47,7 +47,7 @@ def main() -> NoReturn:
         fail(str(error), 2)
     except click.exceptions.Exit as leaving:
         sys.exit(leaving.exit_code)
-    except click.exceptions.NoArgsIsHelpError as nothing:  # a group by itself: there is no mistake to tell in one line
+    except click.exceptions.NoArgsIsHelpError as nothing:  # a group without a command shows its help on several lines
         click.echo(nothing.format_message(), err=True)
         sys.exit(2)
     except click.UsageError as error:
@@ -56,20 +56,18 @@ def main() -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
     except OSError as error:
-        fail(
-            f"{error.filename or 'writing'}: {error.strerror or error}; mend that, then repeat the command, or resume the run",
-            2,
-        )
+        what, why = error.filename or "writing", error.strerror or error
+        fail(f"{what}: {why}; fix that, then repeat the command, or resume the run", 2)
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """One line on stderr, and out; what an error quotes can't move the terminal's cursor."""
+    """Print one line on stderr, with control characters made visible, and exit."""
     print(f"surefoot: {visible(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 
 
 class Commands(Group):
-    """``COMMANDS``, by name."""
+    """The group of ``COMMANDS``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -78,8 +76,8 @@ class Commands(Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name].partition(":")
-        found: click.Command = getattr(importlib.import_module(module), name)
-        return found
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS:
@@ -90,4 +88,4 @@ class Commands(Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="surefoot")
 def cli() -> None:
-    """Policy-gradient learning, from REINFORCE to PPO."""
+    """Train policies with REINFORCE, PPO and the algorithms between them, in control and language."""

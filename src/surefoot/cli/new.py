@@ -1,27 +1,92 @@
-"""The first files of a task of one's own."""
+"""Create a folder for a new task, or run a demo."""
 
+import json
+import re
 import shlex
+from importlib import resources
 from pathlib import Path
 
 import click
 
-from surefoot.cli.echo import echo
+from surefoot.cli.options import PATH, seed_option
+from surefoot.cli.output import display_for, echo
+from surefoot.errors import SurefootError
+
+DEMOS = ("control", "language", "verifier")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @click.command()
-@click.argument("name", type=click.Path(path_type=Path))
-@click.option("--language", is_flag=True, help="A reward for a language model, instead of an environment.")
+@click.argument("name", type=PATH)
+@click.option("--language", is_flag=True, help="Create a reward for a language model instead of an environment.")
 def new(name: Path, language: bool) -> None:
-    """Begin a task in a new folder NAME: a recipe, an environment (or a reward) and a test that pass as they are."""
-    from surefoot.cli.scaffold import write_scaffold
+    """Create a folder NAME for a new task.
 
-    for path in write_scaffold(name, language=language):
+    It gets a recipe, an environment or a reward, and tests that pass.
+    """
+    for path in write_task(name, language=language):
         echo(path)
     echo("Try next:")
     for line in (
         f"cd {shlex.quote(str(name))}",
-        f"{'python -m pytest':<32} # the tests pass (pip install pytest); keep them so",
-        f"{'surefoot check recipe.toml':<32} # what stands between you and a run",
+        f"{'python -m pytest':<32} # run the tests (pip install pytest); keep them passing",
+        f"{'surefoot check recipe.toml':<32} # check the recipe before training",
         "surefoot train recipe.toml",
     ):
         echo(f"  {line}")
+
+
+def write_task(folder: Path, *, language: bool = False) -> list[Path]:
+    """Write the files of a new task into a new folder; their paths.
+
+    Raises SurefootError if the folder has files, or its name is not allowed.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", folder.name):
+        raise SurefootError(f"name={folder.name!r}: must begin with a letter or digit and have only letters, digits, - and _")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SurefootError(f"{folder}: exists already and is not empty; choose another name")
+    templates = resources.files("surefoot.cli") / "scaffold" / ("language" if language else "control")
+    files = {file.name.removesuffix(".template"): file.read_text("utf-8") for file in templates.iterdir()}
+    if language:
+        rows = [{"prompt": f"{letter}: ", "letter": letter} for letter in LETTERS]
+        held_out = rows[4::6]
+        files["prompts.jsonl"] = _json_lines([row for row in rows if row not in held_out])
+        files["held_out.jsonl"] = _json_lines(held_out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, "utf-8")
+    except OSError as error:
+        raise SurefootError(f"{folder}: can't be written ({error.strerror}); choose another folder") from None
+    return [folder / name for name in sorted(files)]
+
+
+def _json_lines(rows: list[dict[str, str]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@click.command()
+@click.argument("which", type=click.Choice(DEMOS), default="control", metavar=f"[{'|'.join(DEMOS)}]")
+@click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True, help="Folder of the demo's runs.")
+@seed_option(1)
+@click.option("--no-anchor", is_flag=True, help="Language: no KL penalty (β = 0), to see reward hacking.")
+def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
+    """Run a demo of control, language or a verifier.
+
+    control: PPO on CartPole-v1, one minute. language: SFT, a reward model and PPO on short reviews, five minutes. verifier:
+    PPO and GRPO teach a model to sort, two minutes.
+    """
+    if no_anchor and which != "language":
+        raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")
+    if which == "language":
+        from surefoot.demos.reviews import language_demo
+
+        language_demo(run_dir, seed, display_for, anchored=not no_anchor)
+    elif which == "verifier":
+        from surefoot.demos.sorting import verifier_demo
+
+        verifier_demo(run_dir, seed, display_for)
+    else:
+        from surefoot.demos.cartpole import control_demo
+
+        control_demo(run_dir, seed, display_for)

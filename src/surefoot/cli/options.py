@@ -1,35 +1,43 @@
-"""The words of a command line, before click reads them: which of them are an option's value.
+"""Options that commands share: a flag for every recipe field, boolean options, finite numbers.
 
-click gives an option the next word, whatever it is. A switch that is named without a value is on, and no other option takes the
-next option for its value.
+click gives an option the next word, whatever it is. Here a boolean option needs no value, and no option takes the next option
+as its value.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
+from surefoot.files import parse_value
 
-TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-"""words after a switch that are its value"""
+BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+"""words after a boolean option that are its value"""
+TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
+"""recipe fields whose help leaves out their type"""
 
 
-class Switch(click.Option):
-    """An option that is true or false, and true by its name alone."""
+class BooleanOption(click.Option):
+    """An option that is true without a value; ``--option false`` turns it off."""
 
 
 class Group(click.Group):
-    """A group whose commands get their words with every switch's value written out."""
+    """A group whose commands get ``=true`` after every boolean option without a value."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, words = super().resolve_command(ctx, args)
-        return name, command, words if command is None else with_values(command, words)
+        return name, command, words if command is None else with_boolean_values(command, words)
 
 
-def with_values(command: click.Command, words: Sequence[str]) -> list[str]:
-    """The words with ``=true`` behind the name of every switch that has no value.
+def with_boolean_values(command: click.Command, words: Sequence[str]) -> list[str]:
+    """The words with ``=true`` after every boolean option that has no value.
 
-    Raises SurefootError for an option whose value would be the next option.
+    Raises SurefootError if the value of an option would be the next option.
     """
     options = {name: option for option in command.params if isinstance(option, click.Option) for name in option.opts}
     result: list[str] = []
@@ -39,7 +47,7 @@ def with_values(command: click.Command, words: Sequence[str]) -> list[str]:
         option = options.get(word)
         if option is None or option.is_flag:
             result.append(word)
-        elif isinstance(option, Switch) and (not rest or rest[0].lower() not in TRUTHS):
+        elif isinstance(option, BooleanOption) and (not rest or rest[0].lower() not in BOOLEAN_WORDS):
             result.append(f"{word}=true")
         elif rest and rest[0].startswith("--"):
             raise SurefootError(f"{word}: has no value before {rest[0]}; give one, or write {word}={rest[0]} if that is it")
@@ -47,3 +55,99 @@ def with_values(command: click.Command, words: Sequence[str]) -> list[str]:
             result += [word, *rest[: option.nargs]]
             del rest[: option.nargs]
     return result + rest
+
+
+class IntRange(click.IntRange):
+    """A whole number, shown as N."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "N"
+
+
+class FiniteFloat(click.FloatRange):
+    """A number that is neither NaN nor infinite, shown as X."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "X"
+
+    def _describe_range(self) -> str:
+        return "" if self.min is None and self.max is None else super()._describe_range()  # click: "x<=None"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or a usage error of click."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind", "task")) -> Callable[..., Any]:
+    """Add a flag for every field of the recipe, such as ``--objective.gae-lambda 0.9``."""
+    from surefoot.recipes.reading import BOOLEAN, recipe_fields
+
+    for name, field in reversed(list(recipe_fields())):
+        if name in without:
+            continue
+        flag = "--" + name.replace("_", "-")
+        help_text = field.meaning if name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
+        boolean = field.type == BOOLEAN
+        form: dict[str, Any] = {"cls": BooleanOption, "metavar": "[true|false]"} if boolean else {"metavar": "VALUE"}
+        command = click.option(flag, name.replace(".", "__"), help=help_text, **form)(command)
+    return command
+
+
+def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
+    """The recipe flags on the command line as nested tables; values are parsed as TOML."""
+    tables: dict[str, Any] = {}
+    for name, text in flags.items():
+        if text is None:
+            continue
+        *path, leaf = name.split("__")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise SurefootError(f"{'.'.join(path)}: is set both as a whole and in part; choose one")
+        table[leaf] = parse_value(text)
+    return tables
+
+
+def reject_options(names: Iterable[str], reason: str) -> None:
+    """Raise SurefootError if the current command line sets one of these parameters, which would have no effect."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in names and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            raise SurefootError(f"{option.opts[0]}: {reason}; leave it out")
+
+
+def check_rows_file(out: Path) -> str:
+    """A note for the output if a file of rows will be replaced. Raises SurefootError unless the name ends in .jsonl."""
+    if out.suffix != ".jsonl" or out.is_dir():
+        raise SurefootError(f"--out {out}: rows are written as JSON lines; name a file that ends in .jsonl")
+    return ", replacing the rows that were there" if out.exists() else ""
+
+
+def check_stop_texts(stop: Iterable[str]) -> None:
+    """Raise SurefootError for an empty ``--stop``."""
+    if not all(stop):
+        raise SurefootError("--stop '': is empty; name a text")
+
+
+COUNT = IntRange(min=1)
+PATH = click.Path(path_type=Path)
+POSITIVE = FiniteFloat(min=0, min_open=True)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+quiet_option = click.option("--quiet", is_flag=True, help="Show warnings only.")
+device_option = click.option("--device", default="cpu", show_default=True, help="Device of the models.")
+trust_option = click.option("--trust-remote-code", is_flag=True, help="Run a model's own code from the hub.")
+temperature_option = click.option("--temperature", type=POSITIVE, default=1.0, show_default=True, help="Sampling temperature.")
+greedy_option = click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
+stop_option = click.option("--stop", multiple=True, help="Text that ends a response, in addition to EOS; repeatable.")
+task_option = click.option("--task", help="Another task than the one trained on.")
+checkpoint_option = click.option("--checkpoint", metavar="best|last|STEP", help="Checkpoint to use. [default: best, else last]")
+
+
+def seed_option(default: int, help_text: str = "Random seed.") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``--seed N``."""
+    return click.option("--seed", type=IntRange(0, MAX_SEED), default=default, show_default=True, help=help_text)

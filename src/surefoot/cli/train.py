@@ -1,63 +1,32 @@
-"""Commands that train by a recipe, and the flags that change one."""
+"""Train by a recipe, resume a run, refresh reward models in rounds, and list what can be trained."""
 
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.cli.echo import echo
-from surefoot.cli.options import Switch
-from surefoot.cli.progress import display_for, final_line, run_folder, spread, tell
+from surefoot.cli.options import COUNT, PATH, FiniteFloat, IntRange, changes_from, json_option, quiet_option, recipe_flags
+from surefoot.cli.output import display_for, echo, echo_json, echo_result, result_line
 from surefoot.errors import SurefootError
-from surefoot.files import parse_value
+from surefoot.files import check_name
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, resolve_recipe
-from surefoot.recipes.reading import BOOLEAN, recipe_fields, to_toml
+from surefoot.recipes.reading import to_toml
 
-SHORT = {"algorithm", "steps", "seed", "device"}
-"""recipe fields that have a flag without a table before it, listed with the command's own"""
-
-
-def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind", "task")) -> Callable[..., Any]:
-    """A flag for every field of the recipe: --objective.gae-lambda 0.9; one that is true or false needs no value to be true."""
-    for name, described in reversed(list(recipe_fields())):
-        if name in without:
-            continue
-        flag = "--" + name.replace("_", "-")
-        help_text = described.meaning if name in SHORT else f"{described.meaning} [{described.type}]"
-        switch = described.type == BOOLEAN
-        form: dict[str, Any] = {"cls": Switch, "metavar": "[true|false]"} if switch else {"metavar": "VALUE"}
-        command = click.option(flag, name.replace(".", "__"), help=help_text, **form)(command)
-    return command
-
-
-def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags that were given, as nested tables; values are read as TOML would read them."""
-    tables: dict[str, Any] = {}
-    for name, text in flags.items():
-        if text is None:
-            continue
-        *path, leaf = name.split("__")
-        table = tables
-        for part in path:
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                raise SurefootError(f"{'.'.join(path)}: was set both as a whole and in part; choose one")
-        table[leaf] = parse_value(text)
-    return tables
+if TYPE_CHECKING:
+    from surefoot.runs.display import Display
 
 
 @click.command()
 @click.argument("what")
-@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Train this many seeds in turn: seed, seed + 1, …")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run; with --name, the folder above it.")
-@click.option("--name", help="Name of the run; its folder is runs/NAME unless --run-dir says otherwise.")
-@click.option(
-    "--preset", metavar="NAME", help="Preset that gives what you don't; none: plain defaults. [default: the tuned one]"
-)
-@click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS", help="Steps between checkpoints.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its arithmetic, and stop.")
-@click.option("--quiet", is_flag=True, help="No display while training; warnings are told.")
+@click.option("--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …")
+@click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder that contains it.")
+@click.option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
+@click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
+@click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
+@quiet_option
 @recipe_flags
 def train(
     what: str,
@@ -70,70 +39,164 @@ def train(
     quiet: bool,
     **flags: Any,
 ) -> None:
-    """Train WHAT: a recipe's name (surefoot list), a .toml file, or an environment id."""
+    """Train WHAT: a preset, .toml file or environment id.
+
+    "surefoot list" shows the presets. Every field of the recipe is a flag; values are parsed as TOML.
+    """
     changes = changes_from(flags)
     if checkpoint_every is not None:
         changes.setdefault("checkpoint", {})["every"] = checkpoint_every
-    found = resolve_recipe(what, changes, preset=preset)
-    recipe = found.recipe
+    resolved = resolve_recipe(what, changes, preset=preset)
+    recipe, origin = resolved.recipe, resolved.origin
     if dry_run:
-        echo(describe(found))
+        echo(describe(resolved))
         return
     from surefoot.runs.api import start
 
-    results = []
+    scores = []
     for seed in range(recipe.seed, recipe.seed + seeds):
-        one = recipe.model_copy(update={"seed": seed})
-        folder = run_folder(one, run_dir, name, several=seeds > 1)
-        start(one, folder, display=display_for(one, folder, quiet, found.origin), origin=found.origin)
-        results.append(final_line(one, folder))
-        tell(results[-1][0])
+        seeded = recipe.model_copy(update={"seed": seed})
+        folder = run_folder(seeded, run_dir, name, several=seeds > 1)
+        start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin)
+        line, score = result_line(seeded, folder)
+        scores.append(score)
+        echo_result(line)
     if seeds > 1:
-        tell(spread([score for _, score in results]))
+        echo_result(spread(scores))
+
+
+def describe(resolved: ResolvedRecipe) -> str:
+    """The output of ``--dry-run``: the resolved recipe, its preset, parameter counts, and the batch arithmetic."""
+    from surefoot.runs.api import make_world
+
+    world = make_world(resolved.recipe, environments=1)  # one is enough for the output; the recipe may have thousands
+    world.close()
+    origin = [resolved.origin.line] if resolved.origin else []
+    return "\n".join([to_toml(resolved.recipe), *(f"# {line}" for line in (*origin, *world.arithmetic()))])
+
+
+def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: bool) -> Path:
+    """The folder of a run. Generated names never collide; names from the user are used as they are."""
+    suffix = f"-seed{recipe.seed}" if several else ""
+    if name is not None:
+        check_name("--name", name)
+        return (run_dir or Path("runs")) / f"{name}{suffix}"
+    if run_dir is not None:
+        return run_dir / f"seed{recipe.seed}" if several else run_dir
+    from surefoot.runs.folder import task_label
+
+    base = Path("runs") / f"{task_label(recipe.trained)}-{recipe.algorithm.lower()}-{recipe.seed}"
+    folder, number = base, 2
+    while folder.exists():
+        folder, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return folder
+
+
+def spread(scores: list[float | None]) -> str:
+    """Mean, standard deviation and minimum of the scores of several seeds."""
+    import numpy as np
+
+    known = [score for score in scores if score is not None]
+    if not known:
+        return "no seed has a score"
+    std = np.std(known, ddof=min(1, len(known) - 1))
+    return f"{len(known)} seeds: mean {np.mean(known):,.1f}, standard deviation {std:,.1f}, worst {min(known):,.1f}"
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(min=1), help="Extend the run to this many steps.")
-@click.option("--allow-changes", is_flag=True, help="Accept a config.toml that was changed since the checkpoint.")
-@click.option("--quiet", is_flag=True, help="No display while training; warnings are told.")
+@click.argument("run", type=PATH)
+@click.option("--steps", type=COUNT, help="Extend the run to this many steps in all.")
+@click.option("--allow-changes", is_flag=True, help="Accept changes to config.toml since the checkpoint.")
+@quiet_option
 def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> None:
-    """Continue the interrupted RUN exactly, or extend a finished one."""
+    """Resume an interrupted RUN, or extend a finished one.
+
+    Training continues exactly from the last checkpoint.
+    """
     from surefoot.runs import api
     from surefoot.runs.folder import check_is_run
 
     check_is_run(run)
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))
-    recipe = find_recipe(str(run / "config.toml"))
-    tell(final_line(recipe, run)[0])
+    echo_result(result_line(find_recipe(str(run / "config.toml")), run)[0])
+
+
+@click.command()
+@click.argument("recipe", type=PATH)
+@click.option("--rounds", "count", type=COUNT, default=3, show_default=True, help="Rounds in all.")
+@click.option(
+    "--judge",
+    metavar="TERM",
+    help="Labels the pairs: module:function, file.py:function, or a reward model's folder or run. [default: reward.gold]",
+)
+@click.option(
+    "--pairs", type=IntRange(min=10), default=512, show_default=True, help="Prompts per round, with two answers each."
+)
+@click.option(
+    "--noise", type=FiniteFloat(min=0), default=0.0, show_default=True, help="Label noise: σ(difference / noise) chooses."
+)
+@click.option("--new-only", is_flag=True, help="Train each reward model on the pairs of its own round only.")
+@click.option("--name", help="The folder is runs/NAME. [default: the recipe's name with -rounds]")
+@click.option("--run-dir", type=PATH, help="Folder of all rounds; with --name, the folder that contains it.")
+@quiet_option
+@json_option
+def rounds(
+    recipe: Path,
+    count: int,
+    judge: str | None,
+    name: str | None,
+    run_dir: Path | None,
+    quiet: bool,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Alternate between reward-model training and PPO.
+
+    RECIPE is a .toml file of kind "language" whose reward is a reward model. Each round samples pairs of answers from the
+    current policy, labels them, trains the reward model on them and on the older pairs, and continues PPO with it.
+
+    Repeat the command to continue. A larger --rounds adds rounds.
+    """
+    if name is not None:
+        check_name("--name", name)
+    if recipe.suffix != ".toml":
+        raise SurefootError(f"{recipe}: is not a recipe file; name a .toml of kind = 'language'")
+    language_recipe = find_recipe(str(recipe))
+    if not isinstance(language_recipe, LanguageRecipe):
+        raise SurefootError(f"{recipe}: is of kind {language_recipe.kind!r}; rounds need kind = 'language'")
+    labeller = judge or language_recipe.reward.gold
+    if labeller is None:
+        raise SurefootError("--judge: nothing labels the pairs; name a function or a reward model, or set reward.gold")
+    from surefoot.runs.display import Silent
+    from surefoot.runs.rounds import Plan, go_rounds, table
+
+    def display(current: Recipe, run: Path) -> "Display":
+        return Silent() if as_json else display_for(current, run, quiet)
+
+    folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
+    plan = Plan(language_recipe, labeller, **settings)
+    results = go_rounds(plan, folder, count, display, lambda line: echo(line, err=as_json))
+    if as_json:
+        echo_json({"rounds": results})
+    else:
+        echo(f"\n{table(results)}\nthe rounds are in {folder}")
 
 
 @click.command(name="list")
 def list_() -> None:
-    """List the tuned recipes, and what else can be trained."""
-    from surefoot.core.algorithms import ALGORITHMS
-
-    known_recipes = presets()
-    width = max(len(name) for name in known_recipes)
-    echo("recipes (surefoot train NAME, or any of its ids):")
-    for name, table in known_recipes.items():
-        text = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}.get(
-            table.get("kind", ""), table.get("algorithm", "PPO_CLIP")
-        )
-        served = table.get("tuned_for") or [table.get("model", "a model of your own") if "kind" in table else "any other id"]
-        echo(f"  {name:<{width}}  {text}, {table['steps']:,} steps: {', '.join(served)}")
-    echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
+    """List presets, algorithms and environment ids."""
     import gymnasium
 
-    known = sorted(name for name in gymnasium.registry if "/" not in name)
-    echo(f"environment ids that Gymnasium knows here: {', '.join(known)}")
+    from surefoot.core.algorithms import ALGORITHMS
 
-
-def describe(found: ResolvedRecipe) -> str:
-    """What --dry-run prints: the resolved recipe, what of it is a preset's, parameter counts, and the batch arithmetic."""
-    from surefoot.runs.api import make_world
-
-    world = make_world(found.recipe, environments=1)  # what is printed depends on one; the recipe may ask for thousands
-    world.close()
-    origin = [found.origin.line] if found.origin else []
-    return "\n".join([to_toml(found.recipe), *(f"# {line}" for line in (*origin, *world.arithmetic()))])
+    tables = presets()
+    width = max(len(name) for name in tables)
+    labels = {"sft": "SFT", "reward": "reward model", "dpo": "DPO"}
+    echo("presets (surefoot train NAME, or one of its ids):")
+    for name, table in tables.items():
+        label = labels.get(table.get("kind", ""), table.get("algorithm", "PPO_CLIP"))
+        tasks = table.get("tuned_for") or [table.get("model", "your model") if "kind" in table else "any other id"]
+        echo(f"  {name:<{width}}  {label}, {table['steps']:,} steps: {', '.join(tasks)}")
+    echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
+    ids = sorted(name for name in gymnasium.registry if "/" not in name)
+    echo(f"environment ids of Gymnasium: {', '.join(ids)}")

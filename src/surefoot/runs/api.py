@@ -8,24 +8,22 @@ from typing import Any
 
 import torch
 
-from surefoot.core.algorithms import Objective
-from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
+from surefoot.core.algorithms import Objective
+from surefoot.core.distributed import check_alone
+from surefoot.core.rollout import Metrics, World
 from surefoot.errors import SurefootError
-from surefoot.recipes.base import Recipe
+from surefoot.recipes.base import Recipe, Section
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.presets import Origin, resolve_recipe
-from surefoot.core.rollout import Metrics
+from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.display import Display, Silent
-from surefoot.core.distributed import check_alone
 from surefoot.runs.folder import RunFolder, checkpoint_to_load
-from surefoot.recipes.base import Section
 from surefoot.runs.session import Session
-from surefoot.core.rollout import World
 
 Task = str | MakeEnvironment
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.core.rollout import LearnerState, Metrics
-from surefoot.runs.metrics import SHOWN, complaints
 from surefoot.runs.events import Sample
+from surefoot.runs.metrics import SHOWN, complaints
 from surefoot.terminal import shown_on, visible, visible_lines
 
 JUDGED = ("evaluation_", "held_out_")

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.errors import SurefootError
-from surefoot.recipes.base import Recipe
-from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
 from surefoot.files import check_shown, read_table, read_toml, steps_named, write_text
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.reading import make_recipe, to_table, to_toml
+from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
 
 if TYPE_CHECKING:
     from surefoot.core.traces import TracedRow

@@ -15,27 +15,24 @@ from typing import Any
 
 import torch
 
-from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.core.distributed import check_alone
+from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.recipes.base import Recipe
-from surefoot.recipes.language import LanguageRecipe
-from surefoot.language.data import datasets as data
+from surefoot.files import read_table, read_toml, write_text
 from surefoot.language.analysis.best_of import reward_from
 from surefoot.language.analysis.metrics import win_rate
-from surefoot.language.models.loading import context_length
-from surefoot.language.data.pairs import answer_text, pair_row, prefers_first, sample_pairs
-from surefoot.language.rewards.terms import FunctionReward, ModelReward, Reward, parts_of
-from surefoot.language.data.rows import read_rows, write_rows
-from surefoot.language.models.language_model import model_folder, errors_for, load_language_model
+from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
+from surefoot.language.data.pairs import answer_text, pair_row, prefers_first, sample_pairs
+from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.language.models.language_model import errors_for, load_language_model, model_folder
+from surefoot.language.models.loading import context_length
+from surefoot.language.rewards.terms import FunctionReward, ModelReward, Reward, parts_of
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
-from surefoot.core.distributed import check_alone
-from surefoot.runs.folder import FREE, RunFolder, differences
-from surefoot.files import write_text
-from surefoot.runs.folder import FINISHED
-from surefoot.files import read_table
-from surefoot.core.seeding import derived_seed
-from surefoot.files import read_toml
+from surefoot.runs.folder import FINISHED, FREE, RunFolder, differences
 
 HELD_OUT = 5
 """one fresh pair in so many is not trained on in its round, but judges the reward models; later rounds train on it"""

@@ -8,24 +8,22 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from surefoot.recipes.reading import to_table
-from surefoot.errors import Interrupted, SurefootError
-from surefoot.diagnostics.monitor import Watch
-from surefoot.recipes.base import Recipe
 from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
-from surefoot.core.rollout import LearnerState, Metrics, Policy
+from surefoot.core.rollout import LearnerState, Metrics, Policy, World
+from surefoot.core.traces import Recorder
+from surefoot.core.update_metrics import START_TOLERANCE
+from surefoot.diagnostics.monitor import Watch
+from surefoot.errors import Interrupted, SurefootError
+from surefoot.files import made_from, steps_named
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.reading import to_table
 from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require, save_checkpoint
 from surefoot.runs.display import Display
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
-from surefoot.files import made_from, steps_named
-from surefoot.runs.traces import SampleFolder
-from surefoot.runs.traces import TraceFolder
+from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.metrics_jsonl import Tracker, read_metrics
-from surefoot.core.traces import Recorder
-from surefoot.core.update_metrics import START_TOLERANCE
-from surefoot.core.rollout import World
 
 PATIENCE = 25
 """seconds that an iteration may take to finish after a first signal"""

@@ -13,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from surefoot.core.traces import Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
+from surefoot.files import check_plain, parsed, write_bytes, write_text
 from surefoot.runs.checkpoint import pack, unpack
 from surefoot.runs.events import Sample
 from surefoot.runs.folder import TRACE as ENDING
 from surefoot.runs.folder import samples_in, traces_in
-from surefoot.files import check_plain, parsed, write_bytes, write_text
-from surefoot.core.traces import Trace, TracedRow, Visits
 
 FORMAT = 1
 HEADER = "surefoot"

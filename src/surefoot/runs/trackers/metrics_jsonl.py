@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
-from surefoot.errors import SurefootError
 from surefoot.core.rollout import Metrics
+from surefoot.errors import SurefootError
 from surefoot.runs.checkpoint import checkpoints_in, flush, written_before
 
 FILE = "metrics.jsonl"

@@ -1,0 +1,61 @@
+"""Print text, JSON, and the progress and results of training.
+
+Names of folders, files and tasks may come from other people, so control characters are never sent to the terminal.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from surefoot.terminal import shown_on, visible_json
+
+if TYPE_CHECKING:
+    from surefoot.recipes.base import Recipe
+    from surefoot.recipes.presets import Origin
+    from surefoot.runs.display import Display
+
+
+def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print text of one or more lines, with control characters made visible."""
+    click.echo(shown_on(sys.stderr if err else sys.stdout, str(text)), err=err, nl=nl)
+
+
+def echo_json(value: Any) -> None:
+    """Print a value as one line of JSON."""
+    click.echo(shown_on(sys.stdout, visible_json(value)))
+
+
+def echo_result(line: str) -> None:
+    """Print the result of a training; a closed pipe is no error, because the training has succeeded."""
+    try:
+        echo(line)
+    except BrokenPipeError:  # redirect the descriptor itself, so that the flush at exit succeeds too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def display_for(recipe: "Recipe | None", folder: Path, quiet: bool = False, origin: "Origin | None" = None) -> "Display":
+    """A live table on a terminal, plain lines elsewhere; the title names the run and the preset it starts from."""
+    from surefoot.runs.display import Dashboard, Lines, Quiet
+
+    if quiet:
+        return Quiet()
+    title = f"{recipe.title}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
+    title += f"\n{origin.line}" if origin else ""
+    return Dashboard(title) if sys.stdout.isatty() else Lines(title)
+
+
+def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
+    """The result of a run from its metrics: one line, and its score or None."""
+    from surefoot.runs.metrics import SHOWN
+    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+    rows = read_metrics(folder / "metrics.jsonl")
+    last = rows[-1] if rows else {"steps": recipe.steps}  # a resumed run may only have had files to write
+    name = next((name for name in recipe.scores if last.get(name) is not None), recipe.scores[-1])
+    score = last.get(name)
+    text = "not known yet" if score is None else f"{score:,.4g}" if abs(score) < 10 else f"{score:,.1f}"
+    label = SHOWN[name][0] if name in SHOWN else name
+    return f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps -> {folder}", score
