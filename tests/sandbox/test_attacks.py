@@ -122,7 +122,7 @@ def test_the_battery_is_large() -> None:
 
 def test_one_who_knows_the_answer_passes(treasure: Treasure) -> None:
     """Without this, every attack might fail for a reason of no merit."""
-    assert programs.judge(f"def solve(): return {treasure.secret!r}", test_of(treasure), LIMITS).passed == [True]
+    assert programs.run_tests(f"def solve(): return {treasure.secret!r}", test_of(treasure), LIMITS).passed == [True]
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -135,10 +135,10 @@ def test_without_a_sandbox_the_secret_is_read(name: str, treasure: Treasure) -> 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_scores_nothing_ends_in_time_and_leaves_nothing(name: str, treasure: Treasure) -> None:
     begun = time.monotonic()
-    verdict = programs.judge(treasure.filled(ATTACKS[name]), test_of(treasure), LIMITS)
+    result = programs.run_tests(treasure.filled(ATTACKS[name]), test_of(treasure), LIMITS)
     assert time.monotonic() - begun < LIMITS.seconds + SLACK
-    assert verdict.passed == [False]
-    (outcome,) = verdict.outcomes
+    assert result.passed == [False]
+    (outcome,) = result.outcomes
     assert outcome.namespace > 0
     # Not even a zombie that is left to init. Another sandbox may have got the number of a namespace that is gone; it ends soon.
     left = living(outcome.namespace)

@@ -1,4 +1,4 @@
-"""Mathematics and JSON schemas, judged by packages in processes that may be killed."""
+"""Mathematics and JSON schemas, verified by packages in processes with a time limit."""
 
 import importlib.util
 import json as encoding
@@ -11,7 +11,7 @@ import pytest
 
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.terms import FunctionReward
-from surefoot.verifiers import json, killable, math
+from surefoot.verifiers import json, math, processes
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
@@ -19,11 +19,11 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 @pytest.fixture(scope="module", autouse=True)
 def _leave_no_process():  # type: ignore[no-untyped-def]
     yield
-    killable.close()
+    processes.close()
 
 
 def workers() -> list[int]:
-    """Our judging processes."""
+    """The processes that check answers."""
     with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
         found = [int(pid) for pid in file.read().split()]
     return [pid for pid in found if b"surefoot.verifiers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -57,7 +57,7 @@ def test_a_bomb_costs_one_response_and_its_process() -> None:
 
 
 def test_importing_a_package_takes_none_of_the_seconds_for_a_response(tmp_path: Path, monkeypatch: Any) -> None:
-    killable.close()
+    processes.close()
     slow = "import time\ntime.sleep(3)\ndef parse(text, **_): return [text.strip('$')]\ndef verify(a, b, **_): return a == b\n"
     (tmp_path / "math_verify.py").write_text(slow)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
@@ -65,12 +65,12 @@ def test_importing_a_package_takes_none_of_the_seconds_for_a_response(tmp_path: 
     try:
         assert math(["12"], ["12"], seconds=0.5, workers=1) == [1]
     finally:
-        killable.close()
+        processes.close()
 
 
 def test_an_answer_that_is_none_is_the_rows_fault() -> None:
     pytest.importorskip("math_verify")
-    with pytest.raises(SurefootError, match=r"^response 2: answer='': is no formula"):
+    with pytest.raises(SurefootError, match=r"^response 2: answer='': is not a formula"):
         math(["1", "1"], ["1", ""], workers=1)
 
 
@@ -99,7 +99,7 @@ def test_a_pattern_that_takes_forever_costs_one_response() -> None:
 @pytest.mark.parametrize(
     ("schema", "what"),
     [
-        ({"type": "objekt"}, "schema: is none"),
+        ({"type": "objekt"}, "schema: is not a valid JSON schema"),
         ({"$ref": "http://localhost/x"}, "schema: refers to 'http://localhost/x', which is not in it"),
         ("{", "is not JSON"),
         (3, "is a int; it must be a table"),

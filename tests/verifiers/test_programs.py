@@ -75,7 +75,7 @@ def test_after_the_deadline_no_further_script_runs(monkeypatch: pytest.MonkeyPat
 def test_how_long_hanging_responses_may_take_is_known_and_said_where_it_is_too_long(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.verifiers.ready.cores", lambda: 2)
+    monkeypatch.setattr("surefoot.verifiers.processes.cores", lambda: 2)
     monkeypatch.setattr(getattr(verifiers, name), "ready", None)
     reward = FunctionReward(f"surefoot.verifiers:{name}")
     assert reward.longest(9, {}) == 5 * 5.0
@@ -123,12 +123,12 @@ def test_without_bubblewrap_it_is_refused_before_training(monkeypatch: pytest.Mo
         ([], "must be a list with at least one test"),
         ("[", "is not JSON"),
         ({"call": "f"}, "must be a list"),
-        ([1], r"tests\[0\]: is a int; a test is a table"),
-        ([{}], r"tests\[0\]: has nothing; a test has call, expected"),
-        ([{"call": "f"}], "has call; a test has"),
-        ([{"stdin": "", "expected": 1}], "has stdin, expected; a test has"),
-        ([{"call": "f", "expected": 1, "stdin": "", "stdout": ""}], "a test has"),
-        ([{"call": "f", "expected": 1, "argz": []}], "a test has"),
+        ([1], r"tests\[0\]: is a int; a test must be a table"),
+        ([{}], r"tests\[0\]: has nothing; a test needs call and expected"),
+        ([{"call": "f"}], "has call; a test needs"),
+        ([{"stdin": "", "expected": 1}], "has stdin, expected; a test needs"),
+        ([{"call": "f", "expected": 1, "stdin": "", "stdout": ""}], "a test needs"),
+        ([{"call": "f", "expected": 1, "argz": []}], "a test needs"),
         ([{"call": "f", "expected": 1, "args": 3}], r"tests\[0\]\.args=3: is a int"),
         ([{"stdin": 1, "stdout": "x"}], r"tests\[0\]\.stdin=1: is a int"),
     ],

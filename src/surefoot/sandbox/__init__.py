@@ -1,7 +1,7 @@
-"""Running what a model wrote: never in this process, never without bubblewrap.
+"""Run code that a model wrote in a sandbox: never in this process, never without bubblewrap.
 
-``run`` starts a Python in namespaces of its own, feeds it, reads what it says, and ends it. What comes back is bytes and how it
-ended; whether they are right is for the caller to say, and what it compares them with never enters the sandbox.
+``run`` starts a Python in new namespaces, writes its input, reads its output, and ends it. It returns the output as bytes, and
+how the program ended. The caller compares them with the expected results, which never enter the sandbox.
 """
 
 import contextlib
@@ -20,37 +20,37 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from surefoot.errors import SurefootError
-from surefoot.sandbox import bubblewrap, seccomp
+from surefoot.sandbox import bubblewrap
 from surefoot.sandbox.driver import READY
 
 Call = tuple[str, Sequence[Any], dict[str, Any]]
-"""name of a function, its arguments, its arguments by name; all JSON"""
-Told = Callable[[], dict[str, int]]
+"""name of a function, positional and keyword arguments; all JSON"""
+SandboxInfo = Callable[[], dict[str, int]]
 STARTUP = 60.0
-"""seconds that a sandbox may take to start, on a machine with much to do; they are not the program's"""
+"""seconds that a sandbox may take to start on a busy machine; they don't count against the program's limit"""
 _DRIVER = Path(__file__).with_name("driver.py")
 _CHUNK = 65_536
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. Whoever exceeds one is refused the rest, or ended."""
+    """Resource limits of a program. A request beyond a limit fails, or ends the program."""
 
     seconds: float = 5.0
-    """of wall clock, and of each process's CPU time, rounded up"""
+    """wall-clock time, and CPU time of each process, rounded up"""
     memory: int = 2**30
-    """bytes in all: each of the processes gets its share, as address space"""
+    """bytes in total; each process gets an equal share of address space"""
     processes: int = 4
-    """processes and threads at a time"""
+    """maximum number of processes and threads"""
     files: int = 64
-    """open files of a process"""
+    """open files per process"""
     disk: int = 2**24
-    """bytes of files in all; they lie in memory and vanish. Not counted: about 1 KB of the kernel's memory for each file"""
+    """bytes of all files, which are in memory and deleted at the end; about 1 KB of kernel memory per file is not counted"""
     output: int = 2**20
-    """bytes that are read; more end the program"""
+    """bytes of output; more end the program"""
 
-    def of_a_process(self) -> dict[str, int]:
-        """As setrlimit takes them."""
+    def per_process(self) -> dict[str, int]:
+        """The limits of one process, by their names in setrlimit."""
         return {
             "RLIMIT_CPU": math.ceil(self.seconds),
             "RLIMIT_AS": self.memory // self.processes,
@@ -63,65 +63,65 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, and what it had said."""
+    """How a program ended, and its output."""
 
     ended: Literal["done", "failed", "time", "output"]
-    """by itself with 0; by itself otherwise, or by a signal; by us, for a limit"""
+    """exit code 0; another exit code or a signal; ended at a limit of time or output"""
     output: bytes
-    """of stdout, or the lines with results of calls; not more than was allowed"""
+    """stdout, or one line for each call; at most ``Limits.output`` bytes"""
     namespace: int
-    """number of its process namespace, which is gone with all that was in it"""
+    """number of its process namespace, which no longer exists"""
 
 
 def run(source: str, *, calls: Sequence[Call] | None = None, stdin: str = "", limits: Limits | None = None) -> Outcome:
     """Run a program, or call functions of it.
 
-    source   Python, as a model wrote it
-    calls    what to call, in order; the output is a line ``{"value": …}`` for each, ``{}`` where it raised or gave what JSON
-             does not have. None: the program runs as a script, with ``stdin``, and the output is what it prints
+    source   Python code
+    calls    functions to call, in order; the output has one line for each: ``{"value": …}``, or ``{}`` if the call raised or
+             returned a value that JSON can't represent. None: run the program as a script with ``stdin``; the output is stdout
     limits   default: ``Limits()``
 
-    Nothing of the program is left when this returns or raises: no process, no file.
-    Raises SurefootError where there is no sandbox, and never runs without one.
+    When this returns or raises, no process and no file of the program is left.
+    Raises SurefootError if the sandbox can't start; the program never runs without one.
     """
     limits = limits or Limits()
-    outcome, complaint = _attempt(_interpreter(), source, calls, stdin, limits)
+    outcome, complaint = _try_run(_interpreter(), source, calls, stdin, limits)
     if outcome is None:
-        raise _refusal(complaint)
+        raise _start_error(complaint)
     return outcome
 
 
 def check() -> None:
-    """Raise SurefootError, which says what to install, unless a sandbox starts here."""
+    """Raise SurefootError, with what to install, unless a sandbox can start on this machine."""
     _interpreter()
 
 
 @cache
 def _interpreter() -> str:
-    """The first Python that starts in a sandbox here."""
-    complaint = "there is no Python that it could run"
+    """The first Python that starts in a sandbox on this machine."""
+    complaint = "found no Python to run"
     for python in bubblewrap.interpreters():
-        outcome, complaint = _attempt(python, "", None, "", Limits())
+        outcome, complaint = _try_run(python, "", None, "", Limits())
         if outcome is not None and outcome.ended == "done":
             return python
-    raise _refusal(complaint)
+    raise _start_error(complaint)
 
 
-def _refusal(complaint: str) -> SurefootError:
-    return SurefootError(f"what a model wrote runs in a sandbox alone, and that did not start here: {complaint}")
+def _start_error(complaint: str) -> SurefootError:
+    return SurefootError(f"sandbox: did not start ({complaint}); code that a model wrote never runs without one")
 
 
-def _attempt(python: str, source: str, calls: Sequence[Call] | None, stdin: str, limits: Limits) -> tuple[Outcome | None, str]:
-    """The outcome, or None and why the sandbox did not start."""
-    job = json.dumps({"source": source, "calls": calls, "limits": limits.of_a_process()}).encode()
+def _try_run(python: str, source: str, calls: Sequence[Call] | None, stdin: str, limits: Limits) -> tuple[Outcome | None, str]:
+    """The outcome, or None and the reason why the sandbox did not start."""
+    job = json.dumps({"source": source, "calls": calls, "limits": limits.per_process()}).encode()
     payload = b"%d\n%s%s" % (len(job), job, stdin.encode("utf-8", "surrogatepass"))
-    with _started(python, limits.disk) as (process, told):
-        return _conversation(process, told, payload, limits)
+    with _started(python, limits.disk) as (process, info):
+        return _communicate(process, info, payload, limits)
 
 
 @contextlib.contextmanager
-def _started(python: str, disk: int) -> Iterator[tuple[subprocess.Popen[bytes], Told]]:
-    """A sandbox that waits for its job, and what bubblewrap tells of it; killed on the way out."""
+def _started(python: str, disk: int) -> Iterator[tuple[subprocess.Popen[bytes], SandboxInfo]]:
+    """A sandbox that waits for its job, and bubblewrap's information about it; killed on exit."""
     with contextlib.ExitStack() as open_pipes:
 
         def pipe() -> tuple[BinaryIO, BinaryIO]:
@@ -130,7 +130,7 @@ def _started(python: str, disk: int) -> Iterator[tuple[subprocess.Popen[bytes], 
 
         rules, rules_in = pipe()
         info, info_in = pipe()
-        rules_in.write(seccomp.program())
+        rules_in.write(bubblewrap.syscall_filter())
         rules_in.close()
         command = bubblewrap.command(python, disk, rules.fileno(), info_in.fileno())
         try:
@@ -147,22 +147,22 @@ def _started(python: str, disk: int) -> Iterator[tuple[subprocess.Popen[bytes], 
                 **bubblewrap.identity(),
             )
         except OSError as error:
-            raise _refusal(f"bwrap: {error.strerror or error}") from None
+            raise _start_error(f"bwrap: {error.strerror or error}") from None
         info_in.close()
-        told = cache(lambda: _told(info))  # a pipe is read once
+        read_info = cache(lambda: _read_info(info))  # a pipe can be read once
         try:
-            yield process, told
+            yield process, read_info
         finally:
-            _kill(process, told)
+            _kill(process, read_info)
             for stream in (process.stdin, process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
 
 
-def _kill(process: subprocess.Popen[bytes], told: Told) -> None:
-    """End the sandbox. Its first process before bubblewrap outside, which then sees to it that no zombie stays behind."""
+def _kill(process: subprocess.Popen[bytes], info: SandboxInfo) -> None:
+    """Kill the sandbox: first its first process, so that bubblewrap can reap it and no zombie stays."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        if process.poll() is None and (inside := told().get("child-pid")):
+        if process.poll() is None and (inside := info().get("child-pid")):
             os.kill(inside, signal.SIGKILL)
             process.wait(5)
     if process.poll() is None:
@@ -170,12 +170,14 @@ def _kill(process: subprocess.Popen[bytes], told: Told) -> None:
     process.wait()
 
 
-def _conversation(process: subprocess.Popen[bytes], told: Told, payload: bytes, limits: Limits) -> tuple[Outcome | None, str]:
-    """Say all that there is to say, hear all within the limits, and how it ended."""
+def _communicate(
+    process: subprocess.Popen[bytes], info: SandboxInfo, payload: bytes, limits: Limits
+) -> tuple[Outcome | None, str]:
+    """Write the input and read the output within the limits. The outcome, or None and why the sandbox did not start."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    heard, complaint, unsaid = bytearray(), bytearray(), memoryview(payload)
+    output, complaint, unwritten = bytearray(), bytearray(), memoryview(payload)
     ready, ended, deadline = False, "", time.monotonic() + STARTUP
     os.set_blocking(process.stdin.fileno(), False)
     with selectors.DefaultSelector() as streams:
@@ -185,18 +187,18 @@ def _conversation(process: subprocess.Popen[bytes], told: Told, payload: bytes, 
         while process.stdout in {key.fileobj for key in streams.get_map().values()} and not ended:
             for key, _ in streams.select(max(0.0, deadline - time.monotonic())):
                 if key.fileobj is process.stdin:
-                    unsaid = unsaid[_write(key.fd, unsaid[:_CHUNK]) :]
-                    if not unsaid:
+                    unwritten = unwritten[_write(key.fd, unwritten[:_CHUNK]) :]
+                    if not unwritten:
                         streams.unregister(process.stdin)
                         process.stdin.close()
                 elif chunk := os.read(key.fd, _CHUNK):
-                    (heard if key.fileobj is process.stdout else complaint).extend(chunk)
+                    (output if key.fileobj is process.stdout else complaint).extend(chunk)
                 else:
                     streams.unregister(key.fileobj)
-            if not ready and heard.startswith(READY):
+            if not ready and output.startswith(READY):
                 ready, deadline = True, time.monotonic() + limits.seconds
-                del heard[: len(READY)]
-            if len(heard) > limits.output:
+                del output[: len(READY)]
+            if len(output) > limits.output:
                 ended = "output"
             elif time.monotonic() >= deadline:
                 ended = "time"
@@ -206,13 +208,13 @@ def _conversation(process: subprocess.Popen[bytes], told: Told, payload: bytes, 
         except subprocess.TimeoutExpired:
             ended = "time"
     if not ready:
-        lines = complaint.decode(errors="replace").strip().splitlines() or [f"no word within {STARTUP:g} s"]
+        lines = complaint.decode(errors="replace").strip().splitlines() or [f"no output within {STARTUP:g} s"]
         return None, lines[-1]
-    return Outcome(ended, bytes(heard[: limits.output]), told().get("pid-namespace", 0)), ""  # type: ignore[arg-type]
+    return Outcome(ended, bytes(output[: limits.output]), info().get("pid-namespace", 0)), ""  # type: ignore[arg-type]
 
 
 def _write(fd: int, part: memoryview) -> int:
-    """How many bytes are done with: those written, or all where nobody reads."""
+    """The number of bytes written; all of them if the reader has closed the pipe."""
     try:
         return os.write(fd, part)
     except BlockingIOError:
@@ -221,8 +223,8 @@ def _write(fd: int, part: memoryview) -> int:
         return len(part)
 
 
-def _told(info: BinaryIO) -> dict[str, int]:
-    """What bubblewrap said of the sandbox, which it does before it starts anything; nothing, where it did not get so far."""
+def _read_info(info: BinaryIO) -> dict[str, int]:
+    """Bubblewrap's information about the sandbox, which it writes before it starts anything; empty if it failed earlier."""
     if not select.select([info], [], [], 0)[0]:
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Runs inside the sandbox, as text that Python is given: takes limits upon itself, then runs what a model wrote.
+"""Set limits, then run a program or call its functions, inside the sandbox: Python receives this file as text.
 
-Nothing here is trusted once that code runs, and nothing here judges: results go out as JSON, a line for each call, and whoever
-started the sandbox compares them. So a forged line is worth what a returned value is. Standard library only.
+Nothing here is trusted once the program runs. Results leave as JSON, one line for each call, and the process that started the
+sandbox compares them, so a forged line gains no more than a returned value. Standard library only.
 """
 
 import json
@@ -10,7 +10,7 @@ import resource
 import sys
 
 READY = b"ready\n"
-"""the first bytes that come out: from here on, what happens is the program's doing"""
+"""the first bytes of output; everything after them belongs to the program"""
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _job() -> dict:  # type: ignore[type-arg]  # the sandbox's Python may be older than ours
-    """The job from stdin, of which not a byte more is read: the rest is the program's."""
+    """The job from stdin. Not a byte more is read: the rest is the program's input."""
     length = b""
     while not length.endswith(b"\n"):
         length += os.read(0, 1)
@@ -51,5 +51,5 @@ def _job() -> dict:  # type: ignore[type-arg]  # the sandbox's Python may be old
 
 
 if __name__ == "__main__":
-    sys.path[:] = [path for path in sys.path if path]  # no module of the working directory
+    sys.path[:] = [path for path in sys.path if path]  # import nothing from the working directory
     main()

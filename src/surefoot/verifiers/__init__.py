@@ -1,13 +1,13 @@
-"""Verifiers: reward functions for answers that can be checked, as recipes name them (``surefoot.verifiers:exact``).
+"""Verifiers: reward functions that check answers, named in recipes as ``surefoot.verifiers:exact``.
 
-    exact     text, the same up to white space, and letter case where asked
+    exact     the same text, ignoring white space and optionally letter case
     numeric   the last number of a response
     math      a formula or number, equal as mathematics           extra ``verifiers``
     json      JSON that fits a schema                             extra ``verifiers``
     code      Python that passes tests, in a sandbox              Linux, the system's package bubblewrap
 
-Each takes ``responses`` and the column with what is right, and gives 1.0 or 0.0 for every response. A recipe sets the rest by
-a term's ``arguments``. A wrong row is SurefootError, for that is the data's fault; a wrong response, however wrong, is 0.
+Each takes ``responses`` and the column with the correct answers, and returns 1.0 or 0.0 for every response. A recipe sets
+further options with a term's ``arguments``. An invalid row of the data raises SurefootError; a wrong response always scores 0.
 """
 
 from surefoot.verifiers.answers import exact, numeric

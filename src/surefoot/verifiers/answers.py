@@ -1,4 +1,4 @@
-"""Short answers: texts that are the same, and numbers that are close enough."""
+"""Compare short answers as text or as numbers, and extract the answer from a response."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,13 +6,13 @@ from fractions import Fraction
 from typing import Any
 
 from surefoot.errors import SurefootError
-from surefoot.verifiers.extract import following
 
+_FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.M | re.S)
 _DIGITS, _EXPONENT = 400, 400
-"""digits of a number and size of its exponent, beyond which it is none: 1e999999999 would fill the memory"""
+"""maximum digits and exponent of a number: 1e999999999 would fill the memory"""
 _PLAIN = str.maketrans({"−": "-", **dict.fromkeys(",$€£ ")})
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])[-+−])?"  # a sign, where nothing stands before it that it would subtract from
+    r"(?:(?<![\w.)\]])[-+−])?"  # a sign, unless it subtracts from what stands before it
     r"[$€£]?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]+)?"
@@ -23,20 +23,21 @@ _NUMBER = re.compile(
 def exact(
     responses: Sequence[str], answer: Sequence[Any], *, case: bool = True, space: bool = False, after: str = ""
 ) -> list[float]:
-    """1 for each response that is its answer.
+    """1 for each response that equals its answer, else 0.
 
-    case    whether upper and lower case differ
-    space   whether white space counts; else it is trimmed, and any run of it is one blank
-    after   compare only what follows the last of this text, such as ``"####"``; a response without it is wrong. "": all of it
+    case    distinguish upper and lower case
+    space   compare white space exactly; else strip it, and treat each run of it as one blank
+    after   compare only the text after the last occurrence of this marker, such as ``"####"``; a response without it is wrong.
+            "": compare the whole response
     """
 
     def normal(text: str) -> str:
         text = text if space else " ".join(text.split())
         return text if case else text.casefold()
 
-    found = [following(response, after) for response in responses]
-    wanted = list(texts(answer, "answer"))
-    return [float(got is not None and normal(got) == normal(want)) for got, want in zip(found, wanted, strict=True)]
+    actual = [following(response, after) for response in responses]
+    expected = list(texts(answer, "answer"))
+    return [float(a is not None and normal(a) == normal(e)) for a, e in zip(actual, expected, strict=True)]
 
 
 def numeric(
@@ -47,30 +48,30 @@ def numeric(
     relative: float = 0.0,
     after: str = "",
 ) -> list[float]:
-    """1 for each response whose last number is the answer: ``|given − wanted| ≤ max(tolerance, relative · |wanted|)``.
+    """1 for each response whose last number is the answer: ``|actual − expected| ≤ max(tolerance, relative · |expected|)``.
 
-    Numbers are compared exactly, as fractions: 0.5, 1/2, .50 and 5e-1 are one. Commas may stand between thousands.
+    Numbers are compared exactly, as fractions: 0.5, 1/2, .50 and 5e-1 are equal. Commas may separate thousands.
 
-    answer      numbers, or texts whose last number counts, such as a worked solution's
-    after       look only behind the last of this text; "": anywhere
+    answer      numbers, or texts whose last number counts, such as worked solutions
+    after       search only after the last occurrence of this marker; "": everywhere
     """
     if not (tolerance >= 0 and relative >= 0):
         raise SurefootError(f"tolerance={tolerance}, relative={relative}: both must be 0 or more")
     scores = []
     for row, (response, text) in enumerate(zip(responses, texts(answer, "answer"), strict=True)):
-        wanted = last_number(following(text, after) or text)
-        if wanted is None:
-            raise SurefootError(f"answer={text!r} (of response {row + 1}): has no number in it")
-        given = last_number(following(response, after) or "")
-        allowed = max(Fraction(tolerance), Fraction(relative) * abs(wanted))
-        scores.append(float(given is not None and abs(given - wanted) <= allowed))
+        expected = last_number(following(text, after) or text)
+        if expected is None:
+            raise SurefootError(f"answer={text!r} (of response {row + 1}): has no number in it; correct the row")
+        actual = last_number(following(response, after) or "")
+        allowed = max(Fraction(tolerance), Fraction(relative) * abs(expected))
+        scores.append(float(actual is not None and abs(actual - expected) <= allowed))
     return scores
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text; None where there is none, or none that a sum could be done with (1/0, 1e999)."""
-    found = _NUMBER.findall(text)
-    return _fraction(found[-1]) if found else None
+    """The last number of a text; None if it has none, or one that can't be used (1/0, 1e999)."""
+    numbers = _NUMBER.findall(text)
+    return _fraction(numbers[-1]) if numbers else None
 
 
 def _fraction(text: str) -> Fraction | None:
@@ -83,8 +84,27 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def texts(column: Sequence[Any], name: str) -> Iterable[str]:
-    """A column of texts and numbers as texts."""
+    """The values of a column as texts. Raises SurefootError for a value that is neither text nor a number."""
     for row, value in enumerate(column):
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise SurefootError(f"{name}={value!r} (of response {row + 1}): must be text or a number")
+            raise SurefootError(f"{name}={value!r} (of response {row + 1}): must be text or a number; correct the row")
         yield value if isinstance(value, str) else repr(value)
+
+
+def fenced(response: str) -> str:
+    """The last fenced block of a response, or the whole response if it has none."""
+    blocks: list[str] = _FENCED.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def following(text: str, marker: str) -> str | None:
+    """The text after the last marker, or all of it if the marker is ""; None if the text doesn't contain the marker."""
+    if not marker:
+        return text
+    _, separator, rest = text.rpartition(marker)
+    return rest if separator else None
+
+
+def reject_constant(word: str) -> Any:
+    """Raise ValueError for NaN and Infinity, which Python's ``json`` accepts by default."""
+    raise ValueError(f"{word} is not JSON")

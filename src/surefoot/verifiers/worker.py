@@ -1,7 +1,7 @@
-"""A process that judges one answer at a time, and that may be killed at any moment: ``python -m surefoot.verifiers.worker``.
+"""Check one answer at a time in a process that may be killed: ``python -m surefoot.verifiers.worker``.
 
-A line of JSON comes in, ``[kind, seconds, response, wanted]``; one goes out, ``{"value": 1.0}``, or ``{"error": …}`` where the
-row is wrong, and not the response. What a response holds is data here, and nothing of it is run.
+It reads lines of JSON, ``[kind, seconds, response, answer]``, and writes one for each: ``{"value": 1.0}``, or ``{"error": …}``
+if the answer is invalid. It never runs anything from a response.
 """
 
 import contextlib
@@ -16,25 +16,25 @@ from collections.abc import Callable
 from typing import Any
 
 from surefoot.errors import SurefootError
-from surefoot.verifiers.extract import fenced
+from surefoot.verifiers.answers import fenced, reject_constant
 
 MEMORY = 4 * 2**30
-"""bytes of address space; a computation that wants more fails, and its response is wrong"""
+"""bytes of address space; a response whose check needs more is wrong"""
 
 
 def main() -> None:
     replies = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no reply
-    _bound_memory()
+    os.dup2(2, 1)  # keep prints of libraries out of the replies
+    _limit_memory()
     logging.disable()
     for line in sys.stdin:
-        kind, seconds, response, wanted = json.loads(line)
-        with contextlib.suppress(ImportError):  # which the judge will say; importing is none of a response's seconds
+        kind, seconds, response, answer = json.loads(line)
+        with contextlib.suppress(ImportError):  # the check reports it; imports don't count against the time limit
             importlib.import_module(PACKAGES[kind])
-        if hasattr(signal, "alarm"):  # of its own accord, if whoever would kill it is gone
+        if hasattr(signal, "alarm"):  # ends this process if the parent no longer can
             signal.alarm(numbers.ceil(seconds) + 1)
         try:
-            reply: dict[str, Any] = {"value": float(JUDGES[kind](response, wanted))}
+            reply: dict[str, Any] = {"value": float(CHECKS[kind](response, answer))}
         except SurefootError as error:
             reply = {"error": str(error)}
         except Exception:
@@ -45,18 +45,18 @@ def main() -> None:
 
 
 def equal(response: str, answer: str) -> bool:
-    """Whether the final formula or number of a response is the answer's, as mathematics."""
+    """Whether the final formula or number of a response equals the answer, as mathematics."""
     from math_verify import parse, verify
 
-    wanted = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
-    if not wanted:
-        raise SurefootError(f"answer={answer!r}: is no formula or number")
-    given = parse(response, parsing_timeout=None)
-    return bool(verify(wanted, given, timeout_seconds=None))
+    expected = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
+    if not expected:
+        raise SurefootError(f"answer={answer!r}: is not a formula or number; correct the row")
+    actual = parse(response, parsing_timeout=None)
+    return bool(verify(expected, actual, timeout_seconds=None))
 
 
 def fits(response: str, schema: Any) -> bool:
-    """Whether a response is JSON that fits a schema."""
+    """Whether a response is valid JSON for a schema."""
     import jsonschema
     import referencing
 
@@ -64,25 +64,21 @@ def fits(response: str, schema: Any) -> bool:
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise SurefootError(f"schema: is none ({error.message})") from None
+        raise SurefootError(f"schema: is not a valid JSON schema ({error.message}); correct the row") from None
     try:
-        value = json.loads(fenced(response), parse_constant=_refused)
+        value = json.loads(fenced(response), parse_constant=reject_constant)
         return bool(kind(schema, registry=referencing.Registry()).is_valid(value))  # an empty registry fetches nothing
     except (ValueError, RecursionError):
         return False
     except referencing.exceptions.Unresolvable as error:
-        raise SurefootError(f"schema: refers to {error.ref!r}, which is not in it") from None
+        raise SurefootError(f"schema: refers to {error.ref!r}, which is not in it; correct the row") from None
 
 
 PACKAGES = {"math": "math_verify", "json": "jsonschema"}
-JUDGES: dict[str, Callable[[str, Any], bool]] = {"math": equal, "json": fits}
+CHECKS: dict[str, Callable[[str, Any], bool]] = {"math": equal, "json": fits}
 
 
-def _refused(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
-
-
-def _bound_memory() -> None:
+def _limit_memory() -> None:
     try:
         import resource
     except ImportError:  # Windows

@@ -15,7 +15,7 @@ from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.answers import Answers
 from surefoot.language.online.world import LanguageWorld
-from surefoot.verifiers.extract import following
+from surefoot.verifiers.answers import following
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""Run checks in separate processes with a time limit, so that a response that hangs scores 0 and stops nothing else."""
+
+import atexit
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from surefoot.errors import SurefootError, missing_extra
+
+STARTUP = 120.0
+"""extra seconds for the first check of a new process, which imports packages first"""
+_IDLE: "SimpleQueue[_Worker]" = SimpleQueue()
+"""processes kept for the next call, because starting one takes a second"""
+
+Columns = Mapping[str, Sequence[Any]]
+Times = Callable[[Mapping[str, Any], Columns], int]
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def check_in_processes(kind: str, rows: Sequence[tuple[str, Any]], seconds: float, workers: int) -> list[float]:
+    """The score of each (response, answer) by the check named ``kind``; 0 if the check took longer than ``seconds``.
+
+    Raises SurefootError for a row whose answer is invalid.
+    """
+    with ThreadPoolExecutor(workers or cores()) as threads:
+        try:
+            replies = list(threads.map(lambda row: _check(kind, row, seconds), rows))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+    for number, reply in enumerate(replies, 1):
+        if "error" in reply:
+            raise SurefootError(f"response {number}: {reply['error']}")
+    return [float(reply["value"]) for reply in replies]
+
+
+def check_package(module: str, package: str, name: str) -> None:
+    """Raise SurefootError, which names the extra to install, unless the package is installed."""
+    if importlib.util.find_spec(module) is None:
+        raise missing_extra(package, "verifiers", f"surefoot.verifiers:{name}")
+
+
+def cores() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(kind: str, row: tuple[str, Any], seconds: float) -> dict[str, Any]:
+    try:
+        worker = _IDLE.get_nowait()
+    except Empty:
+        worker = _Worker()
+    try:
+        reply = worker.request([kind, seconds, *row], seconds)
+    except BaseException:
+        worker.kill()
+        raise
+    if reply is None:
+        worker.kill()
+        return {"value": 0.0}
+    _IDLE.put(worker)
+    return reply
+
+
+class _Worker:
+    """One process, which handles one request at a time."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "surefoot.verifiers.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C must reach only this process
+        )
+        self.new = True
+
+    def request(self, job: Any, seconds: float) -> dict[str, Any] | None:
+        """The reply, or None if there is none in time."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds + (STARTUP if self.new else 0.0)
+        reply = b""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+        while not reply.endswith(b"\n"):
+            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            chunk = os.read(self.process.stdout.fileno(), 65_536)
+            if not chunk:  # the process ended: out of memory, or by its own alarm
+                return None
+            reply += chunk
+        self.new = False
+        return dict(json.loads(reply))
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # unread input
+                stream.close()
+
+
+@atexit.register
+def close() -> None:
+    """Kill all idle processes."""
+    with contextlib.suppress(Empty):
+        while True:
+            _IDLE.get_nowait().kill()
+
+
+# ---- limits of reward functions ---------------------------------------------------------------------------------------
+
+
+def requires(check: Callable[[], None]) -> Callable[[Function], Function]:
+    """Set a function's attribute ``ready``: a check that runs before training and raises if the function can't work here."""
+
+    def decorate(function: Function) -> Function:
+        function.ready = check  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def bounded(times: Times = lambda arguments, columns: 1) -> Callable[[Function], Function]:
+    """Set the attribute ``longest`` of a function with ``seconds`` and ``workers``: the seconds for ``count`` responses that
+    all use their full time.
+
+    times   how often one response may take ``seconds``, from the arguments and the columns of the rows; default: once
+    """
+
+    def decorate(function: Function) -> Function:
+        defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+        def longest(count: int, arguments: Mapping[str, Any], columns: Columns) -> float:
+            used = {**defaults, **arguments}
+            return -(-count // (used["workers"] or cores())) * float(used["seconds"]) * times(used, columns)
+
+        function.longest = longest  # type: ignore[attr-defined]
+        return function
+
+    return decorate
