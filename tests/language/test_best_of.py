@@ -192,7 +192,7 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
     [
         ({"--reward": "mine.py:same", "--worst": None}, ("no prompt has a response to choose", "rewards differ")),
         ({"--keep-cut": False, "--max-tokens": "1"}, ("were cut: raise --max-tokens, or add --keep-cut",)),
-        ({"--worst": None, "--samples": "1"}, ("--samples 1", "take 2 or more")),
+        ({"--worst": None, "--samples": "1"}, ("--samples 1", "use 2 or more")),
         ({"--out": "rows.parquet"}, ("--out rows.parquet", "ends in .jsonl")),
         ({"--prompts": "nowhere.jsonl"}, ("nowhere.jsonl: no such file",)),
         ({"--reward": "nowhere"}, ("--reward=",)),

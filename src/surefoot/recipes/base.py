@@ -1,7 +1,6 @@
-"""What the recipe of every kind has.
+"""The fields that recipes of every kind have, and what follows from them.
 
-A recipe is a frozen value. What follows from its fields (batch size, number of iterations) is a property, never filled in
-later.
+A recipe is a frozen value. What follows from its fields, such as the batch size, is a property.
 """
 
 import math
@@ -14,11 +13,11 @@ from surefoot.core.algorithms import MAX_COUNT, MAX_LENGTH, Objective
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
 
-# Bounds above are far beyond any use: they are where a slip of the keyboard ends, before memory or a lifetime does.
+# The upper bounds are far beyond any use; they catch typing errors before memory or time runs out.
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
-"""of a budget, or between two of the same thing"""
+"""of a budget, or between two events"""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-"""of things that are there, or done, one after the other"""
+"""of objects or repetitions"""
 Size = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
 """of a batch: steps, rows or tokens"""
 Width = Annotated[int, Field(ge=1, le=16_384)]
@@ -26,7 +25,7 @@ Width = Annotated[int, Field(ge=1, le=16_384)]
 Cores = Annotated[int, Field(ge=1, le=1_024)]
 """threads or processes on one machine"""
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
-"""that something may take"""
+"""a time limit"""
 
 
 class Section(pydantic.BaseModel):
@@ -36,82 +35,82 @@ class Section(pydantic.BaseModel):
 
 
 class OptimizerSettings(Section):
-    """How θ moves."""
+    """Adam, its learning-rate schedule, gradient clipping and micro-batches."""
 
     learning_rate: float = Field(3e-4, gt=0)
     """Adam's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """linear and cosine fall to zero over the budget"""
+    """linear and cosine decay the learning rate to zero over the budget"""
     warmup: float = Field(0.0, ge=0, lt=1)
-    """share of the budget over which the learning rate first rises from zero"""
+    """share of the budget over which the learning rate rises from zero"""
     epsilon: float = Field(1e-5, gt=0)
     """Adam's epsilon"""
     max_grad_norm: float | None = Field(0.5, gt=0)
-    """scale larger gradients down to this norm; TRPO's own step is bounded by its KL and not by this"""
+    """clip gradients to this norm; none: no clipping. TRPO's policy step is bounded by its KL instead"""
     critic_learning_rate: float | None = Field(None, gt=0)
-    """give the critic its own optimizer, with this learning rate"""
+    """use a separate optimizer for the critic, with this learning rate"""
     critic_max_grad_norm: float | None = Field(0.5, gt=0)
-    """gradient clip of the critic's own optimizer"""
+    """gradient clip of the critic's separate optimizer"""
     micro_batch: Size | None = None
-    """rows per backward pass; bounds memory, changes no gradient"""
+    """rows per backward pass; limits memory, gradients stay the same"""
     micro_batch_tokens: Size | None = None
-    """tokens of text per backward pass, padding included, in rows of like length; bounds memory, changes no gradient"""
+    """tokens per backward pass, with padding, in rows of similar length; limits memory, gradients stay the same"""
 
 
 class EvaluationSettings(Section):
     """Periodic evaluation; the best checkpoint is kept in best/."""
 
     every: Steps | None = None
-    """steps between evaluations; none means a tenth of the budget"""
+    """steps between evaluations; none: a tenth of the budget"""
     seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
     """seed of the evaluation's episodes or samples"""
     patience: Count | None = None
-    """stop after so many evaluations in a row without a better one; none trains to the end"""
+    """stop after this many evaluations in a row without a new best; none: train to the end"""
 
 
 class CheckpointSettings(Section):
-    """What is saved, and when."""
+    """Periodic checkpoints."""
 
     every: Steps | None = None
-    """steps between checkpoints; none means a tenth of the budget"""
+    """steps between checkpoints; none: a tenth of the budget"""
     keep: Count = 2
-    """how many of the last are kept, besides best/"""
+    """latest checkpoints to keep, besides best/"""
 
 
 class TraceSettings(Section):
     """Traces: every number behind an update, for a few steps or tokens, in traces/."""
 
     every: Steps | None = None
-    """steps between traces, of which the first iteration has one; none means a tenth of the budget"""
+    """steps between traces, starting with the first iteration; none: a tenth of the budget"""
     rows: int = Field(2, ge=0, le=MAX_COUNT)
-    """responses, or episodes (the longest piece in the batch, of one environment each), per trace; 0 switches traces off"""
+    """rows per trace: responses, or the longest episode part of that many environments; 0: no traces"""
     max_megabytes: float = Field(64.0, gt=0, le=MAX_LENGTH)
-    """what all traces of a run may take on the disk, in 10⁶ bytes; the oldest make room"""
+    """disk space for all traces of a run, in 10⁶ bytes; the oldest are deleted first"""
 
 
 class Recipe(Section):
-    """What every run has, whatever is trained."""
+    """The fields of every kind of run."""
 
     default_algorithm: ClassVar[str] = "PPO_CLIP"
     subject: ClassVar[str]
-    """the field that says what is trained"""
+    """name of the field with the task or model"""
     scores: ClassVar[tuple[str, ...]]
-    """metrics that tell how well a run ended, the best known first"""
+    """metrics that show how good the result is, the most reliable first"""
 
     kind: str
-    """what is trained, and how: control, sft, reward, dpo or language"""
+    """kind of training: control, sft, reward, dpo or language"""
     algorithm: str = "PPO_CLIP"
-    """name of the algorithm that [objective] starts from; \"custom\" starts from nothing"""
+    """algorithm that [objective] starts from; \"custom\": the plain defaults"""
     steps: Steps = 100_000
-    """the budget: environment steps in control; rows to learn from, or responses, in language"""
+    """budget: environment steps in control; rows, or responses of online runs, in language"""
     seed: int = Field(1, ge=0, le=MAX_SEED)
-    """decides everything random"""
+    """seed of all randomness"""
     device: str = Field("cpu", pattern=r"^(cpu|mps|cuda(:\d+)?)$")
-    """where the network lives: cpu, cuda, cuda:1 …"""
+    """device of the network: cpu, mps, cuda, cuda:1 …"""
     threads: Cores = 1
-    """torch threads; one is fastest for small networks, and results are exact for a given number"""
+    """torch threads; 1 is fastest for small networks. Results are exact for a fixed number"""
     engine: Literal["eager", "compiled"] = "eager"
-    """compiled runs updates, and acting, as compiled programs: faster, once a C++ compiler has made them (under a minute)"""
+    """compiled: compile updates and acting, in up to a minute; they run faster then. Needs a C++ compiler"""
     objective: Objective
     optimizer: OptimizerSettings = OptimizerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -120,27 +119,27 @@ class Recipe(Section):
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
-        """What this kind sets otherwise in an algorithm's objective, where a recipe doesn't say."""
+        """Switches of the objective that this kind sets differently by default."""
         return {}
 
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """A recipe's tables, those of its objective whole, with what follows from them where it says nothing."""
+        """A recipe's tables, with the defaults that depend on other fields. The objective's table is complete already."""
         return table
 
     @property
     def trained(self) -> str:
-        """What is trained, by name."""
+        """The name of the task or model."""
         return str(getattr(self, self.subject))
 
     @property
     def title(self) -> str:
-        """What a run does, in a few words."""
+        """The run in a few words."""
         return f"{self.algorithm} on {self.trained}"
 
     @property
     def compiled_rows(self) -> int | None:
-        """How many single steps an update by the compiled engine reads; None for the eager one."""
+        """Steps per update of the compiled engine; None for the eager engine."""
         return None
 
     @property
@@ -160,16 +159,16 @@ class Recipe(Section):
 
 
 def nearest_divisor(total: int, wanted: int) -> int:
-    """The divisor of ``total`` that is nearest to ``wanted``, the smaller of two; what messages propose."""
+    """The divisor of ``total`` that is nearest to ``wanted``, the smaller of two; for suggestions in errors."""
     below = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
     return min((*below, *(total // d for d in below)), key=lambda d: (abs(d - wanted), d))
 
 
-def require_size(total: int, what: str, first: tuple[str, int], second: tuple[str, int]) -> None:
-    """Raise SurefootError where an iteration, the product of two counts, is larger than a batch may be."""
+def check_iteration_size(total: int, unit: str, first: tuple[str, int], second: tuple[str, int]) -> None:
+    """Raise SurefootError if an iteration, the product of two fields, is larger than a batch may be."""
     (name, value), (other, times) = first, second
     if total > MAX_LENGTH:
         raise SurefootError(
-            f"{name}={value}: an iteration of {total:,} {what} (x {other}={times}) is more than {MAX_LENGTH:,}; lower one of "
+            f"{name}={value}: an iteration of {total:,} {unit} (x {other}={times}) is more than {MAX_LENGTH:,}; lower one of "
             "them"
         )

@@ -1,4 +1,4 @@
-"""Recipes for agents in environments, and which combinations are refused."""
+"""Recipes of agents in environments, the checks of their fields, and of environment ids."""
 
 import contextlib
 import importlib.util
@@ -21,69 +21,70 @@ from surefoot.recipes.base import (
     Section,
     Size,
     Width,
+    check_iteration_size,
     nearest_divisor,
-    require_size,
 )
 
 
 class Network(Section):
-    """The policy network of control."""
+    """The policy network."""
 
     hidden: Annotated[tuple[Width, ...], Field(max_length=100)] = (64, 64)
     """widths of the hidden layers"""
     activation: Literal["tanh", "relu"] = "tanh"
-    """between the layers"""
+    """activation between the layers"""
     shared_trunk: bool = False
-    """let actor and critic share all layers but the last"""
+    """share all layers of actor and critic except the last"""
     log_std: float = 0.0
     """initial log standard deviation of Box actions"""
     lstm: Width | None = None
-    """width of an LSTM behind the hidden layers, for observations that don't tell all; none: no memory"""
+    """width of an LSTM after the hidden layers, for partial observations; none: no LSTM"""
     custom: str | None = None
-    """module:factory of a network of your own, in place of encoders and hidden layers"""
+    """module:function that makes your own network, instead of encoders and hidden layers"""
 
 
 class RolloutSettings(Section):
-    """How much experience is collected before each update."""
+    """Environments, and the steps of one iteration."""
 
     environments: Count = 8
-    """environments stepped together"""
+    """number of environments"""
     steps: Count = 128
     """steps of each environment per iteration"""
     episodes: Count = 1
-    """whole episodes of each environment per iteration, instead of steps, where the objective has no critic"""
+    """without a critic: whole episodes of each environment per iteration, instead of steps"""
     at_least: Size | None = None
-    """instead of a number of episodes: whole ones until a batch has this many steps, where the objective has no critic"""
+    """without a critic: collect whole episodes until the batch has this many steps, instead of a number of episodes"""
     backend: Literal["loop", "workers", "native", "envpool"] = "loop"
-    """where environments run: in this process, in worker processes, or in the id's own vector environment or EnvPool's"""
+    """loop: environments run in this process; workers: in worker processes; native: the id's own vector environment; envpool:
+    EnvPool"""
     workers: Cores | None = None
-    """how many processes for backend "workers"; none means one per core"""
+    """worker processes of backend "workers"; none: one per core"""
     deadline: Seconds = 60.0
-    """seconds that one step or reset of an environment may take in a worker process"""
+    """seconds that a step or reset in a worker process may take"""
 
 
 class NormaliseSettings(Section):
-    """One scale for whatever the task has: of what the network sees, by running statistics, and of what it does."""
+    """Scales of observations, rewards and actions."""
 
     observations: bool = False
-    """shift and scale observations by their running mean and standard deviation"""
+    """subtract the running mean of observations and divide by their running standard deviation"""
     rewards: bool = False
     """divide rewards by the running standard deviation of the discounted return"""
     actions: bool = True
-    """stretch −1 … 1 of the policy over the bounds of Box actions, where both are finite; false: actions are only clipped"""
+    """scale the policy's −1 … 1 to the bounds of Box actions, if both are finite; false: only clip actions to the bounds"""
     clip: float = Field(10.0, gt=0)
-    """clip observations and rewards that were normalised at ±this"""
+    """clip normalised observations and rewards at ±this"""
 
 
 class ControlEvaluation(EvaluationSettings):
     """Periodic greedy evaluation; the best agent is kept in best/."""
 
     episodes: int = Field(10, ge=0, le=MAX_COUNT)
-    """episodes of each; 0 switches evaluation off"""
+    """episodes per evaluation; 0: no evaluation"""
 
 
-WHOLE = {"seed", "device", "threads", "rollout", "network", "normalise", "optimizer", "evaluation", "checkpoint"}
-"""what every recipe states that a run or an agent keeps, whatever version wrote it; one typed by hand does not"""
+SAVED_FIELDS = {"seed", "device", "threads", "rollout", "network", "normalise", "optimizer", "evaluation", "checkpoint"}
+"""fields that the recipes of runs and agents have, whatever version wrote them; a recipe written by hand leaves some out"""
 
 
 class ControlRecipe(Recipe):
@@ -93,11 +94,11 @@ class ControlRecipe(Recipe):
     scores: ClassVar[tuple[str, ...]] = ("evaluation_return", "episode_return")
 
     kind: Literal["control"] = "control"
-    """what is trained, and how: control, sft, reward, dpo or language"""
+    """kind of training: control, sft, reward, dpo or language"""
     task: str
     """Gymnasium id, or module:function that makes an environment"""
     environment: dict[str, Any] = Field({})
-    """keyword arguments for the environment's maker"""
+    """keyword arguments of the environment"""
     rollout: RolloutSettings = RolloutSettings()
     network: Network = Network()
     normalise: NormaliseSettings = NormaliseSettings()
@@ -105,41 +106,60 @@ class ControlRecipe(Recipe):
 
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """What was kept whole before there was ``normalise.actions`` goes on without."""
+        """Recipes saved before ``normalise.actions`` existed get false, as they were trained."""
         normalise = table.get("normalise")
-        if not (table.keys() >= WHOLE and isinstance(normalise, Mapping) and "actions" not in normalise):
+        if not (table.keys() >= SAVED_FIELDS and isinstance(normalise, Mapping) and "actions" not in normalise):
             return table
         return {**table, "normalise": {**normalise, "actions": False}}
 
     @property
     def batch_size(self) -> int:
-        """Steps per iteration, where they are counted in steps."""
+        """Steps per iteration, unless the algorithm collects whole episodes."""
         return self.rollout.environments * self.rollout.steps
 
     @property
     def compiled_rows(self) -> int | None:
-        """The whole batch, where the recipe asks for the compiled engine."""
+        """Steps per update of the compiled engine: the whole batch; None for the eager engine."""
         return self.batch_size if self.engine == "compiled" else None
 
     @pydantic.model_validator(mode="after")
-    def _fits(self) -> "ControlRecipe":
-        reuse, objective, rollout = self.objective.reuse, self.objective, self.rollout
-        require_size(self.batch_size, "steps", ("rollout.environments", rollout.environments), ("rollout.steps", rollout.steps))
-        if reuse and self.network.lstm and self.rollout.environments % reuse.minibatches:
+    def _check(self) -> "ControlRecipe":
+        self._check_batch()
+        self._check_backend()
+        self._check_objective()
+        self._check_network()
+        if self.engine == "compiled":
+            self._check_compiled()
+        return self
+
+    def _check_batch(self) -> None:
+        """Minibatches must divide the batch."""
+        environments, steps, reuse = self.rollout.environments, self.rollout.steps, self.objective.reuse
+        check_iteration_size(self.batch_size, "steps", ("rollout.environments", environments), ("rollout.steps", steps))
+        if reuse and self.network.lstm and environments % reuse.minibatches:
             raise SurefootError(
                 f"objective.reuse.minibatches={reuse.minibatches}: an LSTM learns from whole sequences, one per environment, "
-                f"and this does not divide rollout.environments={self.rollout.environments}; choose a divisor, such as "
-                f"{nearest_divisor(self.rollout.environments, reuse.minibatches)}"
+                f"and this does not divide rollout.environments={environments}; choose a divisor, such as "
+                f"{nearest_divisor(environments, reuse.minibatches)}"
             )
-        if reuse and not objective.needs_whole_episodes and self.batch_size % reuse.minibatches:
+        if reuse and not self.objective.needs_whole_episodes and self.batch_size % reuse.minibatches:
             raise SurefootError(
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the batch of {self.batch_size} steps "
-                f"(rollout.environments={self.rollout.environments} x rollout.steps={self.rollout.steps}); "
+                f"(rollout.environments={environments} x rollout.steps={steps}); "
                 f"choose a divisor, such as {nearest_divisor(self.batch_size, reuse.minibatches)}"
             )
+        if self.optimizer.micro_batch_tokens is not None:
+            raise SurefootError(
+                f"optimizer.micro_batch_tokens={self.optimizer.micro_batch_tokens}: counts tokens of text, and control has "
+                "none; set optimizer.micro_batch"
+            )
+
+    def _check_backend(self) -> None:
+        """Workers need their backend; vector environments can't collect whole episodes."""
+        rollout = self.rollout
         if rollout.workers is not None and rollout.backend != "workers":
             raise SurefootError(
-                f"rollout.workers={rollout.workers}: environments run in backend {rollout.backend!r}; set rollout.backend = "
+                f"rollout.workers={rollout.workers}: is for backend 'workers', not {rollout.backend!r}; set rollout.backend = "
                 "'workers', or unset it"
             )
         if rollout.workers is not None and rollout.workers > rollout.environments:
@@ -147,15 +167,19 @@ class ControlRecipe(Recipe):
                 f"rollout.workers={rollout.workers}: more processes than rollout.environments={rollout.environments}; set at "
                 "most that many"
             )
-        if rollout.backend in ("native", "envpool") and objective.needs_whole_episodes:
+        if rollout.backend in ("native", "envpool") and self.objective.needs_whole_episodes:
             raise SurefootError(
-                f"rollout.backend={rollout.backend!r}: can't run whole episodes side by side, and {self.algorithm} needs them; "
-                "set 'workers' or 'loop', or use an objective with a critic"
+                f"rollout.backend={rollout.backend!r}: can't collect whole episodes, and {self.algorithm} needs them; set "
+                "'workers' or 'loop', or use an objective with a critic"
             )
+
+    def _check_objective(self) -> None:
+        """Switches for text are an error."""
+        objective = self.objective
         if objective.compares_in_groups:
             raise SurefootError(
-                f"objective.baseline={objective.baseline!r}: compares responses to the same prompt, which are for kind = "
-                "'language'; set 'critic' or 'mean'"
+                f"objective.baseline={objective.baseline!r}: compares responses to the same prompt, which only kind = "
+                "'language' has; set 'critic' or 'mean'"
             )
         if objective.ratio != "token":
             raise SurefootError(
@@ -174,32 +198,25 @@ class ControlRecipe(Recipe):
             raise SurefootError(
                 f"objective.router_coefficient={objective.router_coefficient}: is for mixtures of experts in language; set 0"
             )
-        if objective.baseline != "critic" and self.optimizer.critic_learning_rate is not None:
-            raise SurefootError(
-                f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: {self.algorithm} has no critic; "
-                "unset it"
-            )
-        if self.network.shared_trunk and objective.constraint is not None and objective.baseline == "critic":
-            raise SurefootError(
-                f"network.shared_trunk=true: under a KL constraint ({self.algorithm}) the critic is fitted apart from the "
-                "policy and can't share its trunk; set network.shared_trunk = false"
-            )
-        if self.optimizer.micro_batch_tokens is not None:
-            raise SurefootError(
-                f"optimizer.micro_batch_tokens={self.optimizer.micro_batch_tokens}: counts tokens of text, and control has "
-                "none; set optimizer.micro_batch"
-            )
-        if self.engine == "compiled":
-            self._can_be_compiled()
-        if self.network.shared_trunk and self.optimizer.critic_learning_rate is not None:
-            raise SurefootError(
-                f"optimizer.critic_learning_rate={self.optimizer.critic_learning_rate}: a critic on a shared trunk cannot "
-                "have its own optimizer; unset it, or set network.shared_trunk = false"
-            )
-        return self
 
-    def _can_be_compiled(self) -> None:
-        """Raise SurefootError where an update has no static shape, or is more than one gradient step per minibatch."""
+    def _check_network(self) -> None:
+        """A critic with its own optimizer, or under a KL constraint, needs its own network."""
+        has_critic, rate = self.objective.baseline == "critic", self.optimizer.critic_learning_rate
+        if rate is not None and not has_critic:
+            raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
+        if self.network.shared_trunk and self.objective.constraint is not None and has_critic:
+            raise SurefootError(
+                f"network.shared_trunk=true: under a KL constraint ({self.algorithm}) the critic is fitted separately from "
+                "the policy and can't share its trunk; set network.shared_trunk = false"
+            )
+        if self.network.shared_trunk and rate is not None:
+            raise SurefootError(
+                f"optimizer.critic_learning_rate={rate}: a critic on a shared trunk can't have its own optimizer; unset it, "
+                "or set network.shared_trunk = false"
+            )
+
+    def _check_compiled(self) -> None:
+        """A compiled update has a static shape and one gradient step per minibatch."""
         reasons = {
             f"{self.algorithm} takes natural steps": self.objective.constraint is not None,
             f"{self.algorithm} collects whole episodes, whose lengths differ": self.objective.needs_whole_episodes,

@@ -1,4 +1,4 @@
-"""Recipes for language models: supervised, reward models, online; and which combinations are refused."""
+"""Recipes of language models (SFT, reward models, DPO, online training) and the checks of their fields."""
 
 import math
 import re
@@ -20,8 +20,8 @@ from surefoot.recipes.base import (
     Size,
     TraceSettings,
     Width,
+    check_iteration_size,
     nearest_divisor,
-    require_size,
 )
 
 
@@ -29,134 +29,134 @@ class LanguageEvaluation(EvaluationSettings):
     """Periodic evaluation on held-out rows; the best checkpoint is kept in best/."""
 
     rows: int = Field(256, ge=0, le=MAX_LENGTH)
-    """held-out rows of each, from the first on; 0 switches evaluation off"""
+    """held-out rows per evaluation, from the first row; 0: no evaluation"""
 
 
 class OnlineEvaluation(LanguageEvaluation):
     """Periodic evaluation on held-out rows; the best checkpoint is kept in best/."""
 
     demonstrations: str | None = None
-    """file or folder of demonstrations that were never trained on: how likely the policy finds them at each evaluation tells
-    what it forgets; none: not measured"""
+    """file or folder of demonstrations that are not trained on; their likelihood at each evaluation shows what the policy
+    forgets; none: not measured"""
 
 
 class SupervisedTraces(TraceSettings):
-    """Traces: every number behind an update, for a few rows, in traces/; off unless asked for."""
+    """Traces: every number behind an update, for a few rows, in traces/; off by default."""
 
     rows: int = Field(0, ge=0, le=MAX_COUNT)
-    """rows per trace; 0 switches traces off"""
+    """rows per trace; 0: no traces"""
 
 
 class LanguageOptimizer(OptimizerSettings):
-    """How θ moves, from where a pretrained model stands."""
+    """Adam, with defaults for pretrained models."""
 
     learning_rate: float = Field(1e-5, gt=0)
-    """Adam's learning rate: 1e-6 to 1e-5 for pretrained models, more for small ones from scratch"""
+    """Adam's learning rate: 1e-6 to 1e-5 for pretrained models, more for small models from scratch"""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """scale larger gradients down to this norm"""
+    """clip gradients to this norm; none: no clipping"""
 
 
 class AdapterSettings(Section):
-    """Train adapters (LoRA) beside frozen weights, and not the weights themselves; needs the extra ``adapters``."""
+    """Train adapters (LoRA) and keep the model's weights frozen; needs the extra ``adapters``."""
 
     rank: Width = 16
-    """r of the two matrices beside each adapted layer"""
+    """rank r of the adapter's two matrices"""
     alpha: float = Field(32.0, gt=0)
-    """what they add is multiplied by alpha / rank"""
+    """the adapter's output is multiplied by alpha / rank"""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """share of their inputs that is dropped while learning; 0 for online runs, where it would change the policy"""
+    """dropout on the adapters' inputs; must be 0 in online runs, where it would change the policy"""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """layers that get one, by the ends of their names such as ["q_proj", "v_proj"], experts such as ["experts.gate_up_proj"]
-    among them; all-linear: all linear ones of the trunk, which fused experts are not"""
+    """layers with adapters, by the ends of their names, such as ["q_proj", "v_proj"], or ["experts.gate_up_proj"] for fused
+    experts; all-linear: all linear layers of the trunk, without fused experts"""
     merge: bool = True
-    """leave the merged model in model/ as well; false: adapter/ alone"""
+    """also save the merged model in model/; false: save adapter/ only"""
 
 
 class DataSettings(Section):
-    """Rows to learn from: JSONL, Parquet, or a saved ``datasets`` folder."""
+    """Training rows: JSONL, Parquet, or a saved ``datasets`` folder."""
 
     train: str
     """file or folder of the training rows"""
     held_out: str | None = None
-    """file or folder of rows that are never trained on, for evaluation; none: evaluation is off"""
+    """file or folder of rows for evaluation, never trained on; none: no evaluation"""
     max_length: int = Field(1024, ge=2, le=MAX_LENGTH)
-    """tokens of a row at most; longer rows are dropped and counted"""
+    """longest row in tokens; longer rows are dropped and counted"""
     batch: Count = 64
     """rows per update"""
 
 
 class PromptSettings(Section):
-    """Prompts to answer: JSONL, Parquet, or a saved ``datasets`` folder. Other columns of a row go to the reward."""
+    """Prompts: JSONL, Parquet, or a saved ``datasets`` folder. The reward gets the other columns of a row."""
 
     train: str
     """file or folder of the training prompts"""
     held_out: str | None = None
-    """file or folder of prompts that are never trained on, for evaluation; none: evaluation is off"""
+    """file or folder of prompts for evaluation, never trained on; none: no evaluation"""
     max_length: Size = 1024
-    """tokens of a prompt at most; longer prompts are dropped and counted"""
+    """longest prompt in tokens; longer prompts are dropped and counted"""
 
 
 class SamplingSettings(Section):
-    """How responses are sampled, each iteration."""
+    """How responses are sampled in each iteration."""
 
     prompts: Count = 64
     """prompts per iteration"""
     samples: Count = 1
     """responses to each prompt"""
     rounds: Count = 1
-    """replace prompts whose responses all earn the same by further ones, in at most so many rounds (DAPO's dynamic sampling); 1
-    keeps what was sampled"""
+    """replace prompts whose responses all earn the same, in at most this many rounds of sampling (DAPO's dynamic sampling);
+    1: keep all"""
     max_tokens: Count = 64
-    """tokens of a response at most, EOS included"""
+    """longest response in tokens, with EOS; of each turn, in conversations"""
     temperature: float = Field(1.0, gt=0)
-    """divides logits: in sampling, and in every log-probability alike"""
+    """divides the logits, in sampling and in all log-probabilities"""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """texts that end a response, besides EOS; they are no part of the text that rewards and environments get"""
+    """texts that end a response, in addition to EOS; rewards and environments get the response without them"""
     old_log_probs: Literal["trainer", "sampler"] = "trainer"
-    """whose log π_old ratios are formed with: scored again by what is trained, or as the sampler had it when it drew"""
+    """log π_old of the ratios: computed again by the trained model (trainer), or kept from sampling (sampler)"""
 
 
 class TurnSettings(Section):
-    """Conversations: an environment answers what the model writes, and the model goes on."""
+    """Conversations of several turns with an environment."""
 
     environment: str | None = None
-    """module:Class or file.py:Class: an object of it answers in each conversation; none: a response is one turn"""
+    """module:Class or file.py:Class; an object of it answers each turn of a conversation; none: responses are one turn"""
     arguments: dict[str, Any] = Field({})
-    """what the class is called with, by name, such as { patience = 3 }"""
+    """keyword arguments of the class, such as { patience = 3 }"""
     max_turns: int = Field(8, ge=1, le=1_000)
-    """turns of the model in a conversation at most; each has sampling.max_tokens"""
+    """most turns of the model in a conversation; each has sampling.max_tokens"""
     max_length: int | None = Field(None, ge=2, le=MAX_LENGTH)
-    """tokens of a conversation at most, its prompt and what others say included; a turn begins only where all of
-    sampling.max_tokens still fits; none: the model's context"""
+    """longest conversation in tokens, with the prompt and the environment's answers. A turn starts only if
+    sampling.max_tokens more fit; none: the model's context"""
 
 
 class RewardTerm(Section):
-    """One part of the reward: a model's score, a function's or a server's."""
+    """One term of the reward: a reward model, a function or a server."""
 
     model: str | None = None
     """folder of a reward model"""
     function: str | None = None
     """module:function or file.py:function: prompts, responses and columns in, floats out"""
     url: str | None = None
-    """address of a server that does what a function does: JSON in, JSON out"""
+    """address of a server that works like a function: JSON in, JSON out"""
     weight: float = 1.0
-    """what it is multiplied by in the sum"""
+    """weight in the sum"""
     per: Literal["response", "token", "step"] | None = None
-    """what a score is for; none: what the function's attribute ``per`` says, else response"""
+    """unit that gets a score; none: the function's attribute ``per``, else response"""
     separator: Annotated[str, Field(min_length=1)] | None = None
-    """text that steps end with, which get a score each; none: the function says itself where they end"""
+    """text that ends each step; none: the function returns the ends of its steps"""
     arguments: dict[str, Any] = Field({})
-    """a function's other arguments, by name, such as { tolerance = 0.01 }; a server gets them with every request"""
+    """other keyword arguments of a function, such as { tolerance = 0.01 }; a server gets them with every request"""
     batch: Count = 64
     """responses per request to a server"""
     token_from: str | None = None
-    """environment variable with the token of the header Authorization; its value is never written"""
+    """environment variable with the token of the Authorization header; its value is never saved"""
     retries: int = Field(5, ge=0, le=100)
-    """further tries of a request, at growing intervals, where a server is down or busy"""
+    """retries of a request, at growing intervals, while a server is down or busy"""
 
 
 def term_error(term: Any) -> str:
-    """What is wrong with a term, to be put behind the name of its place: ``.weight=nan: …`` or ``: …``; "" where nothing is."""
+    """The error in a reward term, to append to the name of its place: ``.weight=nan: …`` or ``: …``; "" if it is valid."""
     kinds = [name for name in ("model", "function", "url") if getattr(term, name) is not None]
     if len(kinds) != 1:
         has = " and ".join(kinds) if kinds else "neither model, function nor url"
@@ -164,149 +164,141 @@ def term_error(term: Any) -> str:
     if not math.isfinite(term.weight):
         return f".weight={term.weight}: must be a finite number"
     if term.model is not None and term.arguments:
-        return f".arguments={dict(term.arguments)}: arguments are for functions; a model takes none"
+        return f".arguments={dict(term.arguments)}: arguments are for functions, not for models; unset them"
     if term.url is None:
         for name in ("batch", "token_from", "retries"):
             if getattr(term, name) != RewardTerm.model_fields[name].default:
                 return f".{name}: is for a url; unset it"
     if term.token_from is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", term.token_from):
-        return (
-            ".token_from: must be the name of an environment variable, in capitals, such as REWARD_TOKEN, and never the token"
-        )
+        return ".token_from: must be the name of an environment variable, in capitals, such as REWARD_TOKEN, not the token"
     if term.separator is not None and term.per not in ("step", None):
         return f".separator={term.separator!r}: is for steps; set per = 'step'"
     if term.model is not None and term.per == "token":
-        return ".per='token': a model has tokens of its own; set per = 'step' and a separator"
+        return ".per='token': the reward model may have other tokens than the policy; set per = 'step' and a separator"
     if term.model is not None and (term.per == "step") != (term.separator is not None):
         return f".per={term.per!r}: a model's steps need both per = 'step' and a separator, such as '\\n'"
     return ""
 
 
 class RewardSettings(Section):
-    """What a response earns: at its last token, or at each of its steps or tokens."""
+    """The reward of a response: at its last token, or at each of its steps or tokens."""
 
     terms: tuple[RewardTerm, ...] = ()
-    """the parts of the reward, which are added up; may be empty where an environment rewards turns"""
+    """terms of the reward, added up; may be empty if the environment rewards turns"""
     missing_eos: Literal["penalty", "subtract", "bootstrap"] | None = "penalty"
-    """a response cut by the length limit, or before its environment was done: earns missing_eos_value instead (for its last
-    turn), or loses that much, or what follows is bootstrapped by V; none: it is scored like any other"""
+    """for a response truncated by a length limit, or a conversation that did not end. penalty: it earns missing_eos_value
+    (for its last turn) instead; subtract: it loses that much; bootstrap: V stands for the rest; none: scored like any other"""
     missing_eos_value: float = -1.0
     """the penalty, or what is subtracted"""
     overlong: float | None = Field(None, gt=0, le=1)
-    """soft penalty on length, in a straight line from 0 to −1 over the last tokens, this share of sampling.max_tokens (times
-    turns.max_turns, where turns are taken); DAPO has 0.2; none: no penalty"""
+    """soft length penalty: falls linearly from 0 to −1 over the last tokens, this share of sampling.max_tokens (times
+    turns.max_turns in conversations); DAPO uses 0.2; none: no penalty"""
     deadline: Seconds = 60.0
-    """seconds that a reward function or a server may take for a batch, and an environment for a turn of all conversations"""
+    """seconds that a reward function or server may take for a batch, and an environment for a turn of all conversations"""
     tolerated: float = Field(0.1, ge=0, le=1)
-    """share of a batch that a function or a server may leave without a finite number, or whose environment may fail; such
-    responses are masked"""
+    """share of a batch that may get no finite reward, or whose environments may fail; these responses are masked"""
     gold: str | None = None
-    """module:function or file.py:function that tells the truth, where there is one; it is measured and never trained on"""
+    """module:function or file.py:function with the true reward, if there is one; measured, never trained on"""
 
 
 class ReferenceSettings(Section):
-    """The anchor: β·KL(π_θ‖π_ref) is taken off the reward, token by token."""
+    """The KL penalty in the reward, β·KL(π_θ‖π_ref), token by token."""
 
     model: str | None = None
     """folder of the reference; none: the model that training starts from"""
     beta: float = Field(0.05, ge=0)
-    """β; where it is adapted, that of the first iteration. 0: no anchor in the reward, the KL is still measured"""
+    """β, at the first iteration if it is adapted; 0: no penalty, but the KL is measured"""
     target: float | None = Field(None, gt=0)
-    """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β stays"""
+    """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β is fixed"""
     horizon: Size = 10_000
-    """responses over which an error of the KL moves β by its own size"""
+    """responses over which a KL error of 10 % changes β by 10 %"""
 
 
 class MixingSettings(Section):
-    """Demonstrations that every update learns from beside the reward, so that less is forgotten (PPO-ptx)."""
+    """Demonstrations in every update, against forgetting (PPO-ptx)."""
 
     sft_coefficient: float = Field(0.0, ge=0)
-    """weight in the loss of the mean −log π per token of demonstrations; 0: none are read"""
+    """weight of the demonstrations' mean −log π per token in the loss; 0: no demonstrations"""
     demonstrations: str | None = None
-    """file or folder of them, as for SFT: supervised or pretraining text"""
+    """file or folder of demonstrations, in the format of SFT rows: supervised or pretraining text"""
     batch: Count | None = None
-    """rows of them per update; none: as many as a minibatch has responses"""
+    """demonstrations per update; none: as many as a minibatch has responses"""
 
 
 class DpoReferenceSettings(Section):
-    """The anchor of learning from pairs: what the model starts to move from, and what moving costs."""
+    """The reference of DPO, and how close the model stays to it."""
 
     model: str | None = None
     """folder of the reference; none: the model that training starts from"""
     beta: float = Field(0.1, gt=0)
-    """β: the implicit reward of an answer is β·(log π_θ − log π_ref). Larger stays closer to the reference"""
+    """β. DPO: the implicit reward of an answer is β·(log π_θ − log π_ref). Online: the weight of the KL penalty. Larger values
+    stay closer to the reference"""
 
 
 class PreferenceSettings(Section):
-    """How labels of pairs are read."""
+    """The loss of pairs."""
 
     loss: Literal["dpo", "ipo"] = "dpo"
-    """dpo: the chosen answer is better with probability σ(margin of implicit rewards); ipo: the margin of log π_θ −
-    log π_ref is drawn to 1/(2β), so that labels that never contradict each other don't drive it to infinity"""
+    """dpo: the chosen answer is better with probability σ(margin of implicit rewards); ipo: pulls the margin of log π_θ −
+    log π_ref towards 1/(2β), so consistent labels don't drive it to infinity"""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """assumed rate of pairs whose labels are swapped"""
+    """assumed share of pairs with swapped labels"""
 
 
 class CriticSettings(Section):
-    """Where V lives."""
+    """The model of the value function."""
 
     own_model: bool = False
-    """a model of the critic's own, instead of a linear head on the policy's"""
+    """use a separate model instead of a linear head on the policy's"""
     start: str | None = None
-    """folder of the reward model that the critic's own model starts from; none: the policy's start"""
+    """folder of the reward model that the separate model starts from; none: the policy's start"""
 
 
 class ModelRecipe(Recipe):
-    """What every run has that trains a model of language."""
+    """The fields of every kind that trains a language model."""
 
     subject: ClassVar[str] = "model"
 
     model: str
-    """folder or hub id of a transformers model, a run, or \"pocket\", the small built-in one"""
+    """folder or hub id of a transformers model, a run, or \"pocket\", the small built-in model"""
     trust_remote_code: bool = False
-    """let a model's own code from the hub run"""
+    """run a model's own code from the hub"""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 computes the passes through models in autocast; weights stay float32"""
+    """bfloat16: compute in autocast; weights stay float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     check_memory: bool = True
-    """refuse to start a run that needs more memory than there is; false tries it all the same"""
+    """reject a run that needs more memory than there is; false: try it anyway"""
     adapter: AdapterSettings | None = None
-    """train adapters (LoRA) and leave the model's own weights frozen; none: train all weights"""
+    """train adapters (LoRA) and keep the model's weights frozen; none: train all weights"""
     optimizer: LanguageOptimizer = LanguageOptimizer()
     evaluation: LanguageEvaluation = LanguageEvaluation()
 
     @pydantic.model_validator(mode="after")
-    def _runs_eagerly(self) -> "ModelRecipe":
+    def _check_model(self) -> "ModelRecipe":
         if self.engine == "compiled":
             raise SurefootError("engine='compiled': is for control; set engine = 'eager'")
         if self.objective.kl_estimator == "exact":
-            raise SurefootError(
-                "objective.kl_estimator='exact': is for control; the KL of text is estimated on samples, set k3"
-            )
+            raise SurefootError("objective.kl_estimator='exact': is for control; text has only samples of the KL, set k3")
         if self.objective.constraint is not None:
             raise SurefootError(f"algorithm={self.algorithm!r}: natural steps are for control; use PPO_CLIP or PPO_PENALTY")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _adapts(self) -> "ModelRecipe":
         if self.adapter is None:
             return self
         if self.model == "pocket":
             raise SurefootError(
-                "adapter: model='pocket' has random weights, which adapters leave as they are; train it with kind = 'sft' and "
-                "no adapter first, and name that run"
+                "adapter: model='pocket' has random weights, which adapters would keep frozen; first train it with kind = "
+                "'sft' and no adapter, then name that run"
             )
         if self.adapter.dropout and self.gradient_checkpointing:
             raise SurefootError(
-                f"adapter.dropout={self.adapter.dropout}: would be drawn anew where gradient_checkpointing recomputes layers; "
-                "set one of them to 0 or false"
+                f"adapter.dropout={self.adapter.dropout}: gradient_checkpointing would draw another dropout when it recomputes "
+                "layers; set one of them to 0 or false"
             )
         return self
 
 
 class SupervisedRecipe(ModelRecipe):
-    """Learning from rows that are given: the policy-gradient of rows that are all worth 1, which is cross-entropy."""
+    """Learning from given rows: REINFORCE with a reward of 1 for every row, which is cross-entropy."""
 
     default_algorithm: ClassVar[str] = "REINFORCE"
 
@@ -315,19 +307,19 @@ class SupervisedRecipe(ModelRecipe):
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
-        """γ = 0: every token is worth its own reward, which is 1."""
+        """γ = 0: every token earns its own reward of 1."""
         return {"gamma": 0.0}
 
     @pydantic.model_validator(mode="after")
-    def _weighs_all_alike(self) -> "SupervisedRecipe":
+    def _check_objective(self) -> "SupervisedRecipe":
         rate = self.optimizer.critic_learning_rate
         if rate is not None:
             raise SurefootError(f"optimizer.critic_learning_rate={rate}: kind = {self.kind!r} has no critic; unset it")
         free = {name: getattr(self.objective, name) for name in ("aggregation", "aggregation_length", "router_coefficient")}
         if self.objective != Objective(gamma=0.0, **free):
             raise SurefootError(
-                f"objective: kind = {self.kind!r} learns from rows that are all worth 1 (REINFORCE with gamma = 0); only its "
-                "aggregation can be set, and its router_coefficient in SFT"
+                f"objective: kind = {self.kind!r} gives every row a reward of 1 (REINFORCE with gamma = 0); set only its "
+                "aggregation, and router_coefficient in SFT"
             )
         if self.objective.router_coefficient and self.kind != "sft":
             raise SurefootError(
@@ -337,52 +329,52 @@ class SupervisedRecipe(ModelRecipe):
 
 
 class SftRecipe(SupervisedRecipe):
-    """Supervised fine-tuning of a model on demonstrations."""
+    """Supervised fine-tuning on demonstrations."""
 
     scores: ClassVar[tuple[str, ...]] = ("held_out_loss", "policy_loss")
 
     kind: Literal["sft"] = "sft"
-    """what is trained, and how: control, sft, reward, dpo or language"""
+    """kind of training: control, sft, reward, dpo or language"""
 
     @property
     def title(self) -> str:
-        """What a run does, in a few words."""
+        """The run in a few words."""
         return f"SFT of {self.trained}"
 
 
 class RewardRecipe(SupervisedRecipe):
-    """A reward model from pairs of a chosen and a rejected answer (Bradley-Terry): a policy over two answers."""
+    """A reward model from pairs of a chosen and a rejected answer (Bradley-Terry): a policy over the two answers."""
 
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
     kind: Literal["reward"] = "reward"
-    """what is trained, and how: control, sft, reward, dpo or language"""
+    """kind of training: control, sft, reward, dpo or language"""
     demonstrations: str | None = None
-    """rows on which the scores are brought to mean 0 and standard deviation 1; none: the chosen answers of data.train"""
+    """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen answers of data.train"""
 
     @property
     def title(self) -> str:
-        """What a run does, in a few words."""
+        """The run in a few words."""
         return f"reward model from {self.trained}"
 
 
 class DpoRecipe(SupervisedRecipe):
-    """A language model from pairs, with a frozen reference as anchor (DPO, IPO): a policy over two answers."""
+    """A language model from pairs, relative to a frozen reference (DPO, IPO): a policy over the two answers."""
 
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
     kind: Literal["dpo"] = "dpo"
-    """what is trained, and how: control, sft, reward, dpo or language"""
+    """kind of training: control, sft, reward, dpo or language"""
     reference: DpoReferenceSettings = DpoReferenceSettings()
     preference: PreferenceSettings = PreferenceSettings()
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
-        """γ = 0; both labels of a pair are weighed, and a pair's loss is their sum."""
+        """γ = 0; the loss of a pair is the sum over its two labels."""
         return {"gamma": 0.0, "aggregation": "sequence-sum"}
 
     @pydantic.model_validator(mode="after")
-    def _weighs_pairs(self) -> "DpoRecipe":
+    def _check_aggregation(self) -> "DpoRecipe":
         if self.objective.aggregation != "sequence-sum":
             raise SurefootError(
                 f"objective.aggregation={self.objective.aggregation!r}: a pair's loss is the sum over its two labels; unset it"
@@ -391,25 +383,25 @@ class DpoRecipe(SupervisedRecipe):
 
     @property
     def title(self) -> str:
-        """What a run does, in a few words."""
+        """The run in a few words."""
         return f"{self.preference.loss.upper()} of {self.trained}"
 
 
-BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+ALGORITHM_SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2, "missing_eos": None}},
 }
-"""what belongs to a named algorithm and is no switch of its objective: which prompts are kept, what else is paid"""
-GROUP = 8
-"""responses to each prompt where they are compared and nothing else is said"""
+"""settings outside the objective that belong to a named algorithm"""
+GROUP_SIZE = 8
+"""default responses to each prompt, if they are compared in groups"""
 
 
 class LanguageRecipe(ModelRecipe):
-    """A language model by policy gradient: policy, value, reference and reward."""
+    """Online training of a language model: policy, value, reference and reward."""
 
     scores: ClassVar[tuple[str, ...]] = ("held_out_reward", "reward")
 
     kind: Literal["language"] = "language"
-    """what is trained, and how: control, sft, reward, dpo or language"""
+    """kind of training: control, sft, reward, dpo or language"""
     data: PromptSettings
     evaluation: OnlineEvaluation = OnlineEvaluation()
     sampling: SamplingSettings = SamplingSettings()
@@ -421,10 +413,10 @@ class LanguageRecipe(ModelRecipe):
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
-        """The usual settings for responses: γ = 1, advantages normalised over the whole batch, few passes.
+        """The usual settings for responses: γ = 1, advantages normalised over the batch, few epochs.
 
-        What compares responses in groups has scaled its advantages, and says its passes, itself. Without a baseline nothing is
-        normalised: less its mean, the return would have one.
+        Algorithms with groups scale their own advantages and set their own epochs. Without a baseline nothing is normalised:
+        subtracting the mean would be a baseline.
         """
         if algorithm.compares_in_groups:
             return {"gamma": 1.0}
@@ -434,18 +426,20 @@ class LanguageRecipe(ModelRecipe):
 
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Several responses to each prompt where they are compared; no KL in the reward beside a "group" baseline, which has it
-        in the loss or not at all; the longest response allowed, where "constant" needs it; the algorithm's part of ``BESIDE``.
+        """Defaults that depend on the algorithm.
+
+        Groups get several responses to each prompt. A "group" baseline gets no KL in the reward, because it has it in the loss
+        or not at all. Aggregation "constant" gets the longest response. Named algorithms get their ``ALGORITHM_SECTIONS``.
         """
         objective = table["objective"]
-        below: dict[str, Any] = dict(BESIDE.get(table["algorithm"], {}))
+        defaults: dict[str, Any] = dict(ALGORITHM_SECTIONS.get(table["algorithm"], {}))
         if objective.get("baseline") in ("group", "leave_one_out"):
-            below["sampling"] = {"samples": GROUP, **below.get("sampling", {})}
+            defaults["sampling"] = {"samples": GROUP_SIZE, **defaults.get("sampling", {})}
         if objective.get("baseline") == "group":
-            below["reference"] = {"beta": 0.0}
-        for name, settings in below.items():
-            given = table.get(name, {})
-            table = {**table, name: {**settings, **given} if isinstance(given, Mapping) else given}
+            defaults["reference"] = {"beta": 0.0}
+        for name, settings in defaults.items():
+            section = table.get(name, {})
+            table = {**table, name: {**settings, **section} if isinstance(section, Mapping) else section}
         if objective.get("aggregation") == "constant" and objective.get("aggregation_length") is None:
             sampling, turns = table.get("sampling", {}), table.get("turns", {})
             longest = sampling.get("max_tokens", SamplingSettings().max_tokens) if isinstance(sampling, Mapping) else None
@@ -463,82 +457,106 @@ class LanguageRecipe(ModelRecipe):
 
     @property
     def mixed_batch(self) -> int:
-        """Demonstrations per update, where some are mixed in."""
+        """Demonstrations per update, if any are mixed in."""
         reuse = self.objective.reuse
         return self.mixing.batch or self.responses // (reuse.minibatches if reuse else 1)
 
     @property
     def max_response_tokens(self) -> int:
-        """Tokens that a response may have at most, those of others aside."""
+        """Most tokens of a response, over all its turns, without the environment's answers."""
         return self.sampling.max_tokens * (1 if self.turns.environment is None else self.turns.max_turns)
 
     @pydantic.model_validator(mode="after")
-    def _fits(self) -> "LanguageRecipe":
-        reuse, critic, sampling = self.objective.reuse, self.objective.baseline == "critic", self.sampling
-        require_size(
-            self.responses, "responses", ("sampling.prompts", sampling.prompts), ("sampling.samples", sampling.samples)
-        )
+    def _check(self) -> "LanguageRecipe":
+        self._check_batch()
+        self._check_groups()
+        self._check_rows()
+        self._check_reward()
+        self._check_reference()
+        self._check_critic()
+        return self
+
+    def _check_batch(self) -> None:
+        """Minibatches must divide the responses; the policy must be the one that samples."""
+        prompts, samples, reuse = self.sampling.prompts, self.sampling.samples, self.objective.reuse
+        check_iteration_size(self.responses, "responses", ("sampling.prompts", prompts), ("sampling.samples", samples))
         if self.adapter is not None and self.adapter.dropout:
             raise SurefootError(
-                f"adapter.dropout={self.adapter.dropout}: would make the policy another than what sampled; set 0 in online runs"
+                f"adapter.dropout={self.adapter.dropout}: the trained policy would differ from the one that samples; set 0 in "
+                "online runs"
             )
         if reuse and self.responses % reuse.minibatches:
             raise SurefootError(
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the {self.responses} responses of an "
-                f"iteration (sampling.prompts={self.sampling.prompts} x sampling.samples={self.sampling.samples}); choose a "
+                f"iteration (sampling.prompts={prompts} x sampling.samples={samples}); choose a "
                 f"divisor, such as {nearest_divisor(self.responses, reuse.minibatches)}"
             )
-        if self.objective.compares_in_groups and self.objective.gamma != 1:
+
+    def _check_groups(self) -> None:
+        """Groups need at least two responses and no discount; only groups can be replaced."""
+        objective, samples, rounds = self.objective, self.sampling.samples, self.sampling.rounds
+        if objective.compares_in_groups and objective.gamma != 1:
             raise SurefootError(
-                f"objective.gamma={self.objective.gamma:g}: baseline {self.objective.baseline!r} compares what whole responses "
-                "earned, undiscounted; set 1"
+                f"objective.gamma={objective.gamma:g}: baseline {objective.baseline!r} compares the undiscounted rewards of "
+                "whole responses; set 1"
             )
+        if objective.compares_in_groups and samples < 2:
+            raise SurefootError(
+                f"sampling.samples={samples}: objective.baseline={objective.baseline!r} compares the responses to a "
+                "prompt and needs at least 2; set sampling.samples = 8, or objective.baseline = 'critic'"
+            )
+        if rounds > 1 and not objective.compares_in_groups:
+            raise SurefootError(
+                f"sampling.rounds={rounds}: replaces groups whose responses all earn the same, and {self.algorithm} has no "
+                "groups; set sampling.rounds = 1, or objective.baseline = 'group'"
+            )
+
+    def _check_rows(self) -> None:
+        """Demonstrations are evaluated only with evaluation on, and mixed in only from a file."""
         if self.evaluation.demonstrations is not None and not self.evaluation.rows:
             raise SurefootError(
                 f"evaluation.demonstrations={self.evaluation.demonstrations!r}: evaluation.rows=0 switches evaluation off; set "
-                "how many rows, such as 256, or unset it"
+                "evaluation.rows, for example to 256, or unset evaluation.demonstrations"
             )
         if self.mixing.sft_coefficient and self.mixing.demonstrations is None:
             raise SurefootError(
-                f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: is the weight of demonstrations, and there are "
-                "none; name their file with mixing.demonstrations, or set 0"
+                f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: weighs demonstrations, and there are none; name "
+                "their file with mixing.demonstrations, or set 0"
             )
+
+    def _check_reward(self) -> None:
+        """Something must give a reward, and every term must be valid."""
         if not self.reward.terms and self.turns.environment is None:
             raise SurefootError(
                 "reward: is missing; set it, for example reward.terms = [{ function = 'file.py:function' }], or "
                 "turns.environment, which rewards turns"
             )
-        for place, term in enumerate(self.reward.terms):
-            if complaint := term_error(term):
-                raise SurefootError(f"reward.terms[{place}]{complaint}")
-        samples = self.sampling.samples
-        if self.objective.compares_in_groups and samples < 2:
-            raise SurefootError(
-                f"sampling.samples={samples}: objective.baseline={self.objective.baseline!r} compares the responses to a "
-                "prompt and needs at least 2; set sampling.samples = 8, or objective.baseline = 'critic'"
-            )
-        if self.sampling.rounds > 1 and not self.objective.compares_in_groups:
-            raise SurefootError(
-                f"sampling.rounds={self.sampling.rounds}: replaces groups without signal, and {self.algorithm} compares no "
-                "groups; set sampling.rounds = 1, or objective.baseline = 'group'"
-            )
+        for index, term in enumerate(self.reward.terms):
+            if error := term_error(term):
+                raise SurefootError(f"reward.terms[{index}]{error}")
+
+    def _check_reference(self) -> None:
+        """An adapted β starts above 0 and moves slowly."""
         reference = self.reference
         if reference.target is not None and not reference.beta:
             raise SurefootError(
-                f"reference.target={reference.target}: β is adapted by factors, and reference.beta=0 stays 0; start it above"
+                f"reference.target={reference.target}: adapting multiplies β, and reference.beta=0 stays 0; set reference.beta "
+                "above 0"
             )
         if reference.target is not None and reference.horizon < self.responses:
             raise SurefootError(
-                f"reference.horizon={reference.horizon}: β would move too far at once, below 0 even; set at least the "
-                f"{self.responses} responses of an iteration"
+                f"reference.horizon={reference.horizon}: β would change too much at once and could become negative; set at "
+                f"least the {self.responses} responses of an iteration"
             )
-        if self.reward.missing_eos == "bootstrap" and not critic:
+
+    def _check_critic(self) -> None:
+        """Settings of a critic need a critic."""
+        has_critic, rate = self.objective.baseline == "critic", self.optimizer.critic_learning_rate
+        if self.reward.missing_eos == "bootstrap" and not has_critic:
             raise SurefootError("reward.missing_eos='bootstrap': needs a critic; set objective.baseline = 'critic', or penalty")
-        if self.optimizer.critic_learning_rate is not None and not critic:
-            rate = self.optimizer.critic_learning_rate
+        if rate is not None and not has_critic:
             raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
         if self.critic.start is not None and not self.critic.own_model:
-            raise SurefootError(f"critic.start={self.critic.start!r}: is for a critic's own model; set critic.own_model = true")
-        if self.critic.own_model and not critic:
+            raise SurefootError(f"critic.start={self.critic.start!r}: is for a separate model; set critic.own_model = true")
+        if self.critic.own_model and not has_critic:
             raise SurefootError(f"critic.own_model=true: {self.algorithm} has no critic; unset it")
-        return self
