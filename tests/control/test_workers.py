@@ -221,7 +221,7 @@ def test_a_run_that_is_refused_leaves_no_process_behind() -> None:
 @pytest.mark.parametrize(
     ("rollout", "said"),
     [
-        ({"workers": 2}, "rollout.workers=2: environments run in backend 'loop'; set rollout.backend = 'workers'"),
+        ({"workers": 2}, "rollout.workers=2: is for backend 'workers', not 'loop'; set rollout.backend = 'workers'"),
         ({"backend": "workers", "workers": 9}, "rollout.workers=9: more processes than rollout.environments=8"),
         ({"backend": "threads"}, "rollout.backend='threads'"),
         ({"backend": "workers", "deadline": 0}, "rollout.deadline=0"),

@@ -422,7 +422,7 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
         ({"adapter": {"targets": []}}, r"^adapter.targets"),
         ({"adapter": {"rang": 4}}, r"^adapter.rang=4: unknown key; did you mean 'rank'"),
         ({"adapter": {"dropout": 1.0}}, r"^adapter.dropout=1.0: "),
-        ({"adapter": {"dropout": 0.1}, "gradient_checkpointing": True}, r"^adapter.dropout=0.1: would be drawn anew"),
+        ({"adapter": {"dropout": 0.1}, "gradient_checkpointing": True}, r"^adapter.dropout=0.1: gradient_checkpointing would draw another dropout"),
         ({"model": "pocket"}, r"^adapter: model='pocket' has random weights"),
     ],
 )
@@ -435,7 +435,7 @@ def test_an_adapter_that_cannot_be_is_refused_in_one_line(
 
 
 def test_dropout_is_refused_where_it_would_change_the_policy(files: dict[str, str], folders: dict[str, Path]) -> None:
-    with pytest.raises(SurefootError, match=r"^adapter.dropout=0.1: would make the policy another"):
+    with pytest.raises(SurefootError, match=r"^adapter.dropout=0.1: the trained policy would differ"):
         make_recipe(table("language", files, folders["llama"], adapter={"dropout": 0.1}))
 
 

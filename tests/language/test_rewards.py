@@ -75,7 +75,7 @@ def test_arguments_that_a_function_does_not_take_are_refused(arguments, what):
 
 
 def test_a_model_takes_no_arguments():
-    with pytest.raises(SurefootError, match=r"reward\.terms\[0\]\.arguments=.*a model takes none"):
+    with pytest.raises(SurefootError, match=r"reward\.terms\[0\]\.arguments=.*are for functions, not for models"):
         load_reward([Term(model="folder", arguments={"a": 1})])
 
 
@@ -281,7 +281,7 @@ def test_a_recipe_of_one_function_is_that_function_and_of_more_their_sum(tmp_pat
         ([Term(function="math:tau", batch=2)], r"reward\.terms\[0\]\.batch: is for a url"),
         ([Term(function="math:tau", retries=0)], r"reward\.terms\[0\]\.retries: is for a url"),
         ([Term(function="math:tau", per="token", separator=";")], r"separator=';': is for steps; set per = 'step'"),
-        ([Term(model="folder", per="token")], r"per='token': a model has tokens of its own"),
+        ([Term(model="folder", per="token")], r"per='token': the reward model may have other tokens"),
         ([Term(model="folder", per="step")], r"per='step': a model's steps need both"),
         ([Term(model="folder", separator=";")], r"per=None: a model's steps need both"),
         ([Term(url="http://localhost", token_from="hf_aBcD")], r"token_from: must be the name of an environment variable"),

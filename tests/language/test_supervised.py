@@ -234,7 +234,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
 
 
 def test_an_objective_that_weighs_rows_otherwise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SurefootError, match="kind = 'sft' learns from rows that are all worth 1"):
+    with pytest.raises(SurefootError, match="kind = 'sft' gives every row a reward of 1"):
         recipe("sft", tmp_path, "rows.jsonl", algorithm="PPO_CLIP")
 
 
