@@ -422,7 +422,10 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
         ({"adapter": {"targets": []}}, r"^adapter.targets"),
         ({"adapter": {"rang": 4}}, r"^adapter.rang=4: unknown key; did you mean 'rank'"),
         ({"adapter": {"dropout": 1.0}}, r"^adapter.dropout=1.0: "),
-        ({"adapter": {"dropout": 0.1}, "gradient_checkpointing": True}, r"^adapter.dropout=0.1: gradient_checkpointing would draw another dropout"),
+        (
+            {"adapter": {"dropout": 0.1}, "gradient_checkpointing": True},
+            r"^adapter.dropout=0.1: gradient_checkpointing would draw another dropout",
+        ),
         ({"model": "pocket"}, r"^adapter: model='pocket' has random weights"),
     ],
 )

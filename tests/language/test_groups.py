@@ -123,7 +123,10 @@ def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> Non
     [
         ({"sampling": {"samples": 1}}, "sampling.samples=1: objective.baseline='group' compares the responses to a prompt"),
         ({"algorithm": "RLOO", "sampling": {"samples": 1}}, "needs at least 2; set sampling.samples = 8"),
-        ({"algorithm": "PPO_CLIP", "sampling": {"rounds": 2}}, "sampling.rounds=2: replaces groups whose responses all earn the same"),
+        (
+            {"algorithm": "PPO_CLIP", "sampling": {"rounds": 2}},
+            "sampling.rounds=2: replaces groups whose responses all earn the same",
+        ),
         ({"sampling": {"rounds": 0}}, "sampling.rounds=0"),
         ({"reward": {"terms": [{"function": "x:y"}], "overlong": 1.5}}, "reward.overlong=1.5"),
         ({"objective": {"baseline": "critic", "scale_by_group": True}}, "objective.scale_by_group=True: needs"),
