@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from surefoot import PPO_CLIP
 from surefoot.core.credit import assign_credit
-from surefoot.core.minibatches import by_tokens, rows_of, slices
+from surefoot.core.minibatches import groups_by_length, micro_batches, rows_of
 
 from .worlds import TinyPolicy, random_rollout
 
@@ -20,7 +20,7 @@ costs_of_rows = st.lists(st.integers(0, 30), min_size=1, max_size=40)
 @laws
 @given(costs_of_rows, st.integers(1, 100), st.none() | st.integers(1, 5))
 def test_every_row_is_in_one_group_and_every_group_within_its_bounds(costs: list[int], tokens: int, size: int | None) -> None:
-    groups = by_tokens(torch.tensor(costs), tokens, size)
+    groups = groups_by_length(torch.tensor(costs), tokens, size)
     assert sorted(int(i) for group in groups for i in group) == list(range(len(costs)))
     for group in groups:
         longest = max(costs[i] for i in group)
@@ -31,7 +31,7 @@ def test_every_row_is_in_one_group_and_every_group_within_its_bounds(costs: list
 @laws
 @given(costs_of_rows, st.integers(1, 100))
 def test_groups_are_of_like_length_longest_first_and_full(costs: list[int], tokens: int) -> None:
-    groups = by_tokens(torch.tensor(costs), tokens)
+    groups = groups_by_length(torch.tensor(costs), tokens)
     lengths = [[costs[i] for i in group] for group in groups]
     assert [x for group in lengths for x in group] == sorted(costs, reverse=True)
     for one, after in itertools.pairwise(lengths):
@@ -39,12 +39,12 @@ def test_groups_are_of_like_length_longest_first_and_full(costs: list[int], toke
 
 
 def test_rows_of_equal_length_stay_in_their_order() -> None:
-    groups = by_tokens(torch.tensor([3, 5, 3, 5]), 10)
+    groups = groups_by_length(torch.tensor([3, 5, 3, 5]), 10)
     assert [group.tolist() for group in groups] == [[1, 3], [0, 2]]
 
 
 def test_a_row_longer_than_the_budget_is_alone() -> None:
-    groups = by_tokens(torch.tensor([2, 9, 1]), 4)
+    groups = groups_by_length(torch.tensor([2, 9, 1]), 4)
     assert [group.tolist() for group in groups] == [[1], [0, 2]]
 
 
@@ -55,7 +55,7 @@ def test_a_part_holds_whole_rows_of_the_batch(unit: str) -> None:
     rollout = random_rollout(policy, 0, rows=7, unit=unit)
     batch = rows_of(rollout, assign_credit(rollout, PPO_CLIP))
     costs = None if batch.mask is None else batch.mask.sum(-1)
-    parts = list(slices(batch, None, tokens=8, costs=costs))
+    parts = list(micro_batches(batch, None, tokens=8, costs=costs))
     assert len(parts) > 1
     found = 0
     for part in parts:

@@ -14,8 +14,7 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import Credit, LearnerState, Metrics
-from surefoot.core.steps.compiled import CompiledStep
-from surefoot.core.steps.program import _fingerprint
+from surefoot.core.steps.compiled import CompiledStepper, _fingerprint
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.recipes.reading import make_recipe
@@ -154,7 +153,7 @@ def test_batches_of_another_size_take_the_eager_path() -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
     world = ControlWorld(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
-    learner.compiled = CompiledStep(world.policy, recipe.objective, learner.compiled.optimizers, 63)  # type: ignore[union-attr]
+    learner.compiled = CompiledStepper(world.policy, recipe.objective, learner.compiled.optimizers, 63)  # type: ignore[union-attr]
     rollout = world.collector.collect(state)
     learner.update(rollout, assign_credit(rollout, recipe.objective), state)
     assert learner.compiled.program is None
@@ -189,7 +188,7 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.core.steps.program.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.core.steps.compiled.compiler", lambda: None)
     with pytest.raises(SurefootError, match=r"needs a C\+\+ compiler"):
         surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", engine="compiled", **TINY)
     assert not (tmp_path / "run").exists()
@@ -197,6 +196,6 @@ def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPat
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.core.steps.program.compiler", lambda: "/bin/false")
+    monkeypatch.setattr("surefoot.core.steps.compiled.compiler", lambda: "/bin/false")
     with pytest.raises(SurefootError, match=r"^engine='compiled': /bin/false could not compile the program \(.*set engine"):
         trained("compiled", 1)

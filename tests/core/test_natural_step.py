@@ -22,7 +22,7 @@ from surefoot.control.policies.recurrent import REMEMBERED, STARTS
 from surefoot.control.spaces import BARE
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
-from surefoot.core.minibatches import global_count, rows_of, slices
+from surefoot.core.minibatches import global_count, micro_batches, rows_of
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 from surefoot.core.steps.trpo import NaturalStep, damped_fisher
@@ -145,12 +145,10 @@ def explicit_hessian(policy: Policy, rollout: Rollout, known: bool = True) -> Te
 def test_the_fisher_vector_product_of_a_policy_is_that_of_the_explicit_hessian(world: str, micro_batch: int | None) -> None:
     policy, rollout = WORLDS[world]()
     hessian = explicit_hessian(policy, rollout)
-    step = NaturalStep(
-        [p for p in policy.parameters() if id(p) not in {id(q) for q in policy.critic_parameters()}], Constraint()
-    )
+    actor = [p for p in policy.parameters() if id(p) not in {id(q) for q in policy.critic_parameters()}]
     batch = rows_of(rollout, assign_credit(rollout, TRPO))
-    parts, count = list(slices(batch, micro_batch)), global_count(batch, "token-mean")
-    matvec = damped_fisher(policy, parts, step.parameters, TRPO, count, damping=0.1)
+    parts, count = list(micro_batches(batch, micro_batch)), global_count(batch, "token-mean")
+    matvec = damped_fisher(policy, parts, actor, TRPO, count, damping=0.1)
     assert len(parts) > 1 or micro_batch is None
     assert hessian.abs().max() > 1e-3
     for seed in range(2):
@@ -248,13 +246,12 @@ def test_a_step_that_is_too_long_is_shortened_by_fifths() -> None:
 
 
 def length(learner: Learner, rollout: Rollout) -> Tensor:
-    """That of the full step, whatever becomes of it."""
+    """The length of the full step, whether or not it is accepted."""
     seen: list[Tensor] = []
-    step = learner.optimizers["policy"]
-    assert isinstance(step, NaturalStep)
-    original = step._full_step
-    step._full_step = lambda *given: seen.append(original(*given)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
-    update(learner, rollout)
+    original = NaturalStep._full_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NaturalStep, "_full_step", lambda step: seen.append(original(step)) or seen[-1])  # type: ignore[func-returns-value]
+        update(learner, rollout)
     return seen[0].norm()
 
 
@@ -468,33 +465,33 @@ def test_the_critic_is_fitted_as_a_separate_critic_of_any_other_algorithm_is() -
     assert not torch.equal(ends[0], actor_and_critic(TinyPolicy())[1])
 
 
-class Told:
-    """A loss beside the objective's, which counts how often it is asked for its gradient."""
+class CountingLoss:
+    """An auxiliary loss that counts its calls."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
 
     def add_gradient(self) -> dict[str, float]:
-        self.asked += 1
+        self.calls += 1
         return {"sft_loss": 1.0}
 
 
-def test_a_loss_beside_has_no_part_in_what_the_critic_alone_learns_from() -> None:
+def test_an_auxiliary_loss_does_not_train_the_critic_alone() -> None:
     ends = []
-    for beside in (None, Told()):
+    for auxiliary in (None, CountingLoss()):
         policy = TinyPolicy()
         learner = Learner(policy, BATCHED, ADAM)
-        learner.auxiliary_loss = beside
+        learner.auxiliary_loss = auxiliary
         metrics = update(learner, random_rollout(policy, 0))
         ends.append((parameters(policy), metrics))
-    assert beside is not None
-    assert beside.asked == 0
+    assert auxiliary is not None
+    assert auxiliary.calls == 0
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1]
     learner = Learner(TinyPolicy(), replace(PPO_UNCLIPPED, reuse=Reuse(2, 1)), ADAM, AdamSettings(0.02))
-    learner.auxiliary_loss = beside
+    learner.auxiliary_loss = auxiliary
     update(learner, random_rollout(TinyPolicy(), 0))
-    assert beside.asked == 2, "where the policy moves too it is asked for each step"
+    assert auxiliary.calls == 2, "where the policy moves too it is called for each step"
 
 
 def test_a_linear_schedule_is_the_critics() -> None:

@@ -57,7 +57,7 @@ def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
 
 
 def test_a_compiler_is_needed_by_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.core.steps.program.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.core.steps.compiled.compiler", lambda: None)
     assert [check_compiler(needed).state for needed in (False, True)] == ["absent", "failed"]
 
 

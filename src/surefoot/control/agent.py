@@ -27,7 +27,7 @@ from surefoot.control.spaces import (
     space_from_json,
     space_to_json,
 )
-from surefoot.core.optimizer import flattened, grouped
+from surefoot.core.optimizer import flatten_parameters, parameter_groups
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
@@ -252,8 +252,8 @@ class Agent(nn.Module):
         where its numbers lie, and a loaded agent gives the very numbers of the trained one.
         """
         critic_rate = self.recipe.optimizer.critic_learning_rate is not None
-        for group in grouped(self.policy, self.recipe.objective, critic_rate).values():
-            flattened(group)
+        for group in parameter_groups(self.policy, self.recipe.objective, critic_rate).values():
+            flatten_parameters(group)
             for parameter in group:
                 parameter.grad = None
 

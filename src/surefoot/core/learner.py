@@ -1,47 +1,49 @@
-"""One batch of experience into updates of θ: epochs × minibatches × micro-batches and the early stop, or a natural step."""
+"""One rollout into updates of θ: passes over minibatches with early stopping, and the metrics of the updates."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_sum
-from surefoot.core.minibatches import chosen, global_count, moments_of, normalised, rows_of, shuffled, slices
-from surefoot.core.objective import Batch, loss, mean_old_kl, outermost
-from surefoot.core.optimizer import AdamSettings, FlatAdam, finite, grouped
+from surefoot.core.distributed import all_max, all_sum, merge_across_ranks
+from surefoot.core.minibatches import global_count, rows_of
+from surefoot.core.objective import Batch, mean_old_kl
+from surefoot.core.optimizer import AdamSettings, FlatAdam, FlatParameters, parameter_groups
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
-from surefoot.core.steps.compiled import CompiledStep, PendingStep
-from surefoot.core.steps.trpo import NaturalStep
-from surefoot.core.traces import Recorder, Recording
-from surefoot.core.update_metrics import UpdateMetrics, check_ratio_at_start, of_credit
+from surefoot.core.steps import EagerStepper, Gradients, PendingStep, Stepper, UpdateContext
+from surefoot.core.steps.compiled import CompiledStepper
+from surefoot.core.steps.trpo import NaturalStepper
+from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.functional import adapt_kl_penalty
+from surefoot.functional import adapt_kl_penalty, masked_moments
 
 Schedule = Literal["constant", "linear", "cosine"]
-Optimizers = Mapping[str, FlatAdam | NaturalStep]
 
 BETA_RANGE = 2.0**20
-"""how far from its start an adapted β may go, as a factor both ways. The paper has no bound; without one, a KL that β does
-not govern (a learning rate far too high, or one that has decayed to nothing) takes it to infinity or to 0, where it stays"""
+"""bounds of an adapted β, as a factor of its first value. The paper has no bound; without one, β goes to infinity or 0 if it
+can't control the KL (a learning rate that is far too high, or has decayed to nothing)"""
+
+START_TOLERANCE = 1e-4
+"""largest distance of the ratio from 1 before the first step, for a policy that computes in float32"""
 
 
 class Learner:
     """A policy, its objective and its optimizers.
 
     policy         trained in place
-    objective      the switches
-    adam           for all parameters, or for all but the critic's where ``critic_adam`` is given
-    critic_adam    a learning rate and gradient clip of the critic's own. Under a KL constraint the policy has no learning
-                   rate, and the critic always an optimizer of its own: this one, or else ``adam``
+    objective      what to optimise
+    adam           for all parameters, or for all but the critic's if ``critic_adam`` is given
+    critic_adam    learning rate and gradient clip of the critic. Under a KL constraint the policy has no learning rate, and
+                   the critic always has its own optimizer, with these settings or else those of ``adam``
     schedule       of the learning rate: "linear" and "cosine" fall to zero over the budget
     micro_batch    rows per backward pass, to bound memory; the gradient does not depend on it
-    compiled_rows  run the updates of batches of exactly so many single steps as a compiled program
-    warmup         share of the budget over which the learning rate first rises linearly from zero
-    micro_batch_tokens  tokens per backward pass, padding included: rows of like length together, as many as fit
+    compiled_rows  compile the steps on batches of exactly this many single steps
+    warmup         fraction of the budget over which the learning rate rises linearly from zero
+    micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
+
+    Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy.
     """
 
     def __init__(
@@ -57,246 +59,232 @@ class Learner:
         micro_batch_tokens: int | None = None,
     ) -> None:
         objective.require_complete()
-        self.policy = policy
-        self.objective = objective
-        self.schedule = schedule
-        self.warmup = warmup
-        self.micro_batch, self.micro_batch_tokens = micro_batch, micro_batch_tokens
+        self.policy, self.objective = policy, objective
+        self.schedule, self.warmup = schedule, warmup
         constraint = objective.constraint
-        groups = grouped(policy, objective, critic_adam is not None)
+        groups = parameter_groups(policy, objective, critic_adam is not None)
         if not groups.get("critic", True):
             field = "optimizer.critic_learning_rate" if constraint is None else "objective.trust_region='constraint'"
             raise SurefootError(
                 f"{field}: the critic has no parameters of its own to move separately; "
                 "unset it, or set network.shared_trunk = false"
             )
-        moved = groups["policy"]
-        self.optimizers: dict[str, FlatAdam | NaturalStep] = {
-            "policy": FlatAdam(moved, adam) if constraint is None else NaturalStep(moved, constraint)
+        self.optimizers: dict[str, FlatParameters] = {
+            "policy": FlatAdam(groups["policy"], adam) if constraint is None else FlatParameters(groups["policy"])
         }
         if "critic" in groups:
             self.optimizers["critic"] = FlatAdam(groups["critic"], critic_adam or adam)
-        self.recorder: Recorder | None = None
-        """who traces some of the updates; it changes none of them"""
-        self.recording: Recording | None = None
-        self.auxiliary_loss: AuxiliaryLoss | None = None
-        """whose gradient is added to that of every minibatch that moves the policy, where there is one"""
-        self.compiled = None
+        self.adams = {name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatAdam)}
+        self.gradients = Gradients(policy, objective, micro_batch, micro_batch_tokens)
+        self.natural: NaturalStepper | None = None
+        if constraint is None:
+            self.eager = EagerStepper(self.gradients, self.adams)
+        else:  # the policy and the critic move separately
+            self.eager = EagerStepper(self.gradients, self.adams, groups.get("critic"))
+            only = groups["policy"] if "critic" in groups else None
+            self.natural = NaturalStepper(self.gradients, self.optimizers["policy"], constraint, only)
+        self.compiled: CompiledStepper | None = None
         if compiled_rows is not None:
-            adams = {name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatAdam)}
-            self.compiled = CompiledStep(policy, objective, adams, compiled_rows)
+            self.compiled = CompiledStepper(policy, objective, self.adams, compiled_rows)
+        self.recorder: Recorder | None = None
+        """traces some of the updates, without changing them"""
+        self.auxiliary_loss: AuxiliaryLoss | None = None
+        """a loss whose gradient is added to every step of the policy's Adam"""
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
-        """Improve the policy by one rollout and say what happened.
+        """Update the policy on one rollout and return metrics of the update.
 
-        Raises NotFiniteError, naming the term, when a loss or gradient is not finite: that step is not taken.
+        Raises NotFiniteError, which names the term, if a loss or gradient is not finite; that step is not taken.
         """
         objective = self.objective
         # A collector that kept its graph, or views of parameters, would let gradient flow into the past.
         rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
-        if self.recorder is not None:
-            self.recording = self.recorder.begin(rollout, credit, objective, state, self._clip_scale(state), self._beta(state))
-        batch = rows_of(rollout, credit, numbered=self.recording is not None)
+        context = self._context(rollout, credit, state)
+        batch = rows_of(rollout, credit, numbered=context.recording is not None)
         assert batch.old_log_probs is not None or objective.reuse is None, "reusing a batch needs its old_log_probs"
         if objective.normalise_advantages == "batch":
-            batch = self._normalised(batch)
-        trail = UpdateMetrics()
-        if objective.constraint is None:
-            epochs, stopped = self._epochs(batch, self.optimizers, trail, rollout, state)
-        else:
-            self._natural_step(batch, trail, rollout, state)
-            critic = {name: optimizer for name, optimizer in self.optimizers.items() if name == "critic"}
-            epochs, stopped = self._epochs(batch, critic, trail, rollout, state) if critic else (0, False)
+            batch = context.normalised(batch)
+        metrics = UpdateMetrics()
+        epochs, stopped = 0, False
+        if self.natural is not None:
+            self._passes(self.natural, batch, (1, 1), context, metrics, rollout)
+        if self.adams:
+            stepper = self.compiled if self.compiled is not None and self.compiled.fits(batch) else self.eager
+            passes = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
+            epochs, stopped = self._passes(stepper, batch, passes, context, metrics, rollout)
         if objective.penalty is not None:
-            self._adapt_penalty(batch, trail, state)
-        return self._metrics(trail, epochs, stopped, rollout, credit, state)
+            metrics.outcome = self._adapt_penalty(batch, context)
+        found: Metrics = metrics.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
+        if self.adams:
+            first = next(iter(self.adams.values()))  # the policy's if it has one
+            found["learning_rate"] = first.settings.learning_rate * context.rate_scale
+        return found | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
-    def _epochs(
-        self, batch: Batch, moving: Optimizers, trail: UpdateMetrics, rollout: Rollout, state: LearnerState
+    def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
+        clip, penalty = self.objective.clip, self.objective.penalty
+        clip_scale = state.remaining if clip is not None and clip.schedule == "linear" else 1.0
+        beta = 0.0 if penalty is None else penalty.beta
+        if penalty is not None and penalty.target is not None:
+            beta = state.coefficients.get("beta", penalty.beta)
+        recording = None
+        if self.recorder is not None:
+            recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
+        scale = rate_scale(state, self.schedule, self.warmup)
+        return UpdateContext(state, scale, clip_scale, beta, recording, self.auxiliary_loss)
+
+    def _passes(
+        self,
+        stepper: Stepper,
+        batch: Batch,
+        passes: tuple[int, int],
+        context: UpdateContext,
+        metrics: "UpdateMetrics",
+        rollout: Rollout,
     ) -> tuple[int, bool]:
-        """Passes over the batch, a step of ``moving`` per minibatch: how many were finished, and whether the KL ended them."""
-        objective = self.objective
-        epochs, minibatches = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
+        """Take one step per minibatch. Returns how many epochs were finished, and whether the KL stopped them.
+
+        passes   epochs, minibatches
+        """
+        epochs, count = passes
+        target_kl = self.objective.target_kl
         for epoch in range(epochs):
-            for attempt in self._attempts(batch, minibatches, moving, state):
-                if not trail.seen:
-                    trail.ratio_at_start = check_ratio_at_start(attempt.ratios, rollout, self.policy.exact)
-                trail.add(attempt.terms, attempt.ratios)
-                if objective.target_kl is not None and self._kl(attempt.terms) > 1.5 * objective.target_kl:
+            for minibatch in stepper.minibatches(batch, count, context):
+                step = stepper.prepare(minibatch, context)
+                if not metrics.terms:
+                    metrics.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
+                if target_kl is not None and self._kl(step) > 1.5 * target_kl:
+                    metrics.add(step)
                     return epoch, True
-                self._check_finite(attempt.terms, attempt.norms, state)
-                attempt.take()
-                trail.took(attempt.norms)
-                state.updates += 1
+                self._check_finite(step, context.state)
+                context.state.updates += step.take()
+                metrics.add(step)
+                metrics.add_norms(step.norms)
         return epochs, False
 
-    def _attempts(self, batch: Batch, minibatches: int, moving: Optimizers, state: LearnerState) -> Iterator["PendingStep"]:
-        """One pass: for each minibatch in a new order, the step that is due. The next is made when this one was taken."""
-        if self.compiled is not None and self.compiled.fits(batch):
-            scales = (self._rate_scale(state), self._clip_scale(state), self._beta(state))
-            unnumbered = replace(batch, flat_index=None)
-            for attempt in self.compiled.attempts(unnumbered, minibatches, scales, state.generators["shuffle"]):
-                if self.recording is not None:
-                    assert attempt.rows is not None
-                    self._look_again(chosen(batch, attempt.rows), self.recording, state)
-                yield attempt
-            return
-        for minibatch in shuffled(batch, minibatches, state.generators["shuffle"]):
-            if self.objective.normalise_advantages == "minibatch":
-                minibatch = self._normalised(minibatch)
-            terms, ratios = self._gradient(minibatch, moving, state)
-            if self.auxiliary_loss is not None and "policy" in moving:  # what the critic alone learns from has no part in it
-                terms |= self.auxiliary_loss.add_gradient()
-            norms = {name: optimizer.gradient_norm() for name, optimizer in moving.items()}
-
-            def take(norms: dict[str, float] = norms) -> None:
-                for name, optimizer in moving.items():
-                    assert isinstance(optimizer, FlatAdam)
-                    optimizer.step(norms[name], self._rate_scale(state))
-
-            yield PendingStep(terms, ratios, norms, take)
-
-    def _normalised(self, batch: Batch) -> Batch:
-        """Advantages of mean 0 and variance 1."""
-        moments = moments_of(batch)
-        if self.recording is not None:
-            self.recording.normalised_by(moments)
-        return normalised(batch, moments)
-
-    @torch.no_grad()
-    def _look_again(self, minibatch: Batch, recording: Recording, state: LearnerState) -> None:
-        """A compiled step keeps what it reads to itself: for a trace, the same minibatch at the same θ by the policy itself."""
-        if self.objective.normalise_advantages == "minibatch":
-            minibatch = self._normalised(minibatch)
-        recording.visit(minibatch, self.policy(minibatch.inputs, minibatch.actions), state.updates)
-
-    def _natural_step(self, batch: Batch, trail: UpdateMetrics, rollout: Rollout, state: LearnerState) -> None:
-        """Move the policy by one step on the whole batch, and leave the critic alone."""
-        optimizer = self.optimizers["policy"]
-        assert isinstance(optimizer, NaturalStep)
-        if self.objective.normalise_advantages == "minibatch":
-            batch = self._normalised(batch)  # the only minibatch there is
-        moving: Optimizers = {"policy": optimizer}
-        terms, ratios = self._gradient(batch, moving, state)
-        trail.ratio_at_start = check_ratio_at_start(ratios, rollout, self.policy.exact)
-        norms = {"policy": optimizer.gradient_norm()}
-        self._check_finite(terms, norms, state)
-        trail.took(norms)
-        parts, denominator = list(self._parts(batch)), global_count(batch, self.objective.aggregation)
-        trail.outcome, end = optimizer.step(self.policy, parts, self.objective, denominator)
-        trail.add(end.terms, end.ratios)
-        state.updates += int(trail.outcome["step_taken"] or 0)
-
-    def _adapt_penalty(self, batch: Batch, trail: UpdateMetrics, state: LearnerState) -> None:
-        """Once per batch: how far θ has gone from θ_old over the whole of it, and what β is next."""
-        penalty = self.objective.penalty
+    def _adapt_penalty(self, batch: Batch, context: UpdateContext) -> Metrics:
+        """Measure the KL from θ_old over the whole batch, and set the next β from it."""
+        penalty, beta = self.objective.penalty, context.beta
         assert penalty is not None
         denominator = global_count(batch, self.objective.aggregation)
         total = torch.zeros((), dtype=denominator.dtype, device=denominator.device)
         with torch.no_grad():
-            for part in self._parts(batch):
+            for part in self.gradients.parts(batch):
                 evaluation = self.policy(part.inputs, part.actions, part.mask)
                 total += mean_old_kl(evaluation, part, self.objective, denominator)
-        kl, beta = float(all_sum(total)), self._beta(state)
-        trail.outcome = {"beta": beta, "kl_after": kl}
+        kl = float(all_sum(total))
         if penalty.target is not None:
             adapted = adapt_kl_penalty(beta, kl, penalty.target)
-            state.coefficients["beta"] = min(max(adapted, penalty.beta / BETA_RANGE), penalty.beta * BETA_RANGE)
+            context.state.coefficients["beta"] = min(max(adapted, penalty.beta / BETA_RANGE), penalty.beta * BETA_RANGE)
+        return {"beta": beta, "kl_after": kl}
 
-    def _beta(self, state: LearnerState) -> float:
-        """The weight of the KL penalty as it stands; 0 without one."""
-        penalty = self.objective.penalty
-        if penalty is None:
-            return 0.0
-        return penalty.beta if penalty.target is None else state.coefficients.get("beta", penalty.beta)
-
-    def _gradient(
-        self, minibatch: Batch, moving: Optimizers, state: LearnerState
-    ) -> tuple[dict[str, float], tuple[float, float]]:
-        """Sum the gradients of the micro-batches; the loss's terms over all ranks, this rank's smallest and largest ratio."""
-        for optimizer in moving.values():
-            optimizer.zero()
-        everything = len(moving) == len(self.optimizers)
-        wanted = None if everything else [p for optimizer in moving.values() for p in optimizer.parameters]
-        denominator = global_count(minibatch, self.objective.aggregation)
-        clip_scale, beta = self._clip_scale(state), self._beta(state)
-        sums: list[Tensor] = []
-        extremes: list[Tensor] = []
-        parts: Iterable[Batch] = self._parts(minibatch)
-        if self.objective.router_coefficient:
-            parts = list(parts)
-            self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
-        for part in parts:
-            evaluation = self.policy(part.inputs, part.actions, part.mask)
-            total, terms, ratio = loss(
-                evaluation, part, self.objective, denominator=denominator, clip_scale=clip_scale, beta=beta
-            )
-            if self.recording is not None:
-                self.recording.visit(part, evaluation, state.updates)
-            total.backward(inputs=wanted)  # type: ignore[no-untyped-call]
-            sums.append(torch.stack(list(terms.values())))
-            extremes.append(torch.stack(ratio.aminmax()))
-        summed = all_sum(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
-        return dict(zip(terms, summed.tolist(), strict=True)), outermost(extremes)
-
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
-        """The micro-batches."""
-        costs = None
-        if self.micro_batch_tokens is not None and batch.mask is not None:
-            costs = self.policy.costs(batch.inputs, batch.mask)
-        return slices(batch, self.micro_batch, self.micro_batch_tokens, costs)
-
-    def _check_finite(self, terms: dict[str, float], norms: dict[str, float], state: LearnerState) -> None:
-        """Raise NotFiniteError where the loss, or the norm of a gradient, is not finite."""
-        if not finite([*norms.values(), self._loss(terms)]):
-            broken = [name for name, term in terms.items() if not math.isfinite(term)]
-            what = f"{' and '.join(broken)} not finite" if broken else f"gradient norm {norms} with finite losses"
-            raise NotFiniteError(f"update {state.updates + 1}: {what}; the step was not taken")
-
-    def _clip_scale(self, state: LearnerState) -> float:
-        clip = self.objective.clip
-        return state.remaining if clip is not None and clip.schedule == "linear" else 1.0
-
-    def _rate_scale(self, state: LearnerState) -> float:
-        return rate_scale(state, self.schedule, self.warmup)
-
-    def _loss(self, terms: dict[str, float]) -> float:
-        """Finite where every term of the loss is; a metric beside them may be anything."""
+    def _check_finite(self, step: PendingStep, state: LearnerState) -> None:
+        """Raise NotFiniteError if the loss, or the norm of a gradient, is not finite. Other metrics may be anything."""
+        terms = step.terms
         entropy = ("entropy",) if self.objective.entropy_coefficient else ()
         names = ("policy_loss", "penalty_kl", "value_loss", "reference_loss", "sft_loss", "router_loss", *entropy)
-        return sum(terms[name] for name in names if name in terms)
+        loss = sum(terms[name] for name in names if name in terms)
+        if not all(math.isfinite(x) for x in (*step.norms.values(), loss)):
+            broken = [name for name, term in terms.items() if not math.isfinite(term)]
+            what = f"{' and '.join(broken)} not finite" if broken else f"gradient norm {step.norms} with finite losses"
+            raise NotFiniteError(f"update {state.updates + 1}: {what}; the step was not taken")
 
-    def _kl(self, terms: dict[str, float]) -> float:
+    def _kl(self, step: PendingStep) -> float:
         name = "kl_exact" if self.objective.kl_estimator == "exact" else "kl"
-        if name not in terms:
+        if name not in step.terms:
             raise SurefootError("objective.kl_estimator='exact': this policy has no distribution to compare; set k3")
-        return terms[name]
-
-    def _metrics(
-        self, trail: UpdateMetrics, epochs: int, stopped: bool, rollout: Rollout, credit: Credit, state: LearnerState
-    ) -> Metrics:
-        metrics = trail.summary() | trail.outcome
-        metrics["epochs"] = float(epochs)
-        metrics["stopped_early"] = float(stopped)
-        for adam in self.optimizers.values():
-            if isinstance(adam, FlatAdam):  # the policy's where it has one
-                metrics["learning_rate"] = adam.settings.learning_rate * self._rate_scale(state)
-                break
-        return metrics | of_credit(rollout, credit, critic=self.objective.baseline == "critic")
+        return step.terms[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments of every optimizer."""
-        return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        """The moments of every optimizer; a policy under a KL constraint has none."""
+        return {name: self.adams[name].state_dict() if name in self.adams else {} for name in self.optimizers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        for name, optimizer in self.optimizers.items():
+        """Continue from a saved state."""
+        for name, optimizer in self.adams.items():
             optimizer.load_state_dict(state[name])
 
 
 def rate_scale(state: LearnerState, schedule: Schedule, warmup: float) -> float:
-    """What the learning rate is multiplied by now; 0 on the first batch of a warm-up."""
+    """The factor of the learning rate; 0 on the first batch of a warm-up."""
     if (done := 1 - state.remaining) < warmup:
         return done / warmup
     left = state.remaining / (1 - warmup)
     return {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[schedule]
+
+
+class UpdateMetrics:
+    """Metrics of the steps on one rollout: terms of the loss, ratios and gradient norms."""
+
+    def __init__(self) -> None:
+        self.terms: list[dict[str, float]] = []
+        self.ratios: list[tuple[float, float]] = []
+        self.norms: dict[str, list[float]] = {}
+        self.ratio_at_start = 1.0
+        self.outcome: Metrics = {}
+
+    def add(self, step: PendingStep) -> None:
+        """Add a step, whether taken or not."""
+        self.terms.append(step.terms)
+        self.ratios.append(step.ratios)
+        self.outcome |= step.metrics
+
+    def add_norms(self, norms: dict[str, float]) -> None:
+        """Add the gradient norms of a step that was taken."""
+        for name, norm in norms.items():
+            self.norms.setdefault(name, []).append(norm)
+
+    def summary(self) -> Metrics:
+        """Means over the steps, and the smallest and largest ratio over all ranks."""
+        metrics: Metrics = {name: number(sum(t[name] for t in self.terms) / len(self.terms)) for name in self.terms[0]}
+        smallest, largest = zip(*self.ratios, strict=True)
+        metrics["ratio_min"], metrics["ratio_max"] = range_over_ranks(min(smallest), max(largest))
+        metrics["ratio_at_start"] = self.ratio_at_start
+        for name, norms in self.norms.items():
+            metrics[f"gradient_norm_{name}"] = sum(norms) / len(norms)
+        return metrics | self.outcome
+
+
+def credit_metrics(rollout: Rollout, credit: Credit, critic: bool) -> Metrics:
+    """Mean and standard deviation of the advantages, and the explained variance of the critic, over all ranks."""
+    metrics: Metrics = {"explained_variance": _explained_variance(rollout, credit)} if critic else {}
+    moments = merge_across_ranks(masked_moments(credit.advantages, rollout.mask))
+    return metrics | {"advantage_mean": number(moments.mean), "advantage_std": number(moments.var.sqrt())}
+
+
+def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool) -> float:
+    """The ratio furthest from 1 before the first step on a batch, which must be 1.
+
+    exact   whether the policy computes in float32 or better
+
+    Raises SurefootError if an exact ratio is not 1.
+    """
+    smallest, largest = range_over_ranks(*ratios)
+    furthest = largest if largest - 1 > 1 - smallest else smallest
+    if rollout.old_log_probs is None:
+        return 1.0
+    exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64)
+    if exact and abs(furthest - 1) > START_TOLERANCE:
+        raise SurefootError(
+            f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± 1e-4); the policy scores "
+            "actions differently in training than in the rollout (dropout, batch-dependent layers, or a changed normaliser)"
+        )
+    return furthest
+
+
+def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
+    """1 − Var(R̂ − V) / Var(R̂) of the rollout's values, over all ranks."""
+    residual = merge_across_ranks(masked_moments(credit.returns - rollout.values, rollout.mask))
+    spread = merge_across_ranks(masked_moments(credit.returns, rollout.mask))
+    return number(1 - residual.var / spread.var) if spread.var > 0 else None
+
+
+def range_over_ranks(smallest: float, largest: float) -> tuple[float, float]:
+    """The smallest and the largest number over all ranks."""
+    lowest, highest = all_max(torch.tensor([-smallest, largest])).tolist()
+    return -lowest, highest
+
+
+def number(tensor: Tensor | float) -> float | None:
+    """A metric's value; None (null in JSON) if it is not finite."""
+    value = float(tensor)
+    return value if math.isfinite(value) else None

@@ -37,7 +37,7 @@ def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
 
 def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[Batch]:
     """The rows in a new random order, in ``parts`` nearly equal parts. The order is drawn on the CPU from ``generator``."""
-    order = order_of(len(batch.advantages), generator).to(batch.advantages.device)
+    order = random_order(len(batch.advantages), generator).to(batch.advantages.device)
     if len(order) < parts and world_size() > 1:  # a rank that skips a minibatch would leave the others waiting
         raise SurefootError(f"objective.reuse.minibatches={parts}: this rank has only {len(order)} rows; use fewer")
     # One gather for the whole pass; the parts are views of it.
@@ -47,11 +47,11 @@ def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[B
     for part in range(parts):
         end = start + size + (part < larger)
         if end > start:
-            yield rows(whole, start, end)
+            yield row_range(whole, start, end)
         start = end
 
 
-def order_of(count: int, generator: torch.Generator) -> Tensor:
+def random_order(count: int, generator: torch.Generator) -> Tensor:
     """A random order of so many rows, drawn on the CPU.   [count]
 
     Of several ranks, which may have unequal shares, each takes one number from ``generator`` whatever its ``count``. So it
@@ -63,22 +63,22 @@ def order_of(count: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(count, generator=generator)
 
 
-def slices(batch: Batch, size: int | None, tokens: int | None = None, costs: Tensor | None = None) -> Iterator[Batch]:
-    """Micro-batches: consecutive ones of at most ``size`` rows, or with ``tokens`` those of ``by_tokens``.
+def micro_batches(batch: Batch, size: int | None, tokens: int | None = None, costs: Tensor | None = None) -> Iterator[Batch]:
+    """Micro-batches: consecutive ones of at most ``size`` rows, or with ``tokens`` those of ``groups_by_length``.
 
     ``costs`` [rows] is how many tokens each row is read with; a single step is one.
     """
     total = len(batch.advantages)
     if tokens is not None:
-        for part in by_tokens(torch.ones(total, dtype=torch.long) if costs is None else costs, tokens, size):
-            yield chosen(batch, part)
+        for part in groups_by_length(torch.ones(total, dtype=torch.long) if costs is None else costs, tokens, size):
+            yield select_rows(batch, part)
         return
     step = size or total
     for start in range(0, total, step):
-        yield rows(batch, start, min(start + step, total)) if step < total else batch
+        yield row_range(batch, start, min(start + step, total)) if step < total else batch
 
 
-def by_tokens(costs: Tensor, tokens: int, size: int | None = None) -> list[Tensor]:
+def groups_by_length(costs: Tensor, tokens: int, size: int | None = None) -> list[Tensor]:
     """The rows in groups of like length, longest first, each with rows × its longest ≤ ``tokens`` and at most ``size`` rows.
 
     costs  tokens of each row; none counts as one   [rows]
@@ -96,25 +96,25 @@ def by_tokens(costs: Tensor, tokens: int, size: int | None = None) -> list[Tenso
     return groups
 
 
-def chosen(tree: Any, indices: Tensor) -> Any:
+def select_rows(tree: Any, indices: Tensor) -> Any:
     """The rows of these indices, copied, of every tensor in a tree."""
     return map_tensors(lambda x: x.index_select(0, indices.to(x.device)), tree)
 
 
-def rows(batch: Batch, start: int, end: int) -> Batch:
+def row_range(batch: Batch, start: int, end: int) -> Batch:
     """Rows start … end − 1, as views."""
     part: Batch = map_tensors(lambda x: x[start:end], batch)
     return part
 
 
-def moments_of(batch: Batch) -> Moments:
+def advantage_moments(batch: Batch) -> Moments:
     """Mean and variance of the advantages over the kept entries on all ranks."""
     return merge_across_ranks(masked_moments(batch.advantages, batch.mask))
 
 
 def normalised(batch: Batch, moments: Moments | None = None) -> Batch:
     """The batch with advantages of mean 0 and variance 1 over its kept entries on all ranks, their ``moments``."""
-    moments = moments_of(batch) if moments is None else moments
+    moments = advantage_moments(batch) if moments is None else moments
     return Batch(**{**vars(batch), "advantages": whiten(batch.advantages, batch.mask, moments=moments)})
 
 

@@ -188,7 +188,7 @@ def loss(
     return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()
 
 
-def outermost(extremes: list[Tensor]) -> tuple[float, float]:
+def ratio_range(extremes: list[Tensor]) -> tuple[float, float]:
     """The smallest and the largest ratio of several parts.   each [2]: smallest, largest"""
     if len(extremes) == 1:
         smallest, largest = extremes[0].tolist()

@@ -1,10 +1,9 @@
-"""Adam on parameters that live in one flat buffer.
+"""Adam on parameters that lie in one flat buffer.
 
-A network of a dozen small tensors spends most of an update walking over them. Here parameters and gradients are views of
-two flat tensors, so zeroing, summing over ranks, the norm, clipping and Adam are one call each, whatever the network.
+Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and Adam are then one
+call each, however many tensors a network has.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +16,24 @@ from surefoot.core.distributed import all_sum
 from surefoot.core.rollout import Policy
 
 BETAS = (0.9, 0.999)
-"""how much of its two moments Adam keeps per step"""
+"""Adam's decay rates β₁ and β₂"""
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """How one group of parameters moves."""
+    """Adam's settings for one group of parameters."""
 
     learning_rate: float
     epsilon: float = 1e-5
     max_grad_norm: float | None = 0.5
-    """the gradient of the whole group is scaled down to this norm"""
+    """largest norm of the group's gradient; longer ones are scaled down to it"""
 
 
-def grouped(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each optimizer, by its name: "policy", and "critic" for what only the value loss reaches, where that
-    has a learning rate of its own (``critic_rate``) or a KL constraint leaves the policy none.
+def parameter_groups(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each optimizer, by name.
+
+    Parameters that only the value loss reaches form the group "critic" if they have their own learning rate (``critic_rate``)
+    or the policy moves under a KL constraint. All others form the group "policy".
     """
     apart = critic_rate or (objective.constraint is not None and objective.baseline == "critic")
     critic = list(policy.critic_parameters()) if apart else []
@@ -41,10 +42,10 @@ def grouped(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str
     return {"policy": rest, "critic": critic} if apart else {"policy": rest}
 
 
-def flattened(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """One tensor of all their values and one of all their gradients; the parameters become views of the two.   [n], [n]
+def flatten_parameters(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """Move parameters into one tensor of values and one of gradients, of which they become views.   -> [n], [n]
 
-    They keep working as before: only their storage moves. They must share dtype and device.
+    The parameters must share dtype and device.
     """
     values = torch.cat([p.detach().reshape(-1) for p in parameters])
     gradients = torch.zeros_like(values)
@@ -57,27 +58,34 @@ def flattened(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
     return values, gradients
 
 
-class FlatAdam:
-    """One group of parameters, its gradients and its optimizer."""
+class FlatParameters:
+    """One group of parameters and their gradients, each in one flat tensor."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters: Sequence[nn.Parameter] = list(parameters)
-        self.settings = settings
-        values, self.gradients = flattened(self.parameters)
-        self.values = nn.Parameter(values)
-        self.values.grad = self.gradients
-        self.adam = torch.optim.Adam([self.values], lr=settings.learning_rate, betas=BETAS, eps=settings.epsilon, fused=True)
+        self.values, self.gradients = flatten_parameters(self.parameters)
 
     def zero(self) -> None:
-        """Forget the gradients; backward then adds into the flat buffer."""
+        """Set the gradients to zero; backward then adds into the flat tensor."""
         self.gradients.zero_()
 
     def gradient_norm(self) -> float:
-        """The norm of the gradient summed over all ranks; may be NaN or infinite, and then no step must be taken."""
+        """Sum the gradients over all ranks and return their norm, which may be NaN or infinite."""
         return float(torch.linalg.vector_norm(all_sum(self.gradients)))
 
+
+class FlatAdam(FlatParameters):
+    """One group of parameters with its Adam optimizer."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
+        super().__init__(parameters)
+        self.settings = settings
+        self.values = nn.Parameter(self.values)
+        self.values.grad = self.gradients
+        self.adam = torch.optim.Adam([self.values], lr=settings.learning_rate, betas=BETAS, eps=settings.epsilon, fused=True)
+
     def step(self, norm: float, scale: float = 1.0) -> None:
-        """One step of Adam, with the gradient clipped to ``max_grad_norm`` and the learning rate times ``scale``."""
+        """Clip the gradient, whose norm is ``norm``, and take one step at ``scale`` times the learning rate."""
         limit = self.settings.max_grad_norm
         if limit is not None and norm > limit:
             self.gradients.mul_(limit / (norm + 1e-6))
@@ -85,7 +93,7 @@ class FlatAdam:
         self.adam.step()
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Steps taken [] and the running means of gradient and squared gradient [n], zeros before the first step."""
+        """Number of steps [], and the running means of gradient and squared gradient [n]; zeros before the first step."""
         state = self.adam.state[self.values]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=self.values.device)
@@ -93,7 +101,7 @@ class FlatAdam:
         return state["step"], state["exp_avg"], state["exp_avg_sq"]
 
     def move(self, values: Tensor, first: Tensor, second: Tensor) -> None:
-        """Take a step that was computed elsewhere: the parameters and both moments after it.   all [n]"""
+        """Take a step that a compiled program computed: the parameters and both moments after it.   all [n]"""
         step, own_first, own_second = self.moments()
         self.values.data.copy_(values)
         own_first.copy_(first)
@@ -105,11 +113,30 @@ class FlatAdam:
         return dict(self.adam.state.get(self.values, {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from a saved state."""
         if state:
             self.adam.state[self.values] = {name: tensor.to(self.values.device, copy=True) for name, tensor in state.items()}
 
 
-def finite(norms: Iterable[float]) -> bool:
-    """Whether every norm is a number a step may be taken with."""
-    return all(math.isfinite(norm) for norm in norms)
+def adam(
+    values: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    norm: Tensor,
+    step_size: Tensor,
+    correction: Tensor,
+    settings: AdamSettings,
+) -> list[Tensor]:
+    """The step of ``FlatAdam`` as a pure function: the values and both moments after it.   all [n]
+
+    step_size   the learning rate over 1 − β₁^t
+    correction  √(1 − β₂^t)
+    """
+    # FlatAdam keeps PyTorch's fused kernel, which works in place, can't be traced, and rounds differently in the last bits.
+    limit = settings.max_grad_norm
+    if limit is not None:
+        gradient = gradient * torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
+    first = first + (1 - BETAS[0]) * (gradient - first)
+    second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
+    return [values - step_size * first / (second.sqrt() / correction + settings.epsilon), first, second]

@@ -152,7 +152,7 @@ def check_disk(folder: Path = Path(), free: float | None = None) -> Check:
 
 def check_compiler(needed: bool = False) -> Check:
     """A C++ compiler, which engine = "compiled" wants."""
-    from surefoot.core.steps.program import compiler
+    from surefoot.core.steps.compiled import compiler
 
     if found := compiler():
         return Check("compiler", "ok", f"{found}, for engine = 'compiled'")

@@ -1,6 +1,6 @@
 """Rules about how θ moves: too far, not at all, from a wrong start, towards one action; and a critic that misleads."""
 
-from surefoot.core.update_metrics import START_TOLERANCE
+from surefoot.core.learner import START_TOLERANCE
 from surefoot.diagnostics.finding import Finding, in_words
 from surefoot.diagnostics.history import Curve, Story
 from surefoot.diagnostics.reward_findings import CLEAR, dearer, earnings, ends, rise

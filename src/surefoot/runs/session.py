@@ -8,12 +8,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from surefoot.core.learner import Learner
+from surefoot.core.learner import START_TOLERANCE, Learner
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Metrics, Policy, World
 from surefoot.core.traces import Recorder
-from surefoot.core.update_metrics import START_TOLERANCE
 from surefoot.diagnostics.monitor import Watch
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import made_from, steps_named

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from surefoot.control.agent import Act, Agent
 from surefoot.control.policies.distributions import Sampled
 from surefoot.control.spaces import MASK, Array, Observations
-from surefoot.core.steps.program import Program, program_of
+from surefoot.core.steps.compiled import Program, program_of
 
 
 class CompiledActor:

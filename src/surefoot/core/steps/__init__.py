@@ -1,1 +1,166 @@
-"""The next step of θ: by autograd, by a compiled program, or along the natural gradient."""
+"""The interface through which the learner moves θ, and the eager implementation: autograd, then Adam.
+
+The learner asks a ``Stepper`` for one ``PendingStep`` per minibatch, checks its KL, checks that it is finite, and takes it.
+``EagerStepper`` is here, ``CompiledStepper`` in ``compiled.py``, ``NaturalStepper`` (TRPO) in ``trpo.py``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.core.algorithms import Objective
+from surefoot.core.distributed import all_sum
+from surefoot.core.minibatches import advantage_moments, global_count, micro_batches, normalised, shuffled
+from surefoot.core.objective import Batch, loss, ratio_range
+from surefoot.core.optimizer import FlatAdam
+from surefoot.core.rollout import AuxiliaryLoss, LearnerState, Metrics, Policy
+from surefoot.core.traces import Recording
+
+
+@dataclass(frozen=True)
+class UpdateContext:
+    """What stays the same for all steps on one rollout."""
+
+    state: LearnerState
+    rate_scale: float
+    """multiplies the learning rate"""
+    clip_scale: float
+    """multiplies the bounds of the clip"""
+    beta: float
+    """weight of the KL penalty; 0 without one"""
+    recording: Recording | None
+    auxiliary_loss: AuxiliaryLoss | None
+
+    def normalised(self, batch: Batch) -> Batch:
+        """The batch with advantages of mean 0 and variance 1; a trace records the moments."""
+        moments = advantage_moments(batch)
+        if self.recording is not None:
+            self.recording.normalised_by(moments)
+        return normalised(batch, moments)
+
+
+@dataclass(kw_only=True)
+class PendingStep(ABC):
+    """A step that is computed but not yet taken."""
+
+    terms: dict[str, float]
+    """of the loss, over all ranks"""
+    ratios: tuple[float, float]
+    """the smallest and the largest ρ of this rank's samples"""
+    norms: dict[str, float]
+    """norm of the gradient of each optimizer's parameters, over all ranks"""
+    metrics: Metrics = field(default_factory=dict)
+    """further metrics of the step, set when it is taken"""
+
+    @abstractmethod
+    def take(self) -> bool:
+        """Move θ. Return False if θ stays where it was."""
+
+
+class Stepper(Protocol):
+    """A way to move θ."""
+
+    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> Iterable[Any]:
+        """One pass over a batch in ``count`` minibatches, in the form that ``prepare`` takes."""
+        ...
+
+    def prepare(self, minibatch: Any, context: UpdateContext) -> PendingStep:
+        """Compute a step from the present θ. The step before it must have been taken."""
+        ...
+
+
+class Gradients:
+    """Loss and gradient of a minibatch, summed over its micro-batches.
+
+    micro_batch         rows per micro-batch
+    micro_batch_tokens  tokens per micro-batch, padding included
+    """
+
+    def __init__(self, policy: Policy, objective: Objective, micro_batch: int | None, micro_batch_tokens: int | None) -> None:
+        self.policy, self.objective = policy, objective
+        self.micro_batch, self.micro_batch_tokens = micro_batch, micro_batch_tokens
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """The micro-batches."""
+        costs = None
+        if self.micro_batch_tokens is not None and batch.mask is not None:
+            costs = self.policy.costs(batch.inputs, batch.mask)
+        return micro_batches(batch, self.micro_batch, self.micro_batch_tokens, costs)
+
+    def add(
+        self, minibatch: Batch, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
+    ) -> tuple[dict[str, float], tuple[float, float]]:
+        """Add the gradient to ``.grad`` of ``parameters``, or of all parameters if None.
+
+        Returns the loss's terms over all ranks, and this rank's smallest and largest ratio.
+        """
+        denominator = global_count(minibatch, self.objective.aggregation)
+        sums: list[Tensor] = []
+        extremes: list[Tensor] = []
+        parts: Iterable[Batch] = self.parts(minibatch)
+        if self.objective.router_coefficient:
+            parts = list(parts)
+            self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
+        for part in parts:
+            evaluation = self.policy(part.inputs, part.actions, part.mask)
+            total, terms, ratio = loss(
+                evaluation,
+                part,
+                self.objective,
+                denominator=denominator,
+                clip_scale=context.clip_scale,
+                beta=context.beta,
+            )
+            if context.recording is not None:
+                context.recording.visit(part, evaluation, context.state.updates)
+            total.backward(inputs=parameters)  # type: ignore[no-untyped-call]
+            sums.append(torch.stack(list(terms.values())))
+            extremes.append(torch.stack(ratio.aminmax()))
+        summed = all_sum(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
+        return dict(zip(terms, summed.tolist(), strict=True)), ratio_range(extremes)
+
+
+@dataclass(kw_only=True)
+class EagerStep(PendingStep):
+    """One step of Adam per optimizer, whose gradient lies in its flat buffer."""
+
+    optimizers: Mapping[str, FlatAdam]
+    rate_scale: float
+
+    def take(self) -> bool:
+        for name, optimizer in self.optimizers.items():
+            optimizer.step(self.norms[name], self.rate_scale)
+        return True
+
+
+class EagerStepper:
+    """Steps of Adam along the gradient of autograd.
+
+    optimizers   the optimizers to step
+    parameters   the parameters that get a gradient; None: all
+    """
+
+    def __init__(
+        self, gradients: Gradients, optimizers: Mapping[str, FlatAdam], parameters: Sequence[nn.Parameter] | None = None
+    ) -> None:
+        self.gradients, self.optimizers, self.parameters = gradients, optimizers, parameters
+
+    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> Iterator[Batch]:
+        """The rows in a new random order, in ``count`` parts."""
+        return shuffled(batch, count, context.state.generators["shuffle"])
+
+    def prepare(self, minibatch: Batch, context: UpdateContext) -> EagerStep:
+        """Sum the gradients of the micro-batches and of the auxiliary loss."""
+        if self.gradients.objective.normalise_advantages == "minibatch":
+            minibatch = context.normalised(minibatch)
+        for optimizer in self.optimizers.values():
+            optimizer.zero()
+        terms, ratios = self.gradients.add(minibatch, context, self.parameters)
+        if context.auxiliary_loss is not None and "policy" in self.optimizers:  # it does not train the critic
+            terms |= context.auxiliary_loss.add_gradient()
+        norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
+        return EagerStep(terms=terms, ratios=ratios, norms=norms, optimizers=self.optimizers, rate_scale=context.rate_scale)

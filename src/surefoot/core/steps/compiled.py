@@ -1,108 +1,143 @@
-"""One update of a batch as one compiled program: the same functions as ever, traced once, run without Python in between.
+"""Compiled programs: any traceable function of tensors, and the steps of the learner as one of them.
 
-A network of a dozen small tensors spends its time on the way to the arithmetic. Policy, loss and optimizer are pure functions
-of flat parameters and a batch of static shape, so a whole update (choose the rows, normalise, loss, gradient, clip, Adam) can
-be one program.
+Small networks spend most of an update outside the arithmetic. Policy, loss and Adam are pure functions of flat parameters and
+of a batch of static shape, so a whole step (select rows, normalise, loss, gradient, clip, Adam) runs as one program.
+
+A function is traced (``make_fx``), exported and compiled (AOTInductor). The library is kept in the user's cache: the first run
+of a shape compiles it for some seconds, later runs load it at once.
 """
 
+import hashlib
 import math
+import os
+import platform
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import world_size
-from surefoot.core.minibatches import global_count, normalised, order_of
+from surefoot.core.minibatches import global_count, normalised, random_order, select_rows
 from surefoot.core.objective import Batch, loss
-from surefoot.core.optimizer import BETAS, FlatAdam
+from surefoot.core.optimizer import BETAS, FlatAdam, adam
 from surefoot.core.rollout import Policy, map_tensors, tensors_in
-from surefoot.core.steps.program import Program, program_of, require_programs
+from surefoot.core.steps import PendingStep, UpdateContext
+from surefoot.errors import SurefootError
+
+Program = Callable[[list[Tensor]], list[Tensor]]
+"""takes a list of tensors, which it empties, and returns new tensors"""
 
 
-@dataclass(frozen=True)
-class PendingStep:
-    """A step that is due: what the loss and its gradient are at this θ, before it is taken."""
+class CompiledMinibatch(NamedTuple):
+    """A selection of rows, which the program itself gathers."""
 
-    terms: dict[str, float]
-    """of the loss, over all ranks"""
-    ratios: tuple[float, float]
-    """the smallest and the largest ρ of this rank's samples"""
-    norms: dict[str, float]
-    """of the gradient of each optimizer's parameters, over all ranks"""
-    take: Callable[[], None]
-    """move θ"""
-    rows: Tensor | None = None
-    """which rows of the batch the step reads, where it doesn't show them itself   [N]"""
+    batch: Batch
+    """the whole batch"""
+    tensors: list[Tensor]
+    """those of the batch that the loss reads"""
+    rows: Tensor
+    """[n]"""
 
 
-class CompiledStep:
-    """The updates of batches of exactly ``rows`` single steps.
+@dataclass(kw_only=True)
+class CompiledStep(PendingStep):
+    """The parameters and moments after the step, as the program computed them."""
 
-    policy, objective, optimizers   as the learner has them; every parameter is in one of the optimizers
-    rows                            follows from the recipe alone, so that a resumed run takes the same path
+    optimizers: Mapping[str, FlatAdam]
+    moved: list[Tensor]
+    """for each optimizer, its parameters and both moments"""
 
-    Raises SurefootError where no program can be had, for want of a compiler.
+    def take(self) -> bool:
+        for index, optimizer in enumerate(self.optimizers.values()):
+            optimizer.move(*self.moved[3 * index : 3 * index + 3])
+        return True
+
+
+class CompiledStepper:
+    """The steps on batches of exactly ``rows`` single steps.
+
+    optimizers  together they have all parameters of the policy
+    rows        depends on the recipe alone, so that a resumed run uses the same engine
+
+    Raises SurefootError if there is neither a compiler nor a compiled program in the cache.
     """
 
     def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatAdam], rows: int) -> None:
         self.policy, self.objective, self.optimizers, self.rows = policy, objective, optimizers, rows
         self.program: Program | None = None
         self.names: list[str] = []
-        if world_size() == 1:  # several ranks add up between the parts of a step, and compile nothing
+        if world_size() == 1:  # several ranks exchange sums within a step, so they use the eager engine
             require_programs()
 
     def fits(self, batch: Batch) -> bool:
-        """Whether the program can run this batch: shapes are static, and it adds nothing up over ranks."""
+        """Whether the program can run this batch: shapes are static, and nothing is summed over ranks."""
         return batch.mask is None and len(batch.advantages) == self.rows and world_size() == 1
 
-    def attempts(
-        self, batch: Batch, minibatches: int, scales: tuple[float, float, float], generator: torch.Generator
-    ) -> Iterator[PendingStep]:
-        """One pass over a batch in minibatches of a new order.
+    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> Iterator[CompiledMinibatch]:
+        """The rows in a new random order, in ``count`` parts."""
+        tensors = tensors_in(replace(batch, flat_index=None))
+        for rows in random_order(self.rows, context.state.generators["shuffle"]).chunk(count):
+            yield CompiledMinibatch(batch, tensors, rows)
 
-        scales   of the learning rate and of the clip, and β
+    def prepare(self, minibatch: CompiledMinibatch, context: UpdateContext) -> CompiledStep:
+        """Run the program, compiling it on the first call.
 
-        Raises SurefootError when there is no C++ compiler, or the policy can't be traced.
+        Raises SurefootError if there is no C++ compiler, or the policy can't be traced.
         """
-        rate, clip_scale, beta = scales
-        tensors = tensors_in(batch)
-        for rows in order_of(self.rows, generator).chunk(minibatches):
-            state, numbers = [], [clip_scale, beta]
-            for optimizer in self.optimizers.values():
-                step, *moments = optimizer.moments()
-                corrections = [1 - beta ** (float(step) + 1) for beta in BETAS]
-                numbers += [optimizer.settings.learning_rate * rate / corrections[0], math.sqrt(corrections[1])]
-                state += [optimizer.values.detach(), *moments]
-            arguments = [*state, torch.tensor(numbers), rows, *tensors]
-            if self.program is None:
-                self.program = self._compiled(batch, arguments)
-            *moved, row = self.program(arguments)
-            found = row.tolist()
-            terms = dict(zip(self.names, found, strict=False))
-            smallest, largest, *norms = found[len(self.names) :]
+        state, numbers = [], [context.clip_scale, context.beta]
+        for optimizer in self.optimizers.values():
+            step, *moments = optimizer.moments()
+            corrections = [1 - beta ** (float(step) + 1) for beta in BETAS]
+            numbers += [optimizer.settings.learning_rate * context.rate_scale / corrections[0], math.sqrt(corrections[1])]
+            state += [optimizer.values.detach(), *moments]
+        arguments = [*state, torch.tensor(numbers), minibatch.rows, *minibatch.tensors]
+        if self.program is None:
+            self.program = self._program(replace(minibatch.batch, flat_index=None), arguments)
+        *moved, row = self.program(arguments)
+        numbers = row.tolist()
+        terms = dict(zip(self.names, numbers, strict=False))
+        smallest, largest, *norms = numbers[len(self.names) :]
+        if context.recording is not None:
+            self._record(minibatch, context)
+        return CompiledStep(
+            terms=terms,
+            ratios=(smallest, largest),
+            norms=dict(zip(self.optimizers, norms, strict=True)),
+            optimizers=self.optimizers,
+            moved=moved,
+        )
 
-            def take(moved: list[Tensor] = moved) -> None:
-                for index, optimizer in enumerate(self.optimizers.values()):
-                    optimizer.move(*moved[3 * index : 3 * index + 3])
+    @torch.no_grad()
+    def _record(self, minibatch: CompiledMinibatch, context: UpdateContext) -> None:
+        """Evaluate the minibatch once more for a trace, because the program does not return what its loss reads."""
+        assert context.recording is not None
+        part: Batch = select_rows(minibatch.batch, minibatch.rows)
+        if self.objective.normalise_advantages == "minibatch":
+            part = context.normalised(part)
+        context.recording.visit(part, self.policy(part.inputs, part.actions), context.state.updates)
 
-            yield PendingStep(terms, (smallest, largest), dict(zip(self.optimizers, norms, strict=True)), take, rows)
-
-    def _compiled(self, batch: Batch, arguments: list[Tensor]) -> Program:
+    def _program(self, batch: Batch, arguments: list[Tensor]) -> Program:
         names = {id(p): name for name, p in self.policy.named_parameters()}
         optimizers = list(self.optimizers.values())
-        places = 3 * len(optimizers)
+        start = 3 * len(optimizers)  # the arguments before it are parameters and moments
 
         def update(*tensors: Tensor) -> tuple[Tensor, ...]:
-            numbers, rows = tensors[places].unbind(), tensors[places + 1]
-            chosen = [leaf.index_select(0, rows) for leaf in tensors[places + 2 :]]
-            minibatch = refilled(batch, chosen)
+            numbers, rows = tensors[start].unbind(), tensors[start + 1]
+            selected = iter([x.index_select(0, rows) for x in tensors[start + 2 :]])
+            minibatch: Batch = map_tensors(lambda _: next(selected), batch)
             if self.objective.normalise_advantages == "minibatch":
                 minibatch = normalised(minibatch)
 
-            def minimised(values: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            def loss_of(values: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
                 named: dict[str, Tensor] = {}
                 for optimizer, part in zip(optimizers, values, strict=True):
                     named |= split(part, optimizer.parameters, names)
@@ -118,48 +153,96 @@ class CompiledStep:
                 self.names = list(terms)
                 return total, [*terms.values(), *ratio.aminmax()]
 
-            gradients, shown = grad(minimised, has_aux=True)(list(tensors[:places:3]))
+            gradients, shown = grad(loss_of, has_aux=True)(list(tensors[:start:3]))
             norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
             moved: list[Tensor] = []
             for index, optimizer in enumerate(optimizers):
                 values, first, second = tensors[3 * index : 3 * index + 3]
-                moved += adam(values, first, second, gradients[index], norms[index], optimizer, *numbers[2 + 2 * index :][:2])
+                step_size, correction = numbers[2 + 2 * index :][:2]
+                settings = optimizer.settings
+                moved += adam(values, first, second, gradients[index], norms[index], step_size, correction, settings)
             return (*moved, torch.stack([*shown, *norms]))
 
         return program_of(update, arguments)
 
 
-def adam(
-    values: Tensor,
-    first: Tensor,
-    second: Tensor,
-    gradient: Tensor,
-    norm: Tensor,
-    optimizer: FlatAdam,
-    step_size: Tensor,
-    correction: Tensor,
-) -> list[Tensor]:
-    """One step of ``FlatAdam`` as a function: the values and both moments after it.   all [n]
-
-    step_size   the learning rate over 1 − β₁^t
-    correction  √(1 − β₂^t)
-    """
-    limit = optimizer.settings.max_grad_norm
-    if limit is not None:
-        gradient = gradient * torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
-    first = first + (1 - BETAS[0]) * (gradient - first)
-    second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
-    return [values - step_size * first / (second.sqrt() / correction + optimizer.settings.epsilon), first, second]
-
-
-def refilled(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
-    """The batch with other tensors in the places of its own."""
-    rest = iter(tensors)
-    other: Batch = map_tensors(lambda _: next(rest), batch)
-    return other
-
-
-def split(values: Tensor, parameters: Sequence[nn.Parameter], places: dict[int, str]) -> dict[str, Tensor]:
-    """Parameters by name as views of their group's flat values."""
+def split(values: Tensor, parameters: Sequence[nn.Parameter], names: dict[int, str]) -> dict[str, Tensor]:
+    """Parameters by name as views of their group's flat values; ``names`` by the parameter's ``id``."""
     parts = torch.split(values, [p.numel() for p in parameters])
-    return {places[id(p)]: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
+    return {names[id(p)]: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
+
+
+def program_of(function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]) -> Program:
+    """Compile a function for tensors of these shapes.
+
+    Raises SurefootError if there is no C++ compiler, or the function can't be traced, such as one that branches on values.
+    """
+    try:
+        with torch.no_grad():
+            traced = make_fx(function)(*arguments)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise SurefootError(
+            f"engine='compiled': the policy can't be traced ({type(error).__name__}: {reason}); set engine = 'eager'"
+        ) from error
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return _compiled(traced, arguments)
+
+
+def _compiled(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> Program:
+    """Load the shared library of the traced function, and compile it first if the cache does not have it."""
+    package = cache_folder() / f"{_fingerprint(traced, arguments)}.pt2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter uses functions that PyTorch has deprecated
+        if not package.exists():
+            require_compiler()
+            exported = torch.export.export(traced, tuple(arguments), strict=False)
+            package.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=package.parent) as folder:
+                new = Path(folder) / package.name
+                try:
+                    with torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):  # its default search knows only $CXX and g++
+                        torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
+                except Exception as error:
+                    raise SurefootError(
+                        f"engine='compiled': {compiler()} could not compile the program ({type(error).__name__}); set engine = "
+                        "'eager', or another compiler by $CXX"
+                    ) from error
+                os.replace(new, package)
+        library = torch._inductor.aoti_load_package(str(package))
+    run: Program = library.loader.boxed_run  # skips the wrapper's flattening of argument trees
+    return run
+
+
+def _fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:
+    """A hash of all that the library depends on: program, constants, shapes, PyTorch, CPU and threads."""
+    parts: list[Any] = [traced.code, [(tuple(x.shape), x.stride(), str(x.dtype)) for x in arguments]]
+    held = [*traced.named_parameters(), *traced.named_buffers()]  # frozen tensors, and constants made while tracing
+    parts += [(name, x.tolist()) for name, x in sorted(held)]
+    parts += [(name, x.tolist()) for name, x in sorted(vars(traced).items()) if isinstance(x, Tensor)]
+    parts += [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """The folder of compiled programs: $XDG_CACHE_HOME/surefoot/engine, by default below ~/.cache. Safe to delete."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "engine"
+
+
+def compiler() -> str | None:
+    """The path of the C++ compiler; None if there is none."""
+    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def require_programs() -> None:
+    """Raise SurefootError if there is neither a compiler nor a compiled program in the cache."""
+    if not any(cache_folder().glob("*.pt2")):
+        require_compiler()
+
+
+def require_compiler() -> None:
+    """Raise SurefootError unless there is a C++ compiler."""
+    if compiler() is None:
+        raise SurefootError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.distributed import all_sum, world_size
-from surefoot.core.minibatches import by_tokens, chosen
+from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood, expert_load, load_balance
@@ -267,9 +267,10 @@ def in_micro_batches(
     """
     if tokens is None and size is None:
         return function(inputs, actions, mask)
-    groups = by_tokens(row_lengths(inputs, mask) if costs is None else costs, sys.maxsize if tokens is None else tokens, size)
+    costs = row_lengths(inputs, mask) if costs is None else costs
+    groups = groups_by_length(costs, sys.maxsize if tokens is None else tokens, size)
     back = torch.cat(groups).argsort()
-    parts = [function(*chosen((inputs, actions, mask), group)) for group in groups]
+    parts = [function(*select_rows((inputs, actions, mask), group)) for group in groups]
     joined = iter([torch.cat(pieces) for pieces in zip(*map(tensors_in, parts), strict=True)])
     return map_tensors(lambda _: next(joined)[back.to(actions.device)], parts[0])
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from surefoot.core.distributed import all_sum, rank, world_size
-from surefoot.core.minibatches import chosen
+from surefoot.core.learner import START_TOLERANCE
+from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
-from surefoot.core.update_metrics import START_TOLERANCE
 from surefoot.errors import SurefootError
 from surefoot.functional import (
     kl_k1,
@@ -93,7 +93,7 @@ class LanguageCollector:
         found = self._sampled(state.steps)
         samples = found.answers.samples
         everything = (samples, found.scores.valid, placed(found.scores, found.total, samples, recipe))
-        drawn, valid, earned = everything if len(found.rows) == len(found.total) else chosen(everything, found.rows)
+        drawn, valid, earned = everything if len(found.rows) == len(found.total) else select_rows(everything, found.rows)
         valid = valid & found.taught
 
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}

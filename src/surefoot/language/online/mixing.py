@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.core.distributed import all_sum
-from surefoot.core.minibatches import by_tokens, chosen
+from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import map_tensors
 from surefoot.functional import aggregate
 from surefoot.language.data.batches import EpochSampler, row_lengths
@@ -63,8 +63,8 @@ class Mixing:
             yield batch
             return
         costs: Tensor = row_lengths(batch[0], batch[2])
-        for group in by_tokens(costs, sys.maxsize if self.tokens is None else self.tokens, self.size):
-            yield chosen(batch, group)
+        for group in groups_by_length(costs, sys.maxsize if self.tokens is None else self.tokens, self.size):
+            yield select_rows(batch, group)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the walk stands."""
