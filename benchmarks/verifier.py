@@ -35,7 +35,7 @@ from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.models.language_model import load_language_model
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.display import Silent
+from surefoot.runs.display import Display
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 HERE = Path(__file__).resolve().parent
@@ -75,7 +75,7 @@ def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float | None:
     """Train, continue, or skip a finished run. Returns the user seconds of a complete run, None if only part of it ran here."""
     whole, begun = not (run / "config.toml").exists(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
     if whole:
-        api.start(find_recipe(recipe, changes), run, display=Silent())
+        api.start(find_recipe(recipe, changes), run, display=Display())
     elif not (run / "finished.json").exists():
         api.resume(run)
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun if whole else None

@@ -25,7 +25,8 @@ import griffe
 
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.core.algorithms import ALGORITHMS, Objective
-from surefoot.diagnostics.findings import Finding, findings_in
+from surefoot.diagnostics.finding import Finding
+from surefoot.diagnostics.findings import findings_in
 from surefoot.inspector.page import clip_table_page
 from surefoot.recipes.reading import recipe_fields
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING, Metric

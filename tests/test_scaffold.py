@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.diagnostics.check import failed
+from surefoot.diagnostics.finding import any_failed
 from surefoot.diagnostics.recipe import check_recipe
 from surefoot.recipes.presets import find_recipe
 
@@ -47,7 +47,7 @@ def test_a_new_tasks_own_tests_pass_and_its_recipe_passes_the_check(
                 del sys.modules[module]
     monkeypatch.chdir(folder)
     checks = check_recipe(find_recipe("recipe.toml"))
-    assert not failed(checks)
+    assert not any_failed(checks)
     assert {check.state for check in checks} == {"ok"}, [check for check in checks if check.state != "ok"]
 
 

@@ -18,6 +18,7 @@ from surefoot.control.policies.actor_critic import ActorCritic
 from surefoot.core.seeding import stream
 from surefoot.functional import fisher_vector_product
 from surefoot.recipes.control import Network
+from surefoot.runs.events import Message
 
 from .tiny import Endless, Sampled, fresh_state, small, world_of
 
@@ -313,7 +314,11 @@ def test_a_run_of_nested_observations_and_masks_resumes_to_the_same_weights(tmp_
     whole = train(tmp_path / "whole")
     train(tmp_path / "cut", lambda metrics: metrics["iteration"] == 3)
     said: list[str] = []
-    resumed = surefoot.resume(tmp_path / "cut", task=nested_and_masked, display=_Saying(said))
+    resumed = surefoot.resume(
+        tmp_path / "cut",
+        task=nested_and_masked,
+        display=lambda event: said.append(event.text) if isinstance(event, Message) else None,
+    )
     assert said == []
     ours, theirs = whole.state_dict(), resumed.state_dict()
     for name in ours:
@@ -323,22 +328,6 @@ def test_a_run_of_nested_observations_and_masks_resumes_to_the_same_weights(tmp_
 
 def nested_and_masked() -> Sampled:
     return Sampled(NESTED, spaces.MultiDiscrete([2, 3], start=[1, -1]), True)
-
-
-class _Saying:
-    """A display that keeps what it is told: an environment that did not replay would be."""
-
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
-
-    def show(self, state: Any, metrics: Any) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        self.said.append(line)
-
-    def close(self) -> None:
-        pass
 
 
 def test_an_environment_that_masks_otherwise_when_replayed_is_lost() -> None:

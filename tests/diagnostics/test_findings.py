@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.diagnostics.finding import in_words
-from surefoot.diagnostics.findings import RULES, findings_of, of_run
-from surefoot.diagnostics.history import WATCHED, Story
-from surefoot.diagnostics.monitor import Watch
+from surefoot.diagnostics.finding import CHECKED_METRICS, RunCurves, in_words
+from surefoot.diagnostics.findings import RUN_CHECKS, RunMonitor, findings_of, of_run
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.metrics import METRICS
 
@@ -30,8 +28,8 @@ def test_a_healthy_run_is_healthy_at_every_moment(name: str) -> None:
     budget = int(rows[-1]["steps"])
     said: list[str] = []
     for stop in range(len(rows) // 20, len(rows), max(1, len(rows) // 20)):
-        story = Story(rows[:stop], budget)
-        said += [found.name for rule in RULES if (found := rule(story, None)) is not None]
+        curves = RunCurves(rows[:stop], budget)
+        said += [found.name for check in RUN_CHECKS if (found := check(curves, None)) is not None]
     assert said == []
 
 
@@ -57,13 +55,13 @@ def test_where_beta_is_adapted_its_first_value_is_not_what_to_raise() -> None:
 def test_what_is_hacked_is_said_while_there_is_time() -> None:
     recipe = find_recipe("reviews", {"model": "pocket", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}})
     said: list[str] = []
-    watch = Watch(recipe, said.append)
+    monitor = RunMonitor(recipe, said.append)
     for row in stored("hacked"):
-        watch.add(row)
+        monitor.add(row)
     assert [line.split(",")[0] for line in said] == sorted({line.split(",")[0] for line in said}), "each once, in order"
     hacked = next(line for line in said if "the reward rises" in line)
     assert int(hacked.split(",")[0].split()[-1]) <= recipe.steps / 2
-    watch.end(Path("runs/x"))
+    monitor.end(Path("runs/x"))
     assert said[-1] == "findings: reward hacked, left reference; more: surefoot check runs/x"
 
 
@@ -156,8 +154,8 @@ def test_a_gold_score_that_is_forgotten_for_a_proxy_is_seen_in_likelihood_too() 
 def test_missing_and_undefined_numbers_are_no_findings() -> None:
     assert names([]) == []
     assert names(rows_of(30)) == []
-    assert names(rows_of(30, **dict.fromkeys(WATCHED))) == []
-    assert names(rows_of(30, **{name: float("nan") for name in WATCHED})) == []
+    assert names(rows_of(30, **dict.fromkeys(CHECKED_METRICS))) == []
+    assert names(rows_of(30, **{name: float("nan") for name in CHECKED_METRICS})) == []
 
 
 def test_a_metric_that_is_nowhere_known_is_no_finding() -> None:
@@ -173,7 +171,7 @@ def test_numbers_in_words_are_rounded_before_they_are_called_large() -> None:
 
 
 def test_rules_read_metrics_that_there_are() -> None:
-    assert set(WATCHED) - set(METRICS) == set()
+    assert set(CHECKED_METRICS) - set(METRICS) == set()
 
 
 def test_findings_are_plain_values_with_evidence_and_advice(tmp_path: Path) -> None:
@@ -200,11 +198,11 @@ def test_a_rule_that_fails_ends_no_training_and_is_said_once(monkeypatch: pytest
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("surefoot.diagnostics.monitor.diagnose", broken)
+    monkeypatch.setattr("surefoot.diagnostics.findings.check_curves", broken)
     said: list[str] = []
-    watch = Watch(find_recipe("CartPole-v1", {"steps": 4_096}), said.append)
+    monitor = RunMonitor(find_recipe("CartPole-v1", {"steps": 4_096}), said.append)
     for row in rows_of(40):
-        watch.add(row)
-    watch.end(None)
+        monitor.add(row)
+    monitor.end(None)
     assert len(said) == 1
     assert "a rule failed (ZeroDivisionError: division by zero)" in said[0]

@@ -15,7 +15,7 @@ from surefoot.language import tasks
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.recipes.presets import find_recipe, presets
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.display import Silent
+from surefoot.runs.display import Display
 
 from .tiny import write_folder
 
@@ -73,7 +73,7 @@ def test_a_demo_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
 
 
 def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = verifier_demo(tmp_path, 3, lambda recipe, folder: Silent(), TINY)
+    told = verifier_demo(tmp_path, 3, lambda recipe, folder: Display(), TINY)
     folder, printed = tmp_path / "demo-verifier", capsys.readouterr().out
     assert json.loads((folder / "demo.json").read_text()) == told
     assert set(told) == {"seconds", "SFT", "PPO", "GRPO"}
@@ -97,7 +97,7 @@ def test_a_verifier_makes_likely_what_a_small_model_does_half_of_the_time(tmp_pa
     write_rows(data / "demonstrations.jsonl", tasks.demonstrations("sorting", 6_400, 2, 2))
     write_rows(data / "problems.jsonl", tasks.rows("sorting", 4_096, 3, 2))
     write_rows(data / "test.jsonl", tasks.rows("sorting", 14, 2, 2, test=True))
-    stages = Stages(tmp_path, 2, lambda recipe, folder: Silent())
+    stages = Stages(tmp_path, 2, lambda recipe, folder: Display())
     rows = {"train": str(data / "demonstrations.jsonl"), "batch": 64}
     changes = {"model": str(model), "steps": 4_800, "optimizer": {"learning_rate": 1e-2}, "data": rows}
     sft = stages.run("sft", "task_sft", changes)

@@ -13,19 +13,19 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.display import Silent
+from surefoot.runs.display import Display
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 BOTH = pytest.mark.parametrize("whose", ["trainer", "sampler"])
 
 
-class Listening(Silent):
+class Listening(Display):
     """Keeps what is said."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, line: str) -> None:
+    def message(self, line: str) -> None:
         self.said.append(line)
 
 

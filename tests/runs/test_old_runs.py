@@ -26,7 +26,9 @@ def test_a_run_of_an_older_version_resumes_with_the_numbers_of_that_version(name
     monkeypatch.chdir(tmp_path / "work")
     surefoot.resume(name)
     expected = json.loads(Path(f"{name}.expected.json").read_text("utf-8"))
-    rows = [{key: value for key, value in row.items() if key not in TIMING} for row in read_metrics(Path(name) / "metrics.jsonl")]
+    rows = [
+        {key: value for key, value in row.items() if key not in TIMING} for row in read_metrics(Path(name) / "metrics.jsonl")
+    ]
     assert [row["steps"] for row in rows] == [row["steps"] for row in expected]
     for row, wanted in zip(rows, expected, strict=True):
         assert row.keys() == wanted.keys()

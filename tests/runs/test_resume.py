@@ -325,8 +325,8 @@ class Unrepeatable(gymnasium.Env):
 def test_an_environment_that_does_not_replay_is_said_to_be_lost(tmp_path, capsys):
     told = []
 
-    class Told(surefoot.runs.display.Silent):
-        def say(self, line):
+    class Told(surefoot.runs.display.Display):
+        def message(self, line):
             told.append(line)
 
     fields = {"steps": 1024, "rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 0}}

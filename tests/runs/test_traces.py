@@ -12,7 +12,7 @@ from surefoot import SurefootError, read_trace
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import api
-from surefoot.runs.display import Silent
+from surefoot.runs.display import Display
 from surefoot.runs.folder import traces_in
 from surefoot.runs.traces import TraceFolder, to_bytes
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
@@ -114,10 +114,10 @@ def test_the_oldest_make_room_and_a_resumed_run_keeps_the_same(run, tmp_path):
 
 
 def test_a_trace_larger_than_all_may_be_is_not_written_and_said_once(tmp_path):
-    class Listener(Silent):
+    class Listener(Display):
         said: list[str] = []  # noqa: RUF012
 
-        def say(self, message):
+        def message(self, message):
             self.said.append(message)
 
     start(tmp_path / "run", display=Listener(), traces={"every": 1, "max_megabytes": 0.001})

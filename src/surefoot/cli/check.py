@@ -32,7 +32,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(check_run(Path(what), as_json))
-    from surefoot.diagnostics.check import failed
+    from surefoot.diagnostics.finding import any_failed
     from surefoot.diagnostics.machine import check_machine
     from surefoot.diagnostics.recipe import check_recipe
 
@@ -42,18 +42,19 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     else:
         checks = [*check_machine(recipe.device, recipe.engine == "compiled"), *check_recipe(recipe)]
     if as_json:
-        echo_json({"checks": [each.to_json() for each in checks], "failed": failed(checks)})
+        echo_json({"checks": [each.to_check_json() for each in checks], "failed": any_failed(checks)})
     else:
         width = max(len(each.name) for each in checks)
         for each in checks:
-            for line in each.lines(width):
+            for line in each.checklist_lines(width):
                 echo(visible(line))  # the text of an error may contain line breaks
-    ctx.exit(int(failed(checks)))
+    ctx.exit(int(any_failed(checks)))
 
 
 def check_run(folder: Path, as_json: bool) -> int:
     """Print the findings of a run; the exit code."""
     from surefoot.compare.runs import read_run
+    from surefoot.diagnostics.findings import ENOUGH_ITERATIONS
 
     run = read_run(folder)
     findings = run.findings
@@ -61,7 +62,8 @@ def check_run(folder: Path, as_json: bool) -> int:
         table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
         echo_json({**table, "findings": [finding.to_json() for finding in findings]})
     elif not findings:
-        echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
+        short = "; too few to judge a run by" if len(run.rows) < ENOUGH_ITERATIONS else ""
+        echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps{short}")
     else:
         echo("\n\n".join("\n".join(finding.text) for finding in findings))
     return int(any(finding.severity == "serious" for finding in findings))

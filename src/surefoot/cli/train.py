@@ -167,11 +167,11 @@ def rounds(
     labeller = judge or language_recipe.reward.gold
     if labeller is None:
         raise SurefootError("--judge: nothing labels the pairs; name a function or a reward model, or set reward.gold")
-    from surefoot.runs.display import Silent
+    from surefoot.runs.display import Display
     from surefoot.runs.rounds import Plan, go_rounds, table
 
     def display(current: Recipe, run: Path) -> "Display":
-        return Silent() if as_json else display_for(current, run, quiet)
+        return Display() if as_json else display_for(current, run, quiet)
 
     folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
     plan = Plan(language_recipe, labeller, **settings)

@@ -26,7 +26,7 @@ from surefoot.compare.statistics import Results, known
 from surefoot.control.environments.looped import VectorEnvironments
 from surefoot.control.world import ControlWorld
 from surefoot.core.distributed import check_alone
-from surefoot.core.rollout import LearnerState, Metrics
+from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table, write_text
 from surefoot.recipes.control import ControlRecipe
@@ -34,9 +34,9 @@ from surefoot.recipes.import_object import python_safe_path, unset_python_safe_p
 from surefoot.recipes.reading import to_table
 from surefoot.runs import api
 from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
-from surefoot.runs.events import Sample
+from surefoot.runs.events import Event, IterationEnd, Listener, Message
 from surefoot.runs.folder import differences
-from surefoot.runs.session import Session, StopOnSignal
+from surefoot.runs.session import Session, SignalHandler
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from surefoot.terminal import visible_lines
 
@@ -90,7 +90,7 @@ def check_trainable(recipes: Mapping[str, ControlRecipe], episodes: int) -> None
                         f"episodes={episodes}: final agents are evaluated in single environments, but task={recipe.task!r} "
                         "makes a vector environment; set episodes = 0"
                     )
-                Session(recipe, world, None, CellDisplay(lambda steps: None, lambda line: None))
+                Session(recipe, world, None)
             finally:
                 world.close()
         except SurefootError as error:
@@ -169,7 +169,7 @@ def train_cell(
     if (path / RESULT).exists():
         return _read(path / RESULT)
     if _reached(path) < cell.steps:
-        _train(path, cell, CellDisplay(on_steps, on_line), stop)
+        _train(path, cell, cell_listener(on_steps, on_line), stop)
         if _reached(path) < cell.steps:
             raise Interrupted(f"{cell.name}: stopped at step {_reached(path)}")
     checkpoint = latest_checkpoint(path / "checkpoints")
@@ -182,7 +182,7 @@ def train_cell(
     return result
 
 
-def _train(path: Path, cell: Cell, display: "CellDisplay", stop: Callable[[], bool]) -> None:
+def _train(path: Path, cell: Cell, display: Listener, stop: Callable[[], bool]) -> None:
     def callback(metrics: Metrics) -> bool:
         return (metrics["steps"] or 0) >= cell.steps or stop()
 
@@ -293,11 +293,11 @@ def _in_parallel(
     """Train each cell in its own process, ``jobs`` at a time. Forward a signal once; every cell saves before it stops."""
     context = multiprocessing.get_context("spawn")
     waiting, running = list(cells), dict[Connection, tuple[Cell, Any]]()
-    with StopOnSignal() as signals:
+    with SignalHandler() as signals:
         forwarded = False
         try:
-            while running or (waiting and not signals.requested):
-                while waiting and len(running) < jobs and not signals.requested:
+            while running or (waiting and not signals.stop_requested):
+                while waiting and len(running) < jobs and not signals.stop_requested:
                     cell = waiting.pop(0)
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_child, args=(theirs, folder, cell, episodes))
@@ -305,7 +305,7 @@ def _in_parallel(
                         process.start()
                     theirs.close()
                     running[ours] = (cell, process)
-                if signals.requested and not forwarded:
+                if signals.stop_requested and not forwarded:
                     forwarded = True
                     for _, process in running.values():
                         process.terminate()
@@ -316,7 +316,7 @@ def _in_parallel(
             for _, process in running.values():
                 process.terminate()
                 process.join()
-        if signals.requested:
+        if signals.stop_requested:
             raise Interrupted("stopped")
 
 
@@ -445,23 +445,17 @@ class OverallProgress:
             self.console.print(visible_lines(line), markup=False)
 
 
-class CellDisplay:
-    """The display of one run of a comparison: it forwards the number of steps and the messages."""
+def cell_listener(on_steps: Callable[[int], None], on_line: Callable[[str], None]) -> Listener:
+    """The listener of one run of a comparison: it forwards the number of steps and the messages."""
 
-    def __init__(self, on_steps: Callable[[int], None], on_line: Callable[[str], None]) -> None:
-        self.on_steps, self.on_line = on_steps, on_line
+    def listener(event: Event) -> None:
+        match event:
+            case IterationEnd():
+                on_steps(event.state.steps)
+            case Message():
+                on_line(event.text)
 
-    def show(self, state: LearnerState, metrics: Metrics) -> None:
-        self.on_steps(state.steps)
-
-    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        self.on_line(line)
-
-    def close(self) -> None:
-        pass
+    return listener
 
 
 # ---- summary ----------------------------------------------------------------------------------------------------------

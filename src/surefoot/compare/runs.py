@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.compare.statistics import bootstrap_interval, difference_interval, finite, interquartile_mean, mean
-from surefoot.diagnostics.findings import Finding, findings_in
+from surefoot.diagnostics.finding import Finding
+from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
 from surefoot.files import parsed, read_table, read_toml
 from surefoot.recipes.base import Recipe

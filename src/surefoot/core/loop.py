@@ -1,4 +1,4 @@
-"""The loop: collect -> credit -> update -> tell. Every algorithm, in both worlds, is this and nothing else."""
+"""The loop of every algorithm, in control and language: collect -> credit -> update -> report."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from surefoot.core.credit import assign_credit
 from surefoot.core.distributed import total
 from surefoot.core.learner import Learner
-from surefoot.core.rollout import Collector, LearnerState, Metrics
+from surefoot.core.rollout import Collector, LearnerState, Metrics, Rollout
 from surefoot.errors import NotFiniteError, SurefootError
 
 FAULTS_IN_A_ROW = 3
@@ -18,12 +18,14 @@ def run_loop(
     state: LearnerState,
     on_iteration: Callable[[LearnerState, Metrics], bool],
     on_fault: Callable[[str], None] = lambda message: None,
+    on_rollout: Callable[[Rollout], None] = lambda rollout: None,
 ) -> None:
     """Train until the budget is spent or ``on_iteration`` returns True.
 
     collector      samples with the learner's policy
     on_iteration   called after each iteration with the state and its metrics; checkpoints, logs and displays hang here
-    on_fault       told of an update that was not taken because something was not finite
+    on_fault       called with the reason when an update is skipped because a number is not finite
+    on_rollout     called with each rollout before the update
 
     Raises SurefootError after three such iterations in a row.
     """
@@ -32,6 +34,7 @@ def run_loop(
         try:
             rollout = collector.collect(state)
             collected = time.perf_counter()
+            on_rollout(rollout)
             credit = assign_credit(rollout, learner.objective)
             metrics = {**rollout.metrics, **learner.update(rollout, credit, state)}
             steps, state.faults = total(rollout.steps, rollout.rewards), 0

@@ -1,46 +1,54 @@
-"""The doctor: pure functions from a run's metrics to findings in plain words, with cause, evidence and what to try.
+"""Checks of a run's metrics, during training and after it.
 
-from surefoot.diagnostics.findings import findings_of, of_run
+from surefoot.diagnostics.findings import of_run
 for finding in of_run("runs/mine"):
     print(finding.line)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics.finding import SEVERITIES, Evidence, Finding
-from surefoot.diagnostics.history import Story
-from surefoot.diagnostics.reward_findings import REWARD_RULES
-from surefoot.diagnostics.update_findings import UPDATE_RULES
+from surefoot.diagnostics.finding import SEVERITIES, Evidence, Finding, RunCurves
+from surefoot.diagnostics.reward_findings import REWARD_CHECKS
+from surefoot.diagnostics.update_findings import UPDATE_CHECKS
+from surefoot.errors import cause_of
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs.events import Event, IterationEnd, RunEnd, RunStart
 from surefoot.runs.folder import check_is_run
-from surefoot.runs.trackers.metrics_jsonl import FILE, History, read_history
+from surefoot.runs.metrics import METRICS
+from surefoot.runs.trackers.metrics_jsonl import FILE, History, read_history, read_metrics
 
-RULES = (*REWARD_RULES, *UPDATE_RULES)
-"""every rule: a story and a recipe (or None) in, a finding or None out"""
-HIDES = {"no_reward_signal": ("return_flat",), "reward_hacked": ("entropy_collapsed",)}
-"""findings that say all that others would say again"""
+RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS)
+"""every check of a run: takes its curves and its recipe (or None), and returns a finding or None"""
+SUPERSEDES = {"no_reward_signal": ("return_flat",), "reward_hacked": ("entropy_collapsed",)}
+"""findings that make others redundant"""
+CHECKS_PER_RUN = 20
+"""how often a run is checked while it goes on, over its budget"""
+LIVE_NOTES = ("wrong_start",)
+"""notes that are shown during training too, since they explain other metrics"""
+ENOUGH_ITERATIONS = 10
+"""with fewer, most checks have too few numbers to report anything"""
 
 
-def diagnose(story: Story, recipe: Recipe | None = None) -> list[Finding]:
-    """All that there is to say about a run, the worst first; nothing about a healthy one."""
-    found = [finding for rule in RULES if (finding := rule(story, recipe)) is not None]
-    hidden = {name for finding in found for name in HIDES.get(finding.name, ())}
-    return sorted((f for f in found if f.name not in hidden), key=lambda finding: SEVERITIES.index(finding.severity))
+def check_curves(curves: RunCurves, recipe: Recipe | None = None) -> list[Finding]:
+    """The findings of a run, the worst first; none for a healthy one."""
+    findings = [finding for check in RUN_CHECKS if (finding := check(curves, recipe)) is not None]
+    hidden = {name for finding in findings for name in SUPERSEDES.get(finding.name, ())}
+    return _worst_first(finding for finding in findings if finding.name not in hidden)
 
 
 def findings_of(rows: Iterable[Mapping[str, Any]], recipe: Recipe | None = None) -> list[Finding]:
-    """The findings of the rows of a metrics.jsonl. With its recipe they know the budget and can name its fields' values."""
-    return diagnose(Story(rows, None if recipe is None else recipe.steps), recipe)
+    """The findings of the rows of a metrics.jsonl. With a recipe, they use its budget and quote its fields."""
+    return check_curves(RunCurves(rows, None if recipe is None else recipe.steps), recipe)
 
 
 def of_run(folder: str | Path) -> list[Finding]:
-    """The findings of a run's folder, finished or still going.
+    """The findings of a run folder, finished or not.
 
-    Raises SurefootError when it is no run.
+    Raises SurefootError when it is not a run.
     """
     path = Path(folder)
     check_is_run(path)
@@ -48,10 +56,10 @@ def of_run(folder: str | Path) -> list[Finding]:
 
 
 def findings_in(history: History, recipe: Recipe | None = None) -> list[Finding]:
-    """The findings of a run's metrics, whether they are what it wrote among them."""
-    found = findings_of(history.rows, recipe)
+    """The findings of a run's metrics, including damage to the file."""
+    findings = findings_of(history.rows, recipe)
     if history.fault is None:
-        return found
+        return findings
     damaged = Finding(
         "metrics_damaged",
         "warning",
@@ -60,7 +68,83 @@ def findings_in(history: History, recipe: Recipe | None = None) -> list[Finding]
         (),
         ("copy it again from where it is whole", "do without what is missing: resuming a run needs none of it"),
     )
-    return sorted([damaged, *found], key=lambda finding: SEVERITIES.index(finding.severity))
+    return _worst_first([damaged, *findings])
 
 
-__all__ = ["Evidence", "Finding", "Story", "diagnose", "findings_in", "findings_of", "of_run"]
+def out_of_range(metrics: Mapping[str, float | None], step: int = 0) -> list[Finding]:
+    """A warning for each metric of one iteration that is outside its healthy range; undefined values are skipped."""
+    findings = []
+    for name, value in metrics.items():
+        metric = METRICS.get(name)
+        if metric is None or value is None:
+            continue
+        too_low, too_high = metric.low is not None and value < metric.low, metric.high is not None and value > metric.high
+        if (what := metric.why_low if too_low else metric.why_high if too_high else "") != "":
+            findings.append(Finding(name, "warning", what, evidence=(Evidence(name, value, "latest", step, step),)))
+    return findings
+
+
+class RunMonitor:
+    """Checks a run while it goes on, and reports each serious finding or warning once; a listener.
+
+    recipe    of the run
+    message   called with each line
+    """
+
+    def __init__(self, recipe: Recipe, message: Callable[[str], None]) -> None:
+        self.recipe, self.message = recipe, message
+        self.curves = RunCurves(budget=recipe.steps)
+        self.reported: set[str] = set()
+        self.checks_done = 0
+        self.failed = False
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStart() if event.folder is not None:
+                self.start(read_metrics(event.folder / FILE))
+            case IterationEnd():
+                self.add(event.metrics)
+            case RunEnd() if not event.failed:
+                self.end(event.folder)
+
+    def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take the rows of a resumed run; their findings have been reported."""
+        for row in rows:
+            self.curves.add(row)
+        self.checks_done = self._checks_due()
+        self.reported = {finding.name for finding in self._findings()}
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add an iteration; check the run after each twentieth of the budget."""
+        self.curves.add(metrics)
+        if self._checks_due() == self.checks_done:
+            return
+        self.checks_done = self._checks_due()
+        for finding in self._findings():
+            if finding.name not in self.reported:
+                self.reported.add(finding.name)
+                self.message(f"! step {self.curves.steps:,}, {finding.line}")
+
+    def end(self, folder: Path | None) -> None:
+        """Report the names of the findings of the whole run, if there are any."""
+        names = [finding.name.replace("_", " ") for finding in self._findings() if finding.severity != "note"]
+        if names:
+            more = "" if folder is None else f"; more: surefoot check {folder}"
+            self.message(f"findings: {', '.join(names)}{more}")
+
+    def _findings(self) -> list[Finding]:
+        try:
+            findings = check_curves(self.curves, self.recipe)
+        except Exception as error:  # a failing check must not end the run
+            findings = []
+            if not self.failed:
+                self.failed = True
+                self.message(f"! findings are incomplete: a check failed ({cause_of(error)})")
+        return [finding for finding in findings if finding.severity != "note" or finding.name in LIVE_NOTES]
+
+    def _checks_due(self) -> int:
+        return CHECKS_PER_RUN * self.curves.steps // self.recipe.steps
+
+
+def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

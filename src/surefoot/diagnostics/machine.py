@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from surefoot.diagnostics.check import Check
+from surefoot.diagnostics.finding import Finding, check_result
 from surefoot.errors import to_install
 
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ LEAST_DISK, LITTLE_DISK = 100e6, 2e9
 DRAW = "import mujoco; context = mujoco.GLContext(64, 64); context.make_current(); context.free()"
 
 
-def check_machine(device: str = "cpu", compiled: bool = False, folder: Path = Path()) -> list[Check]:
+def check_machine(device: str = "cpu", compiled: bool = False, folder: Path = Path()) -> list[Finding]:
     """What there is here.
 
     device     that a recipe asks for
@@ -51,25 +51,25 @@ def check_machine(device: str = "cpu", compiled: bool = False, folder: Path = Pa
     ]
 
 
-def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     """The interpreter, of this version or another."""
     if version < (3, 11):
         told = ".".join(map(str, version))
-        return Check(
-            "Python", "failed", f"{told}, which is too old", "install Python 3.11 or newer, and make a new environment"
+        return check_result(
+            "Python", "serious", f"{told}, which is too old", "install Python 3.11 or newer, and make a new environment"
         )
-    return Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
+    return check_result("Python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
-def check_torch() -> Check:
+def check_torch() -> Finding:
     """PyTorch, and its threads."""
     import torch
 
     threads = f"{os.cpu_count() or 1} cores; a recipe's threads = 1 is fastest for small networks"
-    return Check("PyTorch", "ok", f"{torch.__version__}; {threads}")
+    return check_result("PyTorch", "ok", f"{torch.__version__}; {threads}")
 
 
-def check_device(device: str = "cpu") -> Check:
+def check_device(device: str = "cpu") -> Finding:
     """The device that is asked for, or the accelerators that there are."""
     import torch
 
@@ -79,31 +79,33 @@ def check_device(device: str = "cpu") -> Check:
     try:
         usable(device)
     except SurefootError as error:
-        return Check(
-            "device", "failed", str(error).partition(";")[0], "set device = 'cpu', or install a build of PyTorch for it"
+        return check_result(
+            "device", "serious", str(error).partition(";")[0], "set device = 'cpu', or install a build of PyTorch for it"
         )
     found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         found.append("mps")
     if not found:
-        return Check("device", "ok", "cpu; no GPU is seen")
-    return Check("device", "ok", f"{device}; there is {', '.join(found)}")
+        return check_result("device", "ok", "cpu; no GPU is seen")
+    return check_result("device", "ok", f"{device}; there is {', '.join(found)}")
 
 
-def check_extras(extras: dict[str, tuple[str, ...]] = EXTRAS) -> Check:
+def check_extras(extras: dict[str, tuple[str, ...]] = EXTRAS) -> Finding:
     """Which optional parts are installed."""
     there = [name for name, modules in extras.items() if all(importlib.util.find_spec(module) for module in modules)]
     lacking = [name for name in extras if name not in there]
     what = f"{', '.join(there) or 'none'}"
     if not lacking:
-        return Check("extras", "ok", what)
-    return Check("extras", "absent", f"{what}; not here: {', '.join(lacking)}", to_install(",".join(lacking)))
+        return check_result("extras", "ok", what)
+    return check_result("extras", "absent", f"{what}; not here: {', '.join(lacking)}", to_install(",".join(lacking)))
 
 
-def check_drawing(seconds: float = 30.0) -> Check:
+def check_drawing(seconds: float = 30.0) -> Finding:
     """Whether MuJoCo can draw without a display, tried in a process of its own: a driver may end it."""
     if importlib.util.find_spec("mujoco") is None:
-        return Check("drawing", "absent", "MuJoCo is not installed; other environments need no display", to_install("mujoco"))
+        return check_result(
+            "drawing", "absent", "MuJoCo is not installed; other environments need no display", to_install("mujoco")
+        )
     backend = os.environ.get("MUJOCO_GL") or "egl"
     try:
         done = subprocess.run(
@@ -117,44 +119,44 @@ def check_drawing(seconds: float = 30.0) -> Check:
     except subprocess.TimeoutExpired:
         works = False
     if works:
-        return Check("drawing", "ok", f"MuJoCo draws without a display (MUJOCO_GL={backend})")
+        return check_result("drawing", "ok", f"MuJoCo draws without a display (MUJOCO_GL={backend})")
     fix = "install libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri (Debian's names)"
     fix = fix if backend == "egl" else "unset MUJOCO_GL, or set MUJOCO_GL=egl"
-    return Check(
+    return check_result(
         "drawing", "warning", f"MuJoCo can't draw with MUJOCO_GL={backend}; training works, surefoot watch does not", fix
     )
 
 
-def check_atari() -> Check:
+def check_atari() -> Finding:
     """Whether the games are there."""
     if not all(map(importlib.util.find_spec, EXTRAS["atari"])):
-        return Check("Atari", "absent", "not installed", to_install("atari"))
+        return check_result("Atari", "absent", "not installed", to_install("atari"))
     import ale_py
     import gymnasium
 
     gymnasium.register_envs(ale_py)
     count = sum(name.startswith("ALE/") for name in gymnasium.registry)
-    return Check("Atari", "ok", f"{count} ids, such as ALE/Breakout-v5")
+    return check_result("Atari", "ok", f"{count} ids, such as ALE/Breakout-v5")
 
 
-def check_disk(folder: Path = Path(), free: float | None = None) -> Check:
+def check_disk(folder: Path = Path(), free: float | None = None) -> Finding:
     """Room for checkpoints; ``free`` in bytes, where it is not asked of the disk."""
     free = shutil.disk_usage(folder).free if free is None else free
     what = f"{free / 1e9:,.1f} GB free in {folder.resolve()}"
     if free < LEAST_DISK:
-        return Check("disk", "failed", what, "make room, or write elsewhere with --run-dir")
+        return check_result("disk", "serious", what, "make room, or write elsewhere with --run-dir")
     if free < LITTLE_DISK:
-        return Check(
+        return check_result(
             "disk", "warning", what, "make room; checkpoints hold weights and moments, checkpoint.keep = 1 keeps fewer"
         )
-    return Check("disk", "ok", what)
+    return check_result("disk", "ok", what)
 
 
-def check_compiler(needed: bool = False) -> Check:
+def check_compiler(needed: bool = False) -> Finding:
     """A C++ compiler, which engine = "compiled" wants."""
     from surefoot.core.steps.compiled import compiler
 
     if found := compiler():
-        return Check("compiler", "ok", f"{found}, for engine = 'compiled'")
+        return check_result("compiler", "ok", f"{found}, for engine = 'compiled'")
     what = "no C++ compiler, which engine = 'compiled' needs"
-    return Check("compiler", "failed" if needed else "absent", what, "install g++ or clang++, or keep engine = 'eager'")
+    return check_result("compiler", "serious" if needed else "absent", what, "install g++ or clang++, or keep engine = 'eager'")

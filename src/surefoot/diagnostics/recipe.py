@@ -1,33 +1,56 @@
-"""What a recipe asks for: that it can begin, its arithmetic, its memory, its environment or its reward."""
+"""Checks of a recipe before it is trained: that it starts, its sizes, and its environment or its reward function."""
 
-from surefoot.diagnostics.check import Check
-from surefoot.errors import SurefootError
+import math
+import time
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.utils.env_checker import check_env
+
+from surefoot.control.actions import Bounds
+from surefoot.control.environments.looped import MakeEnvironment, maker, task_name
+from surefoot.control.environments.observations import Reader, broken_parts
+from surefoot.control.environments.returned import RESET, STEP, as_number, given
+from surefoot.control.spaces import NOT_FINITE, Array, Misfit, as_float32
+from surefoot.core.seeding import derived_seed
+from surefoot.diagnostics.finding import Finding, check_result, failure
+from surefoot.errors import SurefootError, cause_of
+from surefoot.language.data.datasets import repeat_prompts
+from surefoot.language.online.answers import settled
+from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.runs.api import make_world
 
+STEPS = 500
+"""random steps in an environment"""
+EXPECTED = ("different from the unwrapped version", "we recommend using", "probably too low", "probably too high")
+"""parts of warnings about what Surefoot handles: wrappers, and Box actions or observations of any range, even infinite"""
+PROMPTS = 8
+"""prompts that a model answers"""
 
-def check_recipe(recipe: Recipe) -> list[Check]:
-    """Everything about a recipe that can be known without training by it.
 
-    A model is loaded and a few answers are sampled and scored; an environment is made, checked and stepped.
+def check_recipe(recipe: Recipe) -> list[Finding]:
+    """Check a recipe without training.
+
+    A model is loaded, and a few of its answers are sampled and scored; an environment is made, checked and stepped.
     """
     try:
         world = make_world(recipe)
     except SurefootError as error:
-        wrong, _, fix = str(error).rpartition("; ")
-        found = [Check("begins", "failed", wrong or fix, fix if wrong else "")]
-        if isinstance(recipe, ControlRecipe):  # it may be the environment's fault, and then the checker says more
+        found = [failure("begins", error)]
+        if isinstance(recipe, ControlRecipe):  # the environment may be at fault; its own checks show more
             found += _environment(recipe)
         return found
     try:
-        found = [Check("begins", "ok", f"{recipe.title}, seed {recipe.seed}"), *_arithmetic(recipe, world.arithmetic())]
-        found += [Check("notes", "warning", note) for note in world.warnings]
+        found = [check_result("begins", "ok", f"{recipe.title}, seed {recipe.seed}"), *_arithmetic(recipe, world.arithmetic())]
+        found += [check_result("notes", "warning", note) for note in world.warnings]
         if isinstance(recipe, LanguageRecipe):
-            from surefoot.diagnostics.reward_function import check_reward
-            from surefoot.language.online.world import LanguageWorld
-
             assert isinstance(world, LanguageWorld)
             found += check_reward(world)
     finally:
@@ -37,26 +60,259 @@ def check_recipe(recipe: Recipe) -> list[Check]:
     return found
 
 
-def _environment(recipe: ControlRecipe) -> list[Check]:
-    from surefoot.diagnostics.environment import check_environment
-
+def _environment(recipe: ControlRecipe) -> list[Finding]:
     return check_environment(recipe.task, recipe.environment, recipe.seed, recipe.normalise.actions, recipe.network.log_std)
 
 
-def _arithmetic(recipe: Recipe, lines: list[str]) -> list[Check]:
-    """The lines of a dry run, one check each; a budget that buys less than one iteration is a warning."""
+def _arithmetic(recipe: Recipe, lines: list[str]) -> list[Finding]:
+    """The lines of a dry run; a budget smaller than one iteration is a warning."""
     found = []
     for line in lines:
         name, colon, what = line.partition(": ")
-        found.append(Check(name, "ok", what) if colon else Check("notes", "ok", line))
+        found.append(check_result(name, "ok", what) if colon else check_result("notes", "ok", line))
     size = recipe.batch_size if isinstance(recipe, ControlRecipe) else getattr(recipe, "responses", 0)
     if size > recipe.steps and not recipe.objective.needs_whole_episodes:
         found.append(
-            Check(
+            check_result(
                 "budget",
                 "warning",
-                f"steps = {recipe.steps:,} is less than one iteration collects ({size:,}): there will be one iteration",
+                f"steps = {recipe.steps:,} is less than one iteration collects ({size:,}): the run has one iteration",
                 f"set steps to {20 * size:,} or more",
             )
         )
     return found
+
+
+# ---- environments ----
+
+
+def check_environment(
+    task: str | MakeEnvironment, arguments: dict[str, Any], seed: int = 1, stretched: bool = True, log_std: float = 0.0
+) -> list[Finding]:
+    """Run Gymnasium's checker and ``STEPS`` random steps: bounds of actions, observations, rewards, episode ends, speed.
+
+    stretched, log_std   of the recipe: ``normalise.actions``, ``network.log_std``
+    """
+    name = task_name(task)
+    try:
+        environment = maker(task, arguments)()
+    except Exception as error:
+        cause = str(error) if isinstance(error, SurefootError) else cause_of(error)
+        return [check_result("environment", "serious", f"{name} can't be made: {cause}")]
+    if not isinstance(environment, gymnasium.Env):
+        environment.close()
+        return [check_result("environment", "ok", f"{name} is a vector environment; Gymnasium's checker can't check it")]
+    try:
+        actions = check_bounds(environment.action_space, stretched, math.exp(log_std))
+        return [_checked(name, environment), *actions, *_stepped(environment, seed)]
+    finally:
+        environment.close()
+
+
+def _checked(name: str, environment: "gymnasium.Env[Any, Any]") -> Finding:
+    own = environment.unwrapped if name in gymnasium.registry else environment
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            check_env(own, skip_render_check=True, skip_close_check=True)
+        except Exception as error:
+            return check_result(
+                "environment", "serious", f"{name}: Gymnasium's checker rejects it ({cause_of(error)})", "fix the environment"
+            )
+    texts = [" ".join(str(each.message).split()) for each in caught]
+    texts = [_plain(text) for text in texts if "WARN:" in text and not any(words in text for words in EXPECTED)]
+    if texts:
+        return check_result(
+            "environment",
+            "warning",
+            f"{name}: Gymnasium's checker warns: {'; '.join(dict.fromkeys(texts))}",
+            "fix the environment",
+        )
+    return check_result("environment", "ok", f"{name} passes Gymnasium's checker")
+
+
+def check_bounds(space: Any, stretched: bool, spread: float) -> list[Finding]:
+    """Compare the bounds of Box actions with the actions of an untrained policy, 0 ± ``spread``; empty for other spaces."""
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        return []
+    bounds = Bounds(space, stretched)
+    low, high = (np.asarray(end, np.float64).reshape(-1) for end in (space.low, space.high))
+    within = np.array([_normal(b / spread) - _normal(a / spread) for a, b in zip(low, high, strict=True)])
+    finite = bounds.finite.numpy()
+    wide = finite & (np.where(finite, high / 2 - low / 2, 0) > 10 * spread)
+    odd = ~bounds.moved.numpy() & ((low != -1) | (high != 1)) & (wide | (within < 0.2))
+    index = int(odd.argmax())
+    where = f"bounds {low[index]:,.6g} to {high[index]:,.6g}" + (f" (number {index} of {len(low)})" if len(low) > 1 else "")
+    if not odd.any():
+        how = "over which −1 … 1 of the policy is stretched" if bounds.moved[index] else "to which actions are clipped"
+        return [check_result("actions", "ok", f"{where}, {how}")]
+    drawn = f"an untrained policy draws 0 ± {spread:.3g}, "
+    drawn += f"of which {within[index]:.0%} is within" if within[index] < 0.2 else "a small part of that"
+    fix = "set normalise.actions = true" if finite[index] else "scale actions to about ±1, by a wrapper"
+    return [check_result("actions", "warning", f"{where}: {drawn}", fix)]
+
+
+def _normal(x: float) -> float:
+    """Φ(x)."""
+    return (1 + math.erf(x / math.sqrt(2))) / 2
+
+
+def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]:
+    """Take random actions, episode after episode."""
+    rewards: list[float] = []
+    returns: list[float] = [0.0]
+    terminated = truncated = False
+    ends = 0
+    try:
+        reader = Reader(environment.observation_space, environment.action_space, 1, "")
+    except SurefootError as error:
+        return [check_result("observation", "serious", str(error))]
+    environment.action_space.seed(seed)
+    begun = time.perf_counter()
+    try:
+        observation, info = given(environment.reset(seed=seed), RESET)
+        _read(reader, observation, info)
+        for _ in range(STEPS):
+            mask = info.get("action_mask") if isinstance(info, dict) else None
+            discrete = isinstance(environment.action_space, gymnasium.spaces.Discrete) and mask is not None
+            action = (
+                environment.action_space.sample(np.asarray(mask, np.int8)) if discrete else environment.action_space.sample()
+            )
+            observation, reward, terminated, truncated, info = given(environment.step(action), STEP)
+            rewards.append(float(as_float32(as_number(reward))))  # as training reads it
+            _read(reader, observation, None if terminated or truncated else info)
+            returns[-1] += float(reward)
+            if terminated or truncated:
+                ends += 1
+                returns.append(0.0)
+                observation, info = given(environment.reset(), RESET)
+                _read(reader, observation, info)
+    except Misfit as misfit:
+        return [check_result("observation", "serious", f"step {len(rewards)} of chance gave {misfit}", "fix the environment")]
+    except Exception as error:
+        return [
+            check_result(
+                "reward", "serious", f"step {len(rewards) + 1} of chance raised {cause_of(error)}", "fix the environment"
+            )
+        ]
+    speed = len(rewards) / (time.perf_counter() - begun)
+    return [
+        _earned(np.array(rewards), np.array(returns), ends),
+        check_result("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
+    ]
+
+
+def _earned(rewards: Array, returns: Array, ends: int) -> Finding:
+    """The rewards of random actions, and whether anything can be learned from them.
+
+    returns   of episodes, the last one unfinished
+    """
+    if not np.isfinite(rewards).all():
+        count = int((~np.isfinite(rewards)).sum())
+        return check_result("reward", "serious", f"{count} of {STEPS} rewards are {NOT_FINITE}", "fix the environment")
+    whole = returns[:-1] if len(returns) > 1 else returns
+    earned = f"chance earns {np.mean(rewards):.3g} ± {np.std(rewards):.3g} a step"
+    earned += (
+        f", {np.mean(whole):.4g} ± {np.std(whole):.3g} an episode ({ends} ended)" if ends else f"; no episode ended in {STEPS}"
+    )
+    largest = np.max(np.abs(rewards))
+    if np.ptp(rewards) == 0 and (ends < 2 or np.ptp(whole) == 0):
+        fix = "check that it can differ; reward intermediate steps, or start from easier episodes"
+        return check_result(
+            "reward", "warning", f"{earned}: it never differs under random actions, so there is nothing to learn from", fix
+        )
+    if largest > 100:
+        fix = "set normalise.rewards = true, or scale it to order 1"
+        return check_result(
+            "reward", "warning", f"{earned}; the largest is {largest:,.4g}, which is hard to fit for a critic", fix
+        )
+    return check_result("reward", "ok", earned)
+
+
+def _read(reader: Reader, observation: Any, info: Any) -> None:
+    """Read an observation as training does, with its mask if an action follows; raises Misfit for what would stop training."""
+    arrays = reader.empty()
+    reader.one_into(arrays, 0, observation, info, info is not None)
+    for what in broken_parts(arrays, None, {}).values():
+        raise Misfit(f"an {what} that is {NOT_FINITE}")
+
+
+def _plain(text: str) -> str:
+    """A warning of Gymnasium without its colours and label."""
+    text = "".join(c for c in text if c.isprintable()).replace("[33m", "").replace("[0m", "")
+    return text.removeprefix("WARN: ").rstrip(".")
+
+
+# ---- rewards ----
+
+
+@torch.no_grad()
+def check_reward(world: LanguageWorld) -> list[Finding]:
+    """Sample and score answers to a few prompts: the number of scores, their spread and their time."""
+    recipe, everything = world.recipe, world.collector.prompts
+    samples = max(2, recipe.sampling.samples) if recipe.objective.compares_in_groups else 2
+    prompts = repeat_prompts(everything, range(min(PROMPTS, len(everything.ids))), samples)
+    seeds = [derived_seed(recipe.seed, "check", row) for row in range(len(prompts.ids))]
+    begun = time.perf_counter()
+    try:
+        answers = world.collector.answer(prompts, seeds, samples)
+    except SurefootError as error:  # such as an environment that fails in its turns
+        return [failure("answers", error)]
+    sampled = time.perf_counter() - begun
+    count = len(answers.responses)
+    ended = float(answers.samples.ended.double().mean())
+    lengths = answers.samples.lengths.double()
+    found = [_answers(count, ended, float(lengths.mean()), sampled, recipe)]
+    begun = time.perf_counter()
+    try:
+        scores = answers.scores(world.reward)
+    except SurefootError as error:
+        return [*found, failure("reward", error)]
+    seconds = time.perf_counter() - begun
+    found.append(_scored(scores.total[scores.valid], count, seconds, recipe))
+    if not scores.valid.any():
+        return found
+    return [*found, *_treated(world, settled(scores, answers.samples, recipe), scores.valid, ended)]
+
+
+def _scored(known: torch.Tensor, count: int, seconds: float, recipe: LanguageRecipe) -> Finding:
+    """The number, spread and time of the scores.   known [scores that are finite], of ``count`` answers"""
+    what = f"{len(known)} numbers for {count} answers in {seconds:.2g} s"
+    if not len(known):
+        return check_result("reward", "serious", f"{what}: none is finite", "fix the reward function")
+    mean, spread = float(known.mean()), float(known.std(correction=0))
+    what += f": {mean:.3g} ± {spread:.3g}, {float(known.min()):.3g} to {float(known.max()):.3g}"
+    iteration = seconds / count * recipe.responses
+    if iteration > recipe.reward.deadline:
+        what += f"; an iteration's {recipe.responses} would take about {iteration:.0f} s, longer than reward.deadline"
+        return check_result("reward", "warning", what, f"make it faster, or set reward.deadline = {2 * iteration:.0f}")
+    if spread == 0:
+        what += ": it never differs, so there is nothing to learn from these"
+        fix = "read the answers (surefoot generate); begin with easier prompts, SFT, or a reward for partly right answers"
+        return check_result("reward", "warning", what, fix)
+    if len(known) < count:
+        fix = "find the responses without a number"
+        return check_result("reward", "warning", f"{what}; the others are masked", fix)
+    return check_result("reward", "ok", what)
+
+
+def _answers(count: int, ended: float, length: float, seconds: float, recipe: LanguageRecipe) -> Finding:
+    what = f"{count} in {seconds:.2g} s, {length:.1f} tokens each, {ended:.0%} ended by EOS"
+    if ended < 0.5 and recipe.reward.missing_eos is not None:  # without it, truncated answers are scored like others
+        fix = (
+            f"raise sampling.max_tokens = {recipe.sampling.max_tokens}, or train the model to end (SFT on rows that end in EOS)"
+        )
+        return check_result("answers", "warning", what, fix)
+    return check_result("answers", "ok", what)
+
+
+def _treated(world: LanguageWorld, total: torch.Tensor, valid: torch.Tensor, ended: float) -> list[Finding]:
+    """The scores after ``reward.missing_eos`` is applied to truncated answers.   total, valid [answers]"""
+    settings, known = world.recipe.reward, total[valid]
+    if settings.missing_eos is None or ended == 1 or not len(known):
+        return []
+    spread = float(known.std(correction=0))
+    what = f"with reward.missing_eos = {settings.missing_eos!r} they earn {float(known.mean()):.3g} ± {spread:.3g}"
+    if spread == 0:
+        return [check_result("truncated answers", "warning", f"{what}: all scores are equal", "raise sampling.max_tokens")]
+    return [check_result("truncated answers", "ok", what)]

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from surefoot.diagnostics.finding import Evidence, Finding, in_words
-from surefoot.diagnostics.history import Curve, Story
+from surefoot.diagnostics.finding import Curve, Evidence, Finding, RunCurves, in_words
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
@@ -14,17 +13,17 @@ CLEAR = 2.5
 """standard deviations of a block's mean that make a difference"""
 
 
-def no_reward_signal(story: Story, recipe: Recipe | None) -> Finding | None:
+def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Every response earns the same, or every group's do: all advantages are zero."""
-    groups, spread = story.curve("groups_without_signal"), story.curve("score_std")
-    seen, earned = "", story.curve("reward")
+    groups, spread = curves["groups_without_signal"], curves["score_std"]
+    seen, earned = "", curves["reward"]
     for curve, dead in ((groups, groups.values >= 1 - 1e-9), (spread, spread.values <= 1e-8)):
-        stretch = lasting_stretch(story, curve, dead)
+        stretch = lasting_stretch(curves, curve, dead)
         if stretch is not None:
             seen = "every group of responses" if curve is groups else "every response"
             break
     else:
-        return few_groups_with_signal(story, groups)
+        return few_groups_with_signal(curves, groups)
     same = "earn one and the same score" if curve is groups else "earns one and the same score"
     level = earned.after(stretch.steps[0] - 1).until(stretch.steps[-1])
     before = earned.until(stretch.steps[0] - 1)
@@ -52,9 +51,9 @@ def no_reward_signal(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def few_groups_with_signal(story: Story, groups: Curve) -> Finding | None:
+def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
     """Most groups are silent for long."""
-    width = story.long(0.1, 5)
+    width = curves.width(0.1, 5)
     if len(groups) < width:
         return None
     worst = groups.window(width, largest=True)
@@ -73,13 +72,13 @@ def few_groups_with_signal(story: Story, groups: Curve) -> Finding | None:
     )
 
 
-def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
+def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """What is earned has not risen above its noise, or by less than a twentieth, since the start."""
-    earned = earnings(story, recipe)
-    if len(earned) < 2 * story.long(0.1, 5) or story.steps < 0.2 * story.planned:
+    earned = earnings(curves, recipe)
+    if len(earned) < 2 * curves.width(0.1, 5) or curves.steps < 0.2 * curves.planned:
         return None
     first, best, noise = rise(earned)
-    kl, entropy = story.curve("kl"), story.curve("entropy")
+    kl, entropy = curves["kl"], curves["entropy"]
     known = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
     still = len(kl) > 0 and known and float(kl.values.mean()) < 1e-6
     # The return is a mean over many episodes, and drifts: hence a share of it too. What has not moved has not learned.
@@ -95,7 +94,7 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
         cause = "the policy hardly moves: each batch changes it by next to nothing"
     else:
         cause = "the policy moves, but not to where more is earned: the advantages are mostly noise, or it does not explore"
-    bounds = bounds_missed(story, recipe)
+    bounds = bounds_missed(curves, recipe)
     explore = (
         "objective.entropy_coefficient = 0.01"
         if recipe is None or not recipe.objective.entropy_coefficient
@@ -114,20 +113,20 @@ def return_flat(story: Story, recipe: Recipe | None) -> Finding | None:
     more = ("a higher optimizer.learning_rate, or more epochs (objective.reuse.epochs)",) if still and not constant else ()
     seen = ((kl,) if known else ()) + (entropy,)
     if bounds is not None:
-        cause, more, seen = bounds[0], (bounds[1],), (story.curve("actions_clipped"), *seen)
+        cause, more, seen = bounds[0], (bounds[1],), (curves["actions_clipped"], *seen)
     return Finding(
         "return_flat",
         "warning",
-        f"the {name} {how}, over {story.steps:,} steps; if that is the best there is, nothing is wrong",
+        f"the {name} {how}, over {curves.steps:,} steps; if that is the best there is, nothing is wrong",
         cause,
         (earned.evidence(), *(curve.evidence() for curve in seen if len(curve))),
         (*more, *tries),
     )
 
 
-def bounds_missed(story: Story, recipe: Recipe | None) -> tuple[str, str] | None:
+def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] | None:
     """Where Box actions lie nearly all beyond their bounds, or all far within them: a cause, and what to try."""
-    clipped = story.curve("actions_clipped")
+    clipped = curves["actions_clipped"]
     stretched = not isinstance(recipe, ControlRecipe) or recipe.normalise.actions
     if not len(clipped):
         return None
@@ -142,11 +141,11 @@ def bounds_missed(story: Story, recipe: Recipe | None) -> tuple[str, str] | None
     return None
 
 
-def return_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
+def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Most of what had been gained is lost again."""
-    earned = earnings(story, recipe)
+    earned = earnings(curves, recipe)
     # Two values in each tenth: the first ones of a run are means over a handful of episodes, and alone make a peak.
-    if len(earned) < 2 * story.long(0.1, 10):
+    if len(earned) < 2 * curves.width(0.1, 10):
         return None
     blocks = earned.blocks()
     means = [float(block.values.mean()) for block in blocks]
@@ -154,7 +153,7 @@ def return_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
     gained, kept = means[top] - means[0], means[-1] - means[0]
     if gained <= 2 * CLEAR * earned.noise() or kept > 0.5 * gained:
         return None
-    kl = story.curve("kl").after(blocks[top].steps[0])
+    kl = curves["kl"].after(blocks[top].steps[0])
     spikes = (kl.evidence("largest", float(kl.values.max())),) if len(kl) else ()
     return Finding(
         "return_collapsed",
@@ -171,17 +170,17 @@ def return_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def reward_hacked(story: Story, recipe: Recipe | None) -> Finding | None:
+def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The reward that is trained on rises while the truth, diversity or the knowledge of language falls."""
-    proxy = story.curve("reward")
-    if len(proxy) < 2 * story.long(0.05, 5):
+    proxy = curves["reward"]
+    if len(proxy) < 2 * curves.width(0.05, 5):
         return None
     first, best, noise = rise(proxy)
     if best - first <= CLEAR * noise:
         return None
     lost: list[tuple[str, tuple[Evidence, ...]]] = []
     for name in ("held_out_gold", "gold"):
-        gold = story.curve(name)
+        gold = curves[name]
         top, now, blur = fall(gold)
         if (
             not lost
@@ -190,18 +189,18 @@ def reward_hacked(story: Story, recipe: Recipe | None) -> Finding | None:
         ):
             best_block = max(gold.blocks(), key=lambda block: float(block.values.mean()))
             lost.append(("the gold score falls", (best_block.evidence(), gold.blocks()[-1].evidence())))
-    repeated, distinct = story.curve("repeated"), story.curve("distinct_2")
+    repeated, distinct = curves["repeated"], curves["distinct_2"]
     if (change := ends(repeated)) and change[1] - change[0] >= 0.4:
         lost.append(("responses repeat each other", (repeated.blocks()[0].evidence(), repeated.blocks()[-1].evidence())))
     elif (change := ends(distinct)) and change[1] <= 0.5 * change[0]:
         lost.append(("diversity falls", (distinct.blocks()[0].evidence(), distinct.blocks()[-1].evidence())))
-    likelihood = story.curve("held_out_log_likelihood")
+    likelihood = curves["held_out_log_likelihood"]
     if len(likelihood) > 1 and likelihood.values[0] - likelihood.values[-1] > 0.7:
         at = likelihood.part(0, 1), likelihood.part(len(likelihood) - 1, len(likelihood))
         lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
     if not lost:
         return None
-    far = story.curve("kl_reference_response")
+    far = curves["kl_reference_response"]
     return Finding(
         "reward_hacked",
         "serious",
@@ -221,10 +220,10 @@ def reward_hacked(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def responses_cut(story: Story, recipe: Recipe | None) -> Finding | None:
+def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Responses end at the length limit and not by themselves."""
-    ended = story.curve("eos_rate")
-    stretch = lasting_stretch(story, ended, ended.values <= 0.02)
+    ended = curves["eos_rate"]
+    stretch = lasting_stretch(curves, ended, ended.values <= 0.02)
     limit = (
         f"sampling.max_tokens (it is {recipe.sampling.max_tokens})"
         if isinstance(recipe, LanguageRecipe)
@@ -247,7 +246,7 @@ def responses_cut(story: Story, recipe: Recipe | None) -> Finding | None:
             (stretch.evidence(),),
             advice,
         )
-    width = story.long(0.1, 5)
+    width = curves.width(0.1, 5)
     if len(ended) < width or (worst := ended.window(width, largest=False)).values.mean() >= 0.5:
         return None
     return Finding(
@@ -260,11 +259,11 @@ def responses_cut(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def normaliser_saturated(story: Story, recipe: Recipe | None) -> Finding | None:
+def normaliser_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Much of what the network sees, or learns from, is at the clip of the normaliser."""
-    width = story.long(0.05, 5)
+    width = curves.width(0.05, 5)
     for name, what in (("observations_clipped", "observations"), ("rewards_clipped", "rewards")):
-        curve = story.curve(name)
+        curve = curves[name]
         curve = curve.part(1, len(curve))  # in the first iteration the normaliser has seen nothing yet
         if len(curve) < width or (worst := curve.window(width, largest=True)).values.mean() <= 0.05:
             continue
@@ -285,7 +284,7 @@ def normaliser_saturated(story: Story, recipe: Recipe | None) -> Finding | None:
     return None
 
 
-REWARD_RULES = (
+REWARD_CHECKS = (
     no_reward_signal,
     return_flat,
     return_collapsed,
@@ -298,10 +297,10 @@ REWARD_RULES = (
 # ---- what they share --------------------------------------------------------------------------------------------------
 
 
-def earnings(story: Story, recipe: Recipe | None) -> Curve:
+def earnings(curves: RunCurves, recipe: Recipe | None) -> Curve:
     """What the run is for: the return of episodes, or the reward of responses; empty for rows that are given."""
-    episodes = story.curve("episode_return")
-    return episodes if len(episodes) else story.curve("reward")
+    episodes = curves["episode_return"]
+    return episodes if len(episodes) else curves["reward"]
 
 
 def measures_kl(recipe: Recipe) -> bool:
@@ -345,13 +344,13 @@ def ends(curve: Curve) -> tuple[float, float] | None:
     return float(blocks[0].values.mean()), float(blocks[-1].values.mean())
 
 
-def lasting_stretch(story: Story, curve: Curve, holds: object) -> Curve | None:
+def lasting_stretch(curves: RunCurves, curve: Curve, holds: object) -> Curve | None:
     """The last longest run of neighbouring values of which something holds, of those that are no accident: ``IN_A_ROW`` long
     where it goes on until now, a tenth of the run where it is over. None where there is no such.
     """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(holds, bool), [False]]).astype(int)))
     starts, stops = edges[::2], edges[1::2]
-    enough = stops - starts >= np.where(stops == len(curve), IN_A_ROW, story.long(0.1, IN_A_ROW))
+    enough = stops - starts >= np.where(stops == len(curve), IN_A_ROW, curves.width(0.1, IN_A_ROW))
     if not enough.any():
         return None
     starts, stops = starts[enough], stops[enough]

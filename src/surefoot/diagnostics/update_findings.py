@@ -1,8 +1,7 @@
 """Rules about how θ moves: too far, not at all, from a wrong start, towards one action; and a critic that misleads."""
 
 from surefoot.core.learner import START_TOLERANCE
-from surefoot.diagnostics.finding import Finding, in_words
-from surefoot.diagnostics.history import Curve, Story
+from surefoot.diagnostics.finding import Curve, Finding, RunCurves, in_words
 from surefoot.diagnostics.reward_findings import CLEAR, dearer, earnings, ends, rise
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
@@ -12,11 +11,11 @@ NORMAL = 1.4189
 """nats of entropy of a normal density of standard deviation 1"""
 
 
-def critic_misleads(story: Story, recipe: Recipe | None) -> Finding | None:
+def critic_misleads(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Explained variance negative for long, where returns differ enough for that to mean something."""
-    explained, loss = story.curve("explained_variance"), story.curve("value_loss")
-    width = story.long(0.1, 10)
-    late = explained.after(0.1 * story.planned)
+    explained, loss = curves["explained_variance"], curves["value_loss"]
+    width = curves.width(0.1, 10)
+    late = explained.after(0.1 * curves.planned)
     if len(late) < width or len(loss) < width:
         return None
     worst = late.window(width, largest=False)
@@ -44,17 +43,17 @@ def critic_misleads(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def entropy_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
+def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The policy has settled on one answer or action without earning more by it."""
-    entropy = story.curve("entropy")
+    entropy = curves["entropy"]
     change = ends(entropy)
-    if change is None or len(entropy) < story.long(0.1, 5):
+    if change is None or len(entropy) < curves.width(0.1, 5):
         return None
     first, last = change
     collapsed = settled_density(first, last, recipe) if min(first, last) < 0 else last < 0.1 * first
     if not collapsed:
         return None
-    alike, earned = ends(story.curve("repeated")), earnings(story, recipe)
+    alike, earned = ends(curves["repeated"]), earnings(curves, recipe)
     if not len(earned):  # learning from rows that are given: to grow sure of them is the aim
         return None
     began, best, noise = rise(earned)
@@ -63,7 +62,7 @@ def entropy_collapsed(story: Story, recipe: Recipe | None) -> Finding | None:
         return None
     blocks = entropy.blocks()
     bonus = 0.0 if recipe is None else recipe.objective.entropy_coefficient
-    also = (story.curve("repeated").blocks()[-1].evidence(),) if same_answers else ()
+    also = (curves["repeated"].blocks()[-1].evidence(),) if same_answers else ()
     answers = "answers" if same_answers else "actions"
     return Finding(
         "entropy_collapsed",
@@ -88,9 +87,9 @@ def settled_density(first: float, last: float, recipe: Recipe | None) -> bool:
     return each > 0 and first - last > 3 * max(1, round(first / each))
 
 
-def kl_runaway(story: Story, recipe: Recipe | None) -> Finding | None:
+def kl_runaway(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The policy leaves π_old by far on every batch."""
-    kl, width = story.curve("kl"), story.long(0.05, 5)
+    kl, width = curves["kl"], curves.width(0.05, 5)
     if len(kl) < width:
         return None
     worst = kl.window(width, largest=True)
@@ -98,7 +97,7 @@ def kl_runaway(story: Story, recipe: Recipe | None) -> Finding | None:
     if mean <= 0.1:
         return None
     rate = "" if recipe is None else f" (it is {recipe.optimizer.learning_rate:g})"
-    outside = story.curve("ratio_outside").after(worst.steps[0] - 1).until(worst.steps[-1])
+    outside = curves["ratio_outside"].after(worst.steps[0] - 1).until(worst.steps[-1])
     return Finding(
         "kl_runaway",
         "serious" if mean > 0.5 else "warning",
@@ -115,10 +114,10 @@ def kl_runaway(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def left_reference(story: Story, recipe: Recipe | None) -> Finding | None:
+def left_reference(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The policy has gone far from its reference."""
-    per_token, per_response = story.curve("kl_reference"), story.curve("kl_reference_response")
-    width = story.long(0.05, 3)
+    per_token, per_response = curves["kl_reference"], curves["kl_reference_response"]
+    width = curves.width(0.05, 3)
     if len(per_token) < width or len(per_response) < width:
         return None
     token, response = per_token.window(width, largest=True), per_response.window(width, largest=True)
@@ -135,15 +134,15 @@ def left_reference(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def negative_kl(story: Story, recipe: Recipe | None) -> Finding | None:
+def negative_kl(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The estimate of a KL is below zero, which a KL can't be."""
-    kl = story.curve("kl_reference")
+    kl = curves["kl_reference"]
     below = kl.values < -1e-3
     if not below.any():
         return None
     least = int(kl.values.argmin())
     here = kl.part(least, least + 1)
-    width = story.long(0.1, 10)
+    width = curves.width(0.1, 10)
     if len(kl) >= width and (worst := kl.window(width, largest=False)).values.mean() < -0.005:
         return Finding(
             "negative_kl",
@@ -170,17 +169,17 @@ def negative_kl(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def clip_idle(story: Story, recipe: Recipe | None) -> Finding | None:
+def clip_idle(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The clip has almost never been active."""
     if recipe is not None and (recipe.objective.clip is None or recipe.objective.reuse is None):
         return None
-    active, outside = story.curve("clip_active"), story.curve("ratio_outside")
-    if len(active) < story.long(0.2, 20):
+    active, outside = curves["clip_active"], curves["ratio_outside"]
+    if len(active) < curves.width(0.2, 20):
         return None
     middle = active.part(len(active) // 10, len(active) - len(active) // 5)
     if middle.values.mean() > 1e-4 or not len(outside) or outside.values.mean() > 1e-3:
         return None
-    kl = story.curve("kl")
+    kl = curves["kl"]
     return Finding(
         "clip_idle",
         "note",
@@ -195,16 +194,16 @@ def clip_idle(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def clip_saturated(story: Story, recipe: Recipe | None) -> Finding | None:
+def clip_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The clip silences most of the batch."""
-    active, width = before_band_closes(story.curve("clip_active"), story, recipe), story.long(0.1, 5)
+    active, width = before_band_closes(curves["clip_active"], curves, recipe), curves.width(0.1, 5)
     if len(active) < width:
         return None
     worst = active.window(width, largest=True)
     if worst.values.mean() <= 0.3:  # more than half of a batch can hardly be: what moved the wrong way is never clipped
         return None
     epochs = "" if recipe is None or recipe.objective.reuse is None else f" (it is {recipe.objective.reuse.epochs})"
-    kl = story.curve("kl").after(worst.steps[0] - 1).until(worst.steps[-1])
+    kl = curves["kl"].after(worst.steps[0] - 1).until(worst.steps[-1])
     return Finding(
         "clip_saturated",
         "warning",
@@ -220,15 +219,15 @@ def clip_saturated(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def before_band_closes(curve: Curve, story: Story, recipe: Recipe | None) -> Curve:
+def before_band_closes(curve: Curve, curves: RunCurves, recipe: Recipe | None) -> Curve:
     """Without the last fifth, where a linear schedule has the band shrink to nothing."""
     clip = None if recipe is None else recipe.objective.clip
-    return curve if clip is None or clip.schedule != "linear" else curve.until(0.8 * story.planned)
+    return curve if clip is None or clip.schedule != "linear" else curve.until(0.8 * curves.planned)
 
 
-def wrong_start(story: Story, recipe: Recipe | None) -> Finding | None:
+def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Before anything moved, the ratio was not 1."""
-    ratio = story.curve("ratio_at_start")
+    ratio = curves["ratio_at_start"]
     off = abs(ratio.values - 1)
     if not len(ratio) or off.max() <= START_TOLERANCE:
         return None
@@ -254,10 +253,10 @@ def wrong_start(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def passes_end_at_once(story: Story, recipe: Recipe | None) -> Finding | None:
+def passes_end_at_once(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """target_kl ends the first pass on almost every batch."""
-    stopped, epochs = story.curve("stopped_early"), story.curve("epochs")
-    width = story.long(0.1, 10)
+    stopped, epochs = curves["stopped_early"], curves["epochs"]
+    width = curves.width(0.1, 10)
     if len(stopped) < width or len(epochs) != len(stopped):
         return None
     worst = epochs.window(width, largest=False)
@@ -275,9 +274,9 @@ def passes_end_at_once(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-def no_step_taken(story: Story, recipe: Recipe | None) -> Finding | None:
+def no_step_taken(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """TRPO's line search gives most steps up."""
-    taken, width = story.curve("step_taken"), story.long(0.1, 10)
+    taken, width = curves["step_taken"], curves.width(0.1, 10)
     if len(taken) < width or (worst := taken.window(width, largest=False)).values.mean() >= 0.5:
         return None
     return Finding(
@@ -290,7 +289,7 @@ def no_step_taken(story: Story, recipe: Recipe | None) -> Finding | None:
     )
 
 
-UPDATE_RULES = (
+UPDATE_CHECKS = (
     critic_misleads,
     entropy_collapsed,
     kl_runaway,

@@ -13,7 +13,7 @@ from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import check_alone
-from surefoot.core.rollout import Metrics, World
+from surefoot.core.rollout import World
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe, Section
 from surefoot.recipes.control import ControlRecipe
@@ -21,7 +21,7 @@ from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
-from surefoot.runs.display import Display, Silent
+from surefoot.runs.events import Callback, Listener, callback_listener
 from surefoot.runs.folder import RunFolder, checkpoint_to_load
 from surefoot.runs.session import Session
 
@@ -34,8 +34,8 @@ def train(
     *,
     preset: str | None = None,
     run_dir: str | Path | None = None,
-    callback: Callable[[Metrics], bool | None] | None = None,
-    display: Display | None = None,
+    callback: Callback | None = None,
+    display: Listener | None = None,
     **fields: Any,
 ) -> Any:
     """Train an agent, or a model of language, and return it.
@@ -53,15 +53,15 @@ def train(
     """
     found = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
-    return start(found.recipe, folder, None if isinstance(task, str) else task, callback, display or Silent(), found.origin)
+    return start(found.recipe, folder, None if isinstance(task, str) else task, callback, display, found.origin)
 
 
 def start(
     recipe: Recipe,
     run_dir: Path | None,
     task: MakeEnvironment | None = None,
-    callback: Callable[[Metrics], bool | None] | None = None,
-    display: Display | None = None,
+    callback: Callback | None = None,
+    display: Listener | None = None,
     origin: Origin | None = None,
 ) -> Any:
     """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported, and
@@ -72,12 +72,16 @@ def start(
     if run_dir is not None:
         check_alone(run_dir)
     world = _make_world(recipe, task)
+    session = None
     try:
-        session = Session(recipe, world, None, display or Silent(), callback)
-        if run_dir is not None:  # last: what is refused leaves nothing behind
+        session = Session(recipe, world, None, _listeners(display, callback))
+        if run_dir is not None:  # last, so that a rejected recipe leaves no folder
             session.folder = RunFolder.create(run_dir, recipe, None if origin is None else asdict(origin))
-        return _finish(session, world)
+        session.run()
+        return world.result
     finally:
+        if session is not None and session.folder is not None:
+            session.folder.close()
         world.close()
 
 
@@ -87,8 +91,8 @@ def resume(
     steps: int | None = None,
     allow_changes: bool = False,
     task: MakeEnvironment | None = None,
-    callback: Callable[[Metrics], bool | None] | None = None,
-    display: Display | None = None,
+    callback: Callback | None = None,
+    display: Listener | None = None,
 ) -> Any:
     """Continue an interrupted run exactly as if it had not been, or extend a finished one to ``steps``.
 
@@ -113,11 +117,12 @@ def resume(
             raise SurefootError(
                 f"{error}; relative paths are from {folder.began_in}, where the run began: resume it there"
             ) from None
-        session = Session(recipe, world, folder, display or Silent(), callback)
+        session = Session(recipe, world, folder, _listeners(display, callback))
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         folder.write_recipe(recipe)
-        return _finish(session, world)
+        session.run()
+        return world.result
     finally:
         folder.close()
         if world is not None:
@@ -129,21 +134,8 @@ def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
     return make_world(recipe, task)
 
 
-def _finish(session: Session, world: World) -> Any:
-    try:
-        for line in (*world.model_summary, *world.warnings):
-            session.display.say(line)
-        session.run()
-        if session.folder is not None:
-            for line in world.finish(session.folder.path):
-                session.display.say(line)
-            if world.exports_model:
-                session.folder.finish(session.state.steps)
-    finally:
-        session.display.close()
-        if session.folder is not None:
-            session.folder.close()
-    return world.result
+def _listeners(display: Listener | None, callback: Callback | None) -> list[Listener]:
+    return [*([display] if display else []), *([callback_listener(callback)] if callback else [])]
 
 
 def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environments: int | None = None) -> World:

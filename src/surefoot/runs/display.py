@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -15,12 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.core.rollout import LearnerState, Metrics
-from surefoot.runs.events import Sample
-from surefoot.runs.metrics import SHOWN, complaints
+from surefoot.diagnostics.findings import out_of_range
+from surefoot.runs.events import EvaluationEnd, Event, IterationEnd, Message, RunEnd, Sample
+from surefoot.runs.metrics import SHOWN
 from surefoot.terminal import shown_on, visible, visible_lines
 
-JUDGED = ("evaluation_", "held_out_")
-"""what metrics of an evaluation begin with: they stay on display until the next one"""
+EVALUATION = ("evaluation_", "held_out_")
+"""prefixes of an evaluation's metrics, which stay on display until the next one"""
 
 FEW = 3
 """samples that are shown of each evaluation"""
@@ -30,57 +31,51 @@ LEFT, BESIDE, LONGEST = 72, 48, 4
 """columns that the metrics need and that samples get at least when they stand side by side; lines of a sample at most"""
 
 
-class Display(Protocol):
-    """Something that shows a run."""
+class Display:
+    """A listener that shows a run to a person. This one shows nothing; the others override what they show."""
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Message():
+                self.message(event.text)
+            case EvaluationEnd() if event.report.samples:
+                self.samples(event.state.steps, event.report.samples)
+            case IterationEnd():
+                self.show(event.state, event.metrics)
+            case RunEnd():
+                self.close()
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
-        """One more iteration."""
-        ...
+        """Show one more iteration."""
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
-        """What a model said at an evaluation, before that iteration is shown."""
-        ...
+        """Take the samples of an evaluation; the iteration is shown after them."""
 
-    def say(self, line: str) -> None:
-        """A message that stays."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Quiet:
-    """Shows nothing but messages."""
-
-    def show(self, state: LearnerState, metrics: Metrics) -> None:
-        pass
-
-    def samples(self, steps: int, samples: Sequence[Sample]) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        print(shown_on(sys.stdout, line), flush=True)
+    def message(self, line: str) -> None:
+        """Show a line that stays."""
 
     def close(self) -> None:
-        pass
+        """Leave the terminal as it was."""
 
 
-class Silent(Quiet):
-    """Shows nothing at all, for calls from Python."""
+class Quiet(Display):
+    """Prints nothing but messages."""
 
-    def say(self, line: str) -> None:
-        pass
+    def message(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # training survives a closed output pipe
+            print(shown_on(sys.stdout, line), flush=True)
 
 
-class Lines:
-    """A plain line every few seconds, and at the end."""
+class Lines(Quiet):
+    """Prints a plain line every few seconds, and at the end."""
 
     def __init__(self, title: str, every: float = 5.0) -> None:
         self.title, self.every, self.last = title, every, -float("inf")
         self.clock = _Clock()
-        self.said: list[str] = []
+        self.new_samples: list[str] = []
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
-        self.said = [line_of(steps, sample) for sample in some(samples)]
+        self.new_samples = [line_of(steps, sample) for sample in some(samples)]
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.clock.tick(state)
@@ -88,56 +83,50 @@ class Lines:
         if now - self.last < self.every and state.steps < state.total_steps:
             return
         if self.last == -float("inf"):  # not before: a run may be refused until now
-            self.say(self.title)
+            self.message(self.title)
         self.last = now
         parts = [f"step {state.steps:,}/{state.total_steps:,}"]
         parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
-        self.say(f"{'  '.join(parts)}  left {self.clock.left(state)}")
-        for name, why in complaints(metrics).items():
-            self.say(f"  ! {name}: {why}")
-        for line in self.said:
-            self.say(line)
-        self.said = []
-
-    def say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # whoever listened has gone; the run goes on
-            print(shown_on(sys.stdout, line), flush=True)
-
-    def close(self) -> None:
-        pass
+        self.message(f"{'  '.join(parts)}  left {self.clock.left(state)}")
+        for finding in out_of_range(metrics, state.steps):
+            self.message(f"  ! {finding.name}: {finding.what}")
+        for line in self.new_samples:
+            self.message(line)
+        self.new_samples = []
 
 
-class Dashboard:
+class Dashboard(Display):
     """A table redrawn in place. What is unhealthy turns yellow and says why."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self.title = visible(title)
         self.clock = _Clock()
-        self.judged: Metrics = {}
-        self.said: tuple[int, Sequence[Sample]] | None = None
+        self.evaluated: Metrics = {}
+        self.latest: tuple[int, Sequence[Sample]] | None = None
+        """the steps and samples of the last evaluation"""
         self.new = False
-        """whether what was said has not been on display yet"""
+        """whether these samples have not been shown yet"""
         self.live = Live(Text(self.title), console=console or Console(), refresh_per_second=8, transient=False)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not before: a run may be refused until now. Once is enough, more does nothing
         self.clock.tick(state)
-        self.judged |= {name: value for name, value in metrics.items() if name.startswith(JUDGED)}
-        drawn = self._draw(state, {**metrics, **self.judged})
-        if self.said is None:
+        self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(EVALUATION)}
+        drawn = self._draw(state, {**metrics, **self.evaluated})
+        if self.latest is None:
             self.live.update(drawn)
             return
-        page = _Page(drawn, *self.said)
+        page = _Page(drawn, *self.latest)
         if self.new and page.room(self.live.console)[0] == "above":
             self.live.console.print(page.table(self.live.console, self.live.console.width, 2))
         self.new = False
         self.live.update(page)
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
-        self.said, self.new = (steps, samples), True
+        self.latest, self.new = (steps, samples), True
 
     def _draw(self, state: LearnerState, metrics: Metrics) -> Group:
-        unhealthy = complaints(metrics)
+        unhealthy = {finding.name: finding.what for finding in out_of_range(metrics, state.steps)}
         table = Table.grid(padding=(0, 2))
         table.add_column(justify="right", style="dim")
         table.add_column(justify="right", min_width=10)
@@ -158,7 +147,7 @@ class Dashboard:
         )
         return Group(Text(self.title, style="bold"), progress, table)
 
-    def say(self, line: str) -> None:
+    def message(self, line: str) -> None:
         self.live.console.print(visible_lines(line), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:

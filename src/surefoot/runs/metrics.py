@@ -1,10 +1,6 @@
-"""Every metric by name: what it means, and when to worry. Display, documentation and findings read this one table."""
+"""Every metric by name: its meaning and its healthy range. Display, documentation and findings use this table."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # it imports torch, and who shows a table of metrics need not wait for that
-    from surefoot.core.rollout import Metrics
 
 
 @dataclass(frozen=True)
@@ -18,16 +14,6 @@ class Metric:
     """unhealthy above"""
     why_low: str = ""
     why_high: str = ""
-
-    def complaint(self, value: float | None) -> str | None:
-        """Why a value is unhealthy, in a few words; None for a healthy or undefined one."""
-        if value is None:
-            return None
-        if self.low is not None and value < self.low:
-            return self.why_low
-        if self.high is not None and value > self.high:
-            return self.why_high
-        return None
 
 
 METRICS: dict[str, Metric] = {
@@ -248,9 +234,3 @@ SHOWN = {
     "entropy": ("entropy, nats", "{:.3f}"),
 }
 """what a newcomer should look at while a run goes on: its label and its format"""
-
-
-def complaints(metrics: "Metrics") -> dict[str, str]:
-    """The unhealthy ones among some metrics: name -> why."""
-    found = {name: METRICS[name].complaint(value) for name, value in metrics.items() if name in METRICS}
-    return {name: why for name, why in found.items() if why}

@@ -1,36 +1,47 @@
-"""A run from its recipe to its end: what hangs on the loop (evaluation, tracking, checkpoints, display, signals)."""
+"""A run from its recipe to its end: the loop with evaluation, checkpoints and signals, published as events."""
 
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from surefoot.core.learner import START_TOLERANCE, Learner
+from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
-from surefoot.core.rollout import LearnerState, Metrics, Policy, World
+from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
 from surefoot.core.traces import Recorder
-from surefoot.diagnostics.monitor import Watch
+from surefoot.diagnostics.findings import RunMonitor
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import made_from, steps_named
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_table
 from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require, save_checkpoint
-from surefoot.runs.display import Display
+from surefoot.runs.events import (
+    CheckpointSaved,
+    EvaluationEnd,
+    Event,
+    IterationEnd,
+    Listener,
+    Message,
+    RolloutEnd,
+    RunEnd,
+    RunStart,
+    UpdateEnd,
+)
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
 from surefoot.runs.traces import SampleFolder, TraceFolder
-from surefoot.runs.trackers.metrics_jsonl import Tracker, read_metrics
+from surefoot.runs.trackers.metrics_jsonl import MetricsFile
+from surefoot.runs.trackers.tensorboard import TensorBoard
 
-PATIENCE = 25
-"""seconds that an iteration may take to finish after a first signal"""
-Callback = Callable[[Metrics], bool | None]
+GRACE_SECONDS = 25
+"""how long an iteration may take to finish after a first signal"""
 
 
 def make_learner(recipe: Recipe, policy: Policy) -> Learner:
-    """The learner that a recipe asks for."""
+    """The learner that a recipe describes."""
     settings = recipe.optimizer
     critic = None
     if settings.critic_learning_rate is not None:
@@ -51,31 +62,28 @@ def make_learner(recipe: Recipe, policy: Policy) -> Learner:
 class Session:
     """One run in progress.
 
-    recipe     what to do
-    world      made from it
-    folder     where to write; None writes nothing
-    display    who shows it
-    callback   called with each iteration's metrics; True stops the run
+    recipe      what to train, and how
+    world       made from the recipe
+    folder      the run's folder; None writes nothing
+    listeners   receive every event, after those of the run itself (traces, samples, trackers, findings)
     """
 
-    def __init__(
-        self, recipe: Recipe, world: World, folder: RunFolder | None, display: Display, callback: Callback | None = None
-    ) -> None:
-        self.recipe, self.world, self.folder, self.display, self.callback = recipe, world, folder, display, callback
+    def __init__(self, recipe: Recipe, world: World, folder: RunFolder | None, listeners: Sequence[Listener] = ()) -> None:
+        self.recipe, self.world, self.folder, self.listeners = recipe, world, folder, list(listeners)
         self.learner = make_learner(recipe, world.policy)
         self.learner.auxiliary_loss = world.auxiliary_loss
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)
+        self.previous_steps = 0
+        """steps before this iteration"""
         self.best: float | None = None
         self.since_best = 0
         """evaluations since the best one"""
-        self.tracker: Tracker | None = None
-        self.traces: TraceFolder | None = None
-        self.samples: SampleFolder | None = None
-        self.watch = Watch(recipe, display.say)
-        self.warned = False
-        self.untold: dict[str, Any] | None = None
-        """an iteration whose evaluation failed: its metrics, and how many steps there were before it"""
-        self.signals = StopOnSignal()
+        self.metrics_file: MetricsFile | None = None
+        self.pending: dict[str, Any] | None = None
+        """an iteration whose evaluation failed: its metrics, and the steps before it"""
+        self.signals = SignalHandler()
+
+    # ---- continue ----------------------------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: Path, allow_changes: bool) -> None:
         """Continue from a checkpoint of this run.
@@ -85,152 +93,161 @@ class Session:
         trees = load_checkpoint(checkpoint)
         require(trees, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
         with made_from(checkpoint):
-            self._continue_from(trees, checkpoint, allow_changes)
+            self._check_resumable(trees, checkpoint, allow_changes)
+            for line in self.world.load(trees, checkpoint):
+                self.message(line)
+            self._load_learner(trees["learner"], checkpoint)
+            self.state.load_state_dict(trees["state"])
+            self._restore_best(trees["progress"], checkpoint.parent.parent / "best")
 
-    def _continue_from(self, trees: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
+    def _check_resumable(self, trees: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
+        run, done = checkpoint.parent.parent, trees["state"]["steps"]
         changed = recipe_differences(trees["recipe"], self.recipe)
         if changed and not allow_changes:
             raise SurefootError(
-                f"{checkpoint.parent.parent / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); "
-                "undo it, or pass --allow-changes"
+                f"{run / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); undo it, or pass --allow-changes"
             )
-        done = trees["state"]["steps"]
         if done != steps_named(checkpoint.name):
             raise SurefootError(f"{checkpoint}: holds the state after other steps than its name says; use an older checkpoint")
-        left = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
-        self.untold = trees.get("untold") or None
-        if done >= self.recipe.steps and left and self.untold is None:
+        exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
+        self.pending = trees.get("untold") or None
+        if done >= self.recipe.steps and exported and self.pending is None:
+            raise SurefootError(f"{run}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N")
+
+    def _load_learner(self, saved: dict[str, Any], checkpoint: Path) -> None:
+        if set(saved) != set(self.learner.optimizers):
             raise SurefootError(
-                f"{checkpoint.parent.parent}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N"
-            )
-        for line in self.world.load(trees, checkpoint):
-            self.display.say(line)
-        if set(trees["learner"]) != set(self.learner.optimizers):
-            raise SurefootError(
-                f"{checkpoint}: has optimizers for {', '.join(trees['learner'])}, the recipe asks for "
+                f"{checkpoint}: has optimizers for {', '.join(saved)}, the recipe asks for "
                 f"{', '.join(self.learner.optimizers)}; undo the change of optimizer.critic_learning_rate or of the algorithm"
             )
-        self.learner.load_state_dict(trees["learner"])
-        self.state.load_state_dict(trees["state"])
-        self._restore_best(trees["progress"], checkpoint.parent.parent / "best")
+        self.learner.load_state_dict(saved)
 
     def _restore_best(self, progress: dict[str, Any], folder: Path) -> None:
-        """The best score so far, where it was given as scores are now: by the recipe that lies beside the best weights."""
+        """Restore the best score, if the recipe saved with the best weights measures scores as this one does."""
         best = latest_checkpoint(folder)
         if best is None or progress["best"] is None:
             return
         if scored_alike(load_checkpoint(best)["recipe"], to_table(self.recipe)):
             self.best, self.since_best = float(progress["best"]), int(progress.get("since_best", 0))
         else:
-            self.display.say("evaluations are scored otherwise than before: the best so far is forgotten")
+            self.message("the evaluation settings have changed: the best score so far no longer counts")
+
+    # ---- run ---------------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the budget is spent, the callback stops it, or a signal does.
+        """Train until the budget is spent, a listener stops the run, or a signal does; then export the model.
 
         Raises Interrupted after a signal, once everything is saved.
         """
-        if self.folder is not None:
-            self.tracker = Tracker(self.folder.path, self.state.iteration, self.state.steps, self.display.say)
-            self.watch.begin(read_metrics(self.tracker.path))
-            self.samples = SampleFolder(self.folder.path / "samples", self.state.steps)
-            settings = self.recipe.traces
-            self.traces = TraceFolder(self.folder.path / "traces", self.state.steps, settings.max_megabytes)
-            if settings.rows:
-                self.learner.recorder = Recorder(self.recipe.trace_every, settings.rows, self.world.describe)
-        self.previous = self.state.steps
+        path = None if self.folder is None else self.folder.path
+        self.listeners = [*self._own_listeners(), *self.listeners]
+        self.previous_steps = self.state.steps
+        failed = True
         try:
+            self.publish(RunStart(self.state, path))
+            for line in (*self.world.model_summary, *self.world.warnings):
+                self.message(line)
             with self.signals:
-                if not self._tell_untold():
-                    run_loop(self.world.collector, self.learner, self.state, self._on_iteration, self.display.say)
+                if not self._finish_pending():
+                    run_loop(
+                        self.world.collector, self.learner, self.state, self._end_iteration, self.message, self._publish_rollout
+                    )
+            failed = False
+            self._raise_if_interrupted()
+            self._export()
         finally:
-            if self.tracker is not None:
-                self.tracker.close()
-        self.watch.end(None if self.folder is None else self.folder.path)
-        if self.signals.requested and self.state.steps < self.state.total_steps:
-            where = "; nothing was kept: a run with a folder (run_dir) can be resumed"
-            if self.folder is not None:
-                where = f"; continue with: surefoot resume {self.folder.path}"
-            raise Interrupted(f"stopped at step {self.state.steps}{where}")
+            self.publish(RunEnd(self.state, path, failed))
 
-    def _tell_untold(self) -> bool:
-        """Finish the iteration whose evaluation failed, as if it had not; whether training stops there."""
-        if self.untold is None:
+    def publish(self, event: Event) -> bool:
+        """Pass an event to every listener, in order; True if one of them returns True."""
+        answers = [listener(event) for listener in self.listeners]  # all of them, also after a True
+        return any(answers)
+
+    def message(self, line: str) -> None:
+        """Publish one line for the user."""
+        self.publish(Message(line))
+
+    def _own_listeners(self) -> list[Listener]:
+        """What every run has: files if there is a folder, and findings."""
+        monitor = RunMonitor(self.recipe, self.message)
+        if self.folder is None:
+            return [monitor]
+        path, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
+        self.metrics_file = MetricsFile(path, self.state.iteration, self.message)
+        if traces.rows:
+            self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.describe)
+        return [
+            TraceFolder(path / "traces", steps, traces.max_megabytes, self.message),
+            SampleFolder(path / "samples", steps),
+            self.metrics_file,
+            TensorBoard(path, steps),
+            monitor,
+        ]
+
+    def _publish_rollout(self, rollout: Rollout) -> None:
+        self.publish(RolloutEnd(rollout))
+
+    def _finish_pending(self) -> bool:
+        """Finish the iteration whose evaluation failed before; whether training stops there."""
+        if self.pending is None:
             return False
-        untold, self.untold = self.untold, None
-        self.previous = untold["previous"]
-        return self._on_iteration(self.state, untold["metrics"])
+        pending, self.pending = self.pending, None
+        self.previous_steps = pending["previous"]
+        return self._end_iteration(self.state, pending["metrics"])
 
-    def _on_iteration(self, state: LearnerState, metrics: Metrics) -> bool:
+    def _end_iteration(self, state: LearnerState, metrics: Metrics) -> bool:
+        """Evaluate, publish and save after an update; whether the run stops."""
         finished = state.steps >= state.total_steps
         counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
         metrics = counts | metrics
-        worse_for_long = False
-        self._write_trace()
-        if finished or self._passed(self.recipe.evaluate_every):
+        recorder = self.learner.recorder
+        self.publish(UpdateEnd(state, metrics, None if recorder is None else recorder.take(state)))
+        out_of_patience = False
+        if finished or self._crossed(self.recipe.evaluate_every):
             try:
                 metrics |= self._evaluate()
-            except SurefootError:  # what was learned is kept, and the evaluation is made again on resuming
-                self.untold = {"previous": self.previous, "metrics": metrics}
+            except SurefootError:  # keep the update; resuming repeats the evaluation
+                self.pending = {"previous": self.previous_steps, "metrics": metrics}
                 self._save()
                 raise
             patience = self.recipe.evaluation.patience
-            worse_for_long = patience is not None and self.since_best >= patience
-        if self.tracker is not None:
-            self.tracker.write(metrics, state.steps)
-        self._warn(metrics.get("ratio_at_start"))
-        self.watch.add(metrics)
-        self.display.show(state, metrics)
-        stop = bool(self.callback and self.callback(metrics)) or self.signals.requested or worse_for_long
-        if finished or stop or self._passed(self.recipe.checkpoint_every):
+            out_of_patience = patience is not None and self.since_best >= patience
+        stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested or out_of_patience
+        if finished or stop or self._crossed(self.recipe.checkpoint_every):
             self._save()
-        self.previous = state.steps
+        self.previous_steps = state.steps
         return stop
 
-    def _warn(self, ratio_at_start: float | None) -> None:
-        """Say once that training scores actions otherwise than the rollout; where it computes in float32, that was an error."""
-        if ratio_at_start is None or self.warned or abs(ratio_at_start - 1) <= START_TOLERANCE:
-            return
-        self.warned = True
-        self.display.say(
-            f"warning: ratio_at_start={ratio_at_start:.4f} at step {self.state.steps:,}: it is 1 where training scores actions "
-            "as the rollout did. In bfloat16 both round, and ratios, clip fractions and KL have that noise; float32 has none"
-        )
-
-    def _passed(self, every: int) -> bool:
+    def _crossed(self, every: int) -> bool:
         """Whether this iteration crossed a multiple of ``every`` steps; the same in a resumed run."""
-        return self.state.steps // every > self.previous // every
+        return self.state.steps // every > self.previous_steps // every
 
     def _evaluate(self) -> Metrics:
-        judged = self.world.evaluate()
+        report = self.world.evaluate()
         if self.best is None and self.folder is not None:
-            prune(self.folder.best, keep=0)  # a best by another measure
-        if judged is None:
+            prune(self.folder.best, keep=0)  # saved under other evaluation settings
+        if report is None:
             return {}
-        score = judged.score if judged.score is not None and math.isfinite(judged.score) else None
-        self.since_best += int(score is not None)
-        if score is not None and (self.best is None or score > self.best):
-            self.best, self.since_best = score, 0
-            if self.folder is not None:
-                best = self.folder.best / str(self.state.steps)
-                save_checkpoint(best, self.world.trees())
-                keep_only_this(best)
-                prune(self.folder.best, keep=1)
-        if judged.samples:
-            if self.samples is not None:
-                self.samples.write(self.state.steps, judged.samples)
-            self.display.samples(self.state.steps, judged.samples)
-        return judged.metrics
+        self._keep_best(report)
+        self.publish(EvaluationEnd(self.state, report))
+        return report.metrics
 
-    def _write_trace(self) -> None:
-        recorder = self.learner.recorder
-        trace = None if recorder is None else recorder.take(self.state)
-        if trace is not None and self.traces is not None and (line := self.traces.write(trace)):
-            self.display.say(line)
+    def _keep_best(self, report: EvaluationReport) -> None:
+        score = report.score if report.score is not None and math.isfinite(report.score) else None
+        self.since_best += int(score is not None)
+        if score is None or (self.best is not None and score <= self.best):
+            return
+        self.best, self.since_best = score, 0
+        if self.folder is not None:
+            best = self.folder.best / str(self.state.steps)
+            save_checkpoint(best, self.world.trees())
+            keep_only_this(best)
+            prune(self.folder.best, keep=1)
 
     def _save(self) -> None:
         if self.folder is None:
             return
-        assert self.tracker is not None
+        assert self.metrics_file is not None
         trees = {
             **self.world.trees(),
             "recipe": to_table(self.recipe),
@@ -238,42 +255,60 @@ class Session:
             "collector": self.world.collector.state_dict(),
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best},
-            "untold": self.untold or {},
+            "untold": self.pending or {},
         }
-        save_checkpoint(self.folder.checkpoints / str(self.state.steps), trees, self.tracker.written())
+        path = self.folder.checkpoints / str(self.state.steps)
+        save_checkpoint(path, trees, self.metrics_file.fingerprint())
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)
+        self.publish(CheckpointSaved(self.state, path))
+
+    def _raise_if_interrupted(self) -> None:
+        if not self.signals.stop_requested or self.state.steps >= self.state.total_steps:
+            return
+        remedy = "nothing was kept: a run with a folder (run_dir) can be resumed"
+        if self.folder is not None:
+            remedy = f"continue with: surefoot resume {self.folder.path}"
+        raise Interrupted(f"stopped at step {self.state.steps}; {remedy}")
+
+    def _export(self) -> None:
+        if self.folder is None:
+            return
+        for line in self.world.finish(self.folder.path):
+            self.message(line)
+        if self.world.exports_model:
+            self.folder.finish(self.state.steps)
 
 
-class StopOnSignal:
-    """Within ``with``, a first signal sets ``requested``; a second, or 25 seconds, raises Interrupted at once.
+class SignalHandler:
+    """SIGTERM and Ctrl-C: a first signal sets ``stop_requested``; a second one, or 25 seconds, raises Interrupted at once.
 
-    Interrupted loses nothing either: the run resumes exactly from its last checkpoint. Outside the main thread, where
-    Python allows no handlers, this does nothing.
+    Interrupted loses nothing: the run resumes exactly from its last checkpoint. Outside the main thread, where Python allows
+    no handlers, this does nothing.
     """
 
     def __init__(self) -> None:
-        self.requested = False
-        self._before: dict[int, object] = {}
+        self.stop_requested = False
+        self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> "StopOnSignal":
+    def __enter__(self) -> "SignalHandler":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._on_signal)
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave back
-        if self.requested and hasattr(signal, "setitimer"):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+        if self.stop_requested and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.stop_requested:
             raise Interrupted("stopped at once; the run resumes from its last checkpoint")
-        self.requested = True
+        self.stop_requested = True
         if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, self._too_long)
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+            signal.signal(signal.SIGALRM, self._on_timeout)
+            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
 
-    def _too_long(self, number: int, frame: FrameType | None) -> None:
-        raise Interrupted(f"the iteration took over {PATIENCE} s to finish; the run resumes from its last checkpoint")
+    def _on_timeout(self, number: int, frame: FrameType | None) -> None:
+        raise Interrupted(f"the iteration took over {GRACE_SECONDS} s to finish; the run resumes from its last checkpoint")

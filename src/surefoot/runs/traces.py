@@ -1,10 +1,12 @@
-"""Traces on the disk: ``traces/<steps>.safetensors`` of a run, tensors with everything else as JSON in the header.
+"""Traces and samples on the disk: ``traces/<steps>.safetensors`` and ``samples/<steps>.jsonl`` of a run.
 
-Each file is written whole or not at all, and holds no pickle. The same run writes the same bytes.
+A trace holds tensors, and everything else as JSON in the header; no pickle. Each file is written whole or not at all, and the
+same run writes the same bytes.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,54 +19,50 @@ from surefoot.core.traces import Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import check_plain, parsed, write_bytes, write_text
 from surefoot.runs.checkpoint import pack, unpack
-from surefoot.runs.events import Sample
-from surefoot.runs.folder import TRACE as ENDING
-from surefoot.runs.folder import samples_in, traces_in
+from surefoot.runs.events import EvaluationEnd, Event, Sample, UpdateEnd
+from surefoot.runs.folder import SAMPLES, TRACE, samples_in, traces_in
 
 FORMAT = 1
 HEADER = "surefoot"
 
 
 class TraceFolder:
-    """The traces of a run that is written to.
+    """Writes the traces of a run; a listener.
 
     folder      of the traces; made with the first one
-    steps       up to where the run stands: what an interrupted one wrote beyond is removed
-    megabytes   of 10⁶ bytes, that all files together may take; the oldest make room
+    steps       where the run stands: later traces of an interrupted run are removed
+    megabytes   limit in units of 10⁶ bytes for all files together; the oldest are removed first
+    warn        called once, if a single trace exceeds the limit
     """
 
-    def __init__(self, folder: Path, steps: int, megabytes: float) -> None:
-        self.folder, self.limit = folder, int(megabytes * 1e6)
-        self.told = False
-        for path in traces_in(folder):
-            if int(path.stem) > steps:
-                path.unlink()
+    def __init__(self, folder: Path, steps: int, megabytes: float, warn: Callable[[str], None] = lambda line: None) -> None:
+        self.folder, self.limit, self.warn = folder, int(megabytes * 1e6), warn
+        self.warned = False
+        remove_later(traces_in(folder), steps)
         for path in folder.glob(".*.tmp"):
             path.unlink()
 
-    def write(self, trace: Trace) -> str | None:
-        """Write a trace; what is to be said, once, where it alone is larger than all may be.
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, UpdateEnd) and event.trace is not None:
+            self.write(event.trace)
 
-        Raises SurefootError when the disk refuses.
-        """
-        content, path = to_bytes(trace), self.folder / f"{trace.steps}{ENDING}"
+    def write(self, trace: Trace) -> None:
+        """Write a trace. Raises SurefootError when the disk refuses."""
+        content = to_bytes(trace)
         if len(content) > self.limit:
-            first, self.told = not self.told, True
-            size, limit = len(content) / 1e6, self.limit / 1e6
-            return (
-                f"traces.max_megabytes={limit:g}: a trace has {size:.1f} MB and is not written; raise it, or lower traces.rows"
-                if first
-                else None
-            )
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.warned:
+                self.warned = True
+                size, limit = len(content) / 1e6, self.limit / 1e6
+                self.warn(
+                    f"traces.max_megabytes={limit:g}: a trace has {size:.1f} MB and is not written; raise it, or lower "
+                    "traces.rows"
+                )
+            return
+        with writable(self.folder, self.folder / f"{trace.steps}{TRACE}") as path:
             write_bytes(path, content)
-        except OSError as error:
-            raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
-        self._make_room()
-        return None
+        self._remove_oldest()
 
-    def _make_room(self) -> None:
+    def _remove_oldest(self) -> None:
         paths = traces_in(self.folder)
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
@@ -75,26 +73,41 @@ class TraceFolder:
 
 
 class SampleFolder:
-    """The samples of a run that is written to: one file for each evaluation, a JSON object per answer.
+    """Writes the responses of each evaluation, one JSON object per response; a listener.
 
     folder   of the files; made with the first one
-    steps    up to where the run stands: what an interrupted one wrote beyond is removed
+    steps    where the run stands: later files of an interrupted run are removed
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
-        for path in samples_in(folder):
-            if int(path.stem) > steps:
-                path.unlink()
+        remove_later(samples_in(folder), steps)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, EvaluationEnd) and event.report.samples:
+            self.write(event.state.steps, event.report.samples)
 
     def write(self, steps: int, samples: Sequence[Sample]) -> None:
-        """Write what was said after so many steps, whole or not at all. Raises SurefootError when the disk refuses."""
-        path = self.folder / f"{steps}.jsonl"
-        try:
-            self.folder.mkdir(exist_ok=True)
+        """Write the samples of an evaluation after so many steps. Raises SurefootError when the disk refuses."""
+        with writable(self.folder, self.folder / f"{steps}{SAMPLES}") as path:
             write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
-        except OSError as error:
-            raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
+
+
+def remove_later(paths: Iterable[Path], steps: int) -> None:
+    """Remove the files that an interrupted run wrote after ``steps``."""
+    for path in paths:
+        if int(path.stem) > steps:
+            path.unlink()
+
+
+@contextmanager
+def writable(folder: Path, path: Path) -> Iterator[Path]:
+    """Make the folder of a file to be written, and raise SurefootError when the disk refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield path
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
 
 
 def to_bytes(trace: Trace) -> bytes:

@@ -17,6 +17,7 @@ from pydantic_core import from_json  # twice as fast as json, and long runs have
 from surefoot.core.rollout import Metrics
 from surefoot.errors import SurefootError
 from surefoot.runs.checkpoint import checkpoints_in, flush, written_before
+from surefoot.runs.events import Event, IterationEnd, RunEnd
 
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"
@@ -154,25 +155,29 @@ def _text_of(path: Path) -> bytes:
         raise SurefootError(f"{path}: can't be read ({error.strerror}); make it readable") from None
 
 
-class Tracker:
-    """Appends one JSON object per iteration, and the same scalars for TensorBoard.
+class MetricsFile:
+    """Appends one JSON object per iteration to metrics.jsonl; a listener.
 
-    iteration   the last one to keep: what an interrupted run wrote beyond its checkpoint is cut off
-    step        the same in steps
-    say         told what is wrong with what stands there
+    iteration   the last one to keep: later rows of an interrupted run are removed
+    warn        called with one line if the file is damaged
     """
 
-    def __init__(self, folder: Path, iteration: int, step: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, iteration: int, warn: Callable[[str], None]) -> None:
         self.path = folder / FILE
-        kept = cut_back(folder, iteration, say)
+        kept = cut_back(folder, iteration, warn)
         self.digest, self.size = hashlib.sha256(kept), len(kept)
         self.file = self.path.open("ab")
-        from torch.utils.tensorboard import SummaryWriter
 
-        self.board: Any = SummaryWriter(str(folder), purge_step=step + 1)
+    def __call__(self, event: Event) -> None:
+        match event:
+            case IterationEnd():
+                self.write(event.metrics)
+            case RunEnd():
+                with contextlib.suppress(OSError):  # a full disk, which a write has reported
+                    self.file.close()
 
-    def write(self, metrics: Metrics, step: int) -> None:
-        """One iteration's metrics."""
+    def write(self, metrics: Metrics) -> None:
+        """Append one iteration's metrics. Raises SurefootError when the disk refuses."""
         line = json.dumps(metrics).encode() + b"\n"
         try:
             self.file.write(line)
@@ -181,23 +186,14 @@ class Tracker:
             raise SurefootError(f"{self.path}: can't be written ({error.strerror}); free space and resume") from None
         self.digest.update(line)
         self.size += len(line)
-        for name, value in metrics.items():
-            if value is not None:
-                self.board.add_scalar(name, value, step)
 
-    def written(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Size and SHA-256 of the file as it is on the disk now, for the checkpoint that follows."""
         flush(self.path)
         return {"size": self.size, "sha256": self.digest.hexdigest()}
 
-    def close(self) -> None:
-        """Flush everything to the disk; of one that is full now the run has complained already."""
-        for part in (self.file, self.board):
-            with contextlib.suppress(OSError):
-                part.close()
 
-
-def cut_back(run: Path, iteration: int, say: Callable[[str], None]) -> bytes:
+def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:
     """Drop the rows of iterations after ``iteration`` and a line that a kill left unfinished; what is kept.
 
     Damaged lines go to ``metrics.damaged.jsonl``. Raises SurefootError when the disk refuses.
@@ -211,7 +207,7 @@ def cut_back(run: Path, iteration: int, say: Callable[[str], None]) -> bytes:
             )
             if history.fault is not None:
                 aside = _set_aside(run / DAMAGED, [history.whole[n - 1] for n in history.damaged])
-                say(f"! {path}: {history.fault}{aside}")
+                warn(f"! {path}: {history.fault}{aside}")
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_bytes(kept)
         os.replace(temporary, path)
