@@ -194,7 +194,7 @@ def test_a_run_is_looked_at_by_its_folder_and_its_recipe_names_values(tmp_path: 
         of_run(tmp_path / "b")
 
 
-def test_a_rule_that_fails_ends_no_training_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_does_not_end_training_and_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("division by zero")
 
@@ -205,4 +205,4 @@ def test_a_rule_that_fails_ends_no_training_and_is_said_once(monkeypatch: pytest
         monitor.add(row)
     monitor.end(None)
     assert len(said) == 1
-    assert "a rule failed (ZeroDivisionError: division by zero)" in said[0]
+    assert "a check failed (ZeroDivisionError: division by zero)" in said[0]
