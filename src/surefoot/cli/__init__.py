@@ -1,1 +1,1 @@
-"""The command line: parse and print."""
+"""The ``surefoot`` command."""

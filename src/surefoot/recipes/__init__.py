@@ -1,1 +1,1 @@
-"""What a run is asked for: sections, kinds, presets, TOML."""
+"""Recipes: the fields of a run, presets, and reading and writing TOML."""

@@ -1,7 +1,7 @@
-"""Things of the user's own, named as ``module:name`` or ``file.py:name`` in a recipe.
+"""Import the user's functions and classes, named as ``module:name`` or ``file.py:name`` in a recipe.
 
-The working folder is on Python's path only once something is imported from there, and last: a folder of a stranger's, in which
-a command merely reads, gives Python no module.
+The working folder joins Python's path only when something is imported, and as its last entry. So a command that only reads an
+untrusted folder runs no module from it.
 """
 
 import importlib
@@ -16,13 +16,17 @@ from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, place_of
 
+SAFE_PATH, OURS = "PYTHONSAFEPATH", "while surefoot starts it"
+"""the variable that keeps Python from putting the working folder first on its path, and the value that we set"""
+
 
 def import_object(field: str, path: str, remedy: str = "") -> Any:
-    """What ``module:name`` or ``file.py:name`` stands for, imported as Python does; nothing is evaluated.
+    """The object that ``module:name`` or ``file.py:name`` names.
 
-    A module is also found in the working folder, after all that is installed. A file is found from there, and read anew on
-    every call; the modules beside it are not put on the path.
-    Raises SurefootError, naming the recipe's field, when there is no such thing.
+    Installed modules come before modules in the working folder. A file is read again on every call; modules in its folder are
+    not on the path.
+
+    Raises SurefootError, with the recipe's field, if it can't be imported.
     """
     module, _, name = path.rpartition(":")
     try:
@@ -41,21 +45,18 @@ def import_object(field: str, path: str, remedy: str = "") -> Any:
 
 
 def append_working_folder() -> None:
-    """Have modules found in the working folder too, from now on."""
+    """Put the working folder last on Python's path."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
 
 
-SAFE, OURS = "PYTHONSAFEPATH", "while surefoot starts it"
-"""the variable that keeps Python from putting its working folder first on its path, and the value that we give it"""
-
-
 @contextmanager
 def python_safe_path() -> Iterator[None]:
-    """Processes that are started meanwhile import what they need to begin from where it is installed, and not from the
-    working folder. ``multiprocessing`` then gives them this process's path.
+    """Let processes that start inside the context import their first modules from where they are installed.
+
+    Otherwise they would search the working folder first. ``multiprocessing`` then gives them this process's path.
     """
-    os.environ[SAFE] = os.environ.get(SAFE) or OURS
+    os.environ[SAFE_PATH] = os.environ.get(SAFE_PATH) or OURS
     try:
         yield
     finally:
@@ -63,18 +64,18 @@ def python_safe_path() -> Iterator[None]:
 
 
 def unset_python_safe_path() -> None:
-    """In a process that was started like that: what it starts itself is as it would be without us."""
-    if os.environ.get(SAFE) == OURS:
-        del os.environ[SAFE]
+    """Undo ``python_safe_path``. Processes that start inside it call this first, for the sake of their own children."""
+    if os.environ.get(SAFE_PATH) == OURS:
+        del os.environ[SAFE_PATH]
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module of a file; it takes its place among Python's modules, where dataclasses look for their own."""
-    found = path.expanduser().resolve()
-    if not found.is_file():
-        raise FileNotFoundError(f"there is no file {found}")
-    name = f"_surefoot_{found.stem}"
-    specification = importlib.util.spec_from_file_location(name, found)
+    """The module of a file, registered in ``sys.modules``, where dataclasses look for it."""
+    file = path.expanduser().resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    name = f"_surefoot_{file.stem}"
+    specification = importlib.util.spec_from_file_location(name, file)
     assert specification is not None, "the suffix .py has a loader"
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
