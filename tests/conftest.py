@@ -55,6 +55,18 @@ def command(
 
 
 @pytest.fixture
+def surefoot(command: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """What a command that must succeed writes to stdout."""
+
+    def run(*words: str) -> str:
+        code, out, err = command(*words)
+        assert code == 0, err
+        return out
+
+    return run
+
+
+@pytest.fixture
 def sandboxed() -> None:
     """For tests that run programs in a sandbox: skipped where a machine has no namespaces for it, and never where it has."""
     try:

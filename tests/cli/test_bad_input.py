@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import shlex
 import shutil
 import subprocess
@@ -15,10 +14,7 @@ import pytest
 
 from surefoot import SurefootError
 from surefoot.errors import to_install
-from surefoot.recipes.base import nearest_divisor
-from surefoot.recipes.changes import merge_tables
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, recipe_fields
 from surefoot.runs import api
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
@@ -31,34 +27,6 @@ def refused(result, *parts):
     assert error.startswith("surefoot: ")
     for part in parts:
         assert part in error
-
-
-@pytest.mark.parametrize(
-    ("task", "fields", "meant"),
-    [
-        ("CartPole-v1", {"total_timesteps": 100}, "steps"),
-        ("CartPole-v1", {"learning_rate": 1e-3}, "optimizer.learning_rate"),
-        ("CartPole-v1", {"n_steps": 8}, "rollout.steps"),
-        ("CartPole-v1", {"n_envs": 8}, "rollout.environments"),
-        ("CartPole-v1", {"num_envs": 8}, "rollout.environments"),
-        ("CartPole-v1", {"rollout": {"num_envs": 8}}, "rollout.environments"),
-        ("CartPole-v1", {"batch_size": 64}, "objective.reuse.minibatches"),
-        ("CartPole-v1", {"n_epochs": 4}, "objective.reuse.epochs"),
-        ("CartPole-v1", {"ent_coef": 0.01}, "objective.entropy_coefficient"),
-        ("CartPole-v1", {"clip_range": 0.1}, "objective.trust_region.clip"),
-        ("CartPole-v1", {"policy_kwargs": {"net_arch": [8]}}, "network"),
-        ("sft", {"batch_size": 64, "model": "pocket", "data": {"train": "rows.jsonl"}}, "data.batch"),
-        ("guess", {"num_generations": 8, "model": "pocket", "data": {"train": "rows.jsonl"}}, "sampling.samples"),
-    ],
-)
-def test_a_field_by_another_librarys_name_is_answered_with_ours(task, fields, meant):
-    with pytest.raises(SurefootError, match=rf"unknown key; did you mean '{meant}'\?$"):
-        api.train(task, **fields)
-
-
-def test_every_field_that_is_suggested_for_another_librarys_name_is_one():
-    known = {name for name, _ in recipe_fields()} | {name.partition(".")[0] for name, _ in recipe_fields()}
-    assert {name for names in OTHER_LIBRARIES.values() for name in names} <= known
 
 
 CASES = [
@@ -513,40 +481,6 @@ def test_odd_spaces_masks_and_networks_are_refused_in_one_line(command, words, p
     sys.modules.pop("oddities", None)
     refused(command("train", *words, "--steps", "100", "--run-dir", "run"), *parts)
     assert not (tmp_path / "run").exists()
-
-
-COUNTS = [(kind, name) for kind in KINDS for name, field in recipe_fields(kind) if "whole number" in field.type]
-GIVEN = {
-    "control": {"task": "CartPole-v1"},
-    "language": {"data": {"train": "x"}, "model": "pocket", "reward": {"terms": [{"function": "x:y"}]}},
-}
-
-
-@pytest.mark.parametrize(("kind", "name"), COUNTS)
-def test_every_count_of_a_recipe_has_a_bound_above(kind, name):
-    base = {"kind": kind, "algorithm": "custom", **GIVEN.get(kind, {"model": "pocket", "data": {"train": "x"}})}
-    for changes in (10**16, 10**400, 10**5000):
-        for key in reversed(name.split(".")):
-            changes = {key: changes}
-        with pytest.raises(SurefootError, match=rf"^{re.escape(name)}[=:]") as refusal:
-            make_recipe(merge_tables(base, changes))
-        assert len(str(refusal.value)) < 300
-
-
-@pytest.mark.parametrize("hidden", [[10**10], [8] * 101])
-def test_layers_have_bounds_above(hidden):
-    with pytest.raises(SurefootError, match=r"^network\.hidden"):
-        make_recipe({"task": "CartPole-v1", "network": {"hidden": hidden}})
-
-
-def test_an_iteration_has_a_bound_above_and_none_is_searched_for_its_divisors():
-    with pytest.raises(SurefootError, match=r"^rollout\.environments=1000000: an iteration of 1,000,000,000,000 steps"):
-        find_recipe("CartPole-v1", {"rollout": {"environments": 10**6, "steps": 10**6}})
-    language = {"kind": "language", **GIVEN["language"], "sampling": {"prompts": 10**6, "samples": 10**6}}
-    with pytest.raises(SurefootError, match=r"^sampling\.prompts=1000000: an iteration of"):
-        make_recipe(language)
-    assert nearest_divisor(10**12, 7) == 8
-    assert [nearest_divisor(12, wanted) for wanted in (1, 5, 7, 9, 100)] == [1, 4, 6, 6, 12]
 
 
 def test_numbers_with_thousands_of_digits_are_refused_in_one_line(command, tmp_path):

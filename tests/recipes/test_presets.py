@@ -1,144 +1,18 @@
-"""The command line as a user types it."""
+"""Presets, algorithms by name, and trust regions: what a name or a file becomes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import fields, replace
 
-import click
 import pytest
 import tomli_w
 
 from surefoot import ALGORITHMS, PPO_CLIP, Clip, Constraint, Objective, Penalty, train
-from surefoot.cli.main import COMMANDS, cli, fail
-from surefoot.cli.options import changes_from
 from surefoot.core.algorithms import TRUST_REGIONS, switches_between
-from surefoot.demos.stages import command_here
 from surefoot.errors import SurefootError
-from surefoot.files import parse_value
 from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, resolve_recipe
-from surefoot.recipes.reading import make_recipe, recipe_fields, to_toml
-
-
-@pytest.fixture
-def surefoot(command):
-    """What a command that must succeed writes to stdout."""
-
-    def run(*words):
-        code, out, err = command(*words)
-        assert code == 0, err
-        return out
-
-    return run
-
-
-def test_help_waits_for_neither_torch_nor_gymnasium():
-    code = "import sys; from surefoot.cli.main import cli; cli.main(['train', '--help'], standalone_mode=False); "
-    code += "assert not {'torch', 'gymnasium'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_who_only_looks_waits_for_no_recipes():
-    code = "import sys; from surefoot.cli.main import cli; cli.main(['inspect', '--help'], standalone_mode=False); "
-    code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'pydantic'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_every_command_is_where_the_table_says_under_its_own_name():
-    for name in COMMANDS:
-        command = cli.get_command(click.Context(cli), name)
-        assert command is not None
-        assert command.name == name
-    assert cli.get_command(click.Context(cli), "no-such") is None
-
-
-def test_a_command_that_is_misspelled_is_suggested(command):
-    code, out, err = command("trian", "CartPole-v1")
-    assert (code, out) == (2, "")
-    assert err.startswith("surefoot: trian: no such command; did you mean 'train'? (see: surefoot --help)")
-
-
-@pytest.mark.parametrize("group", [(), ("data",)])
-def test_a_group_by_itself_shows_its_commands_line_by_line(command, group):
-    code, out, err = command(*group)
-    assert (code, out) == (2, "")
-    assert err.startswith("Usage: surefoot")
-    assert len(err.splitlines()) > 6
-
-
-def test_version(surefoot):
-    assert surefoot("--version").strip().endswith("0.1.0")
-
-
-def test_train_then_evaluate_then_resume(surefoot, tmp_path):
-    out = surefoot("train", "CartPole-v1", "--steps", "512", "--name", "one", "--seed", "3", "--objective.gae-lambda", "0.9")
-    assert "512 steps -> runs/one" in out
-    recipe = tomllib.loads((tmp_path / "runs" / "one" / "config.toml").read_text())
-    assert recipe["objective"]["gae_lambda"] == 0.9
-    assert recipe["seed"] == 3
-    result = json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))
-    assert set(result) == {"mean_return", "std_return", "returns", "lengths", "episodes", "seed", "checkpoint"}
-    assert result["mean_return"] == sum(result["returns"]) / 3
-    assert result["returns"] == [float(n) for n in result["lengths"]], "CartPole pays 1 per step"
-    assert result == json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))
-    assert "1,024 steps" in surefoot("resume", "runs/one", "--steps", "1024", "--quiet")
-
-
-def test_the_demo_names_a_command_that_the_shell_finds(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", [".venv/bin/surefoot", "demo"])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert command_here() == ".venv/bin/surefoot", "make demo does not activate what it makes"
-    (tmp_path / "surefoot").touch(mode=0o755)
-    assert command_here() == "surefoot"
-    monkeypatch.setattr(sys, "argv", ["surefoot/__main__.py", "demo"])
-    monkeypatch.setenv("PATH", "")
-    assert command_here() == "surefoot"
-
-
-def test_several_seeds_make_several_runs_and_a_spread(surefoot, tmp_path):
-    out = surefoot("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--name", "many", "--quiet")
-    assert "2 seeds: mean" in out
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["many-seed1", "many-seed2"]
-
-
-def test_a_name_made_up_never_collides(surefoot, tmp_path):
-    for _ in range(2):
-        surefoot("train", "CartPole-v1", "--steps", "256", "--quiet")
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["cartpole-v1-ppo_clip-1", "cartpole-v1-ppo_clip-1-2"]
-
-
-def test_a_dry_run_prints_a_recipe_that_can_be_run(surefoot, tmp_path):
-    out = surefoot("train", "CartPole-v1", "--dry-run", "--rollout.environments", "4")
-    assert "# batch: 4 environments x 32 steps = 128 steps" in out
-    assert "# iterations: 100,000 / 128 = 782" in out
-    assert "# parameters: 9,155 in all, 4,545 of them in a separate critic" in out
-    (tmp_path / "mine.toml").write_text(out)
-    assert surefoot("train", "mine.toml", "--dry-run").splitlines() == [
-        line for line in out.splitlines() if not line.startswith("# preset cartpole: ")
-    ]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml"]
-
-
-def test_a_small_recipe_file_inherits_what_is_tuned_for_its_task(surefoot, tmp_path):
-    (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 256\n')
-    assert "learning_rate = 0.001" in surefoot("train", "mine.toml", "--dry-run")
-
-
-def test_the_config_of_a_run_trains_the_same_run_again(surefoot, tmp_path):
-    surefoot("train", "CartPole-v1", "--steps", "256", "--name", "a", "--quiet")
-    surefoot("train", "runs/a/config.toml", "--name", "b", "--quiet")
-    assert (tmp_path / "runs/a/config.toml").read_text() == (tmp_path / "runs/b/config.toml").read_text()
-    weights = [(tmp_path / f"runs/{name}/checkpoints/256/agent.safetensors").read_bytes() for name in "ab"]
-    assert weights[0] == weights[1]
-
-
-def test_list_names_recipes_algorithms_and_ids(surefoot):
-    out = surefoot("list")
-    for word in ("cartpole", "mujoco", "HalfCheetah-v5", "PPO_CLIP", "REINFORCE", "Acrobot-v1"):
-        assert word in out
+from surefoot.recipes.reading import make_recipe, to_toml
 
 
 def test_every_preset_is_a_whole_recipe_and_survives_the_round_trip():
@@ -304,13 +178,6 @@ def test_no_two_trust_regions_share_a_key():
     assert len(names) == len(set(names))
 
 
-def test_the_arithmetic_of_trpo_tells_policy_and_critic_apart(surefoot, tmp_path):
-    out = surefoot("train", "CartPole-v1", "--algorithm", "TRPO", "--dry-run")
-    assert "# updates of the critic: 20 epochs x 1 minibatches = 20 per iteration" in out
-    assert "# updates of the policy: 1 natural step per iteration on all 256 steps: 10 + 1 Fisher-vector products" in out
-    assert f"# updates in all: {391 * 21:,}" in out
-
-
 def test_a_value_is_a_name_or_is_taken_as_it_stands():
     assert find_recipe("CartPole-v1", algorithm=PPO_CLIP) == find_recipe("CartPole-v1")
     for own in (Objective(baseline="critic", gamma=0.5), replace(PPO_CLIP, gamma=0.9), replace(PPO_CLIP, value_lambda=1.0)):
@@ -318,14 +185,6 @@ def test_a_value_is_a_name_or_is_taken_as_it_stands():
         assert recipe.objective == own
         assert recipe.algorithm == "custom"
         assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("0.9", 0.9), ("3", 3), ("true", True), ("[64, 32]", [64, 32]), ("none", "none"), ("PPO_CLIP", "PPO_CLIP")],
-)
-def test_flags_are_read_as_toml(text, value):
-    assert parse_value(text) == value
 
 
 FROM_CARTPOLE = "steps objective.gamma objective.gae_lambda objective.normalise_advantages objective.reuse "
@@ -400,77 +259,3 @@ def test_another_preset_below_a_file_has_the_file_s_algorithm(tmp_path):
         resolve_recipe(str(tmp_path / "mine.toml"), preset="cartpole").recipe
         == resolve_recipe("Acrobot-v1", {}, "A2C", "cartpole").recipe
     )
-
-
-ON, OFF = ["--normalise.rewards"], ["--normalise.rewards", "false"]
-SWITCHED = [
-    (["train", *ON, "--optimizer.learning-rate", "2e-3", "CartPole-v1"], True),
-    (["train", "--optimizer.learning-rate", "2e-3", *ON, "CartPole-v1"], True),
-    (["train", "CartPole-v1", "--optimizer.learning-rate", "2e-3", *ON], True),
-    (["train", "CartPole-v1", "--optimizer.learning-rate=2e-3", *ON, "yes"], True),
-    (["train", "CartPole-v1", "--optimizer.learning-rate", "2e-3", *OFF], False),
-    (["train", *OFF, "CartPole-v1", "--optimizer.learning-rate", "2e-3"], False),
-    (["train", "--optimizer.learning-rate", "2e-3", "--normalise.rewards=false", "--", "CartPole-v1"], False),
-]
-
-
-@pytest.mark.parametrize(("words", "on"), SWITCHED, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
-def test_a_switch_without_a_value_is_on_and_swallows_no_other_word(words, on):
-    name, found, rest = cli.resolve_command(click.Context(cli), words)
-    with found.make_context(name, rest) as context:
-        given = dict(context.params)
-    assert given["what"] == "CartPole-v1"
-    assert parse_value(given["optimizer__learning_rate"]) == 2e-3
-    changes = changes_from({"normalise__rewards": given["normalise__rewards"]})
-    assert find_recipe("CartPole-v1", changes).normalise.rewards is on
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train", "CartPole-v1", "--steps", "--seed", "3"],
-        ["train", "CartPole-v1", "--name", "--quiet"],
-        ["train", "CartPole-v1", "--seed", "1", "--steps", "--"],
-        ["evaluate", "runs/one", "--episodes", "--json"],
-        ["data", "make", "sorting", "--out", "--test"],
-    ],
-    ids=" ".join,
-)
-def test_no_option_takes_another_for_its_value(command, words, tmp_path):
-    option, following = words[-2:] if words[-1] != "3" else words[2:4]
-    code, out, err = command(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"surefoot: {option}: has no value before {following}; give one, or write {option}={following}")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_value_may_begin_with_a_dash_or_be_joined_by_an_equals_sign(surefoot):
-    assert "log_std = -1.0" in surefoot("train", "CartPole-v1", "--network.log-std", "-1", "--dry-run")
-    assert "log_std = -1.0" in surefoot("train", "CartPole-v1", "--network.log-std=-1", "--dry-run")
-
-
-def test_every_field_says_what_it_means():
-    for name, described in recipe_fields():
-        if "." in name or name not in ("rollout", "network"):
-            assert described.meaning, name
-
-
-def test_a_listener_that_goes_away_ends_no_training(tmp_path):
-    """As in ``surefoot train … | head -1``: both seeds are trained, and the exit code is that of a success."""
-    words = ["train", "CartPole-v1", "--steps", "512", "--seeds", "2", "--quiet", "--run-dir", str(tmp_path / "runs")]
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "surefoot", *words], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=240
-        )
-    finally:
-        os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["seed1", "seed2"]
-
-
-def test_what_an_error_quotes_can_not_move_the_cursor(capsys):
-    with pytest.raises(SystemExit):
-        fail("it said \x1b[2J\n\u202e", 2)
-    assert capsys.readouterr().err == "surefoot: it said \\x1b[2J \\u202e\n"

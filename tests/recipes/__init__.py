@@ -1,0 +1,1 @@
+"""Recipes: presets, algorithms by name, fields and their errors."""
