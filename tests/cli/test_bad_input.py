@@ -95,8 +95,11 @@ CASES = [
     (["ladder", "CartPole-v1", "--objective.reuse.minibatches", "7"], ["minibatches=7", "256 steps", "such as 8"]),
     (["compare-algorithms", "CartPole-v1"], ["--algorithms"]),
     (["compare-algorithms", "CartPole-v1", "--algorithms", "PPO_CLIP,A2"], ["algorithms='A2'", "did you mean 'A2C'?"]),
-    (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C,A2C"], ["'A2C' is there twice"]),
-    (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C", "--objective.reuse.epochs", "2"], ["epochs", "switch on"]),
+    (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C,A2C"], ["'A2C' is listed twice"]),
+    (
+        ["compare-algorithms", "CartPole-v1", "--algorithms", "A2C", "--objective.reuse.epochs", "2"],
+        ["epochs", "is off in A2C"],
+    ),
     (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C", "--jobs", "0"], ["--jobs", "x>=1"]),
     (["resume", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none"], ["runs/none", "no such run folder"]),

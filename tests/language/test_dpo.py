@@ -238,7 +238,7 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_asks_the_reference_aga
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"algorithm": "PPO_CLIP"}, "kind = 'dpo' learns from rows"),
+        ({"algorithm": "PPO_CLIP"}, "kind = 'dpo' gives every row a reward of 1"),
         ({"objective": {"aggregation": "token-mean"}}, "objective.aggregation='token-mean'"),
         ({"reference": {"beta": 0.0}}, "reference.beta"),
         ({"preference": {"label_smoothing": 0.5}}, "preference.label_smoothing"),
