@@ -24,6 +24,7 @@ import click
 import griffe
 
 from surefoot.cli.main import COMMANDS, cli
+from surefoot.cli.options import BooleanOption
 from surefoot.core.algorithms import ALGORITHMS, Objective
 from surefoot.diagnostics.finding import Finding
 from surefoot.diagnostics.findings import findings_in
@@ -384,7 +385,7 @@ def command_part(name: str, command: click.Command) -> str:
 
 
 def is_recipe_flag(option: click.Option) -> bool:
-    return option.metavar == "VALUE"
+    return option.metavar == "VALUE" or isinstance(option, BooleanOption)
 
 
 def cli_page() -> str:

@@ -19,8 +19,8 @@ from surefoot.runs import api
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
 
-def refused(result, *parts):
-    """The result is a refusal: exit 2, one line, with these parts in it."""
+def rejected(result, *parts):
+    """The command is rejected: exit 2, one line, with these parts in it."""
     code, _, error = result
     assert code == 2, error
     assert error.count("\n") == 1, error
@@ -108,9 +108,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("words", "parts"), CASES, ids=lambda x: " ".join(x)[:60])
-def test_bad_words_are_refused_in_one_line(command, words, parts, tmp_path):
-    refused(command(*words), *parts)
-    assert list(tmp_path.iterdir()) == [], "a refused command left something behind"
+def test_bad_words_are_rejected_in_one_line(command, words, parts, tmp_path):
+    rejected(command(*words), *parts)
+    assert list(tmp_path.iterdir()) == [], "a rejected command left something behind"
 
 
 TOML = [
@@ -137,9 +137,9 @@ TOML = [
 
 
 @pytest.mark.parametrize(("text", "parts"), TOML)
-def test_a_bad_recipe_file_is_refused_in_one_line(command, tmp_path, text, parts):
+def test_a_bad_recipe_file_is_rejected_in_one_line(command, tmp_path, text, parts):
     (tmp_path / "mine.toml").write_text(text)
-    refused(command("train", "mine.toml", "--dry-run"), *parts)
+    rejected(command("train", "mine.toml", "--dry-run"), *parts)
 
 
 @pytest.fixture(scope="module")
@@ -159,34 +159,34 @@ def newest(run):
     return run / "checkpoints" / "512"
 
 
-def test_a_finished_run_is_refused(command, run):
-    refused(command("resume", str(run)), "finished", "--steps N")
+def test_a_finished_run_is_rejected(command, run):
+    rejected(command("resume", str(run)), "finished", "--steps N")
 
 
-def test_an_empty_folder_is_refused(command, tmp_path):
+def test_an_empty_folder_is_rejected(command, tmp_path):
     (tmp_path / "empty").mkdir()
     for verb in ("resume", "evaluate"):
-        refused(command(verb, "empty"), "is empty")
+        rejected(command(verb, "empty"), "is empty")
 
 
-def test_a_folder_of_other_things_is_refused_and_kept(command, tmp_path):
+def test_a_folder_of_other_things_is_rejected_and_kept(command, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("dear")
-    refused(command("train", "CartPole-v1", "--steps", "256", "--run-dir", "other"), "other", "other files")
-    refused(command("resume", "other"), "not a run folder")
+    rejected(command("train", "CartPole-v1", "--steps", "256", "--run-dir", "other"), "other", "other files")
+    rejected(command("resume", "other"), "not a run folder")
     assert (tmp_path / "other" / "letter.txt").read_text() == "dear"
 
 
-def test_training_into_an_existing_run_is_refused(command, run):
+def test_training_into_an_existing_run_is_rejected(command, run):
     before = sorted(p.name for p in run.rglob("*"))
-    refused(command("train", "CartPole-v1", "--steps", "256", "--run-dir", str(run)), f"surefoot resume {run}")
+    rejected(command("train", "CartPole-v1", "--steps", "256", "--run-dir", str(run)), f"surefoot resume {run}")
     assert sorted(p.name for p in run.rglob("*")) == before
 
 
-def test_a_truncated_checkpoint_is_refused_with_the_way_back(command, run):
+def test_a_truncated_checkpoint_is_rejected_with_the_way_back(command, run):
     file = newest(run) / "agent.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    refused(command("resume", str(run), "--steps", "1024"), "agent.safetensors has", "to go back to", "256")
+    rejected(command("resume", str(run), "--steps", "1024"), "agent.safetensors has", "to go back to", "256")
     shutil.rmtree(newest(run))
     code, out, _ = command("resume", str(run), "--steps", "1024", "--quiet")
     assert code == 0
@@ -199,13 +199,13 @@ def test_a_flipped_bit_is_found(command, run, name):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
-    refused(command("resume", str(run), "--steps", "1024"), name, "SHA-256")
-    refused(command("evaluate", str(newest(run))), name, "SHA-256")
+    rejected(command("resume", str(run), "--steps", "1024"), name, "SHA-256")
+    rejected(command("evaluate", str(newest(run))), name, "SHA-256")
 
 
 def test_a_missing_file_is_found(command, run):
     (newest(run) / "learner.json").unlink()
-    refused(command("resume", str(run), "--steps", "1024"), "learner.json is missing")
+    rejected(command("resume", str(run), "--steps", "1024"), "learner.json is missing")
 
 
 def test_a_pickle_is_never_read(command, run, tmp_path):
@@ -216,15 +216,15 @@ def test_a_pickle_is_never_read(command, run, tmp_path):
     for name in ("agent.safetensors", "policy.pt"):
         folder = shutil.copytree(run, tmp_path / f"with-{name}")
         (folder / "checkpoints" / "512" / name).write_bytes(pickle.dumps(Bomb()))
-        refused(command("resume", str(folder), "--steps", "1024"), "pickle", name)
-        refused(command("evaluate", str(folder / "checkpoints" / "512")), "pickle", name)
+        rejected(command("resume", str(folder), "--steps", "1024"), "pickle", name)
+        rejected(command("evaluate", str(folder / "checkpoints" / "512")), "pickle", name)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_json_that_is_no_manifest_is_refused(command, run):
+def test_json_that_is_no_manifest_is_rejected(command, run):
     for text in ("{}", "[]", "nonsense", '{"format": 99, "files": {}}'):
         (newest(run) / "manifest.json").write_text(text)
-        refused(command("resume", str(run), "--steps", "1024"), "512")
+        rejected(command("resume", str(run), "--steps", "1024"), "512")
 
 
 def test_what_to_install_fits_how_surefoot_is_installed(tmp_path):
@@ -339,7 +339,7 @@ def test_three_updates_in_a_row_that_are_not_finite_end_the_run_with_its_last_go
     assert all(np.isfinite(tensor.numpy()).all() for tensor in trees["agent"].values())
 
 
-def test_a_save_over_something_else_is_refused(tmp_path):
+def test_a_save_over_something_else_is_rejected(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("words")
     with pytest.raises(SurefootError, match="not a checkpoint"):
@@ -390,7 +390,7 @@ def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert load_checkpoint(tmp_path / "one")["tree"] == {"n": 1}
 
 
-def test_the_same_environment_twice_and_an_environment_for_a_task_are_refused():
+def test_the_same_environment_twice_and_an_environment_for_a_task_are_rejected():
     one = gymnasium.make("CartPole-v1")
     with pytest.raises(SurefootError, match="the same environment twice"):
         api.train(lambda: one, steps=10)
@@ -398,7 +398,7 @@ def test_the_same_environment_twice_and_an_environment_for_a_task_are_refused():
         api.train(one, steps=10)
 
 
-def test_a_changed_number_of_environments_or_optimizers_is_refused_on_resume(tmp_path):
+def test_a_changed_number_of_environments_or_optimizers_is_rejected_on_resume(tmp_path):
     changes = {"steps": 1024, "evaluation": {"episodes": 0}}
     api.start(find_recipe("CartPole-v1", changes), tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 256)
     config = tmp_path / "run" / "config.toml"
@@ -479,24 +479,24 @@ ODD = [
 
 
 @pytest.mark.parametrize(("words", "parts"), ODD, ids=lambda x: " ".join(x)[:60])
-def test_odd_spaces_masks_and_networks_are_refused_in_one_line(command, words, parts, tmp_path):
+def test_odd_spaces_masks_and_networks_are_rejected_in_one_line(command, words, parts, tmp_path):
     (tmp_path / "oddities.py").write_text(ODDITIES)
     sys.modules.pop("oddities", None)
-    refused(command("train", *words, "--steps", "100", "--run-dir", "run"), *parts)
+    rejected(command("train", *words, "--steps", "100", "--run-dir", "run"), *parts)
     assert not (tmp_path / "run").exists()
 
 
-def test_numbers_with_thousands_of_digits_are_refused_in_one_line(command, tmp_path):
-    refused(command("train", "CartPole-v1", "--steps", "1" + "0" * 5000), "steps=")
+def test_numbers_with_thousands_of_digits_are_rejected_in_one_line(command, tmp_path):
+    rejected(command("train", "CartPole-v1", "--steps", "1" + "0" * 5000), "steps=")
     (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 1' + "0" * 5000 + "\n")
-    refused(command("train", "mine.toml"), "mine.toml: not TOML", "4300 digits")
+    rejected(command("train", "mine.toml"), "mine.toml: not TOML", "4300 digits")
 
 
 def test_a_dry_run_makes_one_environment_however_many_are_asked_for(command):
     code, out, _ = command("train", f"{__name__}:Few", "--rollout.environments", "1000", "--dry-run")
     assert code == 0
     assert "# batch: 1000 environments x 128 steps = 128,000 steps" in out
-    refused(command("train", f"{__name__}:Few", "--rollout.environments", "1000000000000", "--dry-run"), "environments=1000")
+    rejected(command("train", f"{__name__}:Few", "--rollout.environments", "1000000000000", "--dry-run"), "environments=1000")
 
 
 class Few(gymnasium.Env):

@@ -16,19 +16,19 @@ from surefoot.files import parse_value
 from surefoot.recipes.presets import find_recipe
 
 
-def test_help_waits_for_neither_torch_nor_gymnasium():
+def test_help_imports_neither_torch_nor_gymnasium():
     code = "import sys; from surefoot.cli.main import cli; cli.main(['train', '--help'], standalone_mode=False); "
     code += "assert not {'torch', 'gymnasium'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_who_only_looks_waits_for_no_recipes():
+def test_the_inspector_imports_no_recipes():
     code = "import sys; from surefoot.cli.main import cli; cli.main(['inspect', '--help'], standalone_mode=False); "
     code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_every_command_is_where_the_table_says_under_its_own_name():
+def test_every_command_exists_under_its_own_name():
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
@@ -36,7 +36,7 @@ def test_every_command_is_where_the_table_says_under_its_own_name():
     assert cli.get_command(click.Context(cli), "no-such") is None
 
 
-def test_a_command_that_is_misspelled_is_suggested(command):
+def test_a_misspelled_command_gets_a_suggestion(command):
     code, out, err = command("trian", "CartPole-v1")
     assert (code, out) == (2, "")
     assert err.startswith("surefoot: trian: no such command; did you mean 'train'? (see: surefoot --help)")
@@ -85,7 +85,7 @@ def test_several_seeds_make_several_runs_and_a_spread(surefoot, tmp_path):
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["many-seed1", "many-seed2"]
 
 
-def test_a_name_made_up_never_collides(surefoot, tmp_path):
+def test_generated_names_never_collide(surefoot, tmp_path):
     for _ in range(2):
         surefoot("train", "CartPole-v1", "--steps", "256", "--quiet")
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["cartpole-v1-ppo_clip-1", "cartpole-v1-ppo_clip-1-2"]
@@ -122,7 +122,7 @@ def test_list_names_recipes_algorithms_and_ids(surefoot):
         assert word in out
 
 
-def test_the_arithmetic_of_trpo_tells_policy_and_critic_apart(surefoot, tmp_path):
+def test_the_arithmetic_of_trpo_separates_policy_and_critic(surefoot, tmp_path):
     out = surefoot("train", "CartPole-v1", "--algorithm", "TRPO", "--dry-run")
     assert "# updates of the critic: 20 epochs x 1 minibatches = 20 per iteration" in out
     assert "# updates of the policy: 1 natural step per iteration on all 256 steps: 10 + 1 Fisher-vector products" in out
@@ -138,7 +138,7 @@ def test_flags_are_read_as_toml(text, value):
 
 
 ON, OFF = ["--normalise.rewards"], ["--normalise.rewards", "false"]
-SWITCHED = [
+BOOLEANS = [
     (["train", *ON, "--optimizer.learning-rate", "2e-3", "CartPole-v1"], True),
     (["train", "--optimizer.learning-rate", "2e-3", *ON, "CartPole-v1"], True),
     (["train", "CartPole-v1", "--optimizer.learning-rate", "2e-3", *ON], True),
@@ -149,14 +149,14 @@ SWITCHED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "on"), SWITCHED, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
-def test_a_switch_without_a_value_is_on_and_swallows_no_other_word(words, on):
+@pytest.mark.parametrize(("words", "on"), BOOLEANS, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
+def test_a_boolean_option_without_a_value_is_on_and_takes_no_other_word(words, on):
     name, found, rest = cli.resolve_command(click.Context(cli), words)
     with found.make_context(name, rest) as context:
-        given = dict(context.params)
-    assert given["what"] == "CartPole-v1"
-    assert parse_value(given["optimizer__learning_rate"]) == 2e-3
-    changes = changes_from({"normalise__rewards": given["normalise__rewards"]})
+        params = dict(context.params)
+    assert params["what"] == "CartPole-v1"
+    assert parse_value(params["optimizer__learning_rate"]) == 2e-3
+    changes = changes_from({"normalise__rewards": params["normalise__rewards"]})
     assert find_recipe("CartPole-v1", changes).normalise.rewards is on
 
 
@@ -184,7 +184,7 @@ def test_a_value_may_begin_with_a_dash_or_be_joined_by_an_equals_sign(surefoot):
     assert "log_std = -1.0" in surefoot("train", "CartPole-v1", "--network.log-std=-1", "--dry-run")
 
 
-def test_a_listener_that_goes_away_ends_no_training(tmp_path):
+def test_training_survives_a_closed_pipe(tmp_path):
     """As in ``surefoot train … | head -1``: both seeds are trained, and the exit code is that of a success."""
     words = ["train", "CartPole-v1", "--steps", "512", "--seeds", "2", "--quiet", "--run-dir", str(tmp_path / "runs")]
     reading, writing = os.pipe()
@@ -199,7 +199,7 @@ def test_a_listener_that_goes_away_ends_no_training(tmp_path):
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["seed1", "seed2"]
 
 
-def test_what_an_error_quotes_can_not_move_the_cursor(capsys):
+def test_errors_make_control_characters_visible(capsys):
     with pytest.raises(SystemExit):
         fail("it said \x1b[2J\n\u202e", 2)
     assert capsys.readouterr().err == "surefoot: it said \\x1b[2J \\u202e\n"

@@ -1,4 +1,4 @@
-"""``surefoot new``: what it writes passes as it is, its recipe trains, and nothing is overwritten."""
+"""``surefoot new``: its tests pass, its recipe trains, and it overwrites nothing."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ class Passed:
 
 
 @pytest.mark.parametrize("kind", ["control", "language"])
-def test_a_new_tasks_own_tests_pass_and_its_recipe_passes_the_check(
+def test_the_tests_and_the_recipe_of_a_new_task_pass(
     kind: str, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "language":

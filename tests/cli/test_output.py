@@ -1,4 +1,4 @@
-"""Commands print by one function, which lets nothing through that is a command to the terminal."""
+"""Commands print through one function, which makes control characters visible."""
 
 import ast
 from pathlib import Path
@@ -14,14 +14,14 @@ EXCEPTIONS = {"output.py": {"click.echo"}, "language.py": {"click.echo"}, "main.
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.stem)
-def test_commands_print_by_one_function(path: Path) -> None:
+def test_commands_print_through_one_function(path: Path) -> None:
     used = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)}
     named = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
     found = (used | named) & {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
     assert found <= EXCEPTIONS.get(path.name, set())
 
 
-def test_text_for_a_terminal_keeps_its_lines_and_loses_its_commands() -> None:
+def test_text_for_a_terminal_keeps_its_lines_and_shows_control_characters() -> None:
     class Narrow:
         encoding = "ascii"
 

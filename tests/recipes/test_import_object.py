@@ -1,4 +1,4 @@
-"""The user's own things by name, from modules and from files."""
+"""Functions and classes of the user, by name, from modules and from files."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ def test_a_module_is_imported_as_python_does():
     assert import_object("field", "os.path:join") is __import__("os").path.join
 
 
-def test_a_file_is_loaded_wherever_it_lies(tmp_path, monkeypatch):
+def test_a_file_is_loaded_from_any_folder(tmp_path, monkeypatch):
     folder = tmp_path / "with space"
     folder.mkdir()
     (folder / "my-rewards.py").write_text("def twice(x):\n    return 2 * x\n")
@@ -23,7 +23,7 @@ def test_a_file_is_loaded_wherever_it_lies(tmp_path, monkeypatch):
     assert import_object("field", "my-rewards.py:twice")(5) == 10
 
 
-def test_a_file_is_read_anew(tmp_path):
+def test_a_changed_file_is_read_again(tmp_path):
     file = tmp_path / "edited.py"
     file.write_text("answer = 'before'\n")
     assert import_object("field", f"{file}:answer") == "before"
@@ -31,7 +31,7 @@ def test_a_file_is_read_anew(tmp_path):
     assert import_object("field", f"{file}:answer") == "after, and longer"
 
 
-def test_a_file_may_hold_dataclasses(tmp_path):
+def test_a_file_may_have_dataclasses(tmp_path):
     """They look for their module among Python's; one that is not there makes some of them fail."""
     (tmp_path / "kept.py").write_text(
         "from __future__ import annotations\nimport dataclasses\n"
@@ -55,7 +55,7 @@ def test_a_file_may_hold_dataclasses(tmp_path):
         ("", "must name module:function or file.py:function"),
     ],
 )
-def test_what_is_not_there_is_one_line_with_the_field(name, what, tmp_path, monkeypatch):
+def test_errors_are_one_line_with_the_field(name, what, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "raises.py").write_text("raise ValueError('not\\ntoday')\n")
     (tmp_path / "fine.py").write_text("f = 1\n")

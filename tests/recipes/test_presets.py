@@ -15,7 +15,7 @@ from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, resol
 from surefoot.recipes.reading import make_recipe, to_toml
 
 
-def test_every_preset_is_a_whole_recipe_and_survives_the_round_trip():
+def test_every_preset_is_a_recipe_and_survives_the_round_trip():
     for name, table in presets().items():
         if "task" in table:
             recipe = find_recipe(name)
@@ -54,7 +54,7 @@ def test_an_algorithm_without_a_clip_makes_as_many_updates_as_the_preset():
     assert unclipped.objective == replace(tuned.objective, trust_region=None)
 
 
-def test_what_belongs_to_a_switch_that_is_off_does_not_stay(tmp_path):
+def test_settings_of_a_switch_that_is_off_are_dropped(tmp_path):
     text = 'task = "CartPole-v1"\nalgorithm = "PPO_CLIP"\nobjective = { value_clip = 0.2, target_kl = 0.02, gamma = 0.9 }\n'
     (tmp_path / "mine.toml").write_text(text + "optimizer = { critic_learning_rate = 1e-3, learning_rate = 2e-3 }\n")
     for name in ("REINFORCE", "REINFORCE_BASELINE"):
@@ -65,7 +65,7 @@ def test_what_belongs_to_a_switch_that_is_off_does_not_stay(tmp_path):
     assert trpo.objective == replace(ALGORITHMS["TRPO"], gamma=0.9, value_clip=0.2)
 
 
-def test_another_algorithm_has_its_baseline_and_its_reuse_whatever_a_recipe_made_of_its_own(tmp_path):
+def test_another_algorithm_has_its_own_baseline_and_reuse(tmp_path):
     text = 'task = "CartPole-v1"\nalgorithm = "TRPO"\nobjective = { baseline = "mean", reuse = "none", gae_lambda = 1 }\n'
     (tmp_path / "mine.toml").write_text(text)
     recipe = find_recipe(str(tmp_path / "mine.toml"), {"algorithm": "PPO_CLIP"})
@@ -121,7 +121,6 @@ def test_a_trust_region_is_the_one_whose_keys_are_given_and_replaces_any_other(a
     ],
 )
 def test_keys_of_a_trust_region_name_the_algorithm_that_has_it(table, algorithm, expected):
-    """A run is called what it is."""
     tuned, recipe = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"objective": {"trust_region": table}})
     assert (recipe.algorithm, recipe.objective.trust_region) == (algorithm, expected)
     assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
@@ -139,9 +138,7 @@ def test_keys_of_a_trust_region_name_the_algorithm_that_has_it(table, algorithm,
         ("PPO_CLIP", {"clip": 0.1}, "none", "PPO_UNCLIPPED", None),
     ],
 )
-def test_a_file_s_own_trust_region_stays_and_its_recipe_is_called_what_it_is(
-    algorithm, file, flags, called, expected, tmp_path
-):
+def test_a_file_keeps_its_trust_region_and_gets_the_name_that_fits(algorithm, file, flags, called, expected, tmp_path):
     label = {} if algorithm is None else {"algorithm": algorithm}
     (tmp_path / "mine.toml").write_text(tomli_w.dumps({"task": "Acrobot-v1", **label, "objective": {"trust_region": file}}))
     recipe = find_recipe(str(tmp_path / "mine.toml"), {} if flags is None else {"objective": {"trust_region": flags}})
@@ -168,7 +165,7 @@ def test_a_trust_region_may_be_a_value():
         ("GRPO", {"beta": 3}, "has keys of a penalty (beta), and algorithm='GRPO' has a clip; use keys of a clip"),
     ],
 )
-def test_keys_of_another_trust_region_than_the_named_algorithms_are_refused(algorithm, table, part):
+def test_keys_of_another_trust_region_than_the_named_algorithms_are_rejected(algorithm, table, part):
     with pytest.raises(SurefootError, match=re.escape(f"objective.trust_region: {part}")):
         find_recipe("CartPole-v1", {"algorithm": algorithm, "objective": {"trust_region": table}})
 
@@ -178,7 +175,7 @@ def test_no_two_trust_regions_share_a_key():
     assert len(names) == len(set(names))
 
 
-def test_a_value_is_a_name_or_is_taken_as_it_stands():
+def test_an_algorithm_value_has_a_name_or_is_custom():
     assert find_recipe("CartPole-v1", algorithm=PPO_CLIP) == find_recipe("CartPole-v1")
     for own in (Objective(baseline="critic", gamma=0.5), replace(PPO_CLIP, gamma=0.9), replace(PPO_CLIP, value_lambda=1.0)):
         recipe = find_recipe("CartPole-v1", algorithm=own)
@@ -204,20 +201,20 @@ FROM_CARTPOLE += "objective.trust_region rollout.environments rollout.steps opti
         ({"algorithm": "custom"}, " ".join(FROM_CARTPOLE.split()[2:6]), ""),
     ],
 )
-def test_a_recipe_knows_what_it_has_from_its_preset(changes, decided, parts):
+def test_the_origin_lists_the_fields_from_the_preset(changes, decided, parts):
     origin = resolve_recipe("CartPole-v1", changes).origin
     assert origin.name == "cartpole"
     assert set(origin.fields) == set(FROM_CARTPOLE.split()) - set(decided.split()) | set(parts.split())
 
 
-def test_what_stands_alone_has_nothing_from_a_preset(tmp_path):
+def test_a_complete_file_has_no_origin(tmp_path):
     (tmp_path / "whole.toml").write_text(to_toml(find_recipe("CartPole-v1")))
     assert resolve_recipe(str(tmp_path / "whole.toml")).origin is None
     (tmp_path / "part.toml").write_text('task = "CartPole-v1"\n[optimizer]\nlearning_rate = 1\nschedule = "cosine"\n')
     assert "optimizer" not in " ".join(resolve_recipe(str(tmp_path / "part.toml")).origin.fields)
 
 
-def test_a_run_begins_with_what_it_has_from_its_preset_and_keeps_it(surefoot, tmp_path):
+def test_a_run_prints_and_saves_its_origin(surefoot, tmp_path):
     words = ["train", "CartPole-v1", "--steps", "256", "--evaluation.episodes", "0", "--optimizer.learning-rate", "2e-3"]
     title, line, *_ = surefoot(*words, "--name", "one").splitlines()
     names = [name for name in FROM_CARTPOLE.split() if name not in ("steps", "optimizer.learning_rate")]
@@ -243,7 +240,7 @@ def test_without_a_preset_a_recipe_has_the_plain_defaults(surefoot, tmp_path):
     assert agent.recipe.objective == PPO_CLIP
 
 
-def test_another_preset_may_lie_below():
+def test_another_preset_can_be_the_start():
     acrobot, there = find_recipe("Acrobot-v1"), resolve_recipe("CartPole-v1", preset="acrobot")
     assert there.recipe == acrobot.model_copy(update={"task": "CartPole-v1"})
     assert there.origin.name == "acrobot"
@@ -253,7 +250,7 @@ def test_another_preset_may_lie_below():
         resolve_recipe("CartPole-v1", preset="sft")
 
 
-def test_another_preset_below_a_file_has_the_file_s_algorithm(tmp_path):
+def test_another_preset_gets_the_algorithm_of_the_file(tmp_path):
     (tmp_path / "mine.toml").write_text('task = "Acrobot-v1"\nalgorithm = "A2C"\n')
     assert (
         resolve_recipe(str(tmp_path / "mine.toml"), preset="cartpole").recipe

@@ -30,12 +30,12 @@ from surefoot.runs import api
         ("guess", {"num_generations": 8, "model": "pocket", "data": {"train": "rows.jsonl"}}, "sampling.samples"),
     ],
 )
-def test_a_field_by_another_librarys_name_is_answered_with_ours(task, fields, meant):
+def test_another_librarys_name_gets_our_field_as_a_suggestion(task, fields, meant):
     with pytest.raises(SurefootError, match=rf"unknown key; did you mean '{meant}'\?$"):
         api.train(task, **fields)
 
 
-def test_every_field_that_is_suggested_for_another_librarys_name_is_one():
+def test_every_suggested_field_exists():
     known = {name for name, _ in recipe_fields()} | {name.partition(".")[0] for name, _ in recipe_fields()}
     assert {name for names in OTHER_LIBRARIES.values() for name in names} <= known
 
@@ -48,7 +48,7 @@ MINIMAL = {
 
 
 @pytest.mark.parametrize(("kind", "name"), COUNTS)
-def test_every_count_of_a_recipe_has_a_bound_above(kind, name):
+def test_every_count_has_an_upper_bound(kind, name):
     base = {"kind": kind, "algorithm": "custom", **MINIMAL.get(kind, {"model": "pocket", "data": {"train": "x"}})}
     for changes in (10**16, 10**400, 10**5000):
         for key in reversed(name.split(".")):
@@ -59,12 +59,12 @@ def test_every_count_of_a_recipe_has_a_bound_above(kind, name):
 
 
 @pytest.mark.parametrize("hidden", [[10**10], [8] * 101])
-def test_layers_have_bounds_above(hidden):
+def test_layers_have_upper_bounds(hidden):
     with pytest.raises(SurefootError, match=r"^network\.hidden"):
         make_recipe({"task": "CartPole-v1", "network": {"hidden": hidden}})
 
 
-def test_an_iteration_has_a_bound_above_and_none_is_searched_for_its_divisors():
+def test_an_iteration_has_an_upper_bound():
     with pytest.raises(SurefootError, match=r"^rollout\.environments=1000000: an iteration of 1,000,000,000,000 steps"):
         find_recipe("CartPole-v1", {"rollout": {"environments": 10**6, "steps": 10**6}})
     language = {"kind": "language", **MINIMAL["language"], "sampling": {"prompts": 10**6, "samples": 10**6}}
@@ -74,7 +74,7 @@ def test_an_iteration_has_a_bound_above_and_none_is_searched_for_its_divisors():
     assert [nearest_divisor(12, wanted) for wanted in (1, 5, 7, 9, 100)] == [1, 4, 6, 6, 12]
 
 
-def test_every_field_says_what_it_means():
+def test_every_field_has_a_description():
     for name, described in recipe_fields():
         if "." in name or name not in ("rollout", "network"):
             assert described.meaning, name

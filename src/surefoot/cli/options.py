@@ -19,7 +19,7 @@ from surefoot.files import parse_value
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """words after a boolean option that are its value"""
 TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
-"""recipe fields whose help leaves out their type"""
+"""recipe fields whose types need no explanation"""
 
 
 class BooleanOption(click.Option):
@@ -89,8 +89,8 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
         if name in without:
             continue
         flag = "--" + name.replace("_", "-")
-        help_text = field.meaning if name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
         boolean = field.type == BOOLEAN
+        help_text = field.meaning if boolean or name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
         form: dict[str, Any] = {"cls": BooleanOption, "metavar": "[true|false]"} if boolean else {"metavar": "VALUE"}
         command = click.option(flag, name.replace(".", "__"), help=help_text, **form)(command)
     return command
