@@ -120,10 +120,13 @@ def shown(value: Any) -> str:
 
 
 def prose(docstring: str) -> str:
-    """A docstring as Markdown: paragraphs as prose, aligned columns as code."""
+    """A docstring as Markdown: paragraphs as prose, aligned columns and examples as code."""
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", docstring)
     done = []
     for number, paragraph in enumerate(text.split("\n\n")):
+        if paragraph.startswith(">>> "):
+            done.append(f"```pycon\n{paragraph}\n```")
+            continue
         first, *shapes = re.split(r"\s{3,}", paragraph) if number == 0 else [paragraph]
         if re.search(r"\S {2,}\S", first) or "\n " in first:
             done.append(f"```text\n{paragraph}\n```")

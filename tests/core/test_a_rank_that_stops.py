@@ -64,7 +64,7 @@ def test_the_documented_program_prints_what_the_page_says(start: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_whose_companion_dies_or_stops_ends_in_one_line(start: Start, number: signal.Signals) -> None:
-    first, second = start(changes=(("patience=60", "patience=5"), ("total_steps=20_000", "total_steps=10**12"), SAID))
+    first, second = start(changes=(("timeout=60", "timeout=5"), ("total_steps=20_000", "total_steps=10**12"), SAID))
     assert first.stdout is not None
     assert first.stdout.readline() == "at work\n"
     first.send_signal(number)
@@ -74,7 +74,7 @@ def test_a_rank_whose_companion_dies_or_stops_ends_in_one_line(start: Start, num
 
 
 def test_a_rank_that_nobody_joins_ends_in_one_line(start: Start) -> None:
-    (first,) = start(1, (("patience=60", "patience=3"),))
+    (first,) = start(1, (("timeout=60", "timeout=3"),))
     _, err = first.communicate(timeout=60)
-    assert err.splitlines()[-1].startswith("ranks.py: ranks: the others did not come within 3 s (")
+    assert err.splitlines()[-1].startswith("ranks.py: ranks: the others did not join within 3 s (")
     assert "Traceback" not in err

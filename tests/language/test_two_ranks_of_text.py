@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from surefoot.core.credit import assign_credit
-from surefoot.core.distributed import total
+from surefoot.core.distributed import sum_count
 from surefoot.core.rollout import LearnerState, Rollout, World
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
@@ -110,7 +110,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
         rollout = world.collector.collect(state)
         assert recipe.kind == "sft" or len(rollout.mask) >= 4, "no rank is without rows"
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
-        state.steps += total(rollout.steps, rollout.rewards)
+        state.steps += sum_count(rollout.steps, rollout.rewards)
         found["rows"].append(said(rollout))
         found["told"].append({name: rollout.metrics[name] for name in ("reward", "score_std") if name in rollout.metrics})
         found["rounds"] = max(found["rounds"], rollout.metrics.get("sampling_rounds") or 0)

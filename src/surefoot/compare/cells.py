@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from surefoot.compare.statistics import Results, known
 from surefoot.control.environments.looped import VectorEnvironments
 from surefoot.control.world import ControlWorld
-from surefoot.core.distributed import check_alone
+from surefoot.core.distributed import check_single_process
 from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table, write_text
@@ -109,7 +109,7 @@ def locked_folder(folder: Path, request: dict[str, Any]) -> Iterator[None]:
     Raises SurefootError if the folder contains other files, was started with other settings or is in use, or if a launcher has
     started several processes.
     """
-    check_alone(folder)
+    check_single_process(folder)
     file, wanted = folder / "request.json", json.loads(json.dumps(request))
     if folder.exists() and not file.exists() and (not folder.is_dir() or any(p.name != ".lock" for p in folder.iterdir())):
         raise SurefootError(f"{folder}: contains a run or other files; choose another --run-dir")

@@ -1,9 +1,7 @@
-"""Sums across ranks. With one process, or without torch.distributed, each is the identity.
+"""Ranks: their number, sums across them, and checks before training. With one process each sum is the identity.
 
-Losses are divided by global counts, so gradients are *summed*: means of means would weigh ranks, not samples.
-
-A rank that dies or stops would keep the others waiting, by PyTorch's own default for half an hour. Ranks that were ``joined``
-wait no longer than they were asked to, and every exchange that fails is a SurefootError of one line.
+Losses are divided by global counts, so gradients are *summed*: a mean of means would weight ranks, not samples.
+A failed exchange is a SurefootError of one line; within ``process_group`` it fails after a timeout.
 """
 
 import functools
@@ -20,62 +18,55 @@ from torch import Tensor
 from surefoot.errors import SurefootError, cause_of
 from surefoot.functional import Moments, merge_moments
 
-LAUNCHED = (
-    ("RANK", "WORLD_SIZE", "start one process, without torchrun"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "start one process: srun --ntasks=1"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "start one process: srun --ntasks=1"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "start one process, without mpirun"),
-)
-"""variables that say which process this is and how many there are, and what to do instead; the first that is set counts"""
-
 
 def rank() -> int:
-    """Which of the ranks this process is, from 0; 0 without torch.distributed."""
+    """The number of this process, from 0; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """The number of processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def check_alone(folder: Path) -> None:
-    """Raise SurefootError where a launcher has started this program several times: each would train the same run."""
-    field, count, remedy = "torch.distributed", world_size(), "call init_process_group only in a program of your own"
-    for which, size, instead in LAUNCHED if count == 1 else ():
-        if which in os.environ and (told := os.environ.get(size, "")).isdecimal():
-            field, count, remedy = size, int(told), instead
-            break
-    if count > 1:
-        raise SurefootError(
-            f"{field}={count}: {count} processes would each train the same run into {folder}; {remedy} (several ranks: "
-            "docs/how-to/several-machines.md)"
-        )
+# ---- sums across ranks ----------------------------------------------------------------------------------------------
+
+
+def all_sum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor over ranks, in place."""
+    if world_size() > 1:
+        with _one_line_errors():
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    return tensor
+
+
+def sum_count(number: int, like: Tensor) -> int:
+    """The sum of a count over ranks, exchanged on the device of ``like``."""
+    return int(all_sum(like.new_tensor(number, dtype=torch.int64)))
+
+
+def all_max(tensor: Tensor) -> Tensor:
+    """The elementwise maximum of a tensor over ranks, in place."""
+    if world_size() > 1:
+        with _one_line_errors():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
+def merge_across_ranks(moments: Moments) -> Moments:
+    """Moments of the union of all ranks' selections, the same on every rank, bit for bit."""
+    if world_size() == 1:
+        return moments
+    mine = torch.stack([part.expand_as(moments.mean) for part in moments])
+    everyone = [torch.empty_like(mine) for _ in range(world_size())]
+    with _one_line_errors():
+        dist.all_gather(everyone, mine)
+    return functools.reduce(merge_moments, (Moments(*row) for row in everyone))
 
 
 @contextmanager
-def joined(backend: str = "gloo", patience: float = 600.0) -> Iterator[int]:
-    """Within, this process and the others that ``torchrun`` has started are ranks that train together; this one's number.
-
-    patience   seconds that an exchange waits for the slowest rank: more than any of them takes to collect
-
-    Raises SurefootError where the others don't come in that time.
-    """
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
-    except (RuntimeError, ValueError) as error:
-        raise SurefootError(
-            f"ranks: the others did not come within {patience:g} s ({cause_of(error)}); start all with torchrun"
-        ) from error
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _exchanging() -> Iterator[None]:
-    """What the backend raises within becomes one line."""
+def _one_line_errors() -> Iterator[None]:
+    """Raise SurefootError in place of the backend's errors."""
     try:
         yield
     except RuntimeError as error:
@@ -85,36 +76,50 @@ def _exchanging() -> Iterator[None]:
         ) from error
 
 
-def all_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor over ranks, in place."""
-    if world_size() > 1:
-        with _exchanging():
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-    return tensor
+# ---- before training ------------------------------------------------------------------------------------------------
 
 
-def total(number: int, like: Tensor) -> int:
-    """The sum of a count over ranks, exchanged on the device of ``like``."""
-    return int(all_sum(like.new_tensor(number, dtype=torch.int64)))
+@contextmanager
+def process_group(backend: str = "gloo", timeout: float = 600.0) -> Iterator[int]:
+    """Join the processes that ``torchrun`` started as ranks that train together; gives this process's rank.
+
+    timeout   seconds that an exchange waits for the slowest rank: more than any rank needs to collect a batch
+
+    Raises SurefootError if the other ranks don't join in that time.
+    """
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise SurefootError(
+            f"ranks: the others did not join within {timeout:g} s ({cause_of(error)}); start all with torchrun"
+        ) from error
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
 
 
-def all_max(tensor: Tensor) -> Tensor:
-    """The elementwise maximum of a tensor over ranks, in place."""
-    if world_size() > 1:
-        with _exchanging():
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "start one process, without torchrun"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "start one process: srun --ntasks=1"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "start one process: srun --ntasks=1"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "start one process, without mpirun"),
+)
+"""for each launcher, the variables with the rank and the number of processes, and the remedy; the first that is set counts"""
 
 
-def merge_across_ranks(moments: Moments) -> Moments:
-    """Moments of the union of all ranks' selections, the same on every rank bit for bit."""
-    if world_size() == 1:
-        return moments
-    mine = torch.stack([part.expand_as(moments.mean) for part in moments])
-    everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    with _exchanging():
-        dist.all_gather(everyone, mine)
-    return functools.reduce(merge_moments, (Moments(*row) for row in everyone))
+def check_single_process(folder: Path) -> None:
+    """Raise SurefootError if a launcher started several processes, each of which would train the same run."""
+    field, count, remedy = "torch.distributed", world_size(), "call init_process_group only in your own training program"
+    for rank_name, size_name, instead in LAUNCHERS if count == 1 else ():
+        if rank_name in os.environ and (size := os.environ.get(size_name, "")).isdecimal():
+            field, count, remedy = size_name, int(size), instead
+            break
+    if count > 1:
+        raise SurefootError(
+            f"{field}={count}: {count} processes would each train the same run into {folder}; {remedy} (several ranks: "
+            "docs/how-to/several-machines.md)"
+        )
 
 
 def check_device(device: str) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from surefoot.core.credit import assign_credit
-from surefoot.core.distributed import total
+from surefoot.core.distributed import sum_count
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import Collector, LearnerState, Metrics, Rollout
 from surefoot.errors import NotFiniteError, SurefootError
@@ -37,7 +37,7 @@ def run_loop(
             on_rollout(rollout)
             credit = assign_credit(rollout, learner.objective)
             metrics = {**rollout.metrics, **learner.update(rollout, credit, state)}
-            steps, state.faults = total(rollout.steps, rollout.rewards), 0
+            steps, state.faults = sum_count(rollout.steps, rollout.rewards), 0
         except NotFiniteError as fault:
             state.faults += 1
             on_fault(str(fault))

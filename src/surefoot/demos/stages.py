@@ -47,10 +47,10 @@ def free_folder(run_dir: Path, name: str) -> Path:
 
     Raises SurefootError where a launcher has started several processes.
     """
-    from surefoot.core.distributed import check_alone
+    from surefoot.core.distributed import check_single_process
 
     folder, number = run_dir / name, 2
-    check_alone(folder)
+    check_single_process(folder)
     while folder.exists():
         folder, number = run_dir / f"{name}-{number}", number + 1
     return folder

@@ -12,6 +12,11 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor | None = None
     No factor ½: the coefficient of the value loss is where it goes. Value clipping as in OpenAI Baselines' ppo2.
 
     Raises ValueError when ``clip`` is given without ``old_values``.
+
+    >>> value_loss(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 3.0]))
+    tensor([1., 0.])
+    >>> value_loss(torch.tensor([1.0]), torch.tensor([2.0]), old_values=torch.tensor([0.0]), clip=0.5)
+    tensor([2.2500])
     """
     error = (values - returns).square()
     if clip is None:
@@ -26,6 +31,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = No
     """1 − Var(R̂ − V) / Var(R̂) over the kept entries; NaN where the returns are constant.   [...] -> []
 
     1 is a perfect critic, 0 is no better than a constant, negative is worse. Blind to a constant error.
+
+    >>> explained_variance(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 3.0, 4.0]))
+    tensor(1.)
     """
     residual = keep_only(returns, mask) - keep_only(values, mask)
     spread = masked_var(returns, mask)

@@ -14,6 +14,9 @@ def group_advantages(
     scale  False only centres (Dr. GRPO, arXiv 2503.20783)
     ddof   0 divides the variance by n, 1 by n − 1 (GRPO, arXiv 2402.03300, as implemented)
     mask   True where a sample counts; the others get 0. A group of one gets 0.
+
+    >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), scale=False)
+    tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
     """
     keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     count = keep.sum(-1, keepdim=True).to(rewards.dtype)
@@ -31,6 +34,9 @@ def leave_one_out_advantages(rewards: Tensor, mask: Tensor | None = None) -> Ten
     """r_i − mean of the other samples of its group.   [prompts, samples]
 
     RLOO (Kool et al. 2019; arXiv 2402.14740). Masked samples get 0; a group of one gets 0.
+
+    >>> leave_one_out_advantages(torch.tensor([[3.0, 0.0, 0.0]]))
+    tensor([[ 3.0000, -1.5000, -1.5000]])
     """
     keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     count = keep.sum(-1, keepdim=True).to(rewards.dtype)

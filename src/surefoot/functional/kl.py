@@ -13,6 +13,9 @@ def kl_k1(log_p: Tensor, log_q: Tensor) -> Tensor:
 
     As a loss on p's own samples its expected gradient is zero; in a reward it is right.
     Names and properties of k1, k2 and k3: J. Schulman, "Approximating KL Divergence" (2020).
+
+    >>> kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+    tensor([ 0.5000, -1.0000])
     """
     return log_p - log_q
 
@@ -26,6 +29,9 @@ def kl_k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     """eˣ − 1 − x with x = log q − log p: unbiased and never negative as a metric.   [...]
 
     As a loss on p's own samples it gives the gradient of KL(q‖p), the other direction.
+
+    >>> kl_k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
+    tensor([0.0000, 0.7183])
     """
     x = log_q - log_p
     return torch.expm1(x) - x
@@ -35,6 +41,9 @@ def categorical_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     """KL(p‖q) of categorical distributions from logits.   [..., n] -> [...]
 
     A logit of −inf means probability zero; where p is zero the term is zero.
+
+    >>> categorical_kl(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log())
+    tensor(0.1438)
     """
     log_p, log_q = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
     possible = log_p > -torch.inf
@@ -54,6 +63,9 @@ def adapt_kl_penalty(beta: Number, kl: Number, target: float) -> Number:
     """β/2 where kl < target/1.5, 2β where kl > 1.5·target, else β. Once per batch, with kl measured over the whole batch.
 
     Schulman et al. 2017 (arXiv 1707.06347), section 4.
+
+    >>> [adapt_kl_penalty(1.0, kl, target=0.01) for kl in (0.001, 0.01, 0.1)]
+    [0.5, 1.0, 2.0]
     """
     if isinstance(kl, Tensor):
         factor = torch.where(kl < target / 1.5, 0.5, torch.where(kl > target * 1.5, 2.0, 1.0))

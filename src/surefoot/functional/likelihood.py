@@ -8,7 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """log π(token) with π = softmax(logits / temperature).   [..., n], [...] integer -> [...]"""
+    """log π(token) with π = softmax(logits / temperature).   [..., n], [...] integer -> [...]
+
+    >>> token_log_probs(torch.tensor([[0.25, 0.75]]).log(), torch.tensor([1])).exp()
+    tensor([0.7500])
+    """
     return _of_tokens((logits / temperature).log_softmax(-1), tokens)
 
 

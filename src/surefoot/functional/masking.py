@@ -31,7 +31,11 @@ def kept_count(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean of the kept entries; 0 where none is kept.   [...] -> []"""
+    """Mean of the kept entries; 0 where none is kept.   [...] -> []
+
+    >>> masked_mean(torch.tensor([1.0, 3.0, torch.nan]), torch.tensor([True, True, False]))
+    tensor(2.)
+    """
     return keep_only(x, mask).sum() / kept_count(x, mask).clamp(min=1)
 
 
@@ -81,6 +85,9 @@ def whiten(
 
     A constant batch gives zeros, never NaN. ``shift_mean=False`` keeps the mean: only the scale changes.
     ``moments`` replaces the batch's own μ and var: those of a larger batch, or of all ranks.
+
+    >>> whiten(torch.tensor([1.0, 3.0, torch.nan]), torch.tensor([True, True, False]))
+    tensor([-1.,  1.,  0.])
     """
     _, mean, var = masked_moments(x, mask) if moments is None else moments
     scaled = (keep_only(x, mask) - mean) * (var + eps).rsqrt()
@@ -105,6 +112,11 @@ def aggregate(
     a kept entry for the others. With it, the parts of a batch add up to the whole, whatever the split.
 
     Raises ValueError for an unknown mode.
+
+    >>> loss = torch.tensor([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0]])
+    >>> mask = torch.tensor([[True, True, True], [True, False, False]])
+    >>> {mode: float(aggregate(loss, mask, mode)) for mode in ("token-mean", "sequence-mean", "sequence-sum")}
+    {'token-mean': 1.75, 'sequence-mean': 2.5, 'sequence-sum': 3.5}
     """
     if mode not in ("token-mean", "sequence-mean", "sequence-sum", "constant"):
         raise ValueError(f"mode={mode!r}: unknown aggregation; use one of token-mean, sequence-mean, sequence-sum, constant")

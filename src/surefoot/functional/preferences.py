@@ -5,7 +5,11 @@ from torch.nn.functional import logsigmoid
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """−log σ(r_chosen − r_rejected), for a reward model.   [...]   Bradley and Terry (1952)."""
+    """−log σ(r_chosen − r_rejected), for a reward model.   [...]   Bradley and Terry (1952).
+
+    >>> bradley_terry_loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+    tensor([0.6931, 0.1269])
+    """
     return -logsigmoid(chosen - rejected)
 
 
@@ -21,6 +25,9 @@ def dpo_loss(
 
     ``label_smoothing`` is the assumed rate of swapped labels (conservative DPO).
     Rafailov et al. 2023 (arXiv 2305.18290), equation 7.
+
+    >>> dpo_loss(torch.tensor([-4.0]), torch.tensor([-9.0]), torch.tensor([-5.0]), torch.tensor([-8.0]), beta=0.5)
+    tensor([0.3133])
     """
     logits = beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)

@@ -38,6 +38,9 @@ def successor_values(
                           hold it, as in Gymnasium's NEXT_STEP autoreset, where that row is masked
     mask [..., T]         True where the policy decided. Elsewhere (tool tokens between a model's own) the successor is the
                           next *kept* step's value
+
+    >>> successor_values(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(4.0))
+    tensor([2., 3., 4.])
     """
     following = torch.cat([values[..., 1:], last_values.unsqueeze(-1)], -1)
     result = following if mask is None else _next_kept(values, mask, last_values)
@@ -50,6 +53,10 @@ def td_residual(rewards: Tensor, values: Tensor, next_values: Tensor, *, termina
     """δ_t = r_t + γ V(s_{t+1}) − V(s_t), with V(s_{t+1}) = 0 where terminated.   All [..., T].
 
     Sutton and Barto (2018), equation 6.5.
+
+    >>> rewards, values, next_values = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 9.0])
+    >>> td_residual(rewards, values, next_values, terminated=torch.tensor([False, True]), gamma=0.5)
+    tensor([1., 1.])
     """
     return rewards + gamma * next_values.masked_fill(terminated.bool(), 0) - values
 
@@ -70,6 +77,10 @@ def n_step_advantages(
     Counts kept steps only and is 0 at the others. Schulman et al. 2016 (arXiv 1506.02438), equation 14.
 
     Raises ValueError for n < 1.
+
+    >>> ends = {"terminated": torch.tensor([False, False, True]), "truncated": torch.tensor([False, False, False])}
+    >>> n_step_advantages(torch.ones(3), torch.zeros(3), torch.zeros(3), **ends, gamma=0.5, n=2)
+    tensor([1.5000, 1.5000, 1.0000])
     """
     if n < 1:
         raise ValueError(f"n={n}: an n-step advantage needs at least one step; set n >= 1")
@@ -99,6 +110,11 @@ def gae(
 
     The λ-weighted mean of the n-step advantages, written as the recursion it collapses to. Jumps from kept step to kept
     step (γλ once per kept step) and is 0 at the others. Schulman et al. 2016 (arXiv 1506.02438), equation 16.
+
+    >>> rewards, values, next_values = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 9.0])
+    >>> ends = {"terminated": torch.tensor([False, True]), "truncated": torch.tensor([False, False])}
+    >>> gae(rewards, values, next_values, **ends, gamma=0.5, lam=0.5)
+    tensor([1.2500, 1.0000])
     """
     delta = td_residual(rewards, values, next_values, terminated=terminated, gamma=gamma)
     ended = (terminated.bool() | truncated.bool()).expand_as(delta)
@@ -132,6 +148,10 @@ def discounted_returns(
 
     Pass ``next_values = 0`` for plain Monte-Carlo returns. Counts kept steps only and is 0 at the others.
     Sutton and Barto (2018), equation 3.9.
+
+    >>> ends = {"terminated": torch.tensor([False, False, True]), "truncated": torch.tensor([False, False, False])}
+    >>> discounted_returns(torch.ones(3), torch.zeros(3), **ends, gamma=0.5)
+    tensor([1.7500, 1.5000, 1.0000])
     """
     keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool().expand_as(rewards)
     last_kept = keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)

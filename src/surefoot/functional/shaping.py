@@ -11,6 +11,9 @@ def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
     """A score per response, put on its last kept token; 0 elsewhere.   [B], [B, T] -> [B, T]
 
     A response with no kept token gets no score.
+
+    >>> place_scores(torch.tensor([5.0]), torch.tensor([[True, True, False]]))
+    tensor([[0., 5., 0.]])
     """
     keep = mask.bool()
     last = keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)

@@ -7,7 +7,11 @@ from surefoot.functional.masking import keep_only
 
 
 def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """ρ = π_θ(a|s) / π_old(a|s), formed as exp(log π_θ − log π_old).   [...]"""
+    """ρ = π_θ(a|s) / π_old(a|s), formed as exp(log π_θ − log π_old).   [...]
+
+    >>> importance_ratio(torch.tensor([0.5, 0.2]).log(), torch.tensor([0.25, 0.4]).log())
+    tensor([2.0000, 0.5000])
+    """
     return (log_probs - old_log_probs).exp()
 
 
@@ -18,6 +22,9 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor | None
 
     A mean of ρÂ over the tokens of a response is then ρÂ itself, and pushes all of them alike.
     Zheng et al. 2025 (GSPO, arXiv 2507.18071), equation 7.
+
+    >>> sequence_ratio(torch.tensor([0.8, 0.5]).log(), torch.tensor([0.2, 0.5]).log())
+    tensor([2., 2.])
     """
     log_ratio = keep_only(log_probs, mask) - keep_only(old_log_probs, mask)
     length = log_ratio.shape[-1] if mask is None else mask.bool().sum(-1, keepdim=True).to(log_ratio.dtype).clamp(min=1)
@@ -41,6 +48,10 @@ def clipped_surrogate(
     dual_clip  c > 1: where Â < 0 the result is at least cÂ (arXiv 1912.09729), which stops the push of a ratio that ran away
 
     Schulman et al. 2017 (arXiv 1707.06347), equation 7.
+
+    >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    >>> clipped_surrogate(ratio, advantages, clip=0.2)
+    tensor([ 1.2000, -1.5000,  0.5000, -0.8000])
     """
     high = clip if clip_high is None else clip_high
     result = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + high) * advantages)
@@ -55,6 +66,10 @@ def clip_active(
     """True where a clipped branch won, so that no gradient flows: pushed far enough the right way already.   [...] bool
 
     Not the same as :func:`ratio_outside`: a ratio outside the band on the *wrong* side keeps its gradient.
+
+    >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    >>> clip_active(ratio, advantages, clip=0.2)
+    tensor([ True, False, False,  True])
     """
     high = clip if clip_high is None else clip_high
     active = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - clip))
@@ -64,6 +79,10 @@ def clip_active(
 
 
 def ratio_outside(ratio: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
-    """True where ρ has left [1−ε, 1+ε_high], whichever way the gradient goes.   [...] bool"""
+    """True where ρ has left [1−ε, 1+ε_high], whichever way the gradient goes.   [...] bool
+
+    >>> ratio_outside(torch.tensor([0.5, 1.0, 1.5]), clip=0.2)
+    tensor([ True, False,  True])
+    """
     high = clip if clip_high is None else clip_high
     return (ratio < 1 - clip) | (ratio > 1 + high)

@@ -12,7 +12,7 @@ from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import check_alone
+from surefoot.core.distributed import check_single_process
 from surefoot.core.rollout import World
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe, Section
@@ -70,7 +70,7 @@ def start(
     Raises SurefootError for what can't be trained, and where a launcher has started several processes for one ``run_dir``.
     """
     if run_dir is not None:
-        check_alone(run_dir)
+        check_single_process(run_dir)
     world = _make_world(recipe, task)
     session = None
     try:
@@ -101,7 +101,7 @@ def resume(
     Raises SurefootError when the folder is no run, is in use, is finished, is damaged, or when its config.toml was changed
     since the checkpoint and ``allow_changes`` is False; and where a launcher has started several processes.
     """
-    check_alone(Path(run_dir))
+    check_single_process(Path(run_dir))
     folder = RunFolder.open(Path(run_dir))
     world = None
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from surefoot.core.distributed import check_alone
+from surefoot.core.distributed import check_single_process
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table, read_toml, write_text
@@ -120,7 +120,7 @@ def go_rounds(
 
     Raises SurefootError when the folder holds rounds of another plan, where there are several ranks, and what training raises.
     """
-    check_alone(folder)
+    check_single_process(folder)
     if not (folder / "rounds.json").is_file():
         _judge(plan)  # one that can't be loaded claims no folder
     _claim(plan, folder)
