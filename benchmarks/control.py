@@ -96,10 +96,10 @@ def write(out: Path, result: dict[str, Any]) -> None:
 
 def results_of(task: str, args: argparse.Namespace, library: str = "*") -> list[dict[str, Any]]:
     """The finished cells of a task; exits if there is none."""
-    found = sorted((RESULTS / cells(task, args)).glob(f"{library}-*.json"))
-    if not found:
+    paths = sorted((RESULTS / cells(task, args)).glob(f"{library}-*.json"))
+    if not paths:
         sys.exit(f"{cells(task, args)}: no finished cell; train it first")
-    return [json.loads(path.read_text()) for path in found]
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def table(args: argparse.Namespace) -> str:
@@ -121,7 +121,7 @@ def table(args: argparse.Namespace) -> str:
     return markdown_table(["task", "library", "seeds", "mean", "95 % interval", "each seed", "greedy, each seed"], rows)
 
 
-def judged(args: argparse.Namespace) -> str:
+def score_table(args: argparse.Namespace) -> str:
     """Surefoot's final agents on some tasks, evaluated greedily, beside the return that counts as solved."""
     rows = []
     for task in args.task:
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; at most one per core, and 1 to measure speed")
     args = parser.parse_args()
     if args.verb == "table":
-        print(table(args) if args.bar is None else judged(args))
+        print(table(args) if args.bar is None else score_table(args))
         return
     if args.verb == "cell":
         (task,), (seed,) = args.task, args.seeds

@@ -80,8 +80,8 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, 
         optimizer={"learning_rate": learning_rate, "schedule": "linear"},
         evaluation={"rows": 256, "every": RESPONSES // EVALUATIONS},
     )
-    judged = [row for row in read_metrics(run / "metrics.jsonl") if row.get("held_out_reward") is not None]
-    curve = [[row["steps"], row["held_out_reward"], row["held_out_gold"]] for row in judged]
+    evaluations = [row for row in read_metrics(run / "metrics.jsonl") if row.get("held_out_reward") is not None]
+    curve = [[row["steps"], row["held_out_reward"], row["held_out_gold"]] for row in evaluations]
     return {
         "digits": digits,
         "method": method,
@@ -104,11 +104,11 @@ def before(folder: Path, sft: Path, digits: int) -> dict[str, Any]:
     from surefoot.language.rewards.terms import FunctionReward
 
     model, rows = load_language_model(str(sft)), folder / "test.jsonl"
-    found = [
+    accuracies = [
         accuracy(model, rows, FunctionReward(name, w), prompts=256, max_tokens=digits + 2)
         for name, w in ((STEPS, 1 / digits), (WHOLE, 1))
     ]
-    return {"steps": found[0].sampled, "whole": found[1].sampled}
+    return {"steps": accuracies[0].sampled, "whole": accuracies[1].sampled}
 
 
 def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> None:
@@ -116,8 +116,8 @@ def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> N
     for digits, seed in product(lengths, seeds):
         results = RESULTS / str(digits)
         results.mkdir(parents=True, exist_ok=True)
-        wanted = {f"{named(method, rate)}-{seed}": (method, rate) for method in METHODS for rate in learning_rates}
-        missing = {name: what for name, what in wanted.items() if not (results / f"{name}.json").exists()}
+        chosen = {f"{named(method, rate)}-{seed}": (method, rate) for method in METHODS for rate in learning_rates}
+        missing = {name: what for name, what in chosen.items() if not (results / f"{name}.json").exists()}
         if not missing:
             continue
         with tempfile.TemporaryDirectory() as temporary:
@@ -125,33 +125,33 @@ def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> N
             sft = start(folder, seed, digits)
             began = before(folder, sft, digits)
             for name, (method, rate) in missing.items():
-                found = cell(folder, sft, method, seed, rate, digits) | {"start": began}
-                (results / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-                print(digits, name, began, found["curve"][-1], f"{found['cpu_seconds']:.0f} s", flush=True)
+                result = cell(folder, sft, method, seed, rate, digits) | {"start": began}
+                (results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+                print(digits, name, began, result["curve"][-1], f"{result['cpu_seconds']:.0f} s", flush=True)
 
 
 def table() -> str:
     """One row per length, learning rate and method: means over seeds half-way and at the end, and the end of each seed."""
     cells: dict[tuple[int, float, int], list[dict[str, Any]]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
-        found = json.loads(path.read_text())
-        key = (found["digits"], -found["learning_rate"], list(METHODS).index(found["method"]))
-        cells.setdefault(key, []).append(found)
+        result = json.loads(path.read_text())
+        key = (result["digits"], -result["learning_rate"], list(METHODS).index(result["method"]))
+        cells.setdefault(key, []).append(result)
     rows = []
-    for (digits, rate, method), found in sorted(cells.items()):
-        half, end = ([one["curve"][at] for one in found] for at in (EVALUATIONS // 2 - 1, -1))
+    for (digits, rate, method), records in sorted(cells.items()):
+        half, end = ([one["curve"][at] for one in records] for at in (EVALUATIONS // 2 - 1, -1))
         rows.append(
             [
                 str(digits),
                 f"{-rate:g}",
                 list(METHODS)[method],
-                f"{mean(one['start']['steps'] for one in found):.3f}",
+                f"{mean(one['start']['steps'] for one in records):.3f}",
                 f"{mean(steps for _, steps, _ in half):.3f}",
                 f"{mean(steps for _, steps, _ in end):.3f}",
                 ", ".join(f"{steps:.3f}" for _, steps, _ in end),
                 f"{mean(whole for *_, whole in end):.3f}",
                 ", ".join(f"{whole:.3f}" for *_, whole in end),
-                f"{mean(one['cpu_seconds'] for one in found):.0f}",
+                f"{mean(one['cpu_seconds'] for one in records):.0f}",
             ]
         )
     head = ["digits", "learning rate", "method", "start: steps", "half-way: steps", "end: steps", "each seed"]
@@ -165,9 +165,9 @@ def main() -> None:
     parser.add_argument("--digits", type=int, nargs="+", default=[8, 20])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-4])
-    given = parser.parse_args()
-    if given.what == "all":
-        fill(given.digits, given.seeds, given.learning_rates)
+    args = parser.parse_args()
+    if args.what == "all":
+        fill(args.digits, args.seeds, args.learning_rates)
     text = PAGE.read_text("utf-8")
     begin, end = "<!-- begin: benchmarks/dense.py -->", "<!-- end -->"
     PAGE.write_text(f"{text.partition(begin)[0]}{begin}\n{table()}\n{end}{text.partition(end)[2]}", "utf-8")

@@ -70,16 +70,16 @@ def measure(folder: Path, browser: Any) -> dict[str, float]:
         assert process.stdout is not None
         try:
             address = process.stdout.readline().strip()
-            told = {"address": time.perf_counter() - begun}
+            timings = {"address": time.perf_counter() - begun}
 
             def timed(name: str, act: Any, awaited: str) -> None:
                 start = time.perf_counter()
                 act()
                 page.wait_for_selector(awaited)
-                told[name] = time.perf_counter() - start
+                timings[name] = time.perf_counter() - start
 
             timed("curves", lambda: page.goto(address), whole)
-            told["curves, from the command's start"] = time.perf_counter() - begun
+            timings["curves, from the command's start"] = time.perf_counter() - begun
             timed("curves again", page.reload, whole)
             page.wait_for_timeout(3000)
             timed("steps", lambda: page.click("nav a[data-view=steps]"), "#audit[data-count]")
@@ -88,11 +88,11 @@ def measure(folder: Path, browser: Any) -> dict[str, float]:
             page.wait_for_selector(".chart[data-metric=kl] canvas")
             page.wait_for_timeout(500)
             frames = panned(page)
-            told |= {"panning, ms in the median frame": frames[len(frames) // 2], "panning, ms in the worst": frames[-1]}
+            timings |= {"panning, ms in the median frame": frames[len(frames) // 2], "panning, ms in the worst": frames[-1]}
         finally:
             process.terminate()
     page.context.close()
-    return told
+    return timings
 
 
 def panned(page: Any) -> list[float]:
@@ -113,8 +113,8 @@ def panned(page: Any) -> list[float]:
         page.wait_for_timeout(16)
     page.mouse.up()
     page.keyboard.up("Shift")
-    found: list[float] = sorted(page.evaluate("window.surefoot.frames"))
-    return found
+    frame_times: list[float] = sorted(page.evaluate("window.surefoot.frames"))
+    return frame_times
 
 
 def main() -> None:
@@ -131,10 +131,10 @@ def main() -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=program, args=QUIET)
         browser.new_page().goto("data:text/html,ready")
-        found = [measure(chosen.folder, browser) for _ in range(chosen.times)]
+        measurements = [measure(chosen.folder, browser) for _ in range(chosen.times)]
         browser.close()
-    for name in found[0]:
-        print(f"{name:36s} {'  '.join(f'{each[name]:6.2f}' for each in found)}")
+    for name in measurements[0]:
+        print(f"{name:36s} {'  '.join(f'{each[name]:6.2f}' for each in measurements)}")
 
 
 if __name__ == "__main__":

@@ -47,21 +47,21 @@ def trained(seed: int) -> dict[str, Any]:
         subprocess.run([*demo, "--seed", str(seed), "--run-dir", str(RUNS / str(seed))], check=True)
         spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
         (folder / "seconds.json").write_text(json.dumps({"cpu_seconds": round(spent, 1)}))
-    told = json.loads((folder / "demo.json").read_text())
+    result = json.loads((folder / "demo.json").read_text())
     if (folder / "seconds.json").exists():
-        told |= json.loads((folder / "seconds.json").read_text())
+        result |= json.loads((folder / "seconds.json").read_text())
     hacked = folder / "hacked"
     if not (hacked / "finished.json").exists():
         shutil.rmtree(hacked, ignore_errors=True)
         train("reviews", seed=seed, run_dir=hacked, **online(folder, anchored=False))
     without = judged(hacked, folder / "data")
-    kept = {of: numbers(found) for of, found in without.items()}
-    return {**told, **{of: numbers(told[of]) for of in OF}, "without_anchor": kept}
+    kept = {of: numbers(table) for of, table in without.items()}
+    return {**result, **{of: numbers(result[of]) for of in OF}, "without_anchor": kept}
 
 
-def numbers(found: dict[str, Any]) -> dict[str, Any]:
+def numbers(table: dict[str, Any]) -> dict[str, Any]:
     """The measurements, without answers and file paths."""
-    return {name: value for name, value in found.items() if name in ("start", "trained", "rows") or name.startswith("win_rate")}
+    return {name: value for name, value in table.items() if name in ("start", "trained", "rows") or name.startswith("win_rate")}
 
 
 def spread(values: list[float]) -> str:
@@ -71,22 +71,22 @@ def spread(values: list[float]) -> str:
 
 def tables() -> str:
     """One table over all seeds, one per seed."""
-    found = {int(path.stem): json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    records = {int(path.stem): json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     rows = []
     for of, of_label in OF.items():
         for name, label in ROWS.items():
-            sft = [told[of]["start"][name] for told in found.values()]
-            ppo = [told[of]["trained"][name] for told in found.values()]
-            free = [told["without_anchor"][of]["trained"][name] for told in found.values()]
+            sft = [result[of]["start"][name] for result in records.values()]
+            ppo = [result[of]["trained"][name] for result in records.values()]
+            free = [result["without_anchor"][of]["trained"][name] for result in records.values()]
             rows.append([f"{of_label}: {label}", spread(sft), spread(ppo), spread(free)])
-        won = [told[of]["win_rate_gold"] for told in found.values()]
-        lost = [told["without_anchor"][of]["win_rate_gold"] for told in found.values()]
+        won = [result[of]["win_rate_gold"] for result in records.values()]
+        lost = [result["without_anchor"][of]["win_rate_gold"] for result in records.values()]
         rows.append([f"{of_label}: better than SFT by gold", "", spread(won), spread(lost)])
     seeds = []
-    for seed, told in found.items():
-        known, free = told["known_products"], told["without_anchor"]["known_products"]
+    for seed, result in records.items():
+        known, free = result["known_products"], result["without_anchor"]["known_products"]
         seeds.append(
-            [str(seed), f"{told['reward_accuracy']:.0%}"]
+            [str(seed), f"{result['reward_accuracy']:.0%}"]
             + [f"{known['start'][name]:.2f}" for name in ("reward", "gold")]
             + [f"{known['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
             + [f"{free['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
@@ -101,10 +101,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["train", "table"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    given = parser.parse_args()
-    if given.what == "train":
+    args = parser.parse_args()
+    if args.what == "train":
         RESULTS.mkdir(parents=True, exist_ok=True)
-        for seed in given.seeds:
+        for seed in args.seeds:
             if not (RESULTS / f"{seed}.json").exists():
                 (RESULTS / f"{seed}.json").write_text(json.dumps(trained(seed), indent=1) + "\n")
         return

@@ -85,12 +85,12 @@ def rows_in(folder: Path, prompt: int, answer: int, count: int = 64) -> dict[str
 
     rows: dict[str, list[dict[str, str]]] = {"prompts": [], "demonstrations": [], "pairs": []}
     for number in range(count):
-        asked = text(prompt - number % 4)
-        rows["prompts"].append({"prompt": asked})
-        rows["demonstrations"].append({"prompt": asked, "completion": text(answer - 1)})
-        rows["pairs"].append({"prompt": asked, "chosen": text(answer - 1), "rejected": text(answer - 1)})
-    for name, found in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+        prompt_text = text(prompt - number % 4)
+        rows["prompts"].append({"prompt": prompt_text})
+        rows["demonstrations"].append({"prompt": prompt_text, "completion": text(answer - 1)})
+        rows["pairs"].append({"prompt": prompt_text, "chosen": text(answer - 1), "rejected": text(answer - 1)})
+    for name, records in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     (folder / "rewards.py").write_text(
         "def vowels(responses):\n    return [float(t.count('a') - t.count('b')) for t in responses]\n"
     )
@@ -151,9 +151,9 @@ class Watched:
 
                 def sampling(*args: Any) -> Any:
                     with self.phase("sampling"):
-                        found = answer(*args)
+                        output = answer(*args)
                     self.tracker.restart()  # what follows in collect is scoring
-                    return found
+                    return output
 
                 collector.answer = sampling
             for _ in range(iterations):
@@ -269,25 +269,25 @@ def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
     recipe = make_recipe(table)
     response = 0 if recipe.kind == "reward" else ANSWER
     setup = workload_of(recipe, prompt=PROMPT + ANSWER - response, response=response)
-    found = estimate(setup)
+    estimated = estimate(setup)
     watched = Watched(recipe, allocator=True)
     watched.run()
     phases = {
-        phase: {"estimate": found.at(phase), "tensors": peak, "allocator": watched.given[phase]}
+        phase: {"estimate": estimated.at(phase), "tensors": peak, "allocator": watched.given[phase]}
         for phase, peak in watched.peaks.items()
-        if phase in found.phases
+        if phase in estimated.phases
     }
-    assert not found.uncounted, found.uncounted
-    return {"name": name, "parameters": count_parameters(setup.policy).total, "stays": found.stays, "phases": phases}
+    assert not estimated.uncounted, estimated.uncounted
+    return {"name": name, "parameters": count_parameters(setup.policy).total, "stays": estimated.stays, "phases": phases}
 
 
 def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
     """Rows of the table."""
     for phase in PHASES:
         if phase in cell["phases"]:
-            found = cell["phases"][phase]
-            sizes = (cell["stays"], found["estimate"], found["tensors"], found["allocator"])
-            error = found["estimate"] / found["allocator"] - 1
+            peaks = cell["phases"][phase]
+            sizes = (cell["stays"], peaks["estimate"], peaks["tensors"], peaks["allocator"])
+            error = peaks["estimate"] / peaks["allocator"] - 1
             yield [TITLES[cell["name"]], phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}"]
 
 

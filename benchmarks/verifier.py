@@ -104,9 +104,9 @@ def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, 
         "learning_rate": rate,
         "steps": metrics[-1]["steps"],
         "user_seconds": seconds,
-        "validation": judged(run, data / "validation.jsonl", seed),
-        "start": judged(folder / "sft", data / "test.jsonl", seed),
-        "trained": judged(run, data / "test.jsonl", seed),
+        "validation": evaluated(run, data / "validation.jsonl", seed),
+        "start": evaluated(folder / "sft", data / "test.jsonl", seed),
+        "trained": evaluated(run, data / "test.jsonl", seed),
         "curve": [[row["steps"], row["reward"], row.get("held_out_reward")] for row in metrics if "reward" in row],
     }
 
@@ -115,26 +115,26 @@ def pairs(folder: Path, seed: int) -> None:
     """Write a right and a wrong answer of the start per problem with both among ``PAIRED`` samples; 10,240 samples in total."""
     if (folder / "pairs.jsonl").exists():
         return
-    asked, count = folder / "asked.jsonl", Sizes().problems // PAIRED
-    write_rows(asked, [row.columns for row in read_rows(folder / "data" / "problems.jsonl")[:count]])
+    selected, count = folder / "selected.jsonl", Sizes().problems // PAIRED
+    write_rows(selected, [row.columns for row in read_rows(folder / "data" / "problems.jsonl")[:count]])
     drawing = Drawing(PAIRED, max_tokens=8, seed=seed)
-    found = best_of_n(
-        load_language_model(str(folder / "sft")), asked, reward_from(["surefoot.language.tasks:verify"]), drawing, worst=True
+    kept = best_of_n(
+        load_language_model(str(folder / "sft")), selected, reward_from(["surefoot.language.tasks:verify"]), drawing, worst=True
     )
-    write_rows(folder / "pairs.jsonl", found.rows)
+    write_rows(folder / "pairs.jsonl", kept.rows)
 
 
 @torch.no_grad()
-def judged(run: Path, test: Path, seed: int) -> dict[str, float]:
+def evaluated(run: Path, test: Path, seed: int) -> dict[str, float]:
     """Greedy and sampled accuracy and pass@8; a truncated answer is scored like any other."""
     model, rows = load_language_model(str(run)), [row.columns for row in read_rows(test)]
 
     def right(each: int, greedy: bool) -> torch.Tensor:
-        asked = [row for row in rows for _ in range(each)]
+        repeated = [row for row in rows for _ in range(each)]
         prompts = [row["prompt"] for row in rows]
-        said = model.generate(prompts, samples=each, max_tokens=8, greedy=greedy, seed=seed)
-        columns = {name: [row[name] for row in asked] for name in ("answer", "task")}
-        return torch.tensor(tasks.verify([row["prompt"] for row in asked], said, **columns)).view(-1, each)
+        responses = model.generate(prompts, samples=each, max_tokens=8, greedy=greedy, seed=seed)
+        columns = {name: [row[name] for row in repeated] for name in ("answer", "task")}
+        return torch.tensor(tasks.verify([row["prompt"] for row in repeated], responses, **columns)).view(-1, each)
 
     sampled = right(SAMPLES, greedy=False)
     return {
@@ -153,8 +153,8 @@ def made(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, 
         begun, result = time.monotonic(), cell(task, algorithm, seed, rate)
         write(path, result)
         print(f"{task} {name}: greedy {result['trained']['greedy']:.3f} in {time.monotonic() - begun:.0f} s", flush=True)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -188,8 +188,8 @@ def demo(seed: int) -> None:
 
 def cells(folder: str) -> list[dict[str, Any]]:
     """The reported results: all but those of the seed that learning rates were chosen on."""
-    found = (json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json")))
-    return [result for result in found if result["seed"] != TUNED_ON]
+    records = (json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json")))
+    return [result for result in records if result["seed"] != TUNED_ON]
 
 
 def spread(values: list[float]) -> list[str]:
@@ -200,14 +200,14 @@ def spread(values: list[float]) -> list[str]:
 def demo_table() -> str:
     """One row per seed, then mean and standard deviation over seeds (n − 1)."""
     columns = list(product(("SFT", "PPO", "GRPO"), ("greedy_accuracy", "sampled_accuracy", "pass@8")))
-    found = sorted(cells("demo"), key=lambda result: result["seed"])
-    shares = [[{**of[name], "pass@8": of[name]["pass_at"]["8"]}[kind] for name, kind in columns] for of in found]
-    seconds = [result["user_seconds"] for result in found]
+    records = sorted(cells("demo"), key=lambda result: result["seed"])
+    shares = [[{**of[name], "pass@8": of[name]["pass_at"]["8"]}[kind] for name, kind in columns] for of in records]
+    seconds = [result["user_seconds"] for result in records]
     lines = [
         [str(of["seed"]), *(f"{share:.3f}" for share in row), f"{took:.0f} s"]
-        for of, row, took in zip(found, shares, seconds, strict=True)
+        for of, row, took in zip(records, shares, seconds, strict=True)
     ]
-    if len(found) > 1:
+    if len(records) > 1:
         lines.append(["mean", *(f"{mean(column):.3f}" for column in zip(*shares, strict=True)), f"{mean(seconds):.0f} s"])
         lines.append(["± std", *(f"{stdev(column):.3f}" for column in zip(*shares, strict=True)), f"{stdev(seconds):.0f} s"])
     return markdown_table(["seed", *(f"{name} {kind.split('_')[0]}" for name, kind in columns), "user CPU"], lines)
@@ -215,15 +215,15 @@ def demo_table() -> str:
 
 def family_table(task: str) -> Iterator[list[str]]:
     """One row per algorithm, below that of the start."""
-    found = cells(task)
-    starts = {result["seed"]: result["start"] for result in found}
+    records = cells(task)
+    starts = {result["seed"]: result["start"] for result in records}
     for algorithm in ("SFT", *FAMILY):
-        results = [result for result in found if result["algorithm"] == algorithm]
-        judged = list(starts.values()) if algorithm == "SFT" else [result["trained"] for result in results]
-        if judged:
+        results = [result for result in records if result["algorithm"] == algorithm]
+        evaluated = list(starts.values()) if algorithm == "SFT" else [result["trained"] for result in results]
+        if evaluated:
             rate = results[0]["learning_rate"] if results else None
-            greedy, sampled = (spread([each[kind] for each in judged]) for kind in ("greedy", "sampled"))
-            some = spread([each["pass_at_8"] for each in judged])[0]
+            greedy, sampled = (spread([each[kind] for each in evaluated]) for kind in ("greedy", "sampled"))
+            some = spread([each["pass_at_8"] for each in evaluated])[0]
             seconds = [result["user_seconds"] for result in results if result["user_seconds"] is not None]
             took = f"{sum(seconds) / len(seconds):.0f} s" if seconds else ""
             yield [algorithm, f"{rate:g}" if rate else "", *greedy, *sampled, some, took]
@@ -231,9 +231,9 @@ def family_table(task: str) -> Iterator[list[str]]:
 
 def curve_table(task: str) -> str:
     """Share of right samples on validation problems at each evaluation, one column per cell."""
-    found = sorted(cells(task), key=lambda result: (result["algorithm"], result["seed"]))
-    curves = [{steps: held_out for steps, _, held_out in result["curve"] if held_out is not None} for result in found]
-    header = ["responses", *(f"{result['algorithm']}, seed {result['seed']}" for result in found)]
+    records = sorted(cells(task), key=lambda result: (result["algorithm"], result["seed"]))
+    curves = [{steps: held_out for steps, _, held_out in result["curve"] if held_out is not None} for result in records]
+    header = ["responses", *(f"{result['algorithm']}, seed {result['seed']}" for result in records)]
     steps = sorted({step for curve in curves for step in curve})
     return markdown_table(header, [[f"{step:,}", *(f"{c[step]:.3f}" if step in c else "" for c in curves)] for step in steps])
 

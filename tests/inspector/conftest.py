@@ -12,8 +12,8 @@ import uvicorn
 from language.tiny import write_folder
 
 import surefoot
+from surefoot.inspector.folders import RunFolders
 from surefoot.inspector.server import application
-from surefoot.inspector.store import Store
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +65,7 @@ def inspector() -> Iterator[Callable[[list[Path]], str]]:
     def begin(runs: list[Path]) -> str:
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        config = uvicorn.Config(application(Store(runs), port, "once"), log_level="warning", lifespan="off", ws="none")
+        config = uvicorn.Config(application(RunFolders(runs), port, "once"), log_level="warning", lifespan="off", ws="none")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -162,7 +162,7 @@ def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(
             float(row.rewards[t] + trace.gamma * row.values[back] - row.values[t]), abs=2e-3
         ), "V′ is that of the model's next token"
         page.click(f"#steps [data-t='{t + 1}']")
-        assert "not the policy’s" in page.inner_text("#chain")
+        assert "it is masked" in page.inner_text("#chain")
         assert page.locator("#visits tr").count() == 0
     paid = [
         (index, t, score)

@@ -11,7 +11,7 @@ import torch
 from surefoot import read_trace
 from surefoot.functional import clip_active, clipped_surrogate, importance_ratio, ratio_outside, unclipped_surrogate
 from surefoot.inspector.page import clip_table_page
-from surefoot.inspector.samples import Pass, on_a_page
+from surefoot.inspector.traces import PassSamples, on_a_page
 from surefoot.runs.folder import traces_in
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -164,7 +164,7 @@ def test_with_a_run_the_counters_are_those_of_its_samples(page: Any, cart: Path,
                     shown = page.inner_text(f'[data-counter="{name}-{place}"] b')
                     assert number(shown) == int((sign & there).sum()), (index, visit, name, place)
             silenced = 100 * float(clip_active(ratios, advantages, trace.clip, trace.clip_high).double().mean())
-            assert f"takes the gradient of {silenced:.1f} %" in page.inner_text("#verdict")
+            assert f"removes the gradient of {silenced:.1f} %" in page.inner_text("#verdict")
     assert number(page.input_value("#low")) == pytest.approx(trace.clip), "ε is the run's"
     drawn = page.evaluate("""() => { const c = document.querySelector("canvas");
         return c.getContext("2d").getImageData(0, 0, c.width, c.height).data.some((x) => x > 0) }""")
@@ -183,7 +183,7 @@ def test_a_name_of_a_run_is_text(page: Any, cart: Path, tmp_path: Path) -> None:
 
 def test_a_long_run_is_thinned_evenly() -> None:
     x = torch.arange(1000.0)
-    few = Pass(x, -x).thinned(10)
+    few = PassSamples(x, -x).thinned(10)
     assert few.ratios.tolist() == [100.0 * i for i in range(10)]
     assert few.advantages.equal(-few.ratios)
 

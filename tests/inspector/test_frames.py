@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from surefoot import read_trace
 from surefoot.control.video.traced import film_traces
 from surefoot.core.traces import TracedRow
-from surefoot.inspector.store import Store
+from surefoot.inspector.folders import RunFolders
 from surefoot.runs.folder import film_of, refusal_of, traces_in
 
 from .test_inspector import settled, until
@@ -118,7 +118,7 @@ def test_what_is_not_filmed_says_how_it_can_be(page: Any, filmed: Path, spoken: 
     refusal_of(film_of(filmed, int(first), 0, row)).write_text("<b>the reward</b> of step 3 came out otherwise\n")  # type: ignore[arg-type]
     page.reload()
     settled(page)
-    until(page, "document.querySelector('#frame figcaption').textContent.includes('Not filmed: <b>the reward</b> of step 3')")
+    until(page, "document.querySelector('#frame figcaption').textContent.includes('No video: <b>the reward</b> of step 3')")
     assert page.inner_text("#frame code") == f"surefoot watch {filmed} --traced {first}"
     page.select_option("#steps-run", "1")
     until(page, "location.hash.startsWith('#steps/1/')")
@@ -129,7 +129,7 @@ def test_a_film_is_sent_in_parts_to_whoever_is_inside_and_only_of_its_own_row(fi
     run = tmp_path / "run"
     shutil.copytree(filmed, run)
     steps = traces_in(run / "traces")[-1].stem
-    inside = client(Store([run]))
+    inside = client(RunFolders([run]))
     path = f"/api/runs/0/traces/{steps}/rows/1/film"
     assert inside.get(path).status_code == 403
     assert inside.get(f"/enter?token={TOKEN}").status_code == 303

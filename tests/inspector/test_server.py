@@ -22,10 +22,10 @@ from starlette.testclient import TestClient
 from surefoot import read_trace
 from surefoot.core.traces import BRANCHES
 from surefoot.errors import SurefootError
-from surefoot.inspector.connections import Connection
+from surefoot.inspector.access import Connection
+from surefoot.inspector.folders import RunFolders, run_names
 from surefoot.inspector.server import application, front_end
-from surefoot.inspector.store import Store, run_names
-from surefoot.inspector.traced import FINDS
+from surefoot.inspector.traces import CRITERIA
 from surefoot.runs.folder import traces_in
 from surefoot.runs.traces import to_bytes
 
@@ -43,25 +43,25 @@ PATHS = (
 
 
 @pytest.fixture(scope="module")
-def store(cart: Path) -> Store:
-    return Store([cart])
+def store(cart: Path) -> RunFolders:
+    return RunFolders([cart])
 
 
-def client(store: Store, **headers: str) -> TestClient:
+def client(store: RunFolders, **headers: str) -> TestClient:
     made = TestClient(application(store, PORT, TOKEN), base_url=HERE, follow_redirects=False)
     made.headers.update(headers)
     return made
 
 
 @pytest.fixture
-def inside(store: Store) -> TestClient:
+def inside(store: RunFolders) -> TestClient:
     """A browser that has used the address."""
     made = client(store)
     assert made.get(f"/enter?token={TOKEN}").status_code == 303
     return made
 
 
-def test_the_token_works_once_and_leaves_a_cookie_that_scripts_cannot_read(store: Store) -> None:
+def test_the_token_works_once_and_leaves_a_cookie_that_scripts_cannot_read(store: RunFolders) -> None:
     app = application(store, PORT, TOKEN)
     first, second = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))
     assert second.get("/enter?token=wrong").status_code == 403
@@ -79,7 +79,7 @@ def test_the_token_works_once_and_leaves_a_cookie_that_scripts_cannot_read(store
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_route_wants_the_cookie_the_host_and_the_origin(store: Store, inside: TestClient, path: str) -> None:
+def test_every_route_wants_the_cookie_the_host_and_the_origin(store: RunFolders, inside: TestClient, path: str) -> None:
     assert inside.get(path).status_code == 200
     assert client(store).get(path).status_code == 403
     assert client(store, cookie=f"surefoot_{PORT}=guess").get(path).status_code == 403
@@ -95,7 +95,7 @@ def test_every_route_wants_the_cookie_the_host_and_the_origin(store: Store, insi
     assert inside.get(path, headers={"host": f"localhost:{PORT}"}).status_code == 200
 
 
-def test_the_token_is_no_use_from_another_host_or_page(store: Store) -> None:
+def test_the_token_is_no_use_from_another_host_or_page(store: RunFolders) -> None:
     app = application(store, PORT, TOKEN)
     rebound = TestClient(app, base_url=f"http://evil.example:{PORT}", follow_redirects=False)
     assert rebound.get(f"/enter?token={TOKEN}").status_code == 403
@@ -109,7 +109,7 @@ def test_nothing_can_be_changed(inside: TestClient) -> None:
         assert getattr(inside, method)("/api/runs").status_code == 405
 
 
-def test_every_answer_forbids_requests_to_elsewhere(inside: TestClient, store: Store) -> None:
+def test_every_answer_forbids_requests_to_elsewhere(inside: TestClient, store: RunFolders) -> None:
     for answer in (inside.get("/"), inside.get("/api/runs"), inside.get("/nothing"), client(store).get("/")):
         policy = answer.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
@@ -119,7 +119,13 @@ def test_every_answer_forbids_requests_to_elsewhere(inside: TestClient, store: S
 
 
 def test_only_known_files_are_sent(inside: TestClient, cart: Path) -> None:
-    for path in ("/../store.py", "/..%2fstore.py", "/static/../../store.py", "/vendor/../../page.py", "/vendor/uPlot.LICENSE"):
+    for path in (
+        "/../folders.py",
+        "/..%2ffolders.py",
+        "/static/../../folders.py",
+        "/vendor/../../page.py",
+        "/vendor/uPlot.LICENSE",
+    ):
         assert inside.get(path).status_code == 404, path
     for path in (
         "traces/../../config.toml",
@@ -202,7 +208,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert run_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert run_names([tmp_path / "a", tmp_path / "a"]) == ["1: a", "2: a"]
     with pytest.raises(SurefootError, match="no such run folder"):
-        Store([tmp_path / "nowhere"])
+        RunFolders([tmp_path / "nowhere"])
 
 
 @pytest.fixture
@@ -256,14 +262,14 @@ def test_what_is_not_finite_is_told_in_words(cart: Path, tmp_path: Path) -> None
     run = tmp_path / "run"
     shutil.copytree(cart, run)
     steps = spoiled(run, 5000)
-    inside = client(Store([run]))
+    inside = client(RunFolders([run]))
     inside.get(f"/enter?token={TOKEN}")
     row = inside.get(f"/api/runs/0/traces/{steps}/rows/0").json()
     assert row["advantages"][:3] == ["NaN", "Infinity", "-Infinity"]
     assert row["beyond"] == "NaN", "the first of the next part"
     assert row["visits"]["ratio"][0][2] == "Infinity"
     assert inside.get(f"/api/runs/0/traces/{steps}").json()["rows"][0]["reward"] == "NaN"
-    for what in FINDS:
+    for what in CRITERIA:
         assert inside.get(f"/api/runs/0/find/{what}").status_code == 200
     best = [hit["advantage"] for hit in inside.get("/api/runs/0/find/best").json()]
     assert set(best[:3]) == {"NaN", "Infinity"}, "what is no number stands out most"
@@ -275,13 +281,13 @@ def test_curves_are_told_before_torch_is_imported(cart: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from surefoot.inspector.server import application, described
-from surefoot.inspector.connections import Connection
-from surefoot.inspector.store import Store
-store = Store([Path({str(cart)!r})])
+from surefoot.inspector.access import Connection
+from surefoot.inspector.folders import RunFolders, metric_descriptions
+from surefoot.inspector.server import application
+store = RunFolders([Path({str(cart)!r})])
 application(store, 1, "x")
 found = store.runs()[0]
-assert found["iterations"] == 8 and described(found["metrics"])["kl"]["title"]
+assert found["iterations"] == 8 and metric_descriptions(found["metrics"])["kl"]["title"]
 assert store.curves([0], ["kl"], 0, 1e9, 400, 0)["curves"]["kl"]
 print("torch" in sys.modules, "pandas" in sys.modules)
 """

@@ -53,23 +53,23 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise missing_extra(package, "inspector", "the inspector")
-    from surefoot.inspector.doorway import Doorway
+    from surefoot.inspector.access import LoginFile
     from surefoot.inspector.server import serve
 
-    door = Doorway()
+    login = LoginFile()
     if threading.current_thread() is threading.main_thread():
-        door.remove_when_killed()
+        login.delete_on_signal()
 
     def ready(address: str) -> None:
         echo(f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C stops the inspector.")
-        if not no_browser and has_desktop() and (file := door.make(address)):
+        if not no_browser and has_desktop() and (file := login.write(address)):
             webbrowser.open(file)
 
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            serve(runs, port, ready, door.remove)
+            serve(runs, port, ready, login.delete)
     finally:
-        door.remove()
+        login.delete()
 
 
 def has_desktop() -> bool:

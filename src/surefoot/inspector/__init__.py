@@ -1,1 +1,1 @@
-"""See a run: the clip table as one page, and a local server that shows every level of the staircase."""
+"""Inspect runs in a browser: the clip table as a page, and a local server with curves, traces and samples."""

@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns, read on as it grows, and as few points as a screen can show of however many iterations."""
+"""Read metrics.jsonl as columns while it grows, and reduce curves to as many points as a screen can show."""
 
 import contextlib
 import math
@@ -18,13 +18,13 @@ from surefoot.runs.trackers.metrics_jsonl import BOM, Row, in_order, row_of
 
 Column = NDArray[np.float64]
 AT_A_TIME = 2**20
-"""bytes"""
+"""bytes read at a time"""
 AT_ONCE = 0.5
-"""seconds for which reading keeps others waiting, however long a file is"""
+"""maximum seconds that one read may take, for a file of any length"""
 
 
 class Columns:
-    """The metrics of a run. A line that is not whole yet is read the next time; a file that was cut back is read anew."""
+    """The metrics of a run. Incomplete lines are read the next time; a truncated file is read again from the start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,10 +36,9 @@ class Columns:
         self.columns: dict[str, Column] = {}
 
     def read_on(self, patience: float = math.inf) -> int:
-        """Take in what was written since the last time; how many iterations there are now.
+        """Read what was written since the last call, and return the number of iterations so far.
 
-        patience   seconds after which what is not read yet is left for the next time. What one thread reads another waits for,
-                   but no longer either
+        patience   maximum seconds; the rest is read by the next call. A second thread waits for the first, but no longer
         """
         until = time.monotonic() + patience
         if self.lock.acquire(timeout=-1 if patience == math.inf else patience):
@@ -50,7 +49,7 @@ class Columns:
         return self.rows
 
     def _blocks(self, until: float) -> list["Block"]:
-        """What is new in the file, as far as time allows; at least a part of it."""
+        """The new lines of the file as blocks, until the time is up; at least one part."""
         blocks: list[Block] = []
         try:
             with self.path.open("rb") as file:
@@ -72,7 +71,7 @@ class Columns:
         return blocks
 
     def read_all(self) -> None:
-        """Take in everything, with pauses between which others get what is known."""
+        """Read everything, in parts, so that other threads get what is read so far."""
         before = -1
         while self.offset != before:
             before = self.offset
@@ -84,29 +83,29 @@ class Columns:
             return
         columns: dict[str, Column] = {}
         for name in dict.fromkeys(chain(self.columns, *(block.columns for block in blocks))):
-            parts = [_or_nothing(self.columns.get(name), self.rows)] if self.rows else []
-            columns[name] = np.concatenate([*parts, *(_or_nothing(block.columns.get(name), block.rows) for block in blocks)])
+            parts = [_or_nan(self.columns.get(name), self.rows)] if self.rows else []
+            columns[name] = np.concatenate([*parts, *(_or_nan(block.columns.get(name), block.rows) for block in blocks)])
         if (np.diff(columns["iteration"]) <= 0).any() or (np.diff(columns["steps"]) <= 0).any():
             kept = in_order(columns["iteration"].tolist(), columns["steps"].tolist())
             columns = {name: column[kept] for name, column in columns.items()}
         self.rows = len(columns["steps"])
-        self.columns = columns  # at once: who draws them meanwhile has all of the old ones, of one length
+        self.columns = columns  # in one assignment, so that other threads never see columns of different lengths
 
     def names(self) -> list[str]:
-        """The metrics that have a number anywhere."""
+        """The metrics that have at least one number."""
         return [name for name, column in self.columns.items() if not np.isnan(column).all()]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive iterations: the numbers of each name, NaN where one has none.   each [N]"""
+    """Consecutive iterations: the numbers of each metric, NaN if missing.   each [N]"""
 
     rows: int
     columns: dict[str, Column]
 
 
 def _block(rows: list[dict[str, Any]]) -> Block:
-    """Columns of rows, of which as a rule those with as many keys have the same ones."""
+    """Columns from rows. Rows with equally many keys usually have the same keys, and are converted together."""
     sizes = np.fromiter(map(len, rows), np.int64)
     columns: dict[str, Column] = {}
     for size in np.unique(sizes):
@@ -117,24 +116,24 @@ def _block(rows: list[dict[str, Any]]) -> Block:
 
 
 def _values(rows: list[dict[str, Any]]) -> dict[str, Column]:
-    """The numbers of rows with as many keys; what is no number is left out.   each [N]"""
+    """The numbers of rows with equally many keys; other values are left out.   each [N]"""
     names = tuple(rows[0])
     with contextlib.suppress(KeyError, TypeError, ValueError):
         if len(names) > 1:
             return dict(zip(names, np.array(list(map(itemgetter(*names), rows)), dtype=np.float64).T, strict=True))
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):
         with contextlib.suppress(TypeError, ValueError):
-            found[name] = np.array([row.get(name) for row in rows], dtype=np.float64)
-    return found
+            columns[name] = np.array([row.get(name) for row in rows], dtype=np.float64)
+    return columns
 
 
-def _or_nothing(column: Column | None, rows: int) -> Column:
+def _or_nan(column: Column | None, rows: int) -> Column:
     return np.full(rows, np.nan) if column is None else column
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The rest of a file by whole lines, some at a time: what fits into the processor's cache is read twice as fast."""
+    """The rest of a file, in parts of whole lines that fit into the processor's cache, which is twice as fast."""
     left = b""
     while part := file.read(AT_A_TIME):
         lines, end, rest = part.rpartition(b"\n")
@@ -152,9 +151,9 @@ def _rows(lines: bytes) -> list[Row]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric at the points of a grid; NaN where nothing is known.   All [P]
+    """A metric at the points of a grid; NaN where it is unknown.   All [P]
 
-    ``low`` and ``high`` are the extremes of the iterations that a point stands for, so that no spike is lost.
+    ``low`` and ``high`` are the extremes of the iterations that a point represents, so no spike is lost.
     """
 
     low: Column
@@ -163,7 +162,7 @@ class Curve:
 
 
 def grid_of(runs: Sequence[Columns], start: float, end: float, points: int) -> Column:
-    """The steps at which curves are told: the iterations' own where they are few, else evenly spaced ones.   [P]"""
+    """The steps of the points: those of the iterations if there are few, else evenly spaced ones.   [P]"""
     steps = [_steps(run) for run in runs]
     inside = [x[(x >= start) & (x <= end)] for x in steps]
     if sum(map(len, inside)) <= 4 * points:
@@ -177,14 +176,14 @@ def grid_of(runs: Sequence[Columns], start: float, end: float, points: int) -> C
 def curve(run: Columns, name: str, grid: Column, window: int) -> Curve:
     """One metric of one run on a grid.
 
-    window   iterations of the running mean, the last of which is the point's own; 1 for none
+    window   number of iterations in the running mean, up to and including the point's own; 1 for none
     """
     columns = run.columns
     steps, values = columns.get("steps", np.empty(0)), columns.get(name)
     nothing = np.full(len(grid), np.nan)
     if values is None or not len(grid):
         return Curve(nothing, nothing, nothing)
-    ends = np.searchsorted(steps, grid, side="right")  # a point stands for the iterations since the point before it
+    ends = np.searchsorted(steps, grid, side="right")  # a point represents the iterations since the point before it
     starts = np.concatenate([[max(0, np.searchsorted(steps, grid[0]))], ends[:-1]])
     low, high, smooth = nothing.copy(), nothing.copy(), nothing.copy()
     held = np.flatnonzero(ends > starts)
@@ -199,7 +198,7 @@ def curve(run: Columns, name: str, grid: Column, window: int) -> Curve:
 
 
 def running_mean(values: Column, window: int) -> Column:
-    """The mean of the last ``window`` numbers at each place, of those that are finite.   [N]"""
+    """The mean of the finite numbers among the last ``window`` at each place.   [N]"""
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
@@ -214,5 +213,5 @@ def _steps(run: Columns) -> Column:
 
 
 def numbers(x: Any) -> list[float | None]:
-    """A list for JSON: six digits, and None for what is not finite."""
+    """A list for JSON: six digits, and None for values that are not finite."""
     return [float(f"{value:.6g}") if abs(value) < np.inf else None for value in np.asarray(x, dtype=np.float64).tolist()]

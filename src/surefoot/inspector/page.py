@@ -1,7 +1,6 @@
-"""The clip table as one HTML file that needs nothing else: no server, no network, no build step.
+"""Write the clip table as one self-contained HTML file: no server, no network, no build step.
 
-The modules that the server sends as they are become one script, each in a scope of its own, because a browser loads no module
-from a file.
+Browsers load no JavaScript modules from a file, so the front end's modules become one script, each in its own scope.
 """
 
 import html
@@ -15,16 +14,16 @@ from surefoot.errors import SurefootError
 IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "\./([\w/]+)\.js";$', re.M)
 EXPORT = re.compile(r"^export (function|async function|const) (\w+)", re.M)
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""of a page that runs what it holds and may ask nobody for anything"""
+"""content security policy: only inline code, no requests"""
 
 
 def static(name: str) -> str:
-    """The text of a file of the front end."""
+    """The content of a file of the front end."""
     return (resources.files("surefoot.inspector") / "static" / name).read_text("utf-8")
 
 
 def bundle(name: str) -> str:
-    """A module and all that it imports as one classic script."""
+    """A module and its imports as one classic script."""
     done: dict[str, str] = {}
     _add(name, done)
     return "\n".join(['"use strict";', *done.values()])
@@ -35,17 +34,17 @@ def _add(name: str, done: dict[str, str]) -> None:
     for _, other in IMPORT.findall(text):
         if other not in done:
             _add(other, done)
-    body = IMPORT.sub(lambda found: f"const {{ {found[1]} }} = _{found[2]};", text)
-    names = ", ".join(found for _, found in EXPORT.findall(text))
+    body = IMPORT.sub(lambda match: f"const {{ {match[1]} }} = _{match[2]};", text)
+    names = ", ".join(exported for _, exported in EXPORT.findall(text))
     body = EXPORT.sub(r"\1 \2", body)
-    assert not re.search(r"^(import|export)\b", body, re.M), f"{name}.js: an import or export in a form that is not bundled"
+    assert not re.search(r"^(import|export)\b", body, re.M), f"{name}.js: this form of import or export is not supported"
     done[name] = f"const _{name} = (() => {{\n{body}return {{ {names} }};\n}})();"
 
 
 def clip_table_page(runs: list[dict[str, Any]] | None = None) -> str:
-    """The page, with the samples of some runs as ``samples.on_a_page`` gives them."""
+    """The page, with the samples of some runs from ``traces.on_a_page``."""
     title = "The clip table" if not runs else f"The clip table: {', '.join(run['name'] for run in runs)}"
-    held = json.dumps(runs or []).replace("<", "\\u003c")  # so that no name ends the script
+    held = json.dumps(runs or []).replace("<", "\\u003c")  # a name must not end the script
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -70,18 +69,18 @@ def clip_table_page(runs: list[dict[str, Any]] | None = None) -> str:
 def written_page(runs: list[Any]) -> str:
     """The page with the samples of some run folders.
 
-    Raises SurefootError when a path is no run, or none of the runs has traces of a loss with ratios.
+    Raises SurefootError if a path is not a run, or no run has traces of a loss with ratios.
     """
     if not runs:
         return clip_table_page()
-    from surefoot.inspector.samples import on_a_page
+    from surefoot.inspector.traces import on_a_page
     from surefoot.runs.folder import check_is_run
 
     for run in runs:
         check_is_run(run)
-    found = on_a_page(runs)
-    if not found:
+    tables = on_a_page(runs)
+    if not tables:
         raise SurefootError(
-            f"{runs[0]}: has no traces of a loss with ratios; train a policy in several passes, with traces.rows of 1 or more"
+            f"{runs[0]}: has no traces of a loss with ratios; train with several passes over each batch and traces.rows >= 1"
         )
-    return clip_table_page(found)
+    return clip_table_page(tables)

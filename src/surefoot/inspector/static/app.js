@@ -1,6 +1,6 @@
-// The inspector: runs, and four ways to look at them. Where one is stands in the address, so that it can be kept and sent.
+// The inspector: a list of runs and four views. The address contains the position, so it can be bookmarked and shared.
 
-import { ask, steps } from "./api.js";
+import { getJson, steps } from "./api.js";
 import { makeClip } from "./clip_view.js";
 import { makeCurves } from "./curves.js";
 import { h, show, themeButton } from "./dom.js";
@@ -23,13 +23,13 @@ const VIEWS = {
 const tabs = h("nav", { "aria-label": "views" }, Object.entries(VIEWS).map(([name, view]) => h("a", { href: `#${name}`, "data-view": name }, view.title)));
 const list = h("ul", { class: "runs", id: "runs" });
 
-function place() {
+function position() {
   const [name, ...rest] = location.hash.slice(1).split("/");
   return [name in VIEWS ? name : "curves", rest.map(Number).map((x) => (Number.isFinite(x) ? x : 0))];
 }
 
 function route() {
-  const [name, rest] = place();
+  const [name, rest] = position();
   for (const link of tabs.children) link.dataset.view === name ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   if (state.view?.name === name && state.view.go) return state.view.go(rest);
   state.view?.close?.();
@@ -39,44 +39,43 @@ function route() {
     show(body, made.element);
   } else {
     state.view = { name };
-    show(body, h("p", { class: "empty" }, name === "steps" ? "These runs have no traces yet. They are written while a run is trained, unless traces.rows = 0."
-      : "These runs have neither samples nor films. surefoot watch makes a film of an agent; a language model's samples come with each evaluation."));
+    show(body, h("p", { class: "empty" }, name === "steps" ? "These runs have no traces yet. Runs write them during training unless traces.rows = 0."
+      : "These runs have no samples and no videos. surefoot watch records a video of an agent; runs of language models save samples at each evaluation."));
   }
 }
 
-function told(run, i) {
-  const where = `${steps(run.steps)}${run.budget ? ` of ${steps(run.budget)}` : ""} steps`;
+function runItem(run, i) {
+  const progress = `${steps(run.steps)}${run.budget ? ` of ${steps(run.budget)}` : ""} steps`;
   return h("li", {}, h("span", { class: `dot run-${i % 6}` }), h("b", {}, run.name), h("span", {}, [run.algorithm, run.trained].filter(Boolean).join(" · ")),
-    h("span", { class: "far" }, run.finished || (run.budget && run.steps >= run.budget) ? `finished, ${where}` : where));
+    h("span", { class: "far" }, run.finished || (run.budget && run.steps >= run.budget) ? `finished, ${progress}` : progress));
 }
 
 async function refresh() {
   const before = JSON.stringify(state.runs);
-  const found = await ask("api/runs");
-  Object.assign(state, found);
+  Object.assign(state, await getJson("api/runs"));
   if (JSON.stringify(state.runs) === before) return false;
-  show(list, state.runs.map(told));
+  show(list, state.runs.map(runItem));
   return true;
 }
 
-async function watch() {
+async function poll() {
   try {
     if (document.visibilityState === "visible" && (await refresh())) await state.view?.refresh?.();
     page.classList.remove("away");
   } catch {
     page.classList.add("away");
   }
-  setTimeout(watch, EVERY);
+  setTimeout(poll, EVERY);
 }
 
 try {
   await refresh();
   document.title = `${state.runs.map((run) => run.name).join(", ")} · Surefoot`;
   show(page, h("header", {}, h("div", {}, h("p", { class: "brand" }, "Surefoot"), list), themeButton()), tabs,
-    h("p", { class: "gone", role: "status" }, "The server does not answer; what is here stays."), body);
+    h("p", { class: "gone", role: "status" }, "The server does not respond. This page shows the last data."), body);
   window.addEventListener("hashchange", route);
   route();
-  setTimeout(watch, EVERY);
+  setTimeout(poll, EVERY);
 } catch (error) {
   show(page, h("p", { class: "empty" }, String(error.message)));
 }

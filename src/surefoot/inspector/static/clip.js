@@ -1,4 +1,4 @@
-// The clip table as a page of its own; the samples of runs, if any, lie in the page.
+// The clip table as a separate page, which may contain samples of runs.
 
 import { floats, makeDensity } from "./density.js";
 import { h, themeButton } from "./dom.js";

@@ -1,6 +1,6 @@
-// The clip table in the inspector: the same one, with samples asked for as they are needed.
+// The clip table in the inspector, which requests samples when needed.
 
-import { ask } from "./api.js";
+import { getJson } from "./api.js";
 import { floats, makeDensity } from "./density.js";
 import { h } from "./dom.js";
 import { makeTable } from "./table.js";
@@ -13,14 +13,14 @@ export function makeClip(state) {
 }
 
 async function gather(runs) {
-  const found = [];
+  const traced = [];
   for (const [number, run] of runs.entries()) {
-    const answers = await Promise.all(run.traces.map((steps) => ask(`api/runs/${number}/traces/${steps}`).catch(() => null)));
-    const traces = answers.filter((trace) => trace?.passes).map(({ steps, iteration, passes, rule }) => ({ steps, iteration, passes, rule }));
-    if (traces.length) found.push({ name: run.name, number, traces });
+    const responses = await Promise.all(run.traces.map((steps) => getJson(`api/runs/${number}/traces/${steps}`).catch(() => null)));
+    const traces = responses.filter((trace) => trace?.passes).map(({ steps, iteration, passes, rule }) => ({ steps, iteration, passes, rule }));
+    if (traces.length) traced.push({ name: run.name, number, traces });
   }
   const load = async (run, trace, pass) => {
-    const { parts } = await ask(`api/runs/${found[run].number}/traces/${found[run].traces[trace].steps}/passes/${pass + 1}`);
+    const { parts } = await getJson(`api/runs/${traced[run].number}/traces/${traced[run].traces[trace].steps}/passes/${pass + 1}`);
     const join = (name) => {
       const arrays = parts.map((part) => floats(part[name]));
       const whole = new Float32Array(arrays.reduce((sum, x) => sum + x.length, 0));
@@ -29,5 +29,5 @@ async function gather(runs) {
     };
     return { ratios: join("ratios"), advantages: join("advantages"), total: parts.reduce((sum, part) => sum + part.total, 0) };
   };
-  return { runs: found, load };
+  return { runs: traced, load };
 }

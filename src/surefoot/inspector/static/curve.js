@@ -1,7 +1,7 @@
-// The objective over ρ at one Â, with the point on it: drag it, or move it by the arrow keys.
+// The objective over ρ at one Â, with a point to drag or to move with the arrow keys.
 
 import { h, s, set, show } from "./dom.js";
-import { fixed, judge, short, signed } from "./surrogate.js";
+import { fixed, evaluate, short, signed } from "./surrogate.js";
 
 const WIDTH = 520;
 const HEIGHT = 250;
@@ -25,7 +25,7 @@ export function makeCurve(move) {
     state = next;
     const { ratio, advantage, rule } = state;
     right = Math.max(2.5, Math.ceil(ratio * 2 + 0.5) / 2, rule.dual === null ? 0 : rule.dual + 1);
-    const at = (value) => judge(value, advantage, rule);
+    const at = (value) => evaluate(value, advantage, rule);
     const knees = [0, 1 - rule.low, 1 + rule.high, ...(rule.dual === null ? [] : [rule.dual]), right];
     const inside = knees.filter((value) => value >= 0 && value <= right).sort((a, b) => a - b);
     const values = inside.map((value) => at(value).value);

@@ -1,7 +1,7 @@
-// Metrics over steps, runs overlaid. The raw numbers stay as a thin line, or as a band where one point stands for many
-// iterations; the running mean lies over them.
+// Metrics over steps, with all runs in one chart. Raw values are a thin line, or a band if one point represents many iterations;
+// the running mean is drawn over them.
 
-import { ask, short, steps } from "./api.js";
+import { getJson, short, steps } from "./api.js";
 import { h, show } from "./dom.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
@@ -10,13 +10,13 @@ const FIRST = ["evaluation_return", "episode_return", "reward", "gold", "held_ou
   "response_length", "steps_per_second", "tokens_per_second"];
 const POINTS = 400;
 const WAIT = 150;
-const BUDGET = 8; // ms of a frame, of which there are 16: the last chart that fits may take a while
+const BUDGET = 8; // ms of the 16 of a frame; the last chart may take longer
 
 export function makeCurves(state) {
   const chosen = { smoothing: 0.02, log: false, range: null, extra: [] };
   const charts = new Map();
   const grid = h("div", { class: "charts" });
-  let asked = 0;
+  let latest = 0;
   let timer = 0;
   let frame = 0;
   let counted = "";
@@ -41,8 +41,8 @@ export function makeCurves(state) {
   const back = h("button", { type: "button", id: "whole", onclick: () => look(null), hidden: true }, "Whole run");
   const controls = h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
     h("label", {}, h("span", {}, "smoothing"), smooth), h("label", { class: "check" }, log, h("span", {}, "log scale")),
-    h("label", {}, h("span", {}, "another metric"), more), back,
-    h("span", { class: "hint" }, "Drag across a curve to look closer, then ← → or Shift and drag to move along."));
+    h("label", {}, h("span", {}, "add a metric"), more), back,
+    h("span", { class: "hint" }, "Drag across a curve to zoom in; then press ← → or Shift-drag to pan."));
 
   const names = () => {
     const known = new Set(state.runs.flatMap((run) => run.metrics));
@@ -142,7 +142,7 @@ export function makeCurves(state) {
     addEventListener("pointermove", move);
     addEventListener("pointerup", stop);
   }
-  // uPlot begins its selection on mousedown; a pan is none.
+  // uPlot starts a selection on mousedown; a pan is not one.
   grid.addEventListener("mousedown", (event) => event.shiftKey && event.stopImmediatePropagation(), true);
 
   function shift(range, by) {
@@ -154,7 +154,7 @@ export function makeCurves(state) {
     back.hidden = range === null;
     for (const one of charts.values()) {
       if (one.plot && !one.seen) one.late = true;
-      else if (one.plot && range) behind.add(one); // those that are behind already keep their place before the others
+      else if (one.plot && range) behind.add(one); // charts already waiting keep their position
     }
     work();
     fetchSoon(WAIT);
@@ -165,13 +165,13 @@ export function makeCurves(state) {
     frame = requestAnimationFrame(catchUp);
   }
 
-  // As many charts as a frame has time for; the others in the next one, by the range of then.
+  // Draw as many charts as fit into a frame; draw the others in the next one, with the range at that time.
   function catchUp() {
     const begun = performance.now();
     for (const one of behind) {
       behind.delete(one);
       if (one.fresh) draw(one);
-      else if (one.plot && chosen.range) one.plot.batch(() => one.plot.setScale("x", { min: chosen.range[0], max: chosen.range[1] })); // now, not in a task of its own
+      else if (one.plot && chosen.range) one.plot.batch(() => one.plot.setScale("x", { min: chosen.range[0], max: chosen.range[1] })); // now, not in a separate task
       if (performance.now() - begun > BUDGET) break;
     }
     window.surefoot.frames.push(performance.now() - begun);
@@ -185,27 +185,27 @@ export function makeCurves(state) {
   }
 
   async function refresh() {
-    const number = ++asked;
+    const number = ++latest;
     fill();
     const wanted = names();
     const query = new URLSearchParams({ runs: state.runs.map((_, i) => i).join(","), metrics: wanted.join(","), points: POINTS, smoothing: chosen.smoothing });
     if (chosen.range) {
-      const room = chosen.range[1] - chosen.range[0]; // to be moved along without waiting
+      const room = chosen.range[1] - chosen.range[0]; // a margin, so that panning needs no request
       query.set("from", chosen.range[0] - room / 2);
       query.set("to", chosen.range[1] + room / 2);
       query.set("points", POINTS * 2);
     }
-    const found = await ask(`api/curves?${query}`);
-    if (number !== asked) return;
+    const curves = await getJson(`api/curves?${query}`);
+    if (number !== latest) return;
     for (const name of wanted) {
       const one = charts.get(name);
       if (!one) continue;
-      one.data = { steps: found.steps, points: found.curves[name] };
+      one.data = { steps: curves.steps, points: curves.curves[name] };
       one.fresh = true;
       if (one.seen || !one.plot) behind.add(one);
       else one.late = true;
     }
-    counted = found.iterations.join(",");
+    counted = curves.iterations.join(",");
     work();
   }
 

@@ -1,6 +1,6 @@
 // The samples of a run over the plane of ratio and advantage, iteration by iteration and pass by pass, and the six counters.
 // A source is {runs: [{name, traces: [{steps, iteration, passes, rule}]}], load(run, trace, pass) -> Promise of {ratios,
-// advantages, total}}; pass −1 is all of them.
+// advantages, total}}; pass −1 means all.
 
 import { h, s, set, show } from "./dom.js";
 import { count, short, signed } from "./surrogate.js";
@@ -15,7 +15,7 @@ export function makeDensity(source, table) {
   const chosen = { run: 0, trace: 0, pass: -1 };
   let samples = { ratios: [], advantages: [], total: 0 };
   let range = { left: 0.5, right: 1.5, top: 3 };
-  let asked = 0;
+  let latest = 0;
   const canvas = h("canvas", { width: ACROSS * 4, height: DOWN * 4, "aria-hidden": "true" });
   const marks = s("g", {});
   const point = s("circle", { r: 6, class: "point" });
@@ -31,7 +31,7 @@ export function makeDensity(source, table) {
   const slider = (id, take) => h("input", { type: "range", id, min: 0, value: 0, oninput: (event) => take(Number(event.target.value)) });
   const trace = slider("trace", (value) => pick({ trace: value }));
   const pass = slider("pass", (value) => pick({ pass: value - 1 }));
-  const told = { trace: h("output", { for: "trace" }), pass: h("output", { for: "pass" }) };
+  const outputs = { trace: h("output", { for: "trace" }), pass: h("output", { for: "pass" }) };
 
   const now = () => source.runs[chosen.run].traces[chosen.trace];
 
@@ -44,15 +44,15 @@ export function makeDensity(source, table) {
     set(trace, { max: traces.length - 1 });
     set(pass, { max: now().passes });
     [trace.value, pass.value] = [chosen.trace, chosen.pass + 1];
-    const spoken = { trace: `iteration ${now().iteration}, step ${now().steps.toLocaleString("en")}`,
+    const labels = { trace: `iteration ${now().iteration}, step ${now().steps.toLocaleString("en")}`,
       pass: chosen.pass < 0 ? `all ${now().passes} passes` : `pass ${chosen.pass + 1} of ${now().passes}` };
     for (const name of ["trace", "pass"]) {
-      show(told[name], spoken[name]);
-      (name === "trace" ? trace : pass).setAttribute("aria-valuetext", spoken[name]);
+      show(outputs[name], labels[name]);
+      (name === "trace" ? trace : pass).setAttribute("aria-valuetext", labels[name]);
     }
-    const number = ++asked;
+    const number = ++latest;
     const found = await source.load(chosen.run, chosen.trace, chosen.pass);
-    if (number !== asked) return;
+    if (number !== latest) return;
     samples = found;
     const rule = now().rule;
     if (rule && (next.run !== undefined || next.trace !== undefined || before.trace !== chosen.trace)) table.change({ rule });
@@ -60,7 +60,7 @@ export function makeDensity(source, table) {
     draw();
   }
 
-  // The band with room around it, wider where samples are: but for the outermost half percent at each end.
+  // The visible range: the band with a margin, and all samples but the outermost half percent at each end.
   function fit() {
     const sorted = Float64Array.from(samples.ratios).sort();
     const at = (share) => (sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : 1);
@@ -131,13 +131,13 @@ export function makeDensity(source, table) {
   table.follow(() => samples.total && draw());
 
   const element = h("section", { class: "density" },
-    h("h2", {}, "Is the clip doing real work?"),
+    h("h2", {}, "How often does the clip act?"),
     h("form", { class: "controls wide", onsubmit: (event) => event.preventDefault() },
-      h("label", {}, h("span", {}, "run"), run), h("label", {}, h("span", {}, "iteration"), trace, told.trace),
-      h("label", {}, h("span", {}, "pass"), pass, told.pass)),
+      h("label", {}, h("span", {}, "run"), run), h("label", {}, h("span", {}, "iteration"), trace, outputs.trace),
+      h("label", {}, h("span", {}, "pass"), pass, outputs.pass)),
     h("div", { class: "halves" },
       h("figure", {}, h("div", { class: "plane" }, canvas, svg),
-        h("figcaption", {}, "Each sample that the loss read, by ρ and Â. Darker: more of them. Hatched: no gradient.")),
+        h("figcaption", {}, "Each sample of the loss, by ρ and Â. Darker: more samples. Hatched: no gradient.")),
       counters));
   const ready = pick({ run: 0, trace: 0 });
   return { element, ready, pick };
@@ -158,13 +158,13 @@ function counted(found, samples, rule) {
           cell("good-above", found.good.above, true)),
         h("tr", {}, h("th", { scope: "row" }, "Â < 0"), cell("bad-below", found.bad.below, true), cell("bad-inside", found.bad.inside, false),
           cell("bad-above", found.bad.above, false)))),
-    h("p", { class: "why", id: "verdict" }, `${share(outside)} of the samples have left the band; the clip takes the gradient of ${share(found.silenced)}.`),
-    h("p", { class: "hint" }, all < samples.total ? `${all.toLocaleString("en")} of ${samples.total.toLocaleString("en")} samples, evenly chosen.`
+    h("p", { class: "why", id: "verdict" }, `${share(outside)} of the samples are outside the band; the clip removes the gradient of ${share(found.clippedAway)}.`),
+    h("p", { class: "hint" }, all < samples.total ? `${all.toLocaleString("en")} of ${samples.total.toLocaleString("en")} samples, evenly spaced.`
       : `${all.toLocaleString("en")} samples.`, found.zero ? ` Â = 0 in ${found.zero.toLocaleString("en")}.` : ""),
   ];
 }
 
-// Samples as they are sent: base64 of little-endian float32.
+// Decode samples: base64 of little-endian float32.
 export function floats(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   return new Float32Array(bytes.buffer);

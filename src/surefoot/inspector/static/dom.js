@@ -1,4 +1,4 @@
-// Elements without markup: what a run says is only ever text.
+// Create elements without parsing markup: content of a run is always text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -29,7 +29,7 @@ export function set(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
 }
 
-// Light, dark, or as the system has it; kept for the tab alone.
+// Switch between light and dark, in this tab only; the default is the system's theme.
 export function themeButton() {
   const dark = () => document.documentElement.dataset.theme === "dark"
     || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);

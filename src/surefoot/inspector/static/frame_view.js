@@ -1,5 +1,5 @@
-// The frame of a traced step, where its episode was filmed: the state in which the step's action was chosen. A film has one
-// frame for every step and one after the last, so a frame is found by its share of the whole, whatever the film's speed.
+// The video frame of a traced step: the state in which the policy chose the step's action. A video has one frame for every step
+// and one after the last, so the position of a frame is a fraction of the duration, at any speed.
 
 import { h, show } from "./dom.js";
 
@@ -9,8 +9,8 @@ export function makeFrame(choose) {
   const play = h("button", { type: "button", id: "play", onclick: () => (video.paused ? begin() : video.pause()) }, "Play");
   const element = h("figure", { id: "frame", hidden: true }, video, h("figcaption", {}, play, caption));
   let row = null;
-  let wanted = 0;
-  let following = false; // the steps follow the film, which is not to be sought back to them
+  let target = 0;
+  let following = false; // true while the steps follow the video, which must not seek back
 
   const shown = () => Math.min(row.length, Math.floor((video.currentTime / video.duration) * (row.length + 1)));
 
@@ -19,8 +19,8 @@ export function makeFrame(choose) {
     element.hidden = row.tokens !== null || !(row.filmed || row.to_film);
     video.hidden = play.hidden = !row.filmed;
     const command = row.filmed || !row.to_film ? null : row.to_film;
-    const why = row.not_filmed ? `Not filmed: ${row.not_filmed}. To try again: ` : "Not filmed yet. This draws the very episode, replayed from its seed and actions: ";
-    show(caption, command ? [why, h("code", {}, command)] : []);
+    const text = row.not_filmed ? `No video: ${row.not_filmed}. To try again: ` : "No video yet. This command replays the episode from its seed and actions: ";
+    show(caption, command ? [text, h("code", {}, command)] : []);
     delete element.dataset.step;
     if (row.filmed) video.src = source;
     else video.removeAttribute("src");
@@ -33,30 +33,30 @@ export function makeFrame(choose) {
 
   function seek(t) {
     if (following) return;
-    wanted = row.first + t;
-    if (!row.filmed || !(video.duration > 0)) return; // "loadedmetadata" will
-    if (shown() === wanted) return tell();
+    target = row.first + t;
+    if (!row.filmed || !(video.duration > 0)) return; // "loadedmetadata" follows
+    if (shown() === target) return showStep();
     delete element.dataset.step;
-    video.currentTime = ((wanted + 0.5) * video.duration) / (row.length + 1); // the middle of its frame
+    video.currentTime = ((target + 0.5) * video.duration) / (row.length + 1); // the middle of its frame
   }
 
-  function tell() {
+  function showStep() {
     const at = shown();
     element.dataset.step = at;
-    show(caption, at === row.length ? "After the last step." : `Before step ${row.episode_step + at} of episode ${row.episode}, replayed: it showed the policy the same as in training.`);
+    show(caption, at === row.length ? "After the last step." : `Before step ${row.episode_step + at} of episode ${row.episode}, replayed; the observations are those of training.`);
     const t = at - row.first;
-    if (at !== wanted && t >= 0 && t < row.mask.length) { // whoever plays the film walks along the steps
-      wanted = at;
+    if (at !== target && t >= 0 && t < row.mask.length) { // select the step that the video shows
+      target = at;
       following = true;
       choose(t);
       following = false;
     }
   }
 
-  video.addEventListener("loadedmetadata", () => seek(wanted - row.first));
-  video.addEventListener("seeked", () => video.duration > 0 && tell());
+  video.addEventListener("loadedmetadata", () => seek(target - row.first));
+  video.addEventListener("seeked", () => video.duration > 0 && showStep());
   for (const event of ["play", "pause"]) video.addEventListener(event, () => show(play, video.paused ? "Play" : "Pause"));
-  video.addEventListener("timeupdate", () => !video.paused && video.duration > 0 && tell());
-  video.addEventListener("ended", tell);
+  video.addEventListener("timeupdate", () => !video.paused && video.duration > 0 && showStep());
+  video.addEventListener("ended", showStep);
   return { element, load, seek };
 }

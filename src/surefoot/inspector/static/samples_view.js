@@ -1,6 +1,6 @@
-// What a model said to the same prompts at two evaluations, side by side; and films of an agent.
+// Responses to the same prompts at two evaluations, side by side; and videos of an agent.
 
-import { ask, short, steps, visible } from "./api.js";
+import { getJson, short, steps, visible } from "./api.js";
 import { h, show } from "./dom.js";
 
 export function makeSamples(state) {
@@ -9,12 +9,12 @@ export function makeSamples(state) {
   const run = h("select", { id: "samples-run", onchange: () => pick(Number(run.value)) }, able.map(([one, i]) => h("option", { value: i }, one.name)));
   const before = h("select", { id: "before", onchange: () => draw() });
   const after = h("select", { id: "after", onchange: () => draw() });
-  const order = h("select", { id: "order", onchange: () => draw() }, [["order", "as they come"], ["gain", "largest gain in reward"], ["loss", "largest loss in reward"]].map(([value, title]) => h("option", { value }, title)));
+  const order = h("select", { id: "order", onchange: () => draw() }, [["order", "original order"], ["gain", "largest gain in reward"], ["loss", "largest loss in reward"]].map(([value, title]) => h("option", { value }, title)));
   const text = h("div", { id: "samples" });
   const films = h("div", { id: "films" });
-  const said = h("span", { class: "controls" }, h("label", {}, h("span", {}, "before"), before), h("label", {}, h("span", {}, "after"), after),
+  const selects = h("span", { class: "controls" }, h("label", {}, h("span", {}, "before"), before), h("label", {}, h("span", {}, "after"), after),
     h("label", {}, h("span", {}, "order"), order));
-  let asked = 0;
+  let latest = 0;
 
   function pick(number) {
     chosen.run = number;
@@ -22,9 +22,9 @@ export function makeSamples(state) {
     const options = () => one.samples.map((at) => h("option", { value: at }, `step ${steps(at)}`));
     show(before, options());
     show(after, options());
-    said.hidden = !one.samples.length;
+    selects.hidden = !one.samples.length;
     if (one.samples.length) [before.value, after.value] = [one.samples[0], one.samples.at(-1)];
-    show(films, one.videos.length ? [h("h2", {}, "Films"), h("p", { class: "hint" }, "Greedy episodes of a checkpoint, made by surefoot watch; not the episodes of the traces, which are sampled."),
+    show(films, one.videos.length ? [h("h2", {}, "Videos"), h("p", { class: "hint" }, "Greedy episodes of a checkpoint, recorded by surefoot watch. The traces contain other episodes, with sampled actions."),
       one.videos.map((name, i) => h("figure", {}, h("video", { controls: true, preload: "metadata", src: `api/runs/${number}/videos/${i}` }), h("figcaption", {}, name)))] : []);
     draw();
   }
@@ -32,23 +32,23 @@ export function makeSamples(state) {
   async function draw() {
     const one = state.runs[chosen.run];
     if (!one.samples.length) return show(text);
-    const number = ++asked;
-    const [old, fresh] = await Promise.all([before, after].map((at) => ask(`api/runs/${chosen.run}/samples/${at.value}`)));
-    if (number !== asked) return;
+    const number = ++latest;
+    const [old, fresh] = await Promise.all([before, after].map((at) => getJson(`api/runs/${chosen.run}/samples/${at.value}`)));
+    if (number !== latest) return;
     const waiting = new Map();
     for (const sample of old) waiting.set(sample.prompt, [...(waiting.get(sample.prompt) ?? []), sample]);
     let pairs = fresh.map((sample) => [waiting.get(sample.prompt)?.shift() ?? null, sample]);
     const gain = ([a, b]) => (a ? (b.reward ?? 0) - (a.reward ?? 0) : 0);
     if (order.value !== "order") pairs = pairs.sort((a, b) => (order.value === "gain" ? gain(b) - gain(a) : gain(a) - gain(b)));
-    const words = (sample) => (sample ? [h("p", { class: "said" }, visible(sample.response) || "(nothing)"),
-      h("p", { class: "hint" }, ["reward", "gold", "kl"].filter((name) => name in sample).map((name) => `${name} ${short(sample[name])}`).join(" · "))] : h("p", { class: "hint" }, "not asked then"));
+    const cell = (sample) => (sample ? [h("p", { class: "said" }, visible(sample.response) || "(empty)"),
+      h("p", { class: "hint" }, ["reward", "gold", "kl"].filter((name) => name in sample).map((name) => `${name} ${short(sample[name])}`).join(" · "))] : h("p", { class: "hint" }, "not sampled at this step"));
     const missing = pairs.filter(([a]) => !a).length;
-    show(text, missing ? h("p", { class: "hint" }, `${missing} of these ${pairs.length} prompts were not asked before. With data.held_out every evaluation asks the same ones.`) : null, h("table", { class: "beside" },
+    show(text, missing ? h("p", { class: "hint" }, `${missing} of these ${pairs.length} prompts have no earlier response. With data.held_out every evaluation uses the same prompts.`) : null, h("table", { class: "beside" },
       h("thead", {}, h("tr", {}, ["prompt", `before, step ${steps(before.value)}`, `after, step ${steps(after.value)}`].map((title) => h("th", { scope: "col" }, title)))),
-      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", {}, words(a)), h("td", {}, words(b)))))));
+      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", {}, cell(a)), h("td", {}, cell(b)))))));
   }
 
-  const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), said), text, films);
+  const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), selects), text, films);
   pick(chosen.run);
   return { element };
 }

@@ -1,10 +1,10 @@
-// Down to a step or a token: a row of a trace, coloured by what its steps have, and the whole chain of the one that is chosen.
+// One row of a trace: its steps or tokens, coloured by a quantity, and every number of the selected one.
 
-import { ask, fine, real, short, steps, visible } from "./api.js";
+import { getJson, fine, real, short, steps, visible } from "./api.js";
 import { audit, credit, visit } from "./chain.js";
 import { h, set, show } from "./dom.js";
 import { makeFrame } from "./frame_view.js";
-import { judge, pushed, reason } from "./surrogate.js";
+import { evaluate, gradientText, reason } from "./surrogate.js";
 
 const COLOURS = {
   reward: { title: "reward", of: (row, t) => row.rewards[t] },
@@ -23,18 +23,18 @@ export function makeSteps(state, at) {
   const chosen = { run: first, steps: null, index: 0, t: 0, k: 0, colour: "advantage" };
   let trace = null;
   let row = null;
-  let asked = 0;
+  let latest = 0;
 
   const run = h("select", { id: "steps-run", onchange: () => go([Number(run.value)]) });
   const when = h("input", { type: "range", id: "iteration", min: 0, value: 0, oninput: () => go([chosen.run, current().traces[Number(when.value)]]) });
-  const told = h("output", { for: "iteration" });
+  const position = h("output", { for: "iteration" });
   const rows = h("div", { class: "rows", id: "rows", role: "listbox", "aria-label": "rows of the trace" });
   const hits = h("div", { id: "hits" });
   const find = h("div", { class: "finds", role: "group", "aria-label": "find" }, Object.entries(FINDS).map(([what, title]) =>
     h("button", { type: "button", "data-find": what, "aria-pressed": "false", onclick: (event) => search(what, event.currentTarget) }, title)));
   const colours = h("div", { class: "finds", role: "group", "aria-label": "colour by" });
   const pass = h("input", { type: "range", id: "visit", min: 0, value: 0, oninput: () => choose({ k: Number(pass.value) }) });
-  const spoken = h("output", { for: "visit" });
+  const passLabel = h("output", { for: "visit" });
   const cells = h("div", { class: "steps", id: "steps", role: "listbox", "aria-label": "steps of the row", "aria-orientation": "horizontal" });
   const prompt = h("p", { class: "prompt", id: "prompt" });
   const scale = h("p", { class: "legend" });
@@ -47,7 +47,7 @@ export function makeSteps(state, at) {
   const current = () => state.runs[chosen.run];
 
   async function go(place) {
-    const number = ++asked;
+    const number = ++latest;
     const [wanted, where, index, t, k] = place;
     chosen.run = state.runs[wanted]?.traces.length ? wanted : first;
     const traces = current().traces;
@@ -56,9 +56,9 @@ export function makeSteps(state, at) {
     set(when, { max: traces.length - 1 });
     when.value = traces.indexOf(chosen.steps);
     try {
-      trace = await ask(`api/runs/${chosen.run}/traces/${chosen.steps}`);
-      if (number !== asked) return;
-      show(told, `iteration ${trace.iteration}, step ${steps(trace.steps)}`);
+      trace = await getJson(`api/runs/${chosen.run}/traces/${chosen.steps}`);
+      if (number !== latest) return;
+      show(position, `iteration ${trace.iteration}, step ${steps(trace.steps)}`);
       show(rows, trace.rows.map((one, i) => line(one, i)));
       chosen.index = Math.min(index ?? 0, trace.rows.length - 1);
       await load(t ?? 0, k, number);
@@ -77,8 +77,8 @@ export function makeSteps(state, at) {
 
   async function load(t, k, number) {
     const from = Math.max(0, Math.floor(t / 4096) * 4096);
-    const found = await ask(`api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}?from=${from}`);
-    if (number !== asked) return;
+    const found = await getJson(`api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}?from=${from}`);
+    if (number !== latest) return;
     row = found;
     for (const name of NUMBERS) row[name] = real(row[name]);
     for (const part of [row.reward_parts, row.visits]) for (const name of Object.keys(part)) part[name] = real(part[name]);
@@ -100,8 +100,8 @@ export function makeSteps(state, at) {
     checked.dataset.wrong = result.wrong.length;
     checked.dataset.count = result.count;
     show(checked, result.wrong.length
-      ? `${steps(result.wrong.length)} of ${steps(result.count)} numbers do not add up, the first at ${result.wrong[0].t}: ${result.wrong[0].name}`
-      : `✓ ${steps(result.count)} numbers of this row worked out again from those below them: all add up.`);
+      ? `${steps(result.wrong.length)} of ${steps(result.count)} numbers differ from the trace, the first at ${result.wrong[0].t}: ${result.wrong[0].name}`
+      : `✓ ${steps(result.count)} numbers of this row recomputed from the numbers that they depend on: all match.`);
     frame.load(row, `api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}/film`);
     choose({ t: Math.min(Math.max(0, t - row.first), row.mask.length - 1), k: Math.min(k ?? row.visits.updates.length - 1, row.visits.updates.length - 1) });
   }
@@ -110,7 +110,7 @@ export function makeSteps(state, at) {
     Object.assign(chosen, next);
     history.replaceState(null, "", `#steps/${[chosen.run, chosen.steps, chosen.index, row.first + chosen.t, chosen.k].join("/")}`);
     pass.value = chosen.k;
-    show(spoken, `pass ${chosen.k + 1} of ${row.visits.updates.length}`);
+    show(passLabel, `pass ${chosen.k + 1} of ${row.visits.updates.length}`);
     for (const button of colours.children) button.setAttribute("aria-pressed", String(button.dataset.colour === chosen.colour));
     paint();
     [...cells.children].forEach((cell, i) => {
@@ -145,24 +145,24 @@ export function makeSteps(state, at) {
     show(scale, h("span", { class: "swatch full-down" }), short(low), h("span", { class: "swatch" }), by.shown ? "1" : "0", h("span", { class: "swatch full-up" }), short(high));
   }
 
-  const label = (t, said) => `${row.tokens ? `token ${row.first + t} ${visible(row.tokens[t])}` : `step ${row.start + row.first + t}`}: ${said}`;
+  const label = (t, text) => `${row.tokens ? `token ${row.first + t} ${visible(row.tokens[t])}` : `step ${row.start + row.first + t}`}: ${text}`;
 
   function explain() {
     const [t, k] = [chosen.t, chosen.k];
     const name = row.tokens ? h("span", {}, "Token ", h("code", {}, visible(row.tokens[t]) || "∅")) : `Step ${row.start + row.first + t} of environment ${row.row}`;
-    const end = row.terminated[t] ? " · the end" : row.truncated[t] ? " · cut here" : "";
+    const end = row.terminated[t] ? " · terminated" : row.truncated[t] ? " · truncated" : "";
     if (!row.mask[t]) {
-      show(chain, h("h3", {}, name, end), h("p", { class: "why" }, "This is not the policy’s: it is masked, and nothing is learned here."));
+      show(chain, h("h3", {}, name, end), h("p", { class: "why" }, "The policy did not choose this: it is masked, and nothing is learned from it."));
       show(visits);
       return;
     }
     const lines = [credit(trace, row, t, current().value_lambda), visit(trace, row, t, k)];
     const finite = [row.visits.ratio[k]?.[t], row.visits.advantages[k]?.[t]].every(Number.isFinite);
-    const it = trace.rule && row.visits.updates[k]?.[t] >= 0 && row.old_log_probs && finite ? judge(row.visits.ratio[k][t], row.visits.advantages[k][t], trace.rule) : null;
+    const it = trace.rule && row.visits.updates[k]?.[t] >= 0 && row.old_log_probs && finite ? evaluate(row.visits.ratio[k][t], row.visits.advantages[k][t], trace.rule) : null;
     show(chain, h("h3", {}, name, end), h("dl", {}, lines[0].map(written)),
       h("h3", {}, lines[1].length ? `Pass ${k + 1}, after ${steps(row.visits.updates[k][t])} updates` : `Pass ${k + 1}: not visited`),
-      h("dl", {}, lines[1].map(written), it ? h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", {}, pushed(it))), h("dd")) : null),
-      finite ? (it ? h("p", { class: "why" }, reason(it, trace.rule)) : null) : h("p", { class: "why" }, "What the loss read here is not finite: nothing can be learned from it."));
+      h("dl", {}, lines[1].map(written), it ? h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", {}, gradientText(it))), h("dd")) : null),
+      finite ? (it ? h("p", { class: "why" }, reason(it, trace.rule)) : null) : h("p", { class: "why" }, "The inputs of the loss are not finite: nothing can be learned from them."));
     const seen = row.visits;
     show(visits, h("table", { class: "visits" },
       h("thead", {}, h("tr", {}, ["pass", "ρ", "Â", "J", "branch", ...(seen.values ? ["V"] : [])].map((title) => h("th", { scope: "col" }, title)))),
@@ -194,16 +194,16 @@ export function makeSteps(state, at) {
     for (const each of find.children) each.setAttribute("aria-pressed", "false");
     if (on) return show(hits);
     button.setAttribute("aria-pressed", "true");
-    show(hits, h("p", { class: "hint" }, "looking through every trace …"));
-    const found = await ask(`api/runs/${chosen.run}/find/${what}`);
+    show(hits, h("p", { class: "hint" }, "searching all traces …"));
+    const found = await getJson(`api/runs/${chosen.run}/find/${what}`);
     show(hits, found.length ? h("ol", {}, found.map((hit) => h("li", {}, h("button", { type: "button", onclick: () => go([chosen.run, hit.steps, hit.index, hit.t, hit.visit]) },
       hit.text === null ? `step ${hit.step}` : visible(hit.text) || "∅", h("span", {}, ` ρ ${short(hit.ratio)} · A ${short(hit.advantage)} · at ${steps(hit.steps)}`)))))
-      : h("p", { class: "hint" }, "None in the traces of this run."));
+      : h("p", { class: "hint" }, "The traces of this run contain none."));
   }
 
   const element = h("div", { class: "drill" },
-    h("form", { class: "controls wide", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), h("label", {}, h("span", {}, "iteration"), when, told),
-      h("label", {}, h("span", {}, "pass"), pass, spoken)),
+    h("form", { class: "controls wide", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), h("label", {}, h("span", {}, "iteration"), when, position),
+      h("label", {}, h("span", {}, "pass"), pass, passLabel)),
     h("div", { class: "columns" },
       h("aside", {}, h("h2", {}, "Rows"), rows, h("h2", {}, "Find"), find, hits),
       h("div", {}, h("div", { class: "byline" }, h("span", { class: "hint" }, "colour by"), colours), prompt, cells, scale, paging, checked,

@@ -1,7 +1,7 @@
-// The clipped surrogate of one sample, term by term, as surefoot.functional.clipped_surrogate and clip_active have it.
+// The clipped surrogate of one sample, term by term, as in surefoot.functional.clipped_surrogate and clip_active.
 // A rule is {low, high, dual}: ε below 1, ε above 1, and the bound c of the dual clip or null.
 
-export function judge(ratio, advantage, rule) {
+export function evaluate(ratio, advantage, rule) {
   const held = Math.min(Math.max(ratio, 1 - rule.low), 1 + rule.high);
   const unclipped = ratio * advantage;
   const clipped = held * advantage;
@@ -21,45 +21,45 @@ export function judge(ratio, advantage, rule) {
 export function reason(it, rule) {
   const high = short(1 + rule.high);
   const low = short(1 - rule.low);
-  if (it.advantage === 0) return "The advantage is zero: there is nothing to teach here.";
+  if (it.advantage === 0) return "The advantage is zero, so there is no gradient.";
   if (it.branch === "dual_clip")
-    return `A bad action whose ratio ran away beyond ${short(rule.dual)}: the dual clip bounds the penalty, and the push ends.`;
+    return `A bad action whose ratio exceeds ${short(rule.dual)}: the dual clip bounds the penalty, and the gradient is zero.`;
   if (it.side === 0)
     return it.advantage > 0
-      ? "A good action, and the ratio is inside the band: make it more likely."
-      : "A bad action, and the ratio is inside the band: make it less likely.";
+      ? "A good action with a ratio inside the band: make it more likely."
+      : "A bad action with a ratio inside the band: make it less likely.";
   if (it.advantage > 0)
     return it.side > 0
-      ? `A good action, already more than ${high} times as likely as before: pushed far enough the right way, so let it be.`
-      : "A good action that became less likely: it moved the wrong way, so the full gradient brings it back.";
+      ? `A good action, already more than ${high} times as likely as before: it moved far enough in the right direction, so leave it.`
+      : "A good action that became less likely: it moved in the wrong direction, so the full gradient brings it back.";
   return it.side > 0
-    ? "A bad action that became more likely: it moved the wrong way, so it gets the full penalty."
-    : `A bad action, already less than ${low} times as likely as before: pushed far enough the right way, so let it be.`;
+    ? "A bad action that became more likely: it moved in the wrong direction, so it gets the full penalty."
+    : `A bad action, already less than ${low} times as likely as before: it moved far enough in the right direction, so leave it.`;
 }
 
-export function pushed(it) {
+export function gradientText(it) {
   if (it.direction > 0) return "flows: raises π(a|s)";
   if (it.direction < 0) return "flows: lowers π(a|s)";
   return "zero";
 }
 
-// The six counters, and what the clip silences: of samples given as two arrays of the same length.
+// The six counters, and the number of samples without gradient, from two arrays of the same length.
 export function count(ratios, advantages, rule) {
-  const found = { good: { below: 0, inside: 0, above: 0 }, bad: { below: 0, inside: 0, above: 0 }, zero: 0, silenced: 0 };
+  const counts = { good: { below: 0, inside: 0, above: 0 }, bad: { below: 0, inside: 0, above: 0 }, zero: 0, clippedAway: 0 };
   const [low, high] = [1 - rule.low, 1 + rule.high];
   for (let i = 0; i < ratios.length; i++) {
     const [ratio, advantage] = [ratios[i], advantages[i]];
     if (!Number.isFinite(ratio) || !Number.isFinite(advantage)) continue;
     if (advantage === 0) {
-      found.zero++;
+      counts.zero++;
       continue;
     }
     const where = ratio < low ? "below" : ratio > high ? "above" : "inside";
-    found[advantage > 0 ? "good" : "bad"][where]++;
+    counts[advantage > 0 ? "good" : "bad"][where]++;
     const held = advantage > 0 ? where === "above" : where === "below" || (rule.dual !== null && ratio > rule.dual);
-    if (held) found.silenced++;
+    if (held) counts.clippedAway++;
   }
-  return found;
+  return counts;
 }
 
 // ---- numbers as text

@@ -1,8 +1,8 @@
-// The clip table: a grid of ratios × advantages, what each cell makes of them, and the curve that it lies on.
+// The clip table: a grid of ratios × advantages with the objective of each cell, and the curve at one advantage.
 
 import { makeCurve } from "./curve.js";
 import { h, set, show } from "./dom.js";
-import { fixed, judge, pushed, reason, short, signed } from "./surrogate.js";
+import { fixed, evaluate, gradientText, reason, short, signed } from "./surrogate.js";
 
 export const RATIOS = [0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3.5];
 export const ADVANTAGES = [2, 1.5, 1, 0.5, 0, -0.5, -0.8, -1, -2];
@@ -60,14 +60,14 @@ export function makeTable() {
         role: "gridcell", tabindex: "-1", "data-ratio": ratio, "data-advantage": advantage,
         onclick: (event) => event.currentTarget.focus(),
         onfocus: () => change({ ratio, advantage }),
-        onkeydown: (event) => walk(event, row, column),
+        onkeydown: (event) => moveFocus(event, row, column),
       }));
       cells.push(line);
       return h("tr", { role: "row" }, h("th", { scope: "row", role: "rowheader" }, signed(advantage)), line);
     })),
   );
 
-  function walk(event, row, column) {
+  function moveFocus(event, row, column) {
     const last = [ADVANTAGES.length - 1, RATIOS.length - 1];
     const to = {
       ArrowLeft: [row, column - 1], ArrowRight: [row, column + 1], ArrowUp: [row - 1, column], ArrowDown: [row + 1, column],
@@ -81,13 +81,13 @@ export function makeTable() {
   function draw() {
     const chosen = cells.flat().find((cell) => Number(cell.dataset.ratio) === state.ratio && Number(cell.dataset.advantage) === state.advantage);
     for (const cell of cells.flat()) {
-      const it = judge(Number(cell.dataset.ratio), Number(cell.dataset.advantage), state.rule);
+      const it = evaluate(Number(cell.dataset.ratio), Number(cell.dataset.advantage), state.rule);
       cell.className = KINDS[it.direction];
       set(cell, {
         "data-branch": it.branch, "data-value": it.value, "data-flows": it.flows, "data-unclipped": it.unclipped, "data-clipped": it.clipped,
         "aria-selected": String(cell === chosen), tabindex: cell === (chosen || cells[0][0]) ? "0" : "-1",
         "aria-label": `ratio ${short(it.ratio)}, advantage ${signed(it.advantage)}: ${it.branch.replace("_", " ")}, `
-          + `objective ${fixed(it.value)}, gradient ${pushed(it)}`,
+          + `objective ${fixed(it.value)}, gradient ${gradientText(it)}`,
       });
       show(cell, h("b", {}, fixed(it.value)), h("i", { "aria-hidden": "true" }, MARKS[it.direction]));
     }
@@ -96,7 +96,7 @@ export function makeTable() {
     dual.checked = state.rule.dual !== null;
     inputs.dual.disabled = !dual.checked;
     if (dual.checked && document.activeElement !== inputs.dual) inputs.dual.value = String(state.rule.dual);
-    show(chain, written(judge(state.ratio, state.advantage, state.rule), state.rule));
+    show(chain, written(evaluate(state.ratio, state.advantage, state.rule), state.rule));
     curve.draw(state);
     for (const follow of followers) follow(state);
   }
@@ -110,7 +110,7 @@ export function makeTable() {
     "section", { class: "clip" }, controls,
     h("div", { class: "halves" },
       h("div", {}, h("div", { class: "scroll" }, grid), legend,
-        h("p", { class: "hint" }, "Click a cell, or walk with the arrow keys. Drag the point on the curve.")),
+        h("p", { class: "hint" }, "Click a cell, or move with the arrow keys. Drag the point on the curve.")),
       h("div", {}, chain, curve.element)),
   );
   draw();
@@ -132,7 +132,7 @@ export function written(it, rule) {
       line("clipped", held, it.clipped, it.branch === "clipped"),
       it.bound === null ? null : line("dual clip", `cÂ = ${short(rule.dual)} · ${advantage}`, it.bound, it.branch === "dual_clip"),
       line("objective", `J = ${whole}`, it.value, false),
-      h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", { class: KINDS[it.direction] }, pushed(it))), h("dd"))),
+      h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", { class: KINDS[it.direction] }, gradientText(it))), h("dd"))),
     h("p", { class: "why" }, reason(it, rule)),
   ];
 }

@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 
 from surefoot.cli import inspect as cli_inspect
-from surefoot.inspector.doorway import Doorway
+from surefoot.inspector.access import LoginFile
 
 from .test_server import remembering
 
@@ -32,7 +32,7 @@ def test_a_browser_gets_in_by_the_file_once_and_the_cookie_stays_strict(
     chromium: Any, page: Any, cart: Path, tmp_path: Path, inspector: Callable[[list[Path]], str]
 ) -> None:
     address = inspector([cart])
-    uri = Doorway(tmp_path).make(address)
+    uri = LoginFile(tmp_path).write(address)
     assert uri is not None
     assert uri.startswith("file:")
     assert "once" not in uri
@@ -45,7 +45,7 @@ def test_a_browser_gets_in_by_the_file_once_and_the_cookie_stays_strict(
     other = chromium.new_context().new_page()
     other.goto(uri)
     other.wait_for_url("http:**")
-    assert "was used already" in other.inner_text("body")
+    assert "was already used" in other.inner_text("body")
     other.context.close()
 
 
@@ -128,10 +128,10 @@ def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.M
         os.close(handle)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("surefoot.inspector.doorway.os.fdopen", full)
-    assert Doorway(tmp_path).make("http://127.0.0.1:1/enter?token=x") is None
+    monkeypatch.setattr("surefoot.inspector.access.os.fdopen", full)
+    assert LoginFile(tmp_path).write("http://127.0.0.1:1/enter?token=x") is None
     assert not list(tmp_path.iterdir())
 
 
-def test_where_no_file_can_be_made_no_browser_is_opened(tmp_path: Path) -> None:
-    assert Doorway(tmp_path / "nowhere").make("http://127.0.0.1:1/enter?token=x") is None
+def test_no_uri_if_no_file_can_be_written(tmp_path: Path) -> None:
+    assert LoginFile(tmp_path / "nowhere").write("http://127.0.0.1:1/enter?token=x") is None

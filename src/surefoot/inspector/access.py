@@ -1,0 +1,187 @@
+"""Control access to the inspector: a token that works once, a cookie, checks of every request, and time limits.
+
+The arguments of a program are visible to every user of a machine, and the inspector's address contains a token. So the browser
+opens a file instead, which only its owner can read. It leads to the address and is deleted once a browser has used it, as in
+Jupyter.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import h11
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+PATIENCE = 10.0
+"""seconds from the start of a connection or a later request until that request is complete"""
+IDLE = 5
+"""seconds that an idle connection stays open"""
+PAGE = """<!doctype html>
+<meta charset="utf-8"><meta name="referrer" content="no-referrer"><meta http-equiv="refresh" content="0;url={address}">
+<title>Surefoot</title><a href="{address}">Open the inspector</a>
+"""
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """Pass on only requests that read, that come from a page of this server, and that have the cookie.
+
+    port      the port of the server
+    token     works once, in exchange for the cookie
+    entered   called when the token has been used
+    """
+
+    def __init__(self, app: ASGIApp, port: int, token: str, entered: Callable[[], None]) -> None:
+        self.app, self.port, self.on_entered = app, port, entered
+        self.token: str | None = token
+        self.secret = secrets.token_urlsafe(32)
+        self.cookie = f"surefoot_{port}"
+        self.hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                known = [(name, value) for name, value in message["headers"] if name.decode("latin-1").lower() not in HEADERS]
+                message["headers"] = [*known, *((name.encode(), value.encode()) for name, value in HEADERS.items())]
+            await send(message)
+
+        await (self.rejection(scope) or self.app)(scope, receive, with_headers)
+
+    def rejection(self, scope: Scope) -> Response | None:
+        """The response to a rejected request; None if the request may pass."""
+        headers, request = Headers(scope=scope), Request(scope)
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) != 1 or hosts[0] not in self.hosts:
+            return PlainTextResponse("wrong host\n", 403)
+        if any(origin not in {f"http://{host}" for host in self.hosts} for origin in origins):
+            return PlainTextResponse("wrong origin\n", 403)
+        elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")  # same-site: another port
+        if elsewhere and scope["path"] != "/enter":  # a file may link to /enter, which checks the token
+            return PlainTextResponse("wrong origin\n", 403)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("the inspector is read-only\n", 405, {"allow": "GET, HEAD"})
+        known = equal_secrets(request.cookies.get(self.cookie, ""), self.secret)
+        if scope["path"] == "/enter":
+            return self.enter(request.query_params.get("token", ""), known, elsewhere)
+        return None if known else PlainTextResponse("use the address that surefoot inspect printed, once\n", 403)
+
+    def enter(self, token: str, known: bool, elsewhere: bool) -> Response:
+        """Set the cookie in exchange for the token, once."""
+        # Browsers send no strict cookie after a redirect that began elsewhere, such as in a file, but do after a page of ours.
+        inside = HTMLResponse('<!doctype html><meta http-equiv="refresh" content="0;url=/">') if elsewhere else None
+        answer: Response = inside or RedirectResponse("/", 303)
+        if known:
+            return answer
+        if self.token is None or not equal_secrets(token, self.token):
+            return PlainTextResponse("this address is wrong or was already used; start surefoot inspect again\n", 403)
+        self.token = None
+        answer.set_cookie(self.cookie, self.secret, httponly=True, samesite="strict", path="/")
+        self.on_entered()
+        return answer
+
+
+def equal_secrets(actual: str, expected: str) -> bool:
+    """Whether two secrets are equal, compared in constant time."""
+    return hmac.compare_digest(actual.encode("utf-8", "replace"), expected.encode())
+
+
+class Connection(H11Protocol):
+    """HTTP/1.1 that closes a connection if a request doesn't become complete in time; uvicorn limits only idle time."""
+
+    patience = PATIENCE
+    deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop_waiting()
+        elif self.deadline is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self.deadline = self.loop.call_later(self.patience, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Print nothing: a request for a WebSocket gets plain HTTP, and no package is missing."""
+
+
+class LoginFile:
+    """An HTML file that redirects to an address, until it is deleted.
+
+    folder   folder of the file; default: the home folder, because sandboxed browsers can't read other temporary folders
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.path: Path | None = None
+
+    def write(self, address: str) -> str | None:
+        """Write the file and return its URI; None if no file can be written."""
+        for folder in [self.folder] if self.folder else [os.path.expanduser("~"), None]:
+            with contextlib.suppress(OSError):
+                handle, name = tempfile.mkstemp(".html", "surefoot-", folder)  # readable only by its owner
+                self.path = Path(name).absolute()
+                try:
+                    with os.fdopen(handle, "w", encoding="utf-8") as file:
+                        file.write(PAGE.format(address=address))
+                except OSError:  # the disk is full
+                    self.delete()
+                    raise
+                return self.path.as_uri()
+        return None
+
+    def delete_on_signal(self) -> None:
+        """Also delete the file when a signal ends the program. Call this from the main thread."""
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is ignored
+                signal.signal(number, self._killed)
+
+    def _killed(self, number: int, frame: FrameType | None) -> None:
+        self.delete()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    def delete(self) -> None:
+        """Delete the file, if it exists."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
