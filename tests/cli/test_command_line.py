@@ -11,7 +11,7 @@ import pytest
 
 from surefoot.cli.main import COMMANDS, cli, fail
 from surefoot.cli.options import changes_from
-from surefoot.demos.stages import command_here
+from surefoot.demos import command_here
 from surefoot.files import parse_value
 from surefoot.recipes.presets import find_recipe
 

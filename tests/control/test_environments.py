@@ -587,7 +587,7 @@ def test_a_task_may_be_a_function_of_a_file(tmp_path: Path) -> None:
     assert (made.step(np.zeros(2, np.int64)).rewards == 0).all(), "and gets its arguments"
 
 
-@pytest.mark.parametrize("task", ["surefoot.nowhere:make", "surefoot.demos.cartpole:nothing"])
+@pytest.mark.parametrize("task", ["surefoot.nowhere:make", "surefoot.demos:nothing"])
 def test_a_function_that_can_not_be_imported_is_named(task: str) -> None:
     with pytest.raises(SurefootError, match=rf"task='{task}': can't be imported .*must name module:function"):
         make_environments(task, {}, 1, SEED)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from surefoot.cli.main import cli
+from surefoot.demos import Stages, free_folder
 from surefoot.demos.sorting import Sizes, attempts_at, in_groups, verifier_demo, write_data
-from surefoot.demos.stages import Stages, free_folder
 from surefoot.files import read_toml
 from surefoot.language import tasks
 from surefoot.language.data.rows import read_rows, write_rows

@@ -7,10 +7,11 @@ import pytest
 from rich.console import Console
 
 from surefoot.core.rollout import LearnerState
+from surefoot.diagnostics.findings import out_of_range
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines
-from surefoot.runs.metrics import METRICS, complaints
+from surefoot.runs.metrics import METRICS
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 HEALTHY = {"episode_return": 20.0, "episode_length": 20.0, "steps_per_second": 1000.0, "policy_loss": -0.01, "value_loss": 1.0}
@@ -69,14 +70,19 @@ def test_lines_are_plain_and_few(capsys):
     assert "step 1,000/1,000" in out[-1]
 
 
-def test_complaints_skip_undefined_values():
-    assert complaints({"explained_variance": None, "kl": 0.01, "steps": 5}) == {}
-    assert set(complaints({"explained_variance": -3.0, "clip_active": 0.9})) == {"explained_variance", "clip_active"}
+def names(metrics):
+    return {finding.name for finding in out_of_range(metrics)}
 
 
-def test_the_complaint_about_a_critic_says_when_it_means_nothing():
+def test_undefined_values_are_not_out_of_range():
+    assert names({"explained_variance": None, "kl": 0.01, "steps": 5}) == set()
+    assert names({"explained_variance": -3.0, "clip_active": 0.9}) == {"explained_variance", "clip_active"}
+
+
+def test_the_finding_about_a_critic_says_when_it_means_nothing():
     """A solved task pays the same in every episode: the critic is fine, the number is not."""
-    assert "meaningless where returns are nearly constant" in complaints({"explained_variance": -30.0})["explained_variance"]
+    (finding,) = out_of_range({"explained_variance": -30.0})
+    assert "meaningless where returns are nearly constant" in finding.what
     assert "meaningless" in drawn({**HEALTHY, "explained_variance": -30.0}).split("explained variance")[1]
 
 

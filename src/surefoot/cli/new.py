@@ -87,6 +87,6 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
 
         verifier_demo(run_dir, seed, display_for)
     else:
-        from surefoot.demos.cartpole import control_demo
+        from surefoot.demos import control_demo
 
         control_demo(run_dir, seed, display_for)

@@ -1,1 +1,91 @@
-"""The demos: an agent, a language model with a reward model, a verifier."""
+"""``surefoot demo``: the demo of control, and what the demos share. Each stage of a demo is an ordinary run."""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.presets import find_recipe
+
+if TYPE_CHECKING:
+    from surefoot.runs.events import Listener
+
+SOLVED = 475.0
+"""the return at which CartPole-v1 counts as solved (Gymnasium's reward threshold)"""
+DisplayFor = Callable[[Recipe, Path], "Listener"]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The runs of a demo, one after the other, each in its own folder inside ``folder``.
+
+    seed          of every stage
+    display_for   makes the display of a run from its recipe and folder
+    """
+
+    folder: Path
+    seed: int
+    display_for: DisplayFor
+    begun: float = field(default_factory=time.monotonic)
+
+    def run(self, name: str, recipe: str, changes: Mapping[str, Any]) -> Path:
+        """Train a preset with some changes; returns the run's folder."""
+        from surefoot.runs import api
+
+        found, folder = find_recipe(recipe, {"seed": self.seed, **changes}), self.folder / name
+        print(flush=True)
+        api.start(found, folder, display=self.display_for(found, folder))
+        return folder
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds since the demo began."""
+        return time.monotonic() - self.begun
+
+
+def free_folder(run_dir: Path, name: str) -> Path:
+    """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder.
+
+    Raises SurefootError if a launcher has started several processes.
+    """
+    from surefoot.core.distributed import check_single_process
+
+    folder, number = run_dir / name, 2
+    check_single_process(folder)
+    while folder.exists():
+        folder, number = run_dir / f"{name}-{number}", number + 1
+    return folder
+
+
+def command_here() -> str:
+    """The command to type for ``surefoot``: its path if the shell doesn't find the name, as after ``make demo``."""
+    called = Path(sys.argv[0])
+    return "surefoot" if called.name != "surefoot" or shutil.which("surefoot") else str(called)
+
+
+def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
+    """Train on CartPole-v1, evaluate over 20 greedy episodes, and print what to try next."""
+    from surefoot.runs import api
+    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+    recipe = find_recipe("cartpole", {"seed": seed})
+    folder = free_folder(run_dir, "demo")
+    begun = time.monotonic()
+    api.start(recipe, folder, display=display_for(recipe, folder))
+    seconds = time.monotonic() - begun
+    result = api.evaluate(api.load(folder), episodes=20, seed=seed)
+    verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"
+    print()
+    print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
+    steps = read_metrics(folder / "metrics.jsonl")[-1]["steps"]
+    print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {folder}/")
+    here = command_here()
+    print("Try next:")
+    print(f"  {here} inspect {folder}                         # every step and its arithmetic, in a browser")
+    print(f"  {here} evaluate {folder} --episodes 100 --json")
+    print(f"  {here} train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
+    print(f"  {here} train Acrobot-v1 --name swing               # a harder one; kill it, then: {here} resume runs/swing")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surefoot.demos.stages import DisplayFor, Stages, command_here, free_folder
+from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language.data.pairs import sample_pairs
 from surefoot.language.data.rows import write_rows

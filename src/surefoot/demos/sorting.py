@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.core.seeding import derived_seed
-from surefoot.demos.stages import DisplayFor, Stages, command_here, free_folder
+from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language import tasks
 from surefoot.language.data.rows import read_rows, write_rows
