@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.demos.reviews import judged, online
+from surefoot.demos.reviews import evaluate_stages, online
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "language.md", ROOT / "benchmarks" / "results" / "language"
@@ -54,7 +54,7 @@ def trained(seed: int) -> dict[str, Any]:
     if not (hacked / "finished.json").exists():
         shutil.rmtree(hacked, ignore_errors=True)
         train("reviews", seed=seed, run_dir=hacked, **online(folder, anchored=False))
-    without = judged(hacked, folder / "data")
+    without = evaluate_stages(hacked, folder / "data")
     kept = {of: numbers(table) for of, table in without.items()}
     return {**result, **{of: numbers(result[of]) for of in OF}, "without_anchor": kept}
 

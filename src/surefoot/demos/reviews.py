@@ -1,6 +1,6 @@
-"""``surefoot demo language``: SFT, a reward model and PPO with its four roles, on reviews whose true worth is known.
+"""``surefoot demo language``: SFT, a reward model and PPO with its four roles, on reviews with a known true score.
 
-Every stage is an ordinary run from files that stay in the folder, so each can be repeated by hand.
+Every stage is an ordinary run from files that stay in the folder, so you can repeat each by hand.
 """
 
 import json
@@ -20,7 +20,7 @@ GOLD = "surefoot.language.tasks.reviews:gold"
 
 
 def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: bool = True) -> dict[str, Any]:
-    """Three stages, and what came of them: prints it and returns the numbers."""
+    """Train in three stages, print the results, and return the numbers."""
     require_transformers("demo language")  # before anything is written
     folder = free_folder(run_dir, "demo-language")
     stages = Stages(folder, seed, display_for)
@@ -29,20 +29,20 @@ def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: b
     print("1/3 SFT: a small model learns to write reviews from demonstrations, good and bad ones.")
     held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
     sft = stages.run("sft", "reviews_sft", {"data": {"train": str(data / "demonstrations.jsonl"), **held_out}})
-    print("\n2/3 Reward model: it learns from pairs of the model's own reviews which one people would prefer.")
+    print("\n2/3 Reward model: it learns from pairs of the model's reviews which one people prefer.")
     write_pairs(data, sft, seed)
     pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
-    scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred say mean and spread of the scores well enough
+    scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred are enough for mean and spread of the scores
     reward = stages.run("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
-    print("\n3/3 PPO: the model is trained to please the reward model, held near its SFT start by the KL.")
+    print("\n3/3 PPO: the model maximises the learned reward; a KL penalty keeps it near the SFT model.")
     ppo = stages.run("ppo", "reviews", online(folder, anchored))
-    told = compare(sft, reward, ppo, data, stages)
-    write_text(folder / "demo.json", json.dumps(told, indent=1))
-    return told
+    results = compare(sft, reward, ppo, data, stages)
+    write_text(folder / "demo.json", json.dumps(results, indent=1))
+    return results
 
 
 def online(folder: Path, anchored: bool = True) -> dict[str, Any]:
-    """What the third stage changes in its recipe: the files and models that the first two left in the folder."""
+    """The recipe changes of the third stage: files and models of the first two."""
     data, sft, reward = folder / "data", folder / "sft", folder / "reward"
     return {
         "model": str(sft),
@@ -55,7 +55,7 @@ def online(folder: Path, anchored: bool = True) -> dict[str, Any]:
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Demonstrations and prompts, and some of both held out: other draws, and prompts of products that PPO never sees."""
+    """Write demonstrations and prompts, and held-out ones of both, also for products that PPO never sees."""
     folder.mkdir(parents=True)
     write_rows(folder / "demonstrations.jsonl", reviews.demonstrations(8_000, seed))
     write_rows(folder / "held_out_demonstrations.jsonl", reviews.demonstrations(512, seed + 1))
@@ -66,7 +66,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 
 def write_pairs(folder: Path, sft: Path, seed: int) -> None:
-    """Two reviews by the supervised model to each prompt, labelled by gold with noise; the held-out ones apart."""
+    """Write pairs of reviews by the SFT model, labelled by the gold score with noise; held-out pairs go to their own file."""
     model = load_language_model(str(sft))
     prompts = reviews.prompts(PAIRS + HELD_OUT_PAIRS, seed + 2)
     rows = reviews.label(sample_pairs(model, prompts, max_tokens=56, seed=seed), noise=0.25, seed=seed)
@@ -74,8 +74,8 @@ def write_pairs(folder: Path, sft: Path, seed: int) -> None:
     write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
 
 
-def judged(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
-    """A run beside its SFT start, on held-out prompts of products that training has named, and of others."""
+def evaluate_stages(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
+    """Evaluate a PPO run and its SFT start on held-out prompts, of products in the training data and of others."""
     from surefoot.language.analysis.evaluate import evaluate_run
 
     others = evaluate_run(ppo, rows=128, data=str(data / "held_out_products.jsonl"))
@@ -83,11 +83,11 @@ def judged(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
 
 
 def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
-    """Before and after on the held-out prompts, as a table with some answers; what to try next."""
+    """Print SFT and PPO on the held-out prompts, some answers, and what to try next."""
     from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
-    told = judged(ppo, data)
-    known, others = told["known_products"], told["other_products"]
+    reports = evaluate_stages(ppo, data)
+    known, others = reports["known_products"], reports["other_products"]
     accuracy = read_metrics(reward / "metrics.jsonl")[-1]["held_out_accuracy"]
     print(f"\n{'Answers to held-out prompts':28}{'of known products':>20}{'of other products *':>24}")
     print(f"{'':28}" + f"{'SFT':>10}{'PPO':>10}{'':4}" * 2)
@@ -99,11 +99,11 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> d
         ("distinct_2", "distinct bigrams"),
         ("length", "length, tokens"),
     ):
-        cells = (f"{told['start'][name]:>10.2f}{told['trained'][name]:>10.2f}{'':4}" for told in (known, others))
+        cells = (f"{report['start'][name]:>10.2f}{report['trained'][name]:>10.2f}{'':4}" for report in (known, others))
         print(f"{label:28}{''.join(cells)}")
-    won = (f"{told['win_rate_gold']:>20.0%}{'':4}" for told in (known, others))
+    won = (f"{report['win_rate_gold']:>20.0%}{'':4}" for report in (known, others))
     print(f"{'better than SFT by gold':28}{''.join(won)}")
-    print("* which no preference and no training prompt has named")
+    print("* in no preference pair and no training prompt")
     seconds = stages.seconds
     print(
         f"The reward model orders {accuracy:.0%} of held-out pairs as they were labelled. {seconds:.0f} s in all, {ppo.parent}/"
@@ -117,5 +117,5 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> d
     print(f"  {here} demo language --no-anchor       # β = 0: watch the reward being hacked")
     print(f"  {here} generate {ppo} --prompt 'new tent: ' --samples 5")
     print(f"  {here} evaluate {ppo} --json")
-    kept = {of: {name: value for name, value in found.items() if name != "samples"} for of, found in told.items()}
+    kept = {of: {name: value for name, value in report.items() if name != "samples"} for of, report in reports.items()}
     return {"seconds": seconds, "reward_accuracy": accuracy, **kept}

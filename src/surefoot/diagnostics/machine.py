@@ -1,4 +1,4 @@
-"""This machine: Python, torch, cores or GPU, extras, drawing without a display, Atari, disk, a compiler."""
+"""Checks of this machine: Python, PyTorch, GPU, extras, rendering without a display, Atari, disk, compiler."""
 
 import importlib.util
 import os
@@ -26,17 +26,17 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "adapters": ("peft",),
     "inspector": ("starlette", "uvicorn"),
 }
-"""extra -> the modules that it brings"""
+"""extra -> the modules that it installs"""
 LEAST_DISK, LITTLE_DISK = 100e6, 2e9
-"""bytes below which nothing can be saved, and below which a longer run may not be"""
+"""bytes below which no checkpoint can be saved, and below which those of a long run may not fit"""
 DRAW = "import mujoco; context = mujoco.GLContext(64, 64); context.make_current(); context.free()"
 
 
 def check_machine(device: str = "cpu", compiled: bool = False, folder: Path = Path()) -> list[Finding]:
-    """What there is here.
+    """Check this machine.
 
-    device     that a recipe asks for
-    compiled   whether it asks for the compiled engine, and so for a compiler
+    device     of the recipe
+    compiled   whether the recipe uses engine = "compiled", which needs a compiler
     folder     where runs are written
     """
     return [
@@ -52,17 +52,17 @@ def check_machine(device: str = "cpu", compiled: bool = False, folder: Path = Pa
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
-    """The interpreter, of this version or another."""
+    """The Python version."""
     if version < (3, 11):
-        told = ".".join(map(str, version))
+        text = ".".join(map(str, version))
         return check_result(
-            "Python", "serious", f"{told}, which is too old", "install Python 3.11 or newer, and make a new environment"
+            "Python", "serious", f"{text}, which is too old", "install Python 3.11 or newer, and make a new environment"
         )
     return check_result("Python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def check_torch() -> Finding:
-    """PyTorch, and its threads."""
+    """The PyTorch version, and the cores."""
     import torch
 
     threads = f"{os.cpu_count() or 1} cores; a recipe's threads = 1 is fastest for small networks"
@@ -70,7 +70,7 @@ def check_torch() -> Finding:
 
 
 def check_device(device: str = "cpu") -> Finding:
-    """The device that is asked for, or the accelerators that there are."""
+    """The device of the recipe, and the accelerators of this machine."""
     import torch
 
     from surefoot.core.distributed import check_device as usable
@@ -86,22 +86,22 @@ def check_device(device: str = "cpu") -> Finding:
     if torch.backends.mps.is_available():
         found.append("mps")
     if not found:
-        return check_result("device", "ok", "cpu; no GPU is seen")
-    return check_result("device", "ok", f"{device}; there is {', '.join(found)}")
+        return check_result("device", "ok", "cpu; no GPU found")
+    return check_result("device", "ok", f"{device}; available: {', '.join(found)}")
 
 
 def check_extras(extras: dict[str, tuple[str, ...]] = EXTRAS) -> Finding:
-    """Which optional parts are installed."""
+    """The installed extras."""
     there = [name for name, modules in extras.items() if all(importlib.util.find_spec(module) for module in modules)]
     lacking = [name for name in extras if name not in there]
     what = f"{', '.join(there) or 'none'}"
     if not lacking:
         return check_result("extras", "ok", what)
-    return check_result("extras", "absent", f"{what}; not here: {', '.join(lacking)}", to_install(",".join(lacking)))
+    return check_result("extras", "absent", f"{what}; not installed: {', '.join(lacking)}", to_install(",".join(lacking)))
 
 
 def check_drawing(seconds: float = 30.0) -> Finding:
-    """Whether MuJoCo can draw without a display, tried in a process of its own: a driver may end it."""
+    """Whether MuJoCo can render without a display, tried in its own process because a driver may crash it."""
     if importlib.util.find_spec("mujoco") is None:
         return check_result(
             "drawing", "absent", "MuJoCo is not installed; other environments need no display", to_install("mujoco")
@@ -119,16 +119,16 @@ def check_drawing(seconds: float = 30.0) -> Finding:
     except subprocess.TimeoutExpired:
         works = False
     if works:
-        return check_result("drawing", "ok", f"MuJoCo draws without a display (MUJOCO_GL={backend})")
+        return check_result("drawing", "ok", f"MuJoCo renders without a display (MUJOCO_GL={backend})")
     fix = "install libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri (Debian's names)"
     fix = fix if backend == "egl" else "unset MUJOCO_GL, or set MUJOCO_GL=egl"
     return check_result(
-        "drawing", "warning", f"MuJoCo can't draw with MUJOCO_GL={backend}; training works, surefoot watch does not", fix
+        "drawing", "warning", f"MuJoCo can't render with MUJOCO_GL={backend}; training works, surefoot watch does not", fix
     )
 
 
 def check_atari() -> Finding:
-    """Whether the games are there."""
+    """Whether the Atari games are installed."""
     if not all(map(importlib.util.find_spec, EXTRAS["atari"])):
         return check_result("Atari", "absent", "not installed", to_install("atari"))
     import ale_py
@@ -140,20 +140,20 @@ def check_atari() -> Finding:
 
 
 def check_disk(folder: Path = Path(), free: float | None = None) -> Finding:
-    """Room for checkpoints; ``free`` in bytes, where it is not asked of the disk."""
+    """Free space for checkpoints; ``free`` in bytes, default: of the disk."""
     free = shutil.disk_usage(folder).free if free is None else free
     what = f"{free / 1e9:,.1f} GB free in {folder.resolve()}"
     if free < LEAST_DISK:
-        return check_result("disk", "serious", what, "make room, or write elsewhere with --run-dir")
+        return check_result("disk", "serious", what, "free space, or write elsewhere with --run-dir")
     if free < LITTLE_DISK:
         return check_result(
-            "disk", "warning", what, "make room; checkpoints hold weights and moments, checkpoint.keep = 1 keeps fewer"
+            "disk", "warning", what, "free space; checkpoints hold weights and moments, checkpoint.keep = 1 keeps fewer"
         )
     return check_result("disk", "ok", what)
 
 
 def check_compiler(needed: bool = False) -> Finding:
-    """A C++ compiler, which engine = "compiled" wants."""
+    """A C++ compiler, which engine = "compiled" needs."""
     from surefoot.core.steps.compiled import compiler
 
     if found := compiler():

@@ -1,4 +1,4 @@
-"""Rules about what is earned: no signal, nothing learned, learned and lost, the wrong thing learned, answers cut off."""
+"""Checks of rewards: no signal, no improvement, improvement lost, reward hacking, truncated responses, clipped inputs."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
 
 IN_A_ROW = 3
-"""iterations after which what should never be so is no accident"""
+"""iterations after which a state that should never occur is not chance"""
 CLEAR = 2.5
-"""standard deviations of a block's mean that make a difference"""
+"""standard deviations of a block's mean that count as a change"""
 
 
 def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Every response earns the same, or every group's do: all advantages are zero."""
+    """All responses, or all responses of each group, have the same reward: all advantages are zero."""
     groups, spread = curves["groups_without_signal"], curves["score_std"]
     seen, earned = "", curves["reward"]
     for curve, dead in ((groups, groups.values >= 1 - 1e-9), (spread, spread.values <= 1e-8)):
@@ -31,10 +31,10 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
         return Finding(
             "no_reward_signal",
             "note",
-            f"{seen} {same}, in {len(stretch)} iterations in a row, and more was never earned: nothing is left to learn here",
-            "what there is to earn is earned; or the policy has settled on answers that it does not vary any more",
+            f"{seen} {same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
+            "the policy has reached the highest reward, or it no longer varies its answers",
             (stretch.evidence(), level.evidence(), before.evidence("mean before that")),
-            ("nothing, if that is the most there is to earn", "harder prompts, or fewer steps"),
+            ("nothing, if that is the highest possible reward", "harder prompts, or fewer steps"),
         )
     return Finding(
         "no_reward_signal",
@@ -44,15 +44,15 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
         "function gives a constant: it may read the wrong column, or a format that the model never writes",
         (stretch.evidence(), *((level.evidence(),) if len(level) else ())),
         (
-            "look at what is said and earned: the files in samples/, or: surefoot check RECIPE",
-            "begin with easier prompts, or with SFT on some right answers, so that a share of them is right",
-            "pay in part for what is partly right, or take more samples to each prompt (sampling.samples)",
+            "read the responses and their rewards: the files in samples/, or: surefoot check RECIPE",
+            "start with easier prompts, or with SFT on correct answers, so that some answers are right",
+            "reward partly right answers in part, or take more samples per prompt (sampling.samples)",
         ),
     )
 
 
 def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
-    """Most groups are silent for long."""
+    """Most groups have no signal for long."""
     width = curves.width(0.1, 5)
     if len(groups) < width:
         return None
@@ -62,18 +62,18 @@ def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
     return Finding(
         "few_groups_with_signal",
         "warning",
-        f"in {worst.values.mean():.0%} of the groups all responses earn the same: only the rest of the batch teaches anything",
+        f"in {worst.values.mean():.0%} of the groups all responses have the same reward: only the others give a gradient",
         "most prompts are too easy or too hard for the model as it is now",
         (worst.evidence(),),
         (
             "set sampling.rounds, which replaces such prompts",
-            "take prompts of another difficulty, or more samples to each (sampling.samples)",
+            "use prompts of another difficulty, or more samples per prompt (sampling.samples)",
         ),
     )
 
 
 def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """What is earned has not risen above its noise, or by less than a twentieth, since the start."""
+    """The return has not risen above its noise, or by less than a twentieth, since the start."""
     earned = earnings(curves, recipe)
     if len(earned) < 2 * curves.width(0.1, 5) or curves.steps < 0.2 * curves.planned:
         return None
@@ -81,19 +81,20 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     kl, entropy = curves["kl"], curves["entropy"]
     known = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
     still = len(kl) > 0 and known and float(kl.values.mean()) < 1e-6
-    # The return is a mean over many episodes, and drifts: hence a share of it too. What has not moved has not learned.
+    # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
+    # not learned.
     if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
         return None
     constant = float(np.ptp(earned.values)) == 0
     name = "return" if earned.metric == "episode_return" else "reward"
     how = f"has hardly risen: {in_words(first)} at first, {in_words(best)} at best"
     if constant:
-        how = f"has been {in_words(first)} all the time"
-        cause = "no reward that differs has been met: the agent has never seen what it should do more of"
+        how = f"has been {in_words(first)} throughout"
+        cause = "every reward so far is the same: the agent has never seen what it should do more often"
     elif still:
-        cause = "the policy hardly moves: each batch changes it by next to nothing"
+        cause = "the policy hardly moves: each batch changes it by almost nothing"
     else:
-        cause = "the policy moves, but not to where more is earned: the advantages are mostly noise, or it does not explore"
+        cause = "the policy moves, but not towards higher rewards: the advantages are mostly noise, or it does not explore"
     bounds = bounds_missed(curves, recipe)
     explore = (
         "objective.entropy_coefficient = 0.01"
@@ -101,7 +102,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         else ("a larger objective.entropy_coefficient")
     )
     tries = {
-        True: ("give a reward on the way, or begin episodes nearer to it", f"explore more: {explore}"),
+        True: ("reward intermediate steps, or start episodes nearer to the reward", f"explore more: {explore}"),
         False: (
             "larger batches, and normalise observations and rewards, so that advantages are less noise"
             if earned.metric == "episode_return"
@@ -117,7 +118,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     return Finding(
         "return_flat",
         "warning",
-        f"the {name} {how}, over {curves.steps:,} steps; if that is the best there is, nothing is wrong",
+        f"the {name} {how}, over {curves.steps:,} steps; if that is the highest possible, nothing is wrong",
         cause,
         (earned.evidence(), *(curve.evidence() for curve in seen if len(curve))),
         (*more, *tries),
@@ -125,7 +126,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 
 def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] | None:
-    """Where Box actions lie nearly all beyond their bounds, or all far within them: a cause, and what to try."""
+    """Cause and remedy if nearly all Box actions are outside their bounds, or all far inside them."""
     clipped = curves["actions_clipped"]
     stretched = not isinstance(recipe, ControlRecipe) or recipe.normalise.actions
     if not len(clipped):
@@ -133,18 +134,18 @@ def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] |
     share = float(clipped.values.mean())
     stretch = "set normalise.actions = true: −1 … 1 of the policy is then stretched over bounds that are finite"
     if share > 0.9:
-        cause = f"{share:.0%} of what the policy draws lies beyond the bounds of its actions, and is clipped to the same few"
-        here = "a smaller network.log_std; or, where a bound is infinite, actions of about ±1, by a wrapper of the environment"
+        cause = f"{share:.0%} of the sampled actions are outside the bounds, and are clipped to the same few values"
+        here = "a smaller network.log_std; or, if a bound is infinite, an environment wrapper for actions of about ±1"
         return cause, here if stretched else stretch
     if share < 1e-4 and not stretched:
-        return "no action comes near its bounds: the policy begins at about ±1, and they may be far wider", stretch
+        return "no action comes near its bounds: the policy starts at about ±1, and the bounds may be far wider", stretch
     return None
 
 
 def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Most of what had been gained is lost again."""
+    """More than half of the improvement is lost again."""
     earned = earnings(curves, recipe)
-    # Two values in each tenth: the first ones of a run are means over a handful of episodes, and alone make a peak.
+    # Two values in each tenth: the first values of a run are means over a few episodes, and one alone can be a peak.
     if len(earned) < 2 * curves.width(0.1, 10):
         return None
     blocks = earned.blocks()
@@ -158,9 +159,9 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     return Finding(
         "return_collapsed",
         "serious",
-        f"what was gained is lost again: from {in_words(means[top])} around step {int(blocks[top].steps[-1]):,} down to "
+        f"the improvement is lost again: from {in_words(means[top])} around step {int(blocks[top].steps[-1]):,} down to "
         f"{in_words(means[-1])}",
-        "an update took the policy to where it earns little, and what it collects there does not lead it back",
+        "an update moved the policy to where rewards are low, and the data collected there does not lead it back",
         (blocks[top].evidence(), blocks[-1].evidence(), *spikes),
         (
             "use the best checkpoint: it is in best/",
@@ -171,7 +172,7 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
 
 
 def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """The reward that is trained on rises while the truth, diversity or the knowledge of language falls."""
+    """The training reward rises while the gold score, diversity or held-out likelihood falls."""
     proxy = curves["reward"]
     if len(proxy) < 2 * curves.width(0.05, 5):
         return None
@@ -205,7 +206,7 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         "reward_hacked",
         "serious",
         f"the reward rises, from {in_words(first)} to {in_words(best)}, while {' and '.join(what for what, _ in lost)}",
-        "the policy has found answers that the reward overrates: a reward is right only near the texts that it was made from",
+        "the policy has found answers that the reward overrates: a learned reward is accurate only near its training data",
         (
             proxy.blocks()[0].evidence(),
             proxy.blocks()[-1].evidence(),
@@ -213,7 +214,7 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
             *((far.blocks()[-1].evidence(),) if len(far) else ()),
         ),
         (
-            f"{dearer(recipe)}, so that straying costs more",
+            f"{raise_kl_penalty(recipe)}, so that moving away from the reference costs more",
             "stop earlier (evaluation.patience), or take an earlier checkpoint",
             "train the reward model again on pairs of what the policy writes now",
         ),
@@ -221,7 +222,7 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 
 def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Responses end at the length limit and not by themselves."""
+    """Responses are truncated at the length limit."""
     ended = curves["eos_rate"]
     stretch = lasting_stretch(curves, ended, ended.values <= 0.02)
     limit = (
@@ -231,18 +232,18 @@ def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     )
     advice = (
         f"raise {limit}, if good answers are longer",
-        "see that the model has learned to end: SFT rows end in EOS; the chat template may want another end (sampling.stop)",
-        "see what reward.missing_eos makes of them: surefoot check RECIPE",
+        "check that the model has learned to end: SFT rows end in EOS; the chat template may need another end (sampling.stop)",
+        "check the effect of reward.missing_eos: surefoot check RECIPE",
     )
     if stretch is not None:
         treated = ""
         if isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos == "penalty":
-            treated = f"; all of them earn the penalty, {recipe.reward.missing_eos_value:g}, whatever they say"
+            treated = f"; all of them get the penalty, {recipe.reward.missing_eos_value:g}, whatever their text"
         return Finding(
             "responses_cut",
             "serious",
-            f"all responses are cut at the length limit, in {len(stretch)} iterations in a row{treated}",
-            "the limit is shorter than the answers, or the model does not know how to end",
+            f"all responses are truncated at the length limit, in {len(stretch)} iterations in a row{treated}",
+            "the limit is shorter than the answers, or the model has not learned to end",
             (stretch.evidence(),),
             advice,
         )
@@ -252,33 +253,33 @@ def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     return Finding(
         "responses_cut",
         "warning",
-        f"{1 - worst.values.mean():.0%} of the responses are cut at the length limit",
-        "the limit is short for these answers, or the policy has learned to ramble",
+        f"{1 - worst.values.mean():.0%} of the responses are truncated at the length limit",
+        "the limit is short for these answers, or the policy has learned to write too much",
         (worst.evidence(),),
         advice,
     )
 
 
 def normaliser_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Much of what the network sees, or learns from, is at the clip of the normaliser."""
+    """Many normalised observations or rewards are at the clip of the normaliser."""
     width = curves.width(0.05, 5)
     for name, what in (("observations_clipped", "observations"), ("rewards_clipped", "rewards")):
         curve = curves[name]
-        curve = curve.part(1, len(curve))  # in the first iteration the normaliser has seen nothing yet
+        curve = curve.part(1, len(curve))  # the normaliser has no statistics yet in the first iteration
         if len(curve) < width or (worst := curve.window(width, largest=True)).values.mean() <= 0.05:
             continue
         clip = f" = {recipe.normalise.clip:g}" if isinstance(recipe, ControlRecipe) else ""
         return Finding(
             "normaliser_saturated",
             "warning",
-            f"{worst.values.mean():.0%} of the normalised {what} are cut off at ±normalise.clip{clip}: differences beyond it "
-            "are not seen",
-            "these numbers have a few very large values, or have moved far from what the running mean and variance remember",
+            f"{worst.values.mean():.0%} of the normalised {what} are clipped at ±normalise.clip{clip}: larger values look "
+            "the same",
+            "a few values are very large, or the values have moved far from their running mean and variance",
             (worst.evidence(),),
             (
                 "raise normalise.clip",
-                f"scale {what} in the environment, by a logarithm where they span several sizes",
-                f"switch normalise.{what} off, where they are of order 1 by themselves",
+                f"scale {what} in the environment, by a logarithm if they span orders of magnitude",
+                f"set normalise.{what} = false, if they are of order 1 already",
             ),
         )
     return None
@@ -294,24 +295,24 @@ REWARD_CHECKS = (
 )
 
 
-# ---- what they share --------------------------------------------------------------------------------------------------
+# ---- shared --------------------------------------------------------------------------------------------------
 
 
 def earnings(curves: RunCurves, recipe: Recipe | None) -> Curve:
-    """What the run is for: the return of episodes, or the reward of responses; empty for rows that are given."""
+    """The return of episodes, or the reward of responses; empty for supervised runs."""
     episodes = curves["episode_return"]
     return episodes if len(episodes) else curves["reward"]
 
 
 def measures_kl(recipe: Recipe) -> bool:
-    """Whether an update knows how far it moved the policy: the KL of a batch's first step is measured before that step."""
+    """Whether the metric kl can differ from 0: the KL of a batch's first step is measured before that step."""
     reuse = recipe.objective.reuse
     steps = 0 if reuse is None else reuse.epochs * reuse.minibatches
     return steps > 1 or recipe.objective.constraint is not None
 
 
-def dearer(recipe: Recipe | None) -> str:
-    """What to do so that straying from the reference costs more. Where β is adapted, that of the recipe is only the first."""
+def raise_kl_penalty(recipe: Recipe | None) -> str:
+    """The remedy that raises the KL penalty. With an adaptive β, the recipe has only its first value."""
     if not isinstance(recipe, LanguageRecipe):
         return "raise reference.beta, or set reference.target"
     settings = recipe.reference
@@ -319,11 +320,11 @@ def dearer(recipe: Recipe | None) -> str:
         return (
             f"lower reference.target (it is {settings.target:g} nats per response), or reference.horizon ({settings.horizon:,})"
         )
-    return f"raise reference.beta (it is {settings.beta:g}), or set reference.target to what a response may spend"
+    return f"raise reference.beta (it is {settings.beta:g}), or set reference.target, the KL per response"
 
 
 def rise(curve: Curve) -> tuple[float, float, float]:
-    """Where a curve began, the best three neighbouring blocks after that, and its noise."""
+    """The first block, the best mean of three neighbouring blocks after it, and the noise."""
     means = [float(block.values.mean()) for block in curve.blocks()]
     later = means[1:] or means
     near = [sum(later[i : i + 3]) / len(later[i : i + 3]) for i in range(max(1, len(later) - 2))]
@@ -337,7 +338,7 @@ def fall(curve: Curve) -> tuple[float, float, float]:
 
 
 def ends(curve: Curve) -> tuple[float, float] | None:
-    """The means of the first and of the last block; None for less than five values."""
+    """The means of the first and the last block; None for fewer than five values."""
     if len(curve) < 5:
         return None
     blocks = curve.blocks()
@@ -345,8 +346,9 @@ def ends(curve: Curve) -> tuple[float, float] | None:
 
 
 def lasting_stretch(curves: RunCurves, curve: Curve, holds: object) -> Curve | None:
-    """The last longest run of neighbouring values of which something holds, of those that are no accident: ``IN_A_ROW`` long
-    where it goes on until now, a tenth of the run where it is over. None where there is no such.
+    """The longest run of neighbouring values for which ``holds`` is true, the last one if several are equal.
+
+    A run that continues until now needs ``IN_A_ROW`` values, one that is over a tenth of the run; None if there is none.
     """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(holds, bool), [False]]).astype(int)))
     starts, stops = edges[::2], edges[1::2]

@@ -1,8 +1,8 @@
-"""Rules about how θ moves: too far, not at all, from a wrong start, towards one action; and a critic that misleads."""
+"""Checks of updates: steps that are too large or too small, a wrong start, collapsed entropy, and a poor critic."""
 
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.diagnostics.finding import Curve, Finding, RunCurves, in_words
-from surefoot.diagnostics.reward_findings import CLEAR, dearer, earnings, ends, rise
+from surefoot.diagnostics.reward_findings import CLEAR, earnings, ends, raise_kl_penalty, rise
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
@@ -12,7 +12,7 @@ NORMAL = 1.4189
 
 
 def critic_misleads(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Explained variance negative for long, where returns differ enough for that to mean something."""
+    """Explained variance is negative for long, although returns differ enough to be predicted."""
     explained, loss = curves["explained_variance"], curves["value_loss"]
     width = curves.width(0.1, 10)
     late = explained.after(0.1 * curves.planned)
@@ -22,29 +22,29 @@ def critic_misleads(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     mean = float(worst.values.mean())
     if mean >= -0.1 or (worst.values < 0).mean() < 0.8:
         return None
-    # Var(R̂ − V) is about the value loss, so this is about Var(R̂): where it is next to nothing, so is what can be explained.
+    # Var(R̂ − V) is about the value loss, so this is about Var(R̂): if it is almost 0, there is nothing to explain.
     there = loss.after(worst.steps[0] - 1).until(worst.steps[-1])
     if not len(there) or there.values.mean() / (1 - mean) < 0.01 * loss.values.max():
         return None
     return Finding(
         "critic_misleads",
         "warning",
-        f"the critic is worse than a constant for long: explained variance {in_words(mean)}, so that its baseline adds "
-        "noise to the advantages instead of taking it away",
-        "the critic does not keep up with the policy, or returns are on a scale that its learning rate can't reach",
+        f"the critic is worse than a constant for long: explained variance {in_words(mean)}, so its baseline adds "
+        "noise to the advantages instead of removing it",
+        "the critic does not keep up with the policy, or its learning rate is too low for the scale of the returns",
         (worst.evidence(), there.evidence()),
         (
             "normalise rewards (normalise.rewards) or scale them to order 1"
             if not isinstance(recipe, LanguageRecipe)
             else ("scale the reward to order 1 (the weight of reward.terms)"),
             "a higher optimizer.critic_learning_rate, or objective.value_coefficient, or more epochs",
-            "larger batches; objective.gae_lambda nearer to 1 relies on the critic less",
+            "larger batches; objective.gae_lambda nearer to 1 uses the critic less",
         ),
     )
 
 
 def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """The policy has settled on one answer or action without earning more by it."""
+    """The policy has settled on few answers or actions without a higher reward."""
     entropy = curves["entropy"]
     change = ends(entropy)
     if change is None or len(entropy) < curves.width(0.1, 5):
@@ -54,11 +54,11 @@ def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | Non
     if not collapsed:
         return None
     alike, earned = ends(curves["repeated"]), earnings(curves, recipe)
-    if not len(earned):  # learning from rows that are given: to grow sure of them is the aim
+    if not len(earned):  # a supervised run: low entropy is the aim
         return None
     began, best, noise = rise(earned)
     same_answers = alike is not None and alike[1] >= 0.5 and alike[1] > alike[0] + 0.25
-    if not same_answers and best - began > CLEAR * noise:  # it knows what to do, and is rightly sure of it
+    if not same_answers and best - began > CLEAR * noise:  # low entropy with a higher reward is success
         return None
     blocks = entropy.blocks()
     bonus = 0.0 if recipe is None else recipe.objective.entropy_coefficient
@@ -68,8 +68,8 @@ def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | Non
         "entropy_collapsed",
         "serious",
         f"the policy has settled on few {answers}: entropy fell from {in_words(first)} to {in_words(last)} nats"
-        + ("" if same_answers else " and no more is earned than before"),
-        "updates reinforced what happened to be sampled first; now little else is sampled, so nothing better can be found",
+        + ("" if same_answers else " and the reward is no higher than before"),
+        "updates reinforced the first samples; now little else is sampled, so nothing better can be found",
         (blocks[0].evidence(), blocks[-1].evidence(), *also, earned.evidence()),
         (
             f"objective.entropy_coefficient = {0.01 if bonus < 0.01 else 2 * bonus:g} (it is {bonus:g})",
@@ -88,7 +88,7 @@ def settled_density(first: float, last: float, recipe: Recipe | None) -> bool:
 
 
 def kl_runaway(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """The policy leaves π_old by far on every batch."""
+    """Each batch moves the policy far from π_old."""
     kl, width = curves["kl"], curves.width(0.05, 5)
     if len(kl) < width:
         return None
@@ -101,21 +101,21 @@ def kl_runaway(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     return Finding(
         "kl_runaway",
         "serious" if mean > 0.5 else "warning",
-        f"each batch moves the policy far from the one that sampled it: KL(π_old‖π_θ) {in_words(mean)}, "
+        f"each batch moves the policy far from the policy that sampled it: KL(π_old‖π_θ) {in_words(mean)}, "
         "where 0.01 to 0.05 is usual",
-        "the steps are too large or too many for one batch; the clip removes the push of samples that have gone far, but "
+        "the steps are too large or too many for one batch; the clip removes the gradient of samples with a far ratio, but "
         "nothing pulls them back",
         (worst.evidence(), *((outside.evidence(),) if len(outside) else ())),
         (
             f"a lower optimizer.learning_rate{rate}",
-            "objective.target_kl = 0.02, which ends the passes over a batch in time",
+            "objective.target_kl = 0.02, which ends the epochs over a batch in time",
             "fewer objective.reuse.epochs",
         ),
     )
 
 
 def left_reference(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """The policy has gone far from its reference."""
+    """The policy is far from its reference."""
     per_token, per_response = curves["kl_reference"], curves["kl_reference_response"]
     width = curves.width(0.05, 3)
     if len(per_token) < width or len(per_response) < width:
@@ -126,11 +126,11 @@ def left_reference(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     return Finding(
         "left_reference",
         "warning",
-        f"the policy has left the reference far behind: {in_words(float(token.values.mean()))} nats per token, "
+        f"the policy is far from the reference: {in_words(float(token.values.mean()))} nats per token, "
         f"{in_words(float(response.values.mean()))} per response",
-        "the reward pays more for straying than the anchor charges; out there the reward is guesswork and the language may go",
+        "the reward outweighs the KL penalty; far from the reference the reward is unreliable, and the language may degrade",
         (token.evidence(), response.evidence()),
-        (dearer(recipe), "a lower optimizer.learning_rate"),
+        (raise_kl_penalty(recipe), "a lower optimizer.learning_rate"),
     )
 
 
@@ -148,24 +148,24 @@ def negative_kl(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
             "negative_kl",
             "warning",
             f"the KL to the reference is estimated below zero for long ({in_words(float(worst.values.mean()))} nats per "
-            "token), which no KL can be: its samples are not drawn from the policy as it is scored",
-            "mean log π − log π_ref is the KL only for samples of π itself. A sampler that cuts the tail, works at another "
-            "temperature or is stale, or responses that are left out of the mean, make it something else",
+            "token), which is impossible for a KL: the samples are not drawn from the policy that is scored",
+            "mean log π − log π_ref is the KL only for samples of π itself, not for a sampler that cuts the tail, has another "
+            "temperature or old weights, nor if responses are left out of the mean",
             (worst.evidence(), here.evidence("least")),
             (
-                "look at sampler_gap: how far the sampler's probabilities are from the trainer's",
-                "set sampling.old_log_probs = 'trainer' and precision = 'float32', and see whether it goes away",
+                "check sampler_gap, the difference between the probabilities of sampler and trainer",
+                "set sampling.old_log_probs = 'trainer' and precision = 'float32', and check whether it disappears",
             ),
         )
     return Finding(
         "negative_kl",
         "note",
         f"the KL to the reference was estimated below zero in {int(below.sum())} of {len(kl)} iterations; this is chance, "
-        "and no fault",
-        "a KL is never negative, but its estimate from samples, mean log π − log π_ref, has noise: while the policy is still "
-        "close to the reference, a batch can come out on either side of zero",
+        "not an error",
+        "a KL is never negative, but its estimate from samples, mean log π − log π_ref, has noise: while the policy is "
+        "close to the reference, a batch can have either sign",
         (here.evidence("least"), kl.evidence()),
-        ("nothing; more responses per iteration make the estimate steadier",),
+        ("nothing; more responses per iteration reduce the noise",),
     )
 
 
@@ -184,8 +184,8 @@ def clip_idle(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         "clip_idle",
         "note",
         f"the clip is almost never active ({in_words(float(middle.values.mean()))} of samples): the updates are so small that "
-        "nothing needs holding back",
-        "a small learning rate, or one pass over each batch; the method then is an actor-critic without a trust region",
+        "no ratio leaves the clip band",
+        "a small learning rate, or one epoch per batch; the algorithm is then an actor-critic without a trust region",
         (middle.evidence(), *((kl.evidence(),) if len(kl) else ())),
         (
             "if learning is slow: a higher optimizer.learning_rate, or more objective.reuse.epochs",
@@ -195,38 +195,37 @@ def clip_idle(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 
 def clip_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """The clip silences most of the batch."""
+    """The clip zeroes the gradient of much of the batch."""
     active, width = before_band_closes(curves["clip_active"], curves, recipe), curves.width(0.1, 5)
     if len(active) < width:
         return None
     worst = active.window(width, largest=True)
-    if worst.values.mean() <= 0.3:  # more than half of a batch can hardly be: what moved the wrong way is never clipped
+    if worst.values.mean() <= 0.3:  # more than half is rare: samples that moved the wrong way are never clipped
         return None
     epochs = "" if recipe is None or recipe.objective.reuse is None else f" (it is {recipe.objective.reuse.epochs})"
     kl = curves["kl"].after(worst.steps[0] - 1).until(worst.steps[-1])
     return Finding(
         "clip_saturated",
         "warning",
-        f"the clip switches off the gradient of {worst.values.mean():.0%} of the samples: the later passes over a batch do "
-        "little",
-        "the policy reaches the edge of the band long before the passes over the batch are over",
+        f"the clip zeroes the gradient of {worst.values.mean():.0%} of the samples: the later epochs over a batch do little",
+        "the policy reaches the edge of the clip band long before the last epoch over the batch",
         (worst.evidence(), *((kl.evidence(),) if len(kl) else ())),
         (
             f"fewer objective.reuse.epochs{epochs}",
             "a lower optimizer.learning_rate",
-            "objective.target_kl = 0.02, which ends the passes when they are of no more use",
+            "objective.target_kl = 0.02, which ends the epochs once they change little",
         ),
     )
 
 
 def before_band_closes(curve: Curve, curves: RunCurves, recipe: Recipe | None) -> Curve:
-    """Without the last fifth, where a linear schedule has the band shrink to nothing."""
+    """The curve without its last fifth, in which a linear schedule shrinks the clip band to 0."""
     clip = None if recipe is None else recipe.objective.clip
     return curve if clip is None or clip.schedule != "linear" else curve.until(0.8 * curves.planned)
 
 
 def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Before anything moved, the ratio was not 1."""
+    """The ratio was not 1 before the first step of a batch."""
     ratio = curves["ratio_at_start"]
     off = abs(ratio.values - 1)
     if not len(ratio) or off.max() <= START_TOLERANCE:
@@ -238,23 +237,23 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         "wrong_start",
         "note" if rounded else "serious",
         f"before any step was taken a ratio was already {in_words(float(ratio.values[furthest]))}: training scores actions "
-        "otherwise than the rollout did",
+        "differently from the rollout",
         "bfloat16 rounds the two passes differently; ratios, clip fractions and KL have that much noise"
         if rounded
         else "something in the policy depends on more than the sample: dropout, a normaliser that has moved, batch statistics, "
-        "another temperature, or log-probabilities of another program",
+        "another temperature, or log-probabilities from other software",
         (here.evidence("furthest from 1"),),
-        ("precision = 'float32' has none of it",)
+        ("precision = 'float32', which has no such noise",)
         if rounded
         else (
-            "switch dropout and batch normalisation off in a network of your own",
-            "sampling.old_log_probs = 'trainer', where a sampler computes in another way",
+            "switch off dropout and batch normalisation in a custom network",
+            "sampling.old_log_probs = 'trainer', if the sampler computes differently",
         ),
     )
 
 
 def passes_end_at_once(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """target_kl ends the first pass on almost every batch."""
+    """target_kl ends the first epoch of almost every batch."""
     stopped, epochs = curves["stopped_early"], curves["epochs"]
     width = curves.width(0.1, 10)
     if len(stopped) < width or len(epochs) != len(stopped):
@@ -267,23 +266,23 @@ def passes_end_at_once(curves: RunCurves, recipe: Recipe | None) -> Finding | No
     return Finding(
         "passes_end_at_once",
         "warning",
-        f"objective.target_kl{target} ends the first pass over almost every batch: most of what is collected is never used",
-        "one pass already moves the policy further than that",
+        f"objective.target_kl{target} ends the first epoch of almost every batch: most of the data is never used",
+        "a single epoch moves the policy further than that",
         (worst.evidence(),),
         ("a lower optimizer.learning_rate", "a higher objective.target_kl, or larger minibatches"),
     )
 
 
 def no_step_taken(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """TRPO's line search gives most steps up."""
+    """TRPO's line search rejects most steps."""
     taken, width = curves["step_taken"], curves.width(0.1, 10)
     if len(taken) < width or (worst := taken.window(width, largest=False)).values.mean() >= 0.5:
         return None
     return Finding(
         "no_step_taken",
         "warning",
-        f"only {worst.values.mean():.0%} of the natural steps are taken: of the others no length improves within δ",
-        "the gradient is mostly noise, or the quadratic picture of the KL does not hold for so long a step",
+        f"only {worst.values.mean():.0%} of the natural steps are taken: for the others, no length improves the surrogate within δ",
+        "the gradient is mostly noise, or the quadratic approximation of the KL fails for such long steps",
         (worst.evidence(),),
         ("larger batches", "more trust_region.damping, or more tries", "normalise observations"),
     )
