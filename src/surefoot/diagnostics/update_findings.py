@@ -281,7 +281,7 @@ def no_step_taken(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     return Finding(
         "no_step_taken",
         "warning",
-        f"only {worst.values.mean():.0%} of the natural steps are taken: no length improves the surrogate within δ for the others",
+        f"only {worst.values.mean():.0%} of the natural steps are taken: otherwise no length improves the surrogate within δ",
         "the gradient is mostly noise, or the quadratic approximation of the KL fails for such long steps",
         (worst.evidence(),),
         ("larger batches", "more trust_region.damping, or more tries", "normalise observations"),
