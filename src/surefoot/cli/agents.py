@@ -59,7 +59,7 @@ def evaluate(
     kind = kind_of(run)
     if kind != "control":
         unused = ("episodes", "task") if kind == "language" else ("episodes", "task", "seed")  # a held-out loss draws nothing
-        reject_options(unused, f"{run} is evaluated as a model on held-out rows: --data, --rows")
+        reject_options(unused, f"{run} is a model, evaluated on held-out rows: --data, --rows")
         from surefoot.language.analysis.evaluate import evaluate_run, table
 
         result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(samples, k, threshold, after))
@@ -68,7 +68,9 @@ def evaluate(
         else:
             echo(table(result))
         return
-    reject_options(("rows_file", "rows", "samples", "k", "threshold", "after"), f"{run} is evaluated as an agent in --episodes")
+    reject_options(
+        ("rows_file", "rows", "samples", "k", "threshold", "after"), f"{run} is an agent, evaluated with --episodes and --task"
+    )
     from surefoot.runs import api
 
     played = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
@@ -124,9 +126,7 @@ def watch(
     if traced is not None:
         from surefoot.control.video.traced import film_traces
 
-        reject_options(
-            ("episodes", "seed", "out", "max_steps", "checkpoint", "task"), "--traced films episodes of the training"
-        )
+        reject_options(("episodes", "seed", "out", "max_steps", "checkpoint", "task"), "--traced films episodes from training")
         for line in film_traces(run, traced, size=pixels, fps=fps, caption=not no_caption):
             echo(line)
         return

@@ -62,7 +62,7 @@ def check_run(folder: Path, as_json: bool) -> int:
         table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
         echo_json({**table, "findings": [finding.to_json() for finding in findings]})
     elif not findings:
-        short = "; too few to judge a run by" if len(run.rows) < ENOUGH_ITERATIONS else ""
+        short = "; too few for findings" if len(run.rows) < ENOUGH_ITERATIONS else ""
         echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps{short}")
     else:
         echo("\n\n".join("\n".join(finding.text) for finding in findings))
