@@ -24,7 +24,7 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_types_recipes_and_licence(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"surefoot/py.typed", "surefoot/recipes/cartpole.toml", "surefoot/recipes/mujoco.toml"} <= names
+    assert {"surefoot/py.typed", "surefoot/recipes/presets/mujoco.toml", "surefoot/cli/scaffold/control/recipe.toml"} <= names
     static = "surefoot/inspector/static"
     assert {f"{static}/clip.js", f"{static}/vendor/uPlot.esm.js", f"{static}/vendor/uPlot.LICENSE"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
