@@ -354,16 +354,16 @@ def test_a_base_that_has_changed_or_gone_is_refused(files: dict[str, str], folde
     given.pop("kind")
     surefoot.train("sft", run_dir=tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 16, **given)
     write_folder(model, "llama", seed=7)
-    with pytest.raises(SurefootError, match=r"base model=.*is not what it was"):
+    with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
         surefoot.resume(tmp_path / "run")
-    with pytest.raises(SurefootError, match=r"base model=.*is not what it was"):
+    with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
         surefoot.load(tmp_path / "run")
-    with pytest.raises(SurefootError, match=r"base model=.*is not what it was"):
+    with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
         evaluate_run(tmp_path / "run")
     shutil.rmtree(model)
     with pytest.raises(SurefootError, match="no such folder"):
         surefoot.resume(tmp_path / "run")
-    with pytest.raises(SurefootError, match=r"holds an adapter, whose base can't be loaded: .*no such folder"):
+    with pytest.raises(SurefootError, match=r"contains an adapter whose base can't be loaded: .*no such folder"):
         surefoot.load(tmp_path / "run")
 
 
@@ -385,7 +385,7 @@ def test_the_code_of_a_checkpoints_base_runs_only_where_who_loads_it_says_so(
     where = checkpoint_to_load(tmp_path / "run")
     trees = load_checkpoint(where)
     trees["recipe"]["trust_remote_code"], trees["base"]["model"] = True, str(evil)
-    with pytest.raises(SurefootError, match="program code that comes with it, which is not run"):
+    with pytest.raises(SurefootError, match="its own Python code, which is not run by default"):
         from_trees(trees, where)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(SurefootError, match="RuntimeError: ran"):
@@ -393,7 +393,7 @@ def test_the_code_of_a_checkpoints_base_runs_only_where_who_loads_it_says_so(
     (tmp_path / "ran").unlink()
     save_checkpoint(where, trees)
     words = ("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))
-    assert "program code that comes with it, which is not run" in command(*words)[2]
+    assert "its own Python code, which is not run by default" in command(*words)[2]
     assert not (tmp_path / "ran").exists()
     assert "RuntimeError: ran" in command(*words, "--trust-remote-code")[2]
 
@@ -404,7 +404,7 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
     started("sft", files, folders["llama"], tmp_path / "run", adapter={**SMALL, "merge": False})
     assert (tmp_path / "run" / "adapter").is_dir()
     assert not (tmp_path / "run" / "model").exists()
-    with pytest.raises(SurefootError, match="left an adapter alone; merge it: surefoot merge"):
+    with pytest.raises(SurefootError, match="saved only an adapter; merge it: surefoot merge"):
         SupervisedWorld(make_recipe(table("sft", files, tmp_path / "run")))  # type: ignore[arg-type]
     assert command("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))[0] == 0
     torch.testing.assert_close(
@@ -459,10 +459,10 @@ def test_layers_that_the_model_has_not_are_refused_with_those_it_has(files: dict
 def test_without_peft_the_extra_is_named(
     files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from surefoot.language import optional
+    from surefoot.language import extras
 
-    real = optional.importlib.util.find_spec
-    monkeypatch.setattr(optional.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
+    real = extras.importlib.util.find_spec
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
     with pytest.raises(SurefootError, match=r"adapter needs peft, which is not installed; run: pip install .*\[adapters\]'"):
         SupervisedWorld(make_recipe(table("sft", files, folders["llama"])))  # type: ignore[arg-type]
 

@@ -147,8 +147,8 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         assert part in err
 
 
-CAUSAL = "give a causal language model"
-OTHER = "has another vocabulary than model="
+CAUSAL = "use a causal language model"
+OTHER = "its vocabulary differs from that of model="
 BELONG = "ids go up to 273 and the model has embeddings for 102 tokens"
 NO_TEMPLATE = "line 1: messages need a chat template and this tokenizer has none; use plain text, or another model"
 CASES: list[tuple[list[str], tuple[str, ...]]] = [
@@ -158,16 +158,16 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (supervised("sft", "M/wordless"), ("model='M/wordless': has no tokenizer", "copy the whole folder")),
     (supervised("sft", "M/half-wordless"), ("model='M/half-wordless': its tokenizer can't be read", "copy the whole folder")),
     (supervised("sft", "M/cut"), ("model='M/cut': can't be read", "copy the whole folder again")),
-    (supervised("sft", "M/encoder"), ("model='M/encoder': is of another kind (BertModel)", CAUSAL)),
-    (supervised("sft", "M/filler"), ("model='M/filler': is of another kind (BertForMaskedLM)", CAUSAL)),
-    (supervised("sft", "M/translator"), ("model='M/translator': is of another kind (T5For", CAUSAL)),
+    (supervised("sft", "M/encoder"), ("model='M/encoder': is not causal (BertModel)", CAUSAL)),
+    (supervised("sft", "M/filler"), ("model='M/filler': is not causal (BertForMaskedLM)", CAUSAL)),
+    (supervised("sft", "M/translator"), ("model='M/translator': is not causal (T5For", CAUSAL)),
     (supervised("sft", "M/scores-whole"), ("model='M/scores-whole': is a reward model", CAUSAL)),
     (supervised("sft", "M/bert"), ("model='M/bert': its logits depend on later tokens", CAUSAL)),
     (supervised("reward", "M/bert"), ("model='M/bert': its logits depend on later tokens", CAUSAL)),
     (online("M/bert"), ("model='M/bert': its logits depend on later tokens", CAUSAL)),
     (["generate", "M/bert", "--prompt", "x"], ("model='M/bert': its logits depend on later tokens", CAUSAL)),
     (["data", "preview", "rows.jsonl", "--model", "M/bert"], ("model='M/bert': its logits depend on later tokens", CAUSAL)),
-    (supervised("sft", "M/larger"), ("model='M/larger': the tokenizer's", BELONG, "take the tokenizer from where")),
+    (supervised("sft", "M/larger"), ("model='M/larger': the tokenizer's", BELONG, "copy the tokenizer of this model")),
     (online(data="long"), ("long.jsonl: every one of its 8 rows is dropped", "128, less sampling.max_tokens=3; shorten")),
     (supervised("sft", "M/whole", "long-rows"), ("long-rows.jsonl: every one", "the model's context is 128; shorten them")),
     (online("M/whole", '{ function = "rewards.py:fine" }', "long", "--data.max-length", "64"), ("max_length=64; raise it",)),
@@ -192,10 +192,13 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
         [*online(), "--critic.own-model", "true", "--critic.start", "M/scores-larger"],
         ("critic.start='M/scores-larger'", BELONG),
     ),
-    ([*online(), "--critic.own-model", "true", "--critic.start", "M/whole"], ("critic.start='M/whole'", "is no reward model")),
-    (scored("scores-larger"), ("reward.terms[0].model='M/scores-larger'", BELONG, "take the tokenizer from where")),
-    (scored("scores-headless"), ("reward.terms[0].model='M/scores-headless'", "is no reward model; train one with kind")),
-    (scored("whole"), ("reward.terms[0].model='M/whole'", "is no reward model; train one with kind")),
+    (
+        [*online(), "--critic.own-model", "true", "--critic.start", "M/whole"],
+        ("critic.start='M/whole'", "is not a reward model"),
+    ),
+    (scored("scores-larger"), ("reward.terms[0].model='M/scores-larger'", BELONG, "copy the tokenizer of this model")),
+    (scored("scores-headless"), ("reward.terms[0].model='M/scores-headless'", "is not a reward model; train one with kind")),
+    (scored("whole"), ("reward.terms[0].model='M/whole'", "is not a reward model; train one with kind")),
     (scored("nowhere"), ("reward.terms[0].model='M/nowhere'", "no such folder; a reward model is")),
     (
         online("M/whole", '{ function = "rewards.py:gone" }'),

@@ -108,7 +108,7 @@ def test_dry_run_tells_parameters_rows_and_updates_of_each_kind(command: Command
     ("words", "parts"),
     [
         (("generate", "nowhere", "--prompt", "x"), ("model='nowhere'",)),
-        (("generate", "RUNS/reward", "--prompt", "x"), ("kind = 'reward'", "writes no text")),
+        (("generate", "RUNS/reward", "--prompt", "x"), ("kind = 'reward'", "generates no text")),
         (("generate", "RUNS/sft"), ("--prompt TEXT or --file FILE",)),
         (("train", "sft"), ("model: is missing", "model = 'pocket'")),
         (("train", "sft", "--model", "pocket"), ("data: is missing", "rows.jsonl")),
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_would_write_outside_its_folder_is_refused(runs: Path,
     for name in ("../escaped.json", str(tmp_path / "escaped.json"), "code.py"):
         trees = load_checkpoint(where)
         trees["model"]["tokenizer"][name] = "{}"
-        with pytest.raises(SurefootError, match="never written"):
+        with pytest.raises(SurefootError, match="never writes"):
             from_trees(trees, where)
     assert not list(tmp_path.iterdir())
 

@@ -91,9 +91,9 @@ def test_a_file_that_is_not_there_or_not_what_its_name_says_is_one_line(tmp_path
     with pytest.raises(SurefootError, match=r"trian\.jsonl: no such file; did you mean '.*train\.jsonl'\?$"):
         read_rows(tmp_path / "trian.jsonl")
     (tmp_path / "a.parquet").write_text("no")
-    with pytest.raises(SurefootError, match=r"a\.parquet: is no Parquet file that can be read \(ArrowInvalid"):
+    with pytest.raises(SurefootError, match=r"a\.parquet: can't be read as Parquet \(ArrowInvalid"):
         read_rows(tmp_path / "a.parquet")
-    with pytest.raises(SurefootError, match=r"is a folder that datasets did not save \(no state\.json\)"):
+    with pytest.raises(SurefootError, match=r"was not saved by datasets \(no state\.json\)"):
         read_rows(tmp_path)
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.parquet"}]}')
     with pytest.raises(SurefootError, match=r"can't be read \(ArrowInvalid"):
@@ -107,7 +107,7 @@ def test_several_splits_are_named(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     split = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "both")
-    with pytest.raises(SurefootError, match=r"both: holds a folder per split \(test, train\); give one of them$"):
+    with pytest.raises(SurefootError, match=r"both: contains one folder per split \(test, train\); give one of them$"):
         read_rows(tmp_path / "both")
     assert len(read_rows(tmp_path / "both" / "train")) == 3
 

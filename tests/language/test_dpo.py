@@ -261,5 +261,5 @@ def test_a_reference_with_another_vocabulary_is_refused(folders: dict[str, Path]
     a, b = list(vocabulary)[40:42]
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     path.write_text(json.dumps(told))
-    with pytest.raises(SurefootError, match="another vocabulary"):
+    with pytest.raises(SurefootError, match="its vocabulary differs"):
         SupervisedWorld(recipe(folders["llama"], pairs(tmp_path / "p.jsonl"), reference={"model": str(other)}))

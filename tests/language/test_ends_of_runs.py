@@ -188,7 +188,7 @@ def test_a_run_is_not_resumed_on_other_rows(kind: str, files: Path) -> None:
     path = Path(fields(kind, files)["data"]["train"])
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[1:] + lines[:1]))
-    with pytest.raises(SurefootError, match=r"data\.train='.*\.jsonl': is not what it was at the checkpoint"):
+    with pytest.raises(SurefootError, match=r"data\.train='.*\.jsonl': its content has changed since the checkpoint"):
         surefoot.resume(run)
 
 
@@ -198,7 +198,7 @@ def test_a_run_is_not_resumed_or_judged_against_another_reference(files: Path) -
     shutil.rmtree(files / "model")
     write_folder(files / "model", "llama", seed=2)
     for again in (surefoot.resume, evaluate_run):
-        with pytest.raises(SurefootError, match=r"reference of model='.*': is not what it was"):
+        with pytest.raises(SurefootError, match=r"reference of model='.*': its content has changed"):
             again(run)
 
 
@@ -209,7 +209,7 @@ def test_a_run_is_not_resumed_with_another_reward_model(files: Path) -> None:
     run = cut_short("language", files, reward=terms)
     shutil.rmtree(files / "scores" / "model")
     shutil.copytree(files / "others" / "model", files / "scores" / "model")
-    with pytest.raises(SurefootError, match=r"reward\.terms model='.*': is not what it was"):
+    with pytest.raises(SurefootError, match=r"reward\.terms model='.*': its content has changed"):
         surefoot.resume(run)
 
 

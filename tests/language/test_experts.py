@@ -1,4 +1,4 @@
-"""Mixtures of experts: what an adapter is beside is said, it reaches experts, and the router's loss is transformers' own."""
+"""Mixtures of experts: a summary names the adapted layers, experts can be adapted, and the router's loss is transformers' own."""
 
 import json
 from pathlib import Path
@@ -141,20 +141,20 @@ def test_what_an_adapter_is_beside_and_what_it_leaves_frozen_is_said(mixture: Pa
     base.add(POLICY, AdapterSettings(rank=2, targets=("q_proj", "v_proj")))
     trained = sum(p.numel() for _, p in base.parameters(POLICY))
     assert base.summary() == (
-        f"adapter: beside q_proj, v_proj (4 matrices); {trained:,} parameters are trained, {size / (size + trained):.2%} of "
-        "all are frozen, the experts among them (down_proj, gate_up_proj: name them in adapter.targets)"
+        f"adapter: on q_proj, v_proj (4 matrices); {trained:,} parameters are trained, {size / (size + trained):.2%} of "
+        "all are frozen, including the experts (down_proj, gate_up_proj: name them in adapter.targets)"
     )
     model, _ = load_model(mixture)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
-    assert base.summary().startswith("adapter: beside q_proj, down_proj, gate_up_proj (")
+    assert base.summary().startswith("adapter: on q_proj, down_proj, gate_up_proj (")
     assert base.summary().endswith("% of all are frozen")
 
 
 def test_experts_with_dropout_and_matrices_that_are_not_there_are_refused(mixture: Path) -> None:
     model, _ = load_model(mixture)
     with pytest.raises(
-        SurefootError, match=r"^adapter.dropout=0.1: experts \(down_proj, gate_up_proj\) can't have one; set 0$"
+        SurefootError, match=r"^adapter.dropout=0.1: experts \(down_proj, gate_up_proj\) don't support dropout; set 0$"
     ):
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=EXPERTS, dropout=0.1))
     model, _ = load_model(mixture)
@@ -169,9 +169,7 @@ def test_roles_with_other_experts_are_refused_and_those_without_are_not(mixture:
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
     base.add(VALUE, AdapterSettings(rank=2, targets=("q_proj",)))
-    with pytest.raises(
-        SurefootError, match=r"^adapter of the judge: is beside experts.down_proj, and that of the policy beside"
-    ):
+    with pytest.raises(SurefootError, match=r"^adapter of the judge: adapts experts.down_proj, but that of the policy adapts"):
         base.add("judge", AdapterSettings(rank=2, targets=("experts.down_proj",)))
 
 
@@ -180,7 +178,7 @@ def test_an_adapter_that_the_model_would_read_past_is_refused(mixture: Path, mon
     experts = model.model.layers[1].mlp.experts
     kind = type(model.model.layers[1].mlp)
     monkeypatch.setattr(kind, "forward", lambda self, hidden, *_: experts.down_proj.sum() * 0 + hidden)
-    with pytest.raises(SurefootError, match=r"^adapter.targets='.*': .*Model reads it past its module, .*; leave it out$"):
+    with pytest.raises(SurefootError, match=r"^adapter.targets='.*': .*Model bypasses its module, .*; leave it out$"):
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
 
 

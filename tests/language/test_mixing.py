@@ -138,7 +138,7 @@ def test_demonstrations_that_changed_since_the_checkpoint_are_refused(
     settings = fields(files, folders["llama"], 0.1, steps=32, mixing=mixing, objective={"reuse": ONCE})
     surefoot.train("language", run_dir=tmp_path / "run", callback=lambda metrics: True, **settings)
     (files / "shown.jsonl").write_text((files / "rows.jsonl").read_text().replace("says", "cried"))
-    with pytest.raises(SurefootError, match=r"mixing\.demonstrations=.*is not what it was at the checkpoint"):
+    with pytest.raises(SurefootError, match=r"mixing\.demonstrations=.*its content has changed since the checkpoint"):
         surefoot.resume(tmp_path / "run")
 
 

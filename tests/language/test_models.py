@@ -370,7 +370,7 @@ def test_a_models_own_code_is_not_run_unless_asked(tmp_path: Path, monkeypatch: 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto, "architectures": ["Own"]}))
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tiny.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(SurefootError, match=r"program code .*set trust_remote_code = true if you trust it$"):
+    with pytest.raises(SurefootError, match=r"Python code .*set trust_remote_code = true if you trust it$"):
         load_model(tmp_path)
     assert not Path("ran").exists()
     with pytest.raises(SurefootError, match="RuntimeError: ran"):
@@ -424,7 +424,7 @@ def test_a_failed_save_leaves_the_older_model(
 def test_a_folder_of_something_else_is_not_written_over(folders: dict[str, Path], tmp_path: Path) -> None:
     model, tokenizer = load_model(folders["llama"])
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(SurefootError, match="holds something that is not a model"):
+    with pytest.raises(SurefootError, match="contains something that is not a model"):
         save_model(model, tokenizer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -417,7 +417,7 @@ def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_refuse
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(told))
     short = write_folder(tmp_path / "short", "gpt2", n_positions=12)
-    for folder, said in ((other, "has another vocabulary"), (short, "have up to 15 tokens and its context is 12")):
+    for folder, said in ((other, "its vocabulary differs"), (short, "have up to 15 tokens and its context is 12")):
         model, tokenizer = load_model(folder)
         new_reward_model(model, 1, tokenizer).save(tmp_path / f"{folder.name}-scores")
         changes: dict[str, Any] = {"own_model": True, "start": str(tmp_path / f"{folder.name}-scores")}

@@ -175,7 +175,7 @@ def test_refreshed_reward_models_are_merged_whatever_the_first_one_left(
     settings = {"model": str(folders["llama"]), "steps": 6, "data": rows, "adapter": {"rank": 2, "merge": False}}
     surefoot.train("reward", run_dir=start / "thin", **settings)
     given = {"reward": {"terms": [{"model": str(start / "thin")}]}, "critic": {}}
-    with pytest.raises(SurefootError, match=r"left an adapter alone.*surefoot merge .*thin --out .*thin/model"):
+    with pytest.raises(SurefootError, match=r"saved only an adapter.*surefoot merge .*thin --out .*thin/model"):
         Plan(recipe_of(start, **given), "j:j")
     assert command("merge", str(start / "thin"), "--out", str(start / "thin" / "model"))[0] == 0
     (start / "ppo.toml").write_text(to_toml(recipe_of(start, **given)))

@@ -434,19 +434,19 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"prompts": []}, "prompts: none given"),
+        ({"prompts": []}, "prompts: the list is empty"),
         ({"prompts": [[5], []]}, r"prompts\[1\]: has no tokens"),
-        ({"prompts": [[5], [102]]}, r"prompts\[1\]: no token 102 among the model's 102"),
-        ({"prompts": [[5, -1]]}, r"prompts\[0\]: no token -1"),
+        ({"prompts": [[5], [102]]}, r"prompts\[1\]: token 102 is outside the model's vocabulary of 102"),
+        ({"prompts": [[5, -1]]}, r"prompts\[0\]: token -1 is outside"),
         ({"prompts": [[5] * 113]}, r"prompts\[0\]: 113 tokens and max_tokens=16 don't fit into the model's context of 128"),
-        ({"eos_ids": (1, 50_000)}, "eos_ids: no token 50000"),
+        ({"eos_ids": (1, 50_000)}, "eos_ids: token 50000 is outside"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"samples": 0}, "samples=0"),
         ({"temperature": 0.0}, "temperature=0.0: .*greedy"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"seeds": [1, 2]}, r"seeds: 2 given for 4 prompts x samples=3"),
         ({"stop": ["a"]}, "stop=.*decode="),
-        ({"stop": ["a", ""], "decode": text_of}, "stop=.*none empty"),
+        ({"stop": ["a", ""], "decode": text_of}, "stop=.*non-empty"),
         ({"stop": "abc", "decode": text_of}, "stop='abc': needs a list"),
         ({"path": "quick"}, "path='quick': choose one of fast, cached, recomputed"),
     ],
@@ -467,7 +467,7 @@ def test_the_last_place_of_the_context_can_be_used(family: str) -> None:
 def test_a_path_that_a_model_does_not_have_is_refused() -> None:
     model = tiny.model("llama")
     other_activation(model)
-    with pytest.raises(SurefootError, match="path='fast': not possible for LlamaForCausalLM"):
+    with pytest.raises(SurefootError, match="path='fast': not available for LlamaForCausalLM"):
         draw(model, path="fast")
 
 

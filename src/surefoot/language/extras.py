@@ -1,4 +1,4 @@
-"""The packages of the extra ``language``: asked for by name where they are used, and quiet there."""
+"""Optional packages of the language extras: check that they are installed, and silence ``transformers``."""
 
 import importlib.util
 import logging as levels
@@ -9,19 +9,19 @@ from surefoot.errors import missing_extra
 
 
 def require_transformers(purpose: str) -> None:
-    """Raise the one line that names the extra, unless ``transformers`` is there."""
+    """Raise SurefootError, naming the extra, if ``transformers`` is not installed."""
     require_package("transformers", purpose)
 
 
 def require_package(package: str, purpose: str, extra: str = "language") -> None:
-    """Raise the one line that names the extra, unless the package is there."""
+    """Raise SurefootError, naming the extra, if the package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise missing_extra(package, extra, purpose)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Neither bars nor reports of ``transformers`` within: what is wrong is said in one line by us. Restored after."""
+    """Silence logs and progress bars of ``transformers``: errors are reported in one line here. Restored after."""
     from transformers.utils import logging
 
     loggers = [levels.getLogger(name) for name in ("transformers", "huggingface_hub")]

@@ -1,4 +1,4 @@
-"""Adapters on the disk: ``peft``'s own folder, with a note of the base it belongs to; and what checkpoints hold of them."""
+"""Adapters on disk: a ``peft`` folder with a record of its base; and what checkpoints store of adapters."""
 
 import json
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BASE = "base.json"
-"""where the base is and its print, beside an adapter"""
+"""records the base and its hash, in an adapter's folder"""
 WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapter(recipe: ModelRecipe, model: "PreTrainedModel", name: str) -> SharedBase | None:
-    """The base of a recipe, loaded from a name, with an adapter for what is trained; None where all weights are."""
+    """The recipe's base with an adapter for the policy; None if the recipe trains all weights."""
     if recipe.adapter is None:
         return None
     base = SharedBase(model, recipe.seed)
@@ -38,7 +38,7 @@ def add_adapter(recipe: ModelRecipe, model: "PreTrainedModel", name: str) -> Sha
 
 
 def base_record(base: SharedBase | None) -> dict[str, Any]:
-    """The tree of a checkpoint that holds adapters alone: where the base is, and how it is known again. Empty without one."""
+    """A checkpoint's record of the base and its hash; empty without adapters."""
     return {} if base is None else {"base": {"model": base.source, "print": base.hash}}
 
 
@@ -46,16 +46,16 @@ def base_record(base: SharedBase | None) -> dict[str, Any]:
 
 
 def trained_weights(policy: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a policy: everything, or where the base is frozen adapters and heads alone."""
+    """The weights that a checkpoint stores of a policy: all, or with a frozen base only adapters and heads."""
     if not has_adapters(policy):
         return dict(policy.state_dict())
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
 
 def load_trained(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -> None:
-    """Take from a checkpoint what ``trained_weights`` gave it.
+    """Load the ``trained_weights`` of a checkpoint.
 
-    Raises SurefootError, naming the first tensor, where it does not fit.
+    Raises SurefootError, naming the first tensor that does not fit.
     """
     if not has_adapters(policy):
         load_weights(policy, dict(weights), where)
@@ -70,16 +70,16 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) 
 def load_merged(
     trees: dict[str, Any], where: Path, trust_remote_code: bool = False
 ) -> "tuple[PreTrainedModel, nn.Linear | None]":
-    """The base that a checkpoint names with its adapter merged into it, and the head of a reward model. Whether the base's own
-    code may run is said by whoever loads: a checkpoint may be somebody else's.
+    """A checkpoint's base with its adapter merged, and the head of a reward model. ``trust_remote_code`` comes from the caller,
+    because a checkpoint may come from anyone.
 
-    Raises SurefootError where the base is gone, or is not what it was.
+    Raises SurefootError if the base is missing or has changed.
     """
     record, recipe = trees["base"], trees["recipe"]
     try:
         model, _ = load_model(record["model"], trust_remote_code=trust_remote_code)
     except SurefootError as error:
-        raise SurefootError(f"{where}: holds an adapter, whose base can't be loaded: {error}") from None
+        raise SurefootError(f"{where}: contains an adapter whose base can't be loaded: {error}") from None
     field = f"{where}: base model={record['model']!r}"
     check_unchanged({field: record["print"]}, {field: weights_hash(model)})
     base = SharedBase(model, base_hash=record["print"])
@@ -88,8 +88,8 @@ def load_merged(
     holder: nn.Module = RewardModel(base.trunk, new_head(base.trunk)) if reward else model
     prefix = "writer.model." if recipe["kind"] == "dpo" else "model."
     names = {name for name, p in holder.named_parameters() if p.requires_grad}
-    found = {name.removeprefix(prefix): x for name, x in trees["agent"].items() if name.startswith(prefix)}
-    load_trained(holder, {name: x for name, x in found.items() if name in names or f".{POLICY}." in name}, where)
+    weights = {name.removeprefix(prefix): x for name, x in trees["agent"].items() if name.startswith(prefix)}
+    load_trained(holder, {name: x for name, x in weights.items() if name in names or f".{POLICY}." in name}, where)
     merge(base.trunk)
     return model, holder.head if isinstance(holder, RewardModel) else None
 
@@ -104,11 +104,11 @@ def _settings(recipe: Mapping[str, Any]) -> Any:
 
 
 def save_adapter(base: SharedBase, result: Any, folder: Path) -> None:
-    """Write what was trained as ``peft.PeftModel`` loads it over the base, whole or not at all.
+    """Write a trained adapter atomically, in the format of ``peft.PeftModel``.
 
-    result  the LanguageModel, or the RewardModel, whose head goes beside its adapter
+    result  the LanguageModel, or the RewardModel, whose head is also saved
 
-    Raises SurefootError when the folder holds something else, or the disk refuses.
+    Raises SurefootError if the folder contains something else, or if writing fails.
     """
     reward = isinstance(result, RewardModel)
     tokenizer = result.tokenizer if reward else result.tokens.tokenizer
@@ -128,19 +128,19 @@ def save_adapter(base: SharedBase, result: Any, folder: Path) -> None:
 
 
 def adapter_folder(name: str) -> Path | None:
-    """Where a run, or its folder ``model`` or ``adapter``, has an adapter of ours; None without one."""
+    """The adapter folder of a run, or of its folder ``model`` or ``adapter``; None without one."""
     path = Path(name).expanduser()
-    places = [path / "adapter", path, *([path.parent / "adapter"] if path.name == "model" else [])]
-    return next((place for place in places if (place / BASE).is_file()), None)
+    folders = [path / "adapter", path, *([path.parent / "adapter"] if path.name == "model" else [])]
+    return next((folder for folder in folders if (folder / BASE).is_file()), None)
 
 
 def reward_role(base: SharedBase, name: str, role: str | None = None) -> RewardModel | None:
-    """A reward model that was trained as an adapter of this very base, as a further role on it; None for any other.
+    """Load a reward model that is an adapter of this base as a further role; None for any other reward model.
 
-    name  as of ``adapter_folder``
-    role  None: a new one among the rewards
+    name  as for ``adapter_folder``
+    role  None: a new reward role
 
-    Raises SurefootError where its files can't be read.
+    Raises SurefootError if its files can't be read.
     """
     folder = adapter_folder(name)
     if folder is None:

@@ -12,42 +12,42 @@ from surefoot.files import write_text
 from surefoot.language.extras import require_package
 
 TOOLS, SETTINGS = "tools", "chat_template_kwargs"
-"""columns that belong to the messages of their row"""
+"""columns for the chat template of a row's messages"""
 CALLS, WEIGHT = "tool_calls", "weight"
-"""keys of a message: what may stand in place of its content, and whether the loss is on it, 1 or 0"""
+"""keys of a message: tool calls, which may replace its content; and 1 or 0, whether it is trained"""
 RENDERED = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
-"""columns that a chat template may read"""
+"""columns passed to a chat template"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a file: its columns, and where it stands."""
+    """One row of a file: its columns and its location."""
 
     columns: dict[str, Any]
     where: str
-    """``train.jsonl, line 3``, as messages begin"""
+    """such as ``train.jsonl, line 3``; errors begin with it"""
     file: str
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """JSON lines, whole or not at all."""
+    """Write JSON lines atomically."""
     write_text(Path(path), "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a file, in its order.
+    """The rows of a file, in order.
 
-    path   ``.jsonl``: one JSON object per line (blank lines are passed over); ``.parquet``; or a folder that
+    path   ``.jsonl``: one JSON object per line (blank lines are skipped); ``.parquet``; or a folder that
            ``datasets`` wrote by ``save_to_disk``
 
-    Raises SurefootError, with file and line, for what is not such a file, and for one without rows.
+    Raises SurefootError, with file and line, for another kind of file, and for a file without rows.
     """
     path = Path(path).expanduser()
     if path.is_dir():
         rows = _saved_dataset(path)
     elif not path.exists():
-        beside = [str(found) for found in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise SurefootError(f"{path}: no such file{did_you_mean(str(path), beside)}")
+        others = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise SurefootError(f"{path}: no such file{did_you_mean(str(path), others)}")
     elif path.suffix == ".parquet":
         rows = _parquet(path)
     else:
@@ -86,17 +86,19 @@ def _parquet(path: Path) -> list[Row]:
     try:
         columns = parquet.read_table(path, partitioning=None).to_pylist()
     except (ArrowException, OSError, ValueError) as error:
-        raise SurefootError(f"{path}: is no Parquet file that can be read ({cause_of(error)})") from None
+        raise SurefootError(f"{path}: can't be read as Parquet ({cause_of(error)}); write the file again") from None
     return _number_rows(path, columns)
 
 
 def _saved_dataset(folder: Path) -> list[Row]:
     """Rows of ``Dataset.save_to_disk``: Arrow streams, which ``state.json`` lists."""
     if (folder / "dataset_dict.json").is_file():
-        splits = sorted(found.name for found in folder.iterdir() if (found / "state.json").is_file())
-        raise SurefootError(f"{folder}: holds a folder per split ({', '.join(splits) or 'none is there'}); give one of them")
+        splits = sorted(split.name for split in folder.iterdir() if (split / "state.json").is_file())
+        raise SurefootError(
+            f"{folder}: contains one folder per split ({', '.join(splits) or 'all are missing'}); give one of them"
+        )
     if not (folder / "state.json").is_file():
-        raise SurefootError(f"{folder}: is a folder that datasets did not save (no state.json); give a .jsonl or .parquet file")
+        raise SurefootError(f"{folder}: was not saved by datasets (no state.json); give a .jsonl or .parquet file")
     require_package("pyarrow", f"{folder}: reading Arrow files")
     from pyarrow import ArrowException, ipc
 
@@ -112,11 +114,11 @@ def _saved_dataset(folder: Path) -> list[Row]:
 
 
 def _number_rows(path: Path, columns: Iterable[dict[str, Any]]) -> list[Row]:
-    return [Row(_restore_nulls(row), f"{path}, row {number}", str(path)) for number, row in enumerate(columns, start=1)]
+    return [Row(_without_schema_nulls(row), f"{path}, row {number}", str(path)) for number, row in enumerate(columns, start=1)]
 
 
-def _restore_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a file with a schema, in which every message and tool has the keys of all: as it was before they were added."""
+def _without_schema_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Remove the nulls that a schema adds: every message and tool gets the keys of all."""
     return {name: _without_nulls(value) if name in RENDERED else value for name, value in row.items()}
 
 
@@ -127,7 +129,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def json_type(value: Any) -> str:
-    """What a value of JSON is, in words."""
+    """The type of a JSON value, in words."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
@@ -142,7 +144,7 @@ def require_columns(row: Row, names: Sequence[str], shape: str) -> None:
 
 
 def text_or_messages(row: Row, name: str) -> str | list[dict[str, Any]]:
-    """Text, or messages."""
+    """The text or messages of a column."""
     value = row.columns[name]
     return messages_column(row, name) if isinstance(value, list) else text_column(row, name, "text or a list of messages")
 
@@ -155,15 +157,15 @@ def text_column(row: Row, name: str, wanted: str = "text") -> str:
 
 
 def messages_column(row: Row, name: str) -> list[dict[str, Any]]:
-    """A conversation: objects with a role and a content, in place of which tools may be called.
+    """The messages of a column: objects with a role, and a content or tool calls.
 
-    Keys that are null (Parquet fills them in) are left out.
+    Null keys, which Parquet adds, are removed.
     """
     value = row.columns[name]
     if not isinstance(value, list):
         raise SurefootError(f"column {name!r} is {json_type(value)}; it must be a list of messages")
     if not value:
-        raise SurefootError(f"column {name!r} is an empty list; it must hold at least one message")
+        raise SurefootError(f"column {name!r} is an empty list; it must have at least one message")
     for index, message in enumerate(value):
         place = f"column {name!r}, message {index + 1}"
         if not isinstance(message, dict):
@@ -183,44 +185,43 @@ def messages_column(row: Row, name: str) -> list[dict[str, Any]]:
 
 
 def check_same_kind(parts: Mapping[str, str | list[dict[str, Any]]]) -> None:
-    """All text, or all messages."""
+    """Raise SurefootError unless all parts are text, or all are messages."""
     if len({isinstance(part, str) for part in parts.values()}) > 1:
         kinds = ", ".join(f"{name!r} is {'text' if isinstance(part, str) else 'messages'}" for name, part in parts.items())
         raise SurefootError(f"columns differ: {kinds}; make all text, or all messages")
 
 
 def check_weight(message: Mapping[str, Any], place: str) -> None:
-    """Raise SurefootError where a message has a weight other than 0 and 1, or one that would train what others wrote."""
+    """Raise SurefootError for a weight other than 0 and 1, or one that would train a message not written by the assistant."""
     weight = message.get(WEIGHT)
     if weight is None:
         return
     if isinstance(weight, bool) or weight not in (0, 1):
         raise SurefootError(f"{place}: {WEIGHT!r} is {weight!r:.40}; it must be 0 (not trained) or 1")
     if weight and message["role"] != "assistant":
-        raise SurefootError(f"{place}: {WEIGHT!r} is 1, but only messages of the assistant are trained; remove it")
+        raise SurefootError(f"{place}: {WEIGHT!r} is 1, but only the assistant's messages are trained; remove it")
 
 
 def rows_hash(rows: Iterable[object]) -> str:
-    """A hash of rows and their order."""
-    found = hashlib.sha256()
+    """SHA-256 of rows in order, shortened."""
+    digest = hashlib.sha256()
     for row in rows:
-        found.update(f"{row}\n".encode())
-    return found.hexdigest()[:32]
+        digest.update(f"{row}\n".encode())
+    return digest.hexdigest()[:32]
 
 
 def check_row_count(train: str, before: int, now: int) -> None:
-    """Raise SurefootError where ``data.train`` has another number of rows than at the checkpoint."""
+    """Raise SurefootError if the number of rows in ``data.train`` has changed since the checkpoint."""
     if before != now:
         raise SurefootError(
-            f"data.train={train!r}: had {before} rows at the checkpoint and has {now} now; bring the old file back"
+            f"data.train={train!r}: had {before} rows at the checkpoint and has {now} now; restore the old file"
         )
 
 
 def check_unchanged(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise SurefootError where something is not what it was at the checkpoint. Both: what it is, by field and value."""
-    for name, seen in now.items():
-        if before.get(name, seen) != seen:
+    """Raise SurefootError if an input has changed since the checkpoint. Both map field and value to a hash."""
+    for name, current in now.items():
+        if before.get(name, current) != current:
             raise SurefootError(
-                f"{name}: is not what it was at the checkpoint (its content has changed since); bring the old one back, or "
-                "begin a new run"
+                f"{name}: its content has changed since the checkpoint; restore the old one, or start a new run"
             )

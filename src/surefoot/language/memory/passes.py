@@ -360,7 +360,7 @@ def _policy_pass(
     with without_contents():
         model = causal_model(config)
         base = _add_adapters(model, s.adapter, POLICY, *([VALUE] if s.value_role else []))
-        readout = Readout(model, tried=False)
+        readout = Readout(model, tested=False)
         like = next(model.parameters())
         held = nn.ModuleList([model])
         critic = value_head = None
@@ -489,7 +489,7 @@ def _skip(decoder: Any, length: int) -> None:
     for layer in getattr(getattr(decoder, "past", None), "layers", []):
         if hasattr(layer, "buffers"):
             layer.length = length
-            layer.look()
+            layer.update_views()
 
 
 # ---- counting -----------------------------------------------------------------------------------------------------------

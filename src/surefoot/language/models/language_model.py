@@ -1,4 +1,4 @@
-"""A language model as training takes it and gives it back: with its tokenizer, from a folder, a run or a checkpoint."""
+"""A language model with its tokenizer: generate, save, and load it from a folder, a run or a checkpoint."""
 
 import json
 import tempfile
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja")
-"""the files of a tokenizer that are text; what fast tokenizers need is among them"""
+"""suffixes of a tokenizer's text files, which include all that fast tokenizers need"""
 
 
 class LanguageModel:
     """A causal language model of ``transformers`` and its tokenizer.
 
     model   an AutoModelForCausalLM
-    tokens  its tokenizer, with what ends and pads a text
+    tokens  its tokenizer, with EOS and padding settled
     """
 
     def __init__(self, model: "PreTrainedModel", tokens: Tokens) -> None:
@@ -52,7 +52,7 @@ class LanguageModel:
         stop: Sequence[str] = (),
         greedy: bool = False,
     ) -> list[str]:
-        """Responses to text or conversations, prompt by prompt; the same seed gives the same ones.
+        """Responses to text or conversations, prompt-major; the same seed gives the same responses.
 
         Raises SurefootError for an empty list, or a prompt longer than the model's context.
         """
@@ -60,7 +60,7 @@ class LanguageModel:
         return self.generate_ended(prompts, samples=samples, max_tokens=max_tokens, **options)[0]
 
     def generate_ended(self, prompts: Sequence[str | Messages], **options: Any) -> tuple[list[str], list[bool]]:
-        """What ``generate`` gives, and of each response whether it ended by itself and was not cut."""
+        """The result of ``generate``, and for each response whether it ended before ``max_tokens``."""
         return generate(self.model, self.tokens, prompts, **options)
 
     def save(self, folder: str | Path) -> None:
@@ -69,42 +69,44 @@ class LanguageModel:
 
 
 def model_folder(name: str) -> str:
-    """What a recipe's model means: a run stands for the model it left.
+    """The folder or hub id of a recipe's model; for a run, the model that it saved.
 
-    Raises SurefootError for a run that has not left one yet.
+    Raises SurefootError for a run that has not saved one.
     """
     path = Path(name).expanduser()
     if not (path / "config.toml").is_file():
         return name
     if not (path / "model").is_dir() and (path / "adapter").is_dir():
-        raise SurefootError(f"model={name!r}: this run left an adapter alone; merge it: surefoot merge {name} --out FOLDER")
+        raise SurefootError(f"model={name!r}: this run saved only an adapter; merge it: surefoot merge {name} --out FOLDER")
     if not (path / "model").is_dir():
-        raise SurefootError(f"model={name!r}: this run has not finished, so it left no model; surefoot resume {name}")
+        raise SurefootError(f"model={name!r}: this run has not finished, so it has no model yet; run: surefoot resume {name}")
     return str(path / "model")
 
 
 @contextmanager
 def errors_for(field: str) -> Iterator[None]:
-    """Whatever is wrong with a model begins with the recipe's field that names it."""
+    """Make errors about a model begin with the recipe's field that names it."""
     try:
         yield
     except SurefootError as error:
-        said = str(error)
-        raise SurefootError(f"{field}={said.removeprefix('model=')}" if said.startswith("model=") else said) from None
+        message = str(error)
+        raise SurefootError(f"{field}={message.removeprefix('model=')}" if message.startswith("model=") else message) from None
 
 
 def check_compatible(
     field: str, name: str, read_by: tuple[Any, Any], policy: ModelRecipe, tokens: Tokens, longest: int
 ) -> None:
-    """Raise SurefootError unless a model, given with its tokenizer, can read all that the policy reads and writes, by its ids.
+    """Raise SurefootError unless a model can read every token of the policy: same vocabulary, and a context that is long
+    enough.
 
-    longest  tokens of the longest text, answers included
+    read_by  the model and its tokenizer
+    longest  tokens of the longest text, responses included
     """
     model, tokenizer = read_by
     if tokenizer.get_vocab() != tokens.tokenizer.get_vocab():
         raise SurefootError(
-            f"{field}={name!r}: has another vocabulary than model={policy.model!r}; it reads the policy's tokens, so both need "
-            "the same tokenizer"
+            f"{field}={name!r}: its vocabulary differs from that of model={policy.model!r}, whose tokens it reads; "
+            "use a model with the same tokenizer"
         )
     context = context_length(model)
     if context is not None and longest > context:
@@ -118,9 +120,9 @@ def check_compatible(
 
 
 def load_language_model(name: str, trust_remote_code: bool = False) -> LanguageModel:
-    """What writes text under a name: a run (its best checkpoint), a checkpoint, a ``transformers`` folder or a hub id.
+    """Load the language model of a run (its best checkpoint), a checkpoint, a ``transformers`` folder or a hub id.
 
-    Raises SurefootError where there is no such thing, or it is a reward model or an agent.
+    Raises SurefootError if there is none, or if it is a reward model or an agent.
     """
     path = Path(name).expanduser()
     if (path / "config.toml").is_file() or (path / "manifest.json").is_file():
@@ -130,30 +132,30 @@ def load_language_model(name: str, trust_remote_code: bool = False) -> LanguageM
         kind = trees["recipe"].get("kind", "control")
         if kind not in ("sft", "dpo", "language"):
             raise SurefootError(
-                f"{name}: was trained as kind = {kind!r}, which writes no text; name a run of sft, dpo or language"
+                f"{name}: was trained as kind = {kind!r}, which generates no text; name a run of sft, dpo or language"
             )
-        found = from_trees(trees, checkpoint, trust_remote_code)
-        assert isinstance(found, LanguageModel)
-        return found
+        result = from_trees(trees, checkpoint, trust_remote_code)
+        assert isinstance(result, LanguageModel)
+        return result
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
     return LanguageModel(model, Tokens(tokenizer, model))
 
 
 def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
-    """The model that a recipe starts from."""
+    """Load the model that a recipe starts from, and its tokenizer."""
     model, tokenizer = load_model(model_folder(recipe.model), seed=recipe.seed, trust_remote_code=recipe.trust_remote_code)
     return model, Tokens(tokenizer, model)
 
 
 def describe_model(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """All that a checkpoint needs besides weights: the configuration, that of generating (what ends a text), and the
-    tokenizer's files.
+    """What a checkpoint needs besides weights: the configuration, the generation config (it lists EOS ids) and the tokenizer's
+    files.
     """
     holder: Any = model.backbone if isinstance(model, RewardModel) else model
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        found = sorted(path for path in Path(folder).iterdir() if path.suffix in TOKENIZER_SUFFIXES)
-        files = {path.name: path.read_text("utf-8") for path in found}
+        paths = sorted(path for path in Path(folder).iterdir() if path.suffix in TOKENIZER_SUFFIXES)
+        files = {path.name: path.read_text("utf-8") for path in paths}
     generation = getattr(holder, "generation_config", None)
     return {
         "config": json.loads(holder.config.to_json_string(use_diff=False)),
@@ -163,7 +165,7 @@ def describe_model(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> di
 
 
 def from_trees(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> LanguageModel | RewardModel:
-    """The model that a checkpoint holds: of language, or of rewards; SurefootError where its trees are not those of one."""
+    """The language or reward model in a checkpoint. Raises SurefootError if the checkpoint contains neither."""
     require(trees, ("agent", "recipe", "model"), where)
     with made_from(where):
         return _build_model(trees, where, trust_remote_code)
@@ -176,12 +178,12 @@ def _build_model(trees: dict[str, Any], where: Path, trust_remote_code: bool) ->
     if "base" in trees:
         return _merged_model(trees, where, tokenizer, trust_remote_code)
     reward = trees["recipe"]["kind"] == "reward"
-    told = dict(trees["model"]["config"])
-    config: Any = AutoConfig.for_model(told.pop("model_type"), **told)
+    saved = dict(trees["model"]["config"])
+    config: Any = AutoConfig.for_model(saved.pop("model_type"), **saved)
     auto: Any = AutoModel if reward else AutoModelForCausalLM
     prefix = "writer.model." if trees["recipe"]["kind"] == "dpo" else "model."
     weights = {name.removeprefix(prefix): x for name, x in trees["agent"].items() if name.startswith(prefix)}
-    with torch.random.fork_rng(devices=[]):  # the start is drawn, and then overwritten; buffers are computed and stay
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then overwritten; buffers are computed and stay
         model = auto.from_config(config, trust_remote_code=trust_remote_code)
     if not reward:
         load_weights(model, weights, where)
@@ -200,17 +202,19 @@ def _build_tokenizer(files: dict[str, str], where: Path, trust_remote_code: bool
 
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
-            if Path(name).name != name or Path(name).suffix not in TOKENIZER_SUFFIXES:  # a checkpoint may be somebody else's
-                raise SurefootError(f"{where}: names {name!r} as a file of its tokenizer, which is never written; don't use it")
+            if Path(name).name != name or Path(name).suffix not in TOKENIZER_SUFFIXES:  # a checkpoint may come from anyone
+                raise SurefootError(
+                    f"{where}: lists {name!r} as a tokenizer file, which Surefoot never writes; don't use this checkpoint"
+                )
             (Path(folder) / name).write_text(text, "utf-8")
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return found
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return tokenizer
 
 
 def _merged_model(
     trees: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase", trust_remote_code: bool
 ) -> LanguageModel | RewardModel:
-    """The same of a checkpoint that holds an adapter alone: its base with the adapter merged into it."""
+    """The model of a checkpoint that contains only an adapter: its base with the adapter merged."""
     model, head = load_merged(trees, where, trust_remote_code)
     if head is None:
         return LanguageModel(model, Tokens(tokenizer, model))
@@ -220,32 +224,32 @@ def _merged_model(
     return scores.eval()
 
 
-def _copy_standardisation(scores: RewardModel, left: Path) -> None:
-    """Mean and std are found when a run ends, and are in the model it leaves: take them where that has these weights."""
-    if left.is_file():
-        with made_from(left):
-            tensors = load_file(left)
+def _copy_standardisation(scores: RewardModel, saved: Path) -> None:
+    """Copy mean and std from the saved model if it has these weights: a run computes them at its end."""
+    if saved.is_file():
+        with made_from(saved):
+            tensors = load_file(saved)
             if torch.equal(tensors["weight"], scores.head.weight.detach()):
                 scores.mean.copy_(tensors["mean"])
                 scores.std.copy_(tensors["std"])
 
 
 def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None) -> list[str]:
-    """Write what a run made to ``model/``, and an adapter to ``adapter/``, by the first rank alone, and say so."""
+    """Write a run's result to ``model/``, and an adapter to ``adapter/``; return lines for the user. Only rank 0 writes."""
     if rank():
         return []
-    said = []
+    lines = []
     if recipe.adapter is not None and base is not None:
         save_adapter(base, result, folder / "adapter")
-        said = [f"the adapter is in {folder / 'adapter'}"]
+        lines = [f"the adapter is in {folder / 'adapter'}"]
     if recipe.adapter is None or recipe.adapter.merge:
         result.save(folder / "model")
-        said.append(f"the model is in {folder / 'model'}")
-    return said
+        lines.append(f"the model is in {folder / 'model'}")
+    return lines
 
 
 def load_best_weights(policy: nn.Module, folder: Path) -> bool:
-    """Go back to the weights of the best checkpoint; whether there is one."""
+    """Load the weights of the best checkpoint. Return whether there is one."""
     best = latest_checkpoint(folder / "best")
     if best is not None:
         load_trained(policy, load_checkpoint(best)["agent"], best)

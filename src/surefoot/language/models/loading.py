@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 HEAD = "head.safetensors"
-"""the scalar head of a reward model, beside its backbone"""
-CAUSAL = "give a causal language model, one that AutoModelForCausalLM of transformers loads"
+"""the scalar head of a reward model, in the folder of its backbone"""
+CAUSAL = "use a causal language model, one that AutoModelForCausalLM of transformers loads"
 
 
 def load_model(
     name: str | Path, *, seed: int = 1, trust_remote_code: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """A causal language model and its tokenizer, in float32, without dropout, in eval mode.
+    """Load a causal language model and its tokenizer, in float32 and eval mode, without dropout.
 
-    name                a folder written by ``save_pretrained``, a hub id, or ``pocket``, which is made anew from the seed
-    trust_remote_code   let a model's own code run; without it such a model is refused
+    name                a folder written by ``save_pretrained``, a hub id, or ``pocket``, a small model created from the seed
+    trust_remote_code   run the model's own code; otherwise such a model is rejected
 
-    Raises SurefootError when there is no such model, a part of it is missing, it is of another kind, its weights or its
-    tokenizer don't fit its configuration, or ``transformers`` is not installed.
+    Raises SurefootError if the model does not exist, lacks a part, is not causal, has weights or a tokenizer that don't fit its
+    configuration, or if ``transformers`` is not installed.
     """
     name = str(name)
     require_transformers(f"model={name!r}")
@@ -68,9 +68,9 @@ def load_model(
 
 
 def load_config(name: str | Path, *, trust_remote_code: bool = False) -> "PreTrainedConfig":
-    """The configuration of what ``load_model`` would load, and nothing of its weights.
+    """The configuration of the model that ``load_model`` loads, without its weights.
 
-    Raises SurefootError when there is no such model, or a part of it is missing.
+    Raises SurefootError if the model does not exist or lacks a part.
     """
     require_transformers(f"model={str(name)!r}")
     if str(name) == "pocket":
@@ -80,9 +80,9 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> "PreTra
 
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: str | Path) -> None:
-    """Write a model folder, whole or not at all; an older model there is replaced.
+    """Write a model folder atomically; an older model there is replaced.
 
-    Raises SurefootError when the folder holds something else, or the disk refuses.
+    Raises SurefootError if the folder contains something else, or if writing fails.
     """
     with atomic_folder(Path(folder)) as temporary:
         model.save_pretrained(temporary, state_dict=merged_state(model))
@@ -90,7 +90,7 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
 
 
 def context_length(model: "PreTrainedModel") -> int | None:
-    """How many tokens the model was made for; None where its configuration does not say."""
+    """The model's context in tokens; None if its configuration has none."""
     config = model.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return int(length) if length else None
@@ -99,7 +99,7 @@ def context_length(model: "PreTrainedModel") -> int | None:
 def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig":
     """The configuration of a model folder or hub id, with every dropout at 0.
 
-    Raises SurefootError when there is no such folder, it lacks a part, or the hub does not answer.
+    Raises SurefootError if the folder does not exist or lacks a part, or if the hub can't be reached.
     """
     from transformers import AutoConfig
 
@@ -116,8 +116,8 @@ def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig
 
 
 def read_only_config(place: Path) -> "PreTrainedConfig":
-    """The configuration in a file, or in a folder whatever else is there, with every dropout at 0. Raises what ``transformers``
-    does.
+    """The configuration in a file or folder, with every dropout at 0; other files are not checked. Raises the errors of
+    ``transformers``.
     """
     from transformers import AutoConfig
 
@@ -127,9 +127,9 @@ def read_only_config(place: Path) -> "PreTrainedConfig":
 
 
 def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_code: bool = False) -> "PreTrainedModel":
-    """A model by one of the Auto classes, in float32 and eval mode, without dropout; every weight is the file's.
+    """Load a model by an Auto class, in float32 and eval mode, without dropout; every weight comes from the file.
 
-    Raises SurefootError when the weights can't be read or are not those of the configuration.
+    Raises SurefootError if the weights can't be read or don't fit the configuration.
     """
     with quiet_transformers():
         try:
@@ -139,9 +139,9 @@ def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_
                 config=config,
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,  # they are in the report
+                ignore_mismatched_sizes=True,  # the report lists them
                 output_loading_info=True,
-                adapter_kwargs={"local_files_only": True},  # where peft is installed, transformers asks the hub for adapters
+                adapter_kwargs={"local_files_only": True},  # with peft installed, transformers looks for adapters on the hub
             )
         except Exception as error:
             raise _load_error(name, error) from None
@@ -149,32 +149,31 @@ def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_
     for module in model.modules():
         no_dropout(module)
     _make_writable(model)
-    model.eval()
-    found: PreTrainedModel = model
-    return found
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 def read_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model folder or hub id.
 
-    Raises SurefootError when it can't be read.
+    Raises SurefootError if it can't be read.
     """
     from transformers import AutoTokenizer
 
     with quiet_transformers():
         try:
-            found: PreTrainedTokenizerBase = _local_first(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+            tokenizer: PreTrainedTokenizerBase = _local_first(AutoTokenizer, name, trust_remote_code=trust_remote_code)
         except SurefootError:
             raise
         except Exception as error:
             raise SurefootError(
                 f"model={name!r}: its tokenizer can't be read ({cause_of(error)}); copy the whole folder"
             ) from None
-    return found
+    return tokenizer
 
 
 def check_vocabulary(name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise SurefootError when the tokenizer has ids that the model has no embedding for. Fewer is common, and fine."""
+    """Raise SurefootError if the tokenizer has ids without an embedding. Fewer ids than embeddings are common, and fine."""
     table = model.get_input_embeddings().weight
     assert isinstance(table, torch.Tensor)
     rows = table.shape[0]
@@ -182,28 +181,28 @@ def check_vocabulary(name: str, model: "PreTrainedModel", tokenizer: "PreTrained
     if largest >= rows:
         raise SurefootError(
             f"model={name!r}: the tokenizer's ids go up to {largest} and the model has embeddings for {rows} tokens; "
-            "they don't belong together: take the tokenizer from where the model is from"
+            "they don't belong together; copy the tokenizer of this model"
         )
 
 
 def check_causal(name: str, config: "PreTrainedConfig", trust_remote_code: bool = False) -> None:
-    """Raise SurefootError when a configuration is that of another kind of model, such as a classifier."""
+    """Raise SurefootError if the configuration is not of a causal language model, but for example of a classifier."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return
     architectures = config.architectures or []
     if is_folder(name) and (Path(name) / HEAD).is_file():
-        raise SurefootError(f"model={name!r}: is a reward model ({HEAD}), which writes no text; {CAUSAL}")
+        raise SurefootError(f"model={name!r}: is a reward model ({HEAD}), which generates no text; {CAUSAL}")
     if config.model_type not in KNOWN or (architectures and not set(architectures) & set(KNOWN.values())):
         kind = ", ".join(architectures) or config.model_type or "model without a type"
-        raise SurefootError(f"model={name!r}: is of another kind ({kind}); {CAUSAL}")
+        raise SurefootError(f"model={name!r}: is not causal ({kind}); {CAUSAL}")
 
 
 def is_folder(name: str) -> bool:
-    """Whether a model's name is a folder here.
+    """Whether a model's name is a local folder.
 
-    Raises SurefootError for a file, and for what can only be meant as a folder and isn't there.
+    Raises SurefootError for a file, and for a name that can only be a folder but does not exist.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -212,19 +211,19 @@ def is_folder(name: str) -> bool:
         raise SurefootError(f"model={name!r}: is a file; a model is a folder that save_pretrained wrote, or a hub id")
     first = path.parts[0] if path.parts else ""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".") or (len(path.parts) > 1 and Path(first).is_dir()):
-        beside = [str(found) for found in path.parent.iterdir() if found.is_dir()] if path.parent.is_dir() else []
+        folders = [str(other) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
         raise SurefootError(
-            f"model={name!r}: no such folder{did_you_mean(name, beside)}; give one that save_pretrained wrote, a run, a hub "
-            "id, or 'pocket', the model that is built in"
+            f"model={name!r}: no such folder{did_you_mean(name, folders)}; give one that save_pretrained wrote, a run, a hub "
+            "id, or 'pocket', the built-in model"
         )
     return False
 
 
 def check_parts(folder: Path) -> None:
-    """Raise SurefootError when a model folder lacks its configuration, its weights, a shard of them, or its tokenizer."""
+    """Raise SurefootError if a model folder lacks its configuration, its weights, a shard of them, or its tokenizer."""
     name = str(folder)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise SurefootError(f"model={name!r}: holds an adapter and no model; merge it into its base model first")
+        raise SurefootError(f"model={name!r}: contains only an adapter; merge it into its base model first")
     if not (folder / "config.json").is_file():
         raise SurefootError(f"model={name!r}: has no config.json; a model is a folder that save_pretrained wrote")
     weights = next((folder / file for file in WEIGHTS if (folder / file).is_file()), None)
@@ -245,7 +244,7 @@ def check_parts(folder: Path) -> None:
 
 
 def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:
-    """Set every probability of dropping something to 0: in a configuration and those nested in it, or in one module."""
+    """Set every dropout probability to 0, in a module or in a configuration and those nested in it."""
     for key, value in list(vars(holder).items()):
         if "drop" in key and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(holder, key, 0.0)
@@ -257,14 +256,15 @@ def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:
 
 @contextmanager
 def atomic_folder(folder: Path, known_by: str = "config.json") -> Iterator[Path]:
-    """A temporary folder to write a model to, which takes its place in the end; on an error nothing has changed. An older one
-    is replaced, which is known by a file.
+    """A temporary folder that replaces ``folder`` at the end; after an error, nothing has changed.
 
-    Raises SurefootError when the place holds something that is not a model, or the disk refuses.
+    known_by  the file that marks an older model, which may be replaced
+
+    Raises SurefootError if the folder contains something that is not a model, or if writing fails.
     """
     folder = folder.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / known_by).is_file())):
-        raise SurefootError(f"{folder}: holds something that is not a model; choose an empty folder")
+        raise SurefootError(f"{folder}: contains something that is not a model; choose an empty folder")
     temporary = folder.with_name(f".{folder.name}.{getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -282,7 +282,7 @@ def atomic_folder(folder: Path, known_by: str = "config.json") -> Iterator[Path]
 
 
 def _local_first(auto: Any, name: str, **options: Any) -> Any:
-    """From the folder, or what was downloaded before; the hub is asked only for what is not here, and that can take long."""
+    """Load from the folder or the local cache; query the hub only for a missing model, because that can take long."""
     try:
         return auto.from_pretrained(name, local_files_only=True, **options)
     except OSError:
@@ -293,13 +293,13 @@ def _local_first(auto: Any, name: str, **options: Any) -> Any:
 
 
 def _check_hub(name: str) -> None:
-    """Raise SurefootError when the hub has no address here: asking it would try again and again, for half a minute."""
+    """Raise SurefootError if the hub's address can't be resolved: requests would be retried for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         raise _hub_unreachable(name)
     address = urlsplit(constants.ENDPOINT)
-    if getproxies().get(address.scheme):  # then the proxy knows the address
+    if getproxies().get(address.scheme):  # the proxy resolves the address
         return
     try:
         socket.getaddrinfo(address.hostname, None)
@@ -310,19 +310,19 @@ def _check_hub(name: str) -> None:
 def _hub_unreachable(name: str) -> SurefootError:
     return SurefootError(
         f"model={name!r}: no such folder here, and the hub can't be reached{did_you_mean(name, _local_names())}; "
-        "give a folder, or 'pocket', the model that is built in"
+        "give a folder, or 'pocket', the built-in model"
     )
 
 
 def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
-    """Raise SurefootError when weights were missing, of other shapes, or of layers that the configuration has not.
+    """Raise SurefootError for weights that are missing, have other shapes, or belong to layers beyond the configuration.
 
-    Weights of something else (a value head, another task's) are let be: ``transformers`` knows no better either.
+    Unrelated weights (a value head, another task's head) are ignored, as in ``transformers``.
     """
     if report["mismatched_keys"]:
-        key, found, wanted = sorted(report["mismatched_keys"])[0]
+        key, actual, wanted = sorted(report["mismatched_keys"])[0]
         raise SurefootError(
-            f"model={name!r}: its weights don't fit config.json: {key} is {list(found)} and should be {list(wanted)}; "
+            f"model={name!r}: its weights don't fit config.json: {key} is {list(actual)} and should be {list(wanted)}; "
             "copy both from the same place"
         )
     own = {_without_numbers(key) for key in model.state_dict()}
@@ -338,7 +338,7 @@ def _without_numbers(key: str) -> str:
 
 
 def _make_writable(model: Any) -> None:
-    """Let ``save_pretrained`` write this model again: it refuses sampling settings without the flag that uses them."""
+    """Make the generation config valid: ``save_pretrained`` rejects sampling settings without ``do_sample``."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return
@@ -349,55 +349,55 @@ def _make_writable(model: Any) -> None:
 
 
 def _load_error(name: str, error: Exception) -> SurefootError:
-    """One line for whatever ``from_pretrained`` raised."""
+    """The error of ``from_pretrained`` as one line."""
     if isinstance(error, SurefootError):
         return error
     text = str(error)
     if "trust_remote_code" in text:
         return SurefootError(
-            f"model={name!r}: needs program code that comes with it, which is not run; read it, "
+            f"model={name!r}: needs its own Python code, which is not run by default; read it, "
             "and set trust_remote_code = true if you trust it"
         )
     if is_folder(name):
         return SurefootError(f"model={name!r}: can't be read ({cause_of(error)}); copy the whole folder again")
     if any(words in text for words in ("connect", "offline", "resolve", "timed out", "local_files_only", "cached")):
         return _hub_unreachable(name)
-    return SurefootError(f"model={name!r}: no such folder here, and the hub refuses it ({cause_of(error)})")
+    return SurefootError(f"model={name!r}: no such folder here, and the hub rejects it ({cause_of(error)}); check the name")
 
 
 def _local_names() -> Sequence[str]:
     return ["pocket", *(path.name for path in Path.cwd().iterdir() if path.is_dir())]
 
 
-NOT_CAUSAL = "its logits depend on later tokens, as those of an encoder do"
+NOT_CAUSAL = "its logits depend on later tokens, like an encoder's"
 
 
 @torch.no_grad()
 def looks_ahead(model: Any) -> bool:
-    """Whether what a model says after four tokens changes when four more follow: then it is not causal.
+    """Whether the logits of four tokens change if four more follow: then the model is not causal.
 
-    Tried and not believed, because ``transformers`` makes a causal class of a BERT too, and only warns. In eval mode.
+    Tested because ``transformers`` also offers a causal class for BERT, with only a warning. The model must be in eval mode.
     """
     embeddings = model.get_input_embeddings().weight
     ids = (torch.arange(8, device=embeddings.device) * 7 % embeddings.shape[0]).unsqueeze(0)
     with quiet_transformers():
         short, long = (model(input_ids=part, use_cache=False).logits[:, :4] for part in (ids[:, :4], ids))
-    told = short.isfinite() & long.isfinite()  # weights that have diverged are told of where they are used
-    return bool(told.any()) and not logits_close(short[told], long[told])
+    finite = short.isfinite() & long.isfinite()  # diverged weights are reported where they are used
+    return bool(finite.any()) and not logits_close(short[finite], long[finite])
 
 
 def logits_close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to the rounding of the model's own dtype."""
+    """Equal up to the rounding of the model's dtype."""
     rounding = 1e-3 if a.dtype in (torch.float32, torch.float64) else 3e-2
     return a.shape == b.shape and bool((a - b).abs().max() <= rounding * b.abs().max())
 
 
 ALPHABET = "".join(character for character in string.printable if character.isprintable()) + "\n"
-"""printable ASCII, and the end of a line"""
+"""printable ASCII and the line break"""
 PAD, EOS, UNK = "⟨pad⟩", "⟨eos⟩", "⟨unk⟩"
 ROLES = ("system", "user", "assistant")
 SPECIALS = (PAD, EOS, UNK, *(f"⟨{role}⟩" for role in ROLES))
-"""not in ASCII, so that no text of the alphabet can spell one"""
+"""not ASCII, so no text of the alphabet can contain one"""
 WIDTH, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 128, 4, 4, 352, 1024
 TEMPLATE = (
     "{% for message in messages %}"
@@ -412,12 +412,13 @@ TEMPLATE = (
 
 
 def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
-    """A new model and its tokenizer: one token per character of the alphabet, weights from the seed alone.
+    """Create a tiny Llama and its tokenizer: one token per character of the alphabet, weights from the seed alone.
 
-    About 0.8 M parameters: width 128, 4 layers, 4 heads, feed-forward 352, context 1024. Text of the alphabet is decoded to
-    itself; other characters become ⟨unk⟩. Pad, EOS and unk are three tokens; there is no BOS. Needs the extra ``language``.
+    About 0.8 M parameters: width 128, 4 layers, 4 heads, feed-forward 352, context 1024. Text of the alphabet survives
+    encoding and decoding; other characters become ⟨unk⟩. Pad, EOS and unk are separate tokens; there is no BOS. Needs the extra
+    ``language``.
 
-    Raises SurefootError when the alphabet is empty or holds a character twice.
+    Raises SurefootError if the alphabet is empty or repeats a character.
     """
     require_transformers("model='pocket'")
     from transformers import LlamaForCausalLM
@@ -431,7 +432,7 @@ def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, 
 
 
 def pocket_config(tokenizer: "PreTrainedTokenizerFast | None" = None) -> "LlamaConfig":
-    """The model's configuration, for its own tokenizer if no other is given."""
+    """The model's configuration, for its own tokenizer by default."""
     from transformers import LlamaConfig
 
     tokenizer = tokenizer or character_tokenizer()
@@ -452,15 +453,15 @@ def pocket_config(tokenizer: "PreTrainedTokenizerFast | None" = None) -> "LlamaC
 
 
 def character_tokenizer(alphabet: str = ALPHABET, context: int = CONTEXT) -> "PreTrainedTokenizerFast":
-    """One token per character, after the special ones.
+    """A tokenizer with one token per character, after the special tokens.
 
-    Raises SurefootError when the alphabet is empty, or holds a character twice.
+    Raises SurefootError if the alphabet is empty or repeats a character.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     if not alphabet or len(set(alphabet)) < len(alphabet):
-        raise SurefootError(f"alphabet={alphabet!r}: must hold at least one character, and each once")
+        raise SurefootError(f"alphabet={alphabet!r}: must have at least one character, and each only once")
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *alphabet))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

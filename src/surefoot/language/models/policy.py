@@ -1,4 +1,8 @@
-"""A causal language model as a policy: log-probabilities and entropy of the tokens it decided, and values of its prefixes."""
+"""A causal language model as a policy: log-probabilities and entropy of sampled tokens, and values of prefixes.
+
+``Readout`` splits a model of ``transformers`` into a trunk that reads tokens and a head that makes logits, so that logits can
+be computed at chosen positions and in chunks. ``Routers`` computes the load-balancing loss of a mixture of experts.
+"""
 
 import copy
 import sys
@@ -25,12 +29,12 @@ if TYPE_CHECKING:
 Inputs = Mapping[str, Tensor]
 
 CHUNK = 2**24
-"""how many logits are held at once where no chunk is given: 64 MiB in float32, and a few times that while they are worked on.
-Blocks of 32 MiB and less glibc keeps when they are freed, and scatters, so that smaller chunks can take more memory"""
+"""logits held at once by default: 64 MiB in float32, and a few times that while they are computed. glibc keeps freed blocks
+of up to 32 MiB and fragments them, so smaller chunks can take more memory"""
 
 
 class ValueHead(nn.Linear):
-    """Hidden states to values, in the dtype of its weights whatever that of the trunk.   [..., width] -> [...]"""
+    """A linear layer from hidden states to values, in the dtype of its own weights.   [..., width] -> [...]"""
 
     def __init__(self, width: int, like: Tensor) -> None:
         super().__init__(width, 1, device=like.device, dtype=like.dtype)
@@ -38,13 +42,13 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """V, unbounded; 0 before anything is learned."""
+        """Values, unbounded; 0 before training."""
         with torch.autocast(hidden.device.type, enabled=False):
             return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
 
 
 class Critic(nn.Module):
-    """A value model of its own: a trunk that reads tokens and a linear head.
+    """A separate value model: a trunk that reads tokens and a linear head.
 
     trunk  a ``transformers`` model without a head, whose output has ``last_hidden_state``
     """
@@ -55,26 +59,24 @@ class Critic(nn.Module):
 
     @classmethod
     def from_policy(cls, model: "PreTrainedModel") -> "Critic":
-        """A copy of a policy's trunk, and a head that says 0.
+        """A copy of a policy's trunk, and a head that starts at 0.
 
-        Raises SurefootError when the model has no trunk apart from its head.
+        Raises SurefootError if the model has no trunk apart from its head.
         """
         trunk: nn.Module = model.base_model
         if trunk is model:
-            raise SurefootError(
-                f"critic: {type(model).__name__} has no trunk apart from its head to copy; use the head on the policy's own"
-            )
+            raise SurefootError(f"critic: {type(model).__name__} has no separate trunk to copy; set critic.own_model = false")
         trunk = copy.deepcopy(trunk).requires_grad_(True).eval()
         return cls(trunk, ValueHead(Readout(model).width, next(trunk.parameters())))
 
     @classmethod
     def from_reward_model(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
-        """Copies of a reward model's parts: V of a prefix starts as (score of the prefix − mean) / std."""
+        """A copy of a reward model: V of a prefix starts as (score of the prefix − mean) / std."""
         return cls.from_reward_trunk(copy.deepcopy(trunk).requires_grad_(True).eval(), head, mean, std)
 
     @classmethod
     def from_reward_trunk(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
-        """The same with a trunk that is no copy, and a head of its own."""
+        """The same without copying the trunk; the head is always a copy."""
         own = ValueHead(head.in_features, head.weight)
         with torch.no_grad():
             own.weight.copy_(head.weight / std)
@@ -88,19 +90,19 @@ class Critic(nn.Module):
 
 
 class LanguagePolicy(Policy):
-    """A language model, and a critic if any.
+    """A language model and an optional critic.
 
     model          an AutoModelForCausalLM, trained in place
     critic         None; "head", a linear one on the model's own hidden states, which starts at 0; or a ``Critic``, or any other
                    module from token ids [B, L] to values [B, L]
-    pad_id         what stands where nothing is; no result depends on it
+    pad_id         the padding token; no result depends on it
     temperature    divides the logits, as in sampling
-    chunk          decisions whose logits are held at once; None for as many as make 2²⁴ logits
-    checkpointing  compute every layer again in the backward pass instead of keeping what is inside
+    chunk          tokens whose logits are held at once; None for as many as make 2²⁴ logits
+    checkpointing  recompute every layer in the backward pass instead of keeping its activations
     bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
-    balanced       tell the load-balancing loss of a mixture's routers, where there is a graph
+    balanced       compute the load-balancing loss of a mixture's routers when gradients are on
 
-    Dropout is off always, in training as well. ``inputs`` are {"prompt" [B, P], "prompt_mask" [B, P]}.
+    Dropout is always off, also in training. ``inputs`` are {"prompt" [B, P], "prompt_mask" [B, P]}.
     """
 
     def __init__(
@@ -133,25 +135,25 @@ class LanguagePolicy(Policy):
     def forward(self, inputs: Inputs, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
         """Log-probabilities, entropy and values, zeros outside the mask.   [B, P] each, [B, T], [B, T] -> all [B, T]
 
-        ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError where a prompt has no token.
+        ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError if a prompt has no token.
         """
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = pack_batch(inputs, actions, mask, self.pad_id)
         with computing(self, self.checkpointing, self.bf16):
-            with self._listening() as heard:
+            with self._recording() as router_logits:
                 hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
             likelihood = chunked_likelihood(
                 states, actions[batch.rows, batch.steps], self.readout.head, self.temperature, self.chunk
             )
             values = self._values(batch, hidden, batch.rows, batch.before)
         log_probs, entropy = (_scatter(x, batch, mask) for x in likelihood)
-        router_loss = self.routers.loss(heard, batch.real) if self.routers is not None and heard else None
+        router_loss = self.routers.loss(router_logits, batch.real) if self.routers is not None and router_logits else None
         return Evaluation(
             log_probs, entropy, None if values is None else _scatter(values, batch, mask), router_loss=router_loss
         )
 
     def prepare(self, parts: Sequence[tuple[Inputs, Tensor, Tensor | None]]) -> None:
-        """Count how many tokens go to each expert, in a pass without gradient where the minibatch has several parts."""
+        """Count the tokens of each expert, in a pass without gradient if the minibatch has several parts."""
         if self.routers is None:
             return
         self.routers.counted = None
@@ -163,19 +165,17 @@ class LanguagePolicy(Policy):
                 batch = pack_batch(
                     inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
                 )
-                with self.routers.listening() as heard:
+                with self.routers.recording() as router_logits:
                     self.model.base_model(input_ids=batch.ids, use_cache=False)
-                loads.append(self.routers.load(heard, batch.real))
+                loads.append(self.routers.load(router_logits, batch.real))
         self.routers.count(loads)
 
-    def _listening(self) -> AbstractContextManager[list[Tensor]]:
-        """To the routers, where their loss is asked for and a graph is made."""
-        return nullcontext([]) if self.routers is None or not torch.is_grad_enabled() else self.routers.listening()
+    def _recording(self) -> AbstractContextManager[list[Tensor]]:
+        """Record the routers' logits if their loss is needed and gradients are on."""
+        return nullcontext([]) if self.routers is None or not torch.is_grad_enabled() else self.routers.recording()
 
     def values_after(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
-        """V of the whole of each row, after its last token: what a cut response would still have earned; zeros without a
-        critic.   [B]
-        """
+        """V after the last token of each row: the expected return of a truncated response; zeros without a critic.   [B]"""
         batch = pack_batch(inputs, actions, mask, self.pad_id)
         rows = torch.arange(len(actions), device=actions.device)
         with computing(self, self.checkpointing, self.bf16):
@@ -188,7 +188,7 @@ class LanguagePolicy(Policy):
         return row_lengths(inputs, mask)
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
-        """Those of the critic: its own trunk and head, or only the head on the policy's trunk."""
+        """Parameters of the critic: its own trunk and head, or the head on the policy's trunk."""
         critic = self.value_head if self.critic is None else self.critic
         return () if critic is None else [p for p in critic.parameters() if p.requires_grad]
 
@@ -205,9 +205,9 @@ class LanguagePolicy(Policy):
 
 
 class ReferencePolicy(nn.Module):
-    """A frozen copy of a policy as it is now: the anchor of the KL. It has no critic and gets no gradient.
+    """A frozen copy of a policy, the reference of the KL. It has no critic and gets no gradient.
 
-    base  what the policy is an adapter of: then there is no copy, and the reference is the base with adapters off
+    base  of a policy that is an adapter; then nothing is copied, and the reference is the base with adapters off
     """
 
     def __init__(self, policy: LanguagePolicy, base: SharedBase | None = None) -> None:
@@ -215,7 +215,7 @@ class ReferencePolicy(nn.Module):
         self.base, model = base, policy.model
         if base is None:
             model = copy.deepcopy(model).requires_grad_(False)
-            model.zero_grad(set_to_none=True)  # copied with the weights where an optimizer keeps them
+            model.zero_grad(set_to_none=True)  # an optimizer may keep gradients, which are copied too
         self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, bf16=policy.bf16)
 
     @torch.no_grad()
@@ -228,10 +228,10 @@ class ReferencePolicy(nn.Module):
 
 @contextmanager
 def computing(module: nn.Module, checkpointing: bool, bf16: bool) -> Iterator[None]:
-    """Autocast, and the switch of gradient checkpointing.
+    """Autocast and gradient checkpointing for a forward pass.
 
-    ``transformers`` checkpoints layers that are in training mode. Only the layers themselves are put there, and not what they
-    are made of, so that dropout stays off; and only while a graph is made, because their caches don't work so.
+    ``transformers`` checkpoints layers in training mode. Only the layers themselves enter it, not their submodules, so dropout
+    stays off; and only with gradients on, because checkpointed layers can't use a cache.
     """
     layers = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)] if checkpointing else []
     device = next(module.parameters()).device.type
@@ -241,7 +241,7 @@ def computing(module: nn.Module, checkpointing: bool, bf16: bool) -> Iterator[No
         with (
             quiet_transformers(),
             torch.autocast(device, torch.bfloat16, enabled=bf16),
-        ):  # some warn of padding, which is out of sight
+        ):  # some models warn of padding, which has no effect here
             yield
     finally:
         for layer in layers:
@@ -258,12 +258,12 @@ def in_micro_batches(
     size: int | None = None,
     costs: Tensor | None = None,
 ) -> Any:
-    """``function(inputs, actions, mask)`` without gradient, in micro-batches of so many tokens, and so many rows, at most.
+    """``function(inputs, actions, mask)`` without gradient, in micro-batches of at most ``tokens`` tokens and ``size`` rows.
 
-    costs  tokens that each row is read with; of prompt and response if not given   [B]
+    costs  tokens read for each row; by default those of prompt and response   [B]
 
     The function returns a tensor [B, ...] or a tree of them: a policy's Evaluation, its ``values_after``, a reference's
-    ``log_probs``. Rows come back in their old order.
+    ``log_probs``. Rows keep their order.
     """
     if tokens is None and size is None:
         return function(inputs, actions, mask)
@@ -276,8 +276,8 @@ def in_micro_batches(
 
 
 def checkpoint_layers(part: nn.Module | None) -> None:
-    """Have the outermost ``transformers`` model in a module checkpoint its layers, by its own switch; those of a shared base in
-    the role that they were computed in.
+    """Enable gradient checkpointing of the outermost ``transformers`` model in a module. Layers of a shared base are recomputed
+    with the adapter of the forward pass.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     for module in () if part is None else part.modules():
@@ -289,41 +289,44 @@ def checkpoint_layers(part: nn.Module | None) -> None:
             try:
                 switch(options)
             except ValueError as error:
-                raise SurefootError(f"checkpointing=true: {type(module).__name__} has no layers for it; set false") from error
+                raise SurefootError(f"checkpointing=true: {type(module).__name__} does not support it; set false") from error
             return
 
 
-def _scatter(found: Tensor, batch: PackedBatch, mask: Tensor) -> Tensor:
-    """What was found at the decisions, where they are in the response, and zeros elsewhere.   [K] -> [B, T]"""
-    return found.new_zeros(mask.shape).index_put((batch.rows, batch.steps), found)
+def _scatter(values: Tensor, batch: PackedBatch, mask: Tensor) -> Tensor:
+    """Values of the K decisions at their places in the responses, and zeros elsewhere.   [K] -> [B, T]"""
+    return values.new_zeros(mask.shape).index_put((batch.rows, batch.steps), values)
 
 
 PROBE_LOGIT = 100.0
-"""the largest logit of the trial: a soft cap (30 in Gemma 2) shows at this size, and not at that of a fresh model's logits"""
+"""the largest logit of the test: a soft cap (30 in Gemma 2) shows at this size, but not at that of a fresh model's logits"""
 
 
 class Readout:
-    """Hidden states and logits of a model. Holds no parameters of its own.
+    """Hidden states and logits of a model; it has no parameters of its own.
 
     model  an AutoModelForCausalLM
-    tried  False for a model without contents: it is taken to be plain, and what the trial finds stays 0
+    tested  False for a model without data: it is assumed to be plain, and width and vocabulary stay 0
 
-    Raises SurefootError when the model's logits depend on later tokens.
+    Whether head and trunk reproduce the model's own logits is tested at construction. If not, the model's logits are used, for
+    all positions at once.
+
+    Raises SurefootError if the model's logits depend on later tokens.
     """
 
-    def __init__(self, model: "PreTrainedModel", tried: bool = True) -> None:
+    def __init__(self, model: "PreTrainedModel", tested: bool = True) -> None:
         self.model: Any = model
         self.width = self.vocabulary = 0
         self.plain = True
         """whether ``head`` of ``hidden`` is the model's own logits"""
-        if tried:
-            with quiet_transformers():  # the trial's tokens may be the pad token, of which some models warn
-                self._try()
+        if tested:
+            with quiet_transformers():  # the test may use the pad token, of which some models warn
+                self._test()
 
     def states(self, ids: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """After the tokens at (row, column): hidden states [K, width], and what ``head`` makes logits of [K, …].
+        """After the tokens at (row, column): hidden states [K, width], and the input of ``head`` [K, …].
 
-        ids [B, L] long; padding is behind what is real, so that no attention mask is needed.
+        ids [B, L] long; padding follows the real tokens, so no attention mask is needed.
         """
         if self.plain:
             hidden = self._trunk(ids)[rows, columns]
@@ -340,7 +343,7 @@ class Readout:
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """The output embedding, then the scales and the soft cap that some families' configurations name."""
+        """The output embedding, then the scale and soft cap in some families' configurations."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         config = self.model.config
         if scale := getattr(config, "logit_scale", None):  # Cohere
@@ -352,8 +355,8 @@ class Readout:
         return logits
 
     @torch.no_grad()
-    def _try(self) -> None:
-        """Find ``width``, ``vocabulary`` and ``plain``, and that the model is causal."""
+    def _test(self) -> None:
+        """Set ``width``, ``vocabulary`` and ``plain``, and check that the model is causal."""
         device = self.model.get_input_embeddings().weight.device
         size = int(self.model.get_input_embeddings().weight.shape[0])
         ids = (torch.arange(16, device=device) * 7 % size).view(2, 8)
@@ -370,84 +373,89 @@ class Readout:
         trunk = self.model.base_model
         if trunk is self.model or not isinstance(self.model.get_output_embeddings(), nn.Module):
             return False
-        louder = PROBE_LOGIT / max(float(logits.abs().max()), 1e-6)
+        factor = PROBE_LOGIT / max(float(logits.abs().max()), 1e-6)
 
-        def turned_up(_: nn.Module, __: Any, outputs: Any) -> Any:
-            outputs.last_hidden_state = outputs.last_hidden_state * louder
+        def scale_up(_: nn.Module, __: Any, outputs: Any) -> Any:
+            outputs.last_hidden_state = outputs.last_hidden_state * factor
             return outputs
 
-        hook = trunk.register_forward_hook(turned_up)
+        hook = trunk.register_forward_hook(scale_up)
         try:
             return logits_close(self._logits(self._trunk(ids)), self.model(input_ids=ids, use_cache=False).logits)
-        except (AttributeError, TypeError, RuntimeError):  # another signature, another output, other shapes
+        except (AttributeError, TypeError, RuntimeError):  # another signature, output or shape
             return False
         finally:
             hook.remove()
 
 
 class Routers:
-    """The routers of a causal language model.
+    """Load-balancing loss of a mixture of experts, as in ``transformers``: over all layers and all real tokens together.
 
-    Raises SurefootError where it has none, or its family's loss is another.
+    Tokens per expert are counted over the whole minibatch, on all ranks, before the first part is read with gradient, so the
+    losses of the parts add up to that of the minibatch. With a single part, the pass with gradient counts them.
+
+    Raises SurefootError if the model has no routers, or if its family computes another loss.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.chosen = int(getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0)
         self.counted: tuple[Tensor, Tensor] | None = None
-        """tokens of the whole minibatch by expert, and how many there are, each counted in every layer; None: those at hand"""
+        """tokens of the minibatch by expert, and their number, each counted in every layer; None: those of the current part"""
         if not self.chosen or not self._as_transformers():
             raise SurefootError(
                 f"objective.router_coefficient: {type(model).__name__} has no routers whose load can be balanced; set 0"
             )
 
     @contextmanager
-    def listening(self) -> Iterator[list[Tensor]]:
-        """Within, whatever the trunk is asked to read adds its routers' logits to a list, layer by layer.   each [B·L, E]"""
-        heard: list[Tensor] = []
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Record the routers' logits of every forward pass, layer by layer.   each [B·L, E]"""
+        recorded: list[Tensor] = []
 
-        def ask(_: Any, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def request(_: Any, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, {**named, "output_router_logits": True}
 
-        def hear(_: Any, __: Any, output: Any) -> None:
-            heard.extend(logits.flatten(0, -2) for logits in getattr(output, "router_logits", None) or ())
+        def record(_: Any, __: Any, output: Any) -> None:
+            recorded.extend(logits.flatten(0, -2) for logits in getattr(output, "router_logits", None) or ())
 
         trunk = self.model.base_model
-        hooks = trunk.register_forward_pre_hook(ask, with_kwargs=True), trunk.register_forward_hook(hear)
+        hooks = trunk.register_forward_pre_hook(request, with_kwargs=True), trunk.register_forward_hook(record)
         try:
-            yield heard
+            yield recorded
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def load(self, heard: Sequence[Tensor], real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the real tokens, in all layers together: counts and probabilities by expert, and how many.   real [B, L]"""
-        parts = [expert_load(logits.float(), self.chosen, real.flatten()) for logits in heard]
+    def load(self, router_logits: Sequence[Tensor], real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Counts and probabilities by expert, and the number of real tokens, summed over layers.   router_logits [B·L, E], real
+        [B, L]
+        """
+        parts = [expert_load(logits.float(), self.chosen, real.flatten()) for logits in router_logits]
         counts, probabilities = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
-        return counts, probabilities, real.sum().float() * len(heard)
+        return counts, probabilities, real.sum().float() * len(router_logits)
 
-    def loss(self, heard: Sequence[Tensor], real: Tensor) -> Tensor:
-        """What these tokens add to the loss.   []"""
-        counts, probabilities, tokens = self.load(heard, real)
+    def loss(self, router_logits: Sequence[Tensor], real: Tensor) -> Tensor:
+        """The contribution of these tokens to the loss.   []"""
+        counts, probabilities, tokens = self.load(router_logits, real)
         counts, tokens = (counts, tokens) if self.counted is None else self.counted
         return load_balance(counts, probabilities, tokens)
 
     def count(self, loads: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Add up the parts of a minibatch, over all ranks."""
+        """Sum the counts of a minibatch's parts over all ranks."""
         parts = torch.stack([torch.cat([counts, tokens.unsqueeze(0)]) for counts, _, tokens in loads])
         summed = all_sum(parts.sum(0))
         self.counted = summed[:-1], summed[-1]
 
     @torch.no_grad()
     def _as_transformers(self) -> bool:
-        """Whether the loss is the one that the model's own class computes: tried, not believed."""
+        """Whether the model's own class computes the same loss, by a test."""
         device = self.model.get_input_embeddings().weight.device
         ids = (torch.arange(16, device=device) * 7 % int(self.model.get_input_embeddings().weight.shape[0])).view(2, 8)
         real = torch.arange(8, device=device) < torch.tensor([[8], [5]], device=device)
         try:
-            with quiet_transformers(), self.listening() as heard:
+            with quiet_transformers(), self.recording() as router_logits:
                 output = self.model(input_ids=ids, attention_mask=real.long(), use_cache=False, output_router_logits=True)
             theirs = output.aux_loss
-            return bool(heard) and bool(torch.isclose(self.loss(heard, real), theirs, rtol=1e-4))
-        except (AttributeError, TypeError, RuntimeError):  # another signature, another output, other shapes
+            return bool(router_logits) and bool(torch.isclose(self.loss(router_logits, real), theirs, rtol=1e-4))
+        except (AttributeError, TypeError, RuntimeError):  # another signature, output or shape
             return False

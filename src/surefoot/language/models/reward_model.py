@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 class RewardModel(nn.Module):
     """A language model's trunk with a scalar head, read at the last real token.
 
-    backbone    gives the hidden states of every token; its own copy
+    backbone    returns the hidden states of every token
     head        Linear(width, 1)
-    tokenizer   what turns text into its ids: a reward model gets text, whatever model wrote it
+    tokenizer   turns text into ids: a reward model reads text, from any policy
 
-    ``mean`` and ``std`` are what is subtracted from the head's output and divided by, 0 and 1 until ``standardise``.
+    A score is (head's output − ``mean``) / ``std``; they are 0 and 1 until ``standardise`` is called.
     """
 
     mean: Tensor
@@ -47,7 +47,7 @@ class RewardModel(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone, self.head, self.tokenizer = backbone, head, tokenizer
-        self._places = "position_ids" in inspect.signature(getattr(backbone, "reader", backbone).forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(getattr(backbone, "reader", backbone).forward).parameters
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
 
@@ -59,19 +59,19 @@ class RewardModel(nn.Module):
         """The head's output at the last real token.   [B, L], [B, L] -> [B]"""
         last = ids.shape[1] - 1 - mask.long().flip(-1).argmax(-1)
         hidden = self._hidden(ids, mask)[torch.arange(len(ids), device=ids.device), last]
-        found: Tensor = self.head(hidden).squeeze(-1)
-        return found
+        scores: Tensor = self.head(hidden).squeeze(-1)
+        return scores
 
     def prefix_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The head's output after every prefix, for use as a critic; anything where the mask is False.   -> [B, L]"""
-        found: Tensor = self.head(self._hidden(ids, mask)).squeeze(-1)
-        return found
+        """The head's output after every prefix, for use as a critic; undefined outside the mask.   [B, L], [B, L] -> [B, L]"""
+        scores: Tensor = self.head(self._hidden(ids, mask)).squeeze(-1)
+        return scores
 
     @torch.no_grad()
     def standardise(self, raw: Tensor) -> None:
-        """Make scores of what these raw ones came from have mean 0 and (biased) std 1.   [N]
+        """Set ``mean`` and ``std`` so that these raw scores become mean 0 and (biased) standard deviation 1.   [N]
 
-        Raises SurefootError when they are not finite, or all the same.
+        Raises SurefootError if they are not finite or all equal.
         """
         mean, std = raw.double().mean(), raw.double().std(correction=0)
         if not (torch.isfinite(std) and std > 0):
@@ -83,11 +83,11 @@ class RewardModel(nn.Module):
         self.std.copy_(std)
 
     def save(self, folder: str | Path) -> None:
-        """Write backbone, head and tokenizer, whole or not at all; an older model there is replaced.
+        """Write backbone, head and tokenizer atomically; an older model there is replaced.
 
-        Raises SurefootError when the folder holds something else, or the disk refuses.
+        Raises SurefootError if the folder contains something else, or if writing fails.
         """
-        assert self.tokenizer is not None, "a reward model's folder holds its tokenizer"
+        assert self.tokenizer is not None, "a reward model is saved with its tokenizer"
         with atomic_folder(Path(folder)) as temporary:
             self.backbone.save_pretrained(temporary, state_dict=merged_state(self.backbone))
             self.tokenizer.save_pretrained(temporary)
@@ -97,7 +97,7 @@ class RewardModel(nn.Module):
     def load(cls, folder: str | Path, *, trust_remote_code: bool = False) -> "RewardModel":
         """The reward model in a folder that ``save`` wrote, in eval mode.
 
-        Raises SurefootError when there is none, or a part is missing or does not fit.
+        Raises SurefootError if there is none, or if a part is missing or does not fit.
         """
         name = str(Path(folder).expanduser())
         require_transformers(f"reward model {name!r}")
@@ -105,9 +105,9 @@ class RewardModel(nn.Module):
 
         path = Path(name)
         if not path.is_dir():
-            raise SurefootError(f'model={name!r}: no such folder; a reward model is a folder of kind = "reward" training')
+            raise SurefootError(f'model={name!r}: no such folder; give a folder that kind = "reward" training wrote')
         if not (path / HEAD).is_file():
-            raise SurefootError(f'model={name!r}: has no {HEAD}, so it is no reward model; train one with kind = "reward"')
+            raise SurefootError(f'model={name!r}: has no {HEAD}, so it is not a reward model; train one with kind = "reward"')
         config = read_config(name, trust_remote_code)
         backbone = read_weights(AutoModel, name, config, trust_remote_code)
         tokenizer = read_tokenizer(name, trust_remote_code)
@@ -117,20 +117,20 @@ class RewardModel(nn.Module):
         return model.eval()
 
     def _hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        places = {"position_ids": positions(mask)} if self._places else {}
-        output = self.backbone(input_ids=ids, attention_mask=mask.long(), use_cache=False, **places)
+        extra = {"position_ids": positions(mask)} if self._takes_positions else {}
+        output = self.backbone(input_ids=ids, attention_mask=mask.long(), use_cache=False, **extra)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
 
 def write_head(model: RewardModel, folder: Path) -> None:
-    """Head, mean and standard deviation of a reward model, as a file in a folder."""
+    """Write head, mean and standard deviation of a reward model to a file in a folder."""
     tensors = {**model.head.state_dict(), "mean": model.mean, "std": model.std}
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, folder / HEAD)
 
 
 def read_head(model: RewardModel, folder: Path) -> None:
-    """Take them from there. Raises SurefootError where the file is damaged, or of another width."""
+    """Read them. Raises SurefootError if the file is damaged or of another width."""
     try:
         tensors = load_file(folder / HEAD)
         model.head.load_state_dict({key: tensors.pop(key) for key in ("weight", "bias")})
@@ -143,7 +143,7 @@ def read_head(model: RewardModel, folder: Path) -> None:
 def new_reward_model(
     model: "PreTrainedModel", seed: int, tokenizer: "PreTrainedTokenizerBase | None" = None, *, copied: bool = True
 ) -> RewardModel:
-    """A model of the same family that gives a number: a copy of the trunk (or the trunk itself), and a new head.
+    """A reward model from a language model: a copy of its trunk (or the trunk itself) and a new head.
 
     The head's weights are N(0, 1/(d + 1)) for width d, its bias 0 (Stiennon et al. 2020, arXiv 2009.01325).
     """
@@ -157,7 +157,7 @@ def new_reward_model(
 
 
 def new_head(backbone: "PreTrainedModel") -> nn.Linear:
-    """With memory that holds anything: a start of its own would be drawn from the global generator."""
+    """A linear head with uninitialised weights; initialising it would draw from the global generator."""
     return nn.Linear(_hidden_size(backbone), 1, device="meta").to_empty(device="cpu")
 
 

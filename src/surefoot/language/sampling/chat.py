@@ -1,4 +1,4 @@
-"""A conversation with a model, turn by turn: what it is asked, and its answer as it grows."""
+"""Chat with a model: the conversation so far, and answers written as they are drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from surefoot.language.models.loading import context_length
 from surefoot.language.sampling.sampler import cut_at_stop, sample
 
 PARTIAL = "\ufffd"
-"""what part of a character decodes to"""
+"""the text of an incomplete character"""
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How answers are drawn: as in ``LanguageModel.generate``. An answer ends where the model's context does, at the latest."""
+    """Sampling options, as in ``LanguageModel.generate``. An answer ends at the model's context at the latest."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -26,10 +26,10 @@ class ChatOptions:
 
 
 class Chat:
-    """A model, and what was said so far.
+    """A model and the conversation so far.
 
-    With a chat template, every answer follows the whole conversation. Without one there is no form for what was said before:
-    each line is a prompt by itself, which the model continues.
+    With a chat template, every answer follows the whole conversation. Without one, each line is a separate prompt, which the
+    model continues.
     """
 
     def __init__(self, model: LanguageModel, options: ChatOptions) -> None:
@@ -38,25 +38,26 @@ class Chat:
         """whether there is a chat template"""
         self.messages: list[dict[str, str]] = []
         self.answers = 0
-        """so many were drawn, each from a random stream of its own"""
+        """number of answers drawn; each has its own random stream"""
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Clear the conversation."""
         self.messages = []
 
     def answer(self, line: str, write: Callable[[str], None] = lambda piece: None) -> str:
-        """The answer to a line; ``write`` gets it piece by piece. A line that is refused, or interrupted, was not said.
+        """The answer to a line, passed to ``write`` piece by piece. A rejected or interrupted line leaves the conversation
+        unchanged.
 
-        Raises SurefootError when the model's context has no room left, or the chat template refuses the conversation.
+        Raises SurefootError if the model's context is full, or if the chat template rejects the conversation.
         """
         tokens, options = self.model.tokens, self.options
-        said = [*self.messages, {"role": "user", "content": line}]
-        with quiet_transformers():  # a tokenizer warns of text longer than the context, which is refused here
-            prompt = tokens.encode_prompt(said if self.remembers else line)
+        messages = [*self.messages, {"role": "user", "content": line}]
+        with quiet_transformers():  # the tokenizer warns of text longer than the context, which is rejected here
+            prompt = tokens.encode_prompt(messages if self.remembers else line)
         context = context_length(self.model.model)
-        room = options.max_tokens if context is None else min(options.max_tokens, context - len(prompt))
-        if room < 1:
-            remedy = "forget the conversation with /reset" if self.messages else "shorten the line"
+        limit = options.max_tokens if context is None else min(options.max_tokens, context - len(prompt))
+        if limit < 1:
+            remedy = "clear the conversation with /reset" if self.messages else "shorten the line"
             raise SurefootError(f"chat: the prompt has {len(prompt)} tokens and the model's context is {context}; {remedy}")
         ids: list[int] = []
         written = ""
@@ -72,7 +73,7 @@ class Chat:
         sample(
             self.model.model,
             [prompt],
-            max_tokens=room,
+            max_tokens=limit,
             temperature=options.temperature,
             eos_ids=tokens.eos_ids,
             pad_id=tokens.pad_id,
@@ -86,12 +87,12 @@ class Chat:
         write(text[len(written) :])
         self.answers += 1
         if self.remembers:
-            self.messages = [*said, {"role": "assistant", "content": text}]
+            self.messages = [*messages, {"role": "assistant", "content": text}]
         return text
 
 
 def stable_prefix(text: str, stop: Sequence[str]) -> str:
-    """The beginning of a text that no further token changes: without part of a character, or of a stop string, at its end."""
+    """The beginning of a text that further tokens can't change: no incomplete character or stop string at its end."""
     text = cut_at_stop(text, stop).rstrip(PARTIAL)
     parts = (length for word in stop for length in range(1, len(word)) if text.endswith(word[:length]))
     return text[: len(text) - max(parts, default=0)]

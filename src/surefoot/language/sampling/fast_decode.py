@@ -1,9 +1,15 @@
-"""Decoding with packed weights: what a step of a small model costs is starting its operations, so a layer has about fifteen.
+"""Decode small models quickly with packed weights.
 
-Attention of one token is two batched matrix products over the cache where it lies; the fused kernel, made for long queries,
-takes three times as long on a CPU. The prompt is still read by the model's own forward pass, and before packed weights are used
-they are compared with that pass: two of the prompts, two tokens further. Adapters are merged into the packed weights; a family
-that changed or a hook makes the sampler use the model's own."""
+At this size, launching operations dominates the time of a step, so a packed layer has only about fifteen. Query, key and value
+are one matrix, and so are gate and up. The scales of the normalisations and of attention are multiplied in, and dimensions that
+rotary positions rotate together are neighbours, so a rotation is one complex product. Matrices are stored [in, out], which is
+faster for a few dozen rows. Attention of one token is two batched matrix products over the cache; the fused kernel, made for
+long queries, takes three times as long on a CPU.
+
+The model's own forward pass reads the prompt. Before packed weights are used, two prompts and two more tokens are compared with
+that pass. Adapters are merged into the packed weights. The sampler uses the model's own pass for unknown families and models
+with hooks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +22,12 @@ from torch import Tensor, nn
 from surefoot.language.sampling.kv_cache import Prompts, log_prob_difference
 
 PACKED_LIMIT = 64_000_000
-"""parameters of all layers above which the model's own forward pass is used: arithmetic decides there, and packing copies"""
+"""parameters of all layers above which the model's own forward pass is used: arithmetic dominates there, and packing copies"""
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """The four matrices of a layer, each [in, out], and their biases [out]; ``None`` is no bias."""
+    """The four matrices of a layer, each [in, out], and their biases [out]; ``None`` means no bias."""
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -35,7 +41,7 @@ class PackedLayer:
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A decoder-only transformer, ready to be stepped."""
+    """A decoder-only transformer with packed weights."""
 
     layers: list[PackedLayer]
     heads: int
@@ -48,17 +54,17 @@ class PackedModel:
     gated: bool
     activation: Callable[[Tensor], Tensor]
     embedding: nn.Module
-    places: Tensor | None
+    position_embedding: Tensor | None
     """learned positions [context, model width]"""
     rotary: Callable[[int], Tensor] | None
     """length -> e^{i angle} [length, width / 2]"""
     pairs: Tensor | None
-    """[width] the order of a key's dimensions in which those turned together are neighbours"""
+    """[width] the order of a key's dimensions in which rotated pairs are neighbours"""
     norm: nn.Module
     head: nn.Module
 
     def normalised(self, x: Tensor) -> Tensor:
-        """LayerNorm or RMSNorm without its weights, which are in the next matrix.   [n, d] -> [n, d]"""
+        """LayerNorm or RMSNorm without weights; those are in the next matrix.   [n, d] -> [n, d]"""
         norm = nn.functional.layer_norm if self.centred else nn.functional.rms_norm
         return norm(x, x.shape[-1:], eps=self.eps)
 
@@ -67,11 +73,11 @@ States = list[tuple[Tensor, Tensor]]
 """keys and values of every layer, [rows, heads, length, width] each"""
 
 TOLERANCE = 5e-5
-"""largest difference of a log-probability on the probe with which the packed model is taken for the model"""
+"""largest difference of a log-probability at which the packed model replaces the model"""
 
 
 class FastDecoder:
-    """A packed model that stands after its prompts."""
+    """A packed model that has read its prompts."""
 
     def __init__(self, packed: PackedModel, prompts: Prompts, states: States, samples: int, more: int) -> None:
         self.packed, self.length = packed, prompts.ids.shape[1]
@@ -90,7 +96,7 @@ class FastDecoder:
             self.hidden = like.new_zeros(rows, packed.kv_heads, 1, capacity)
             self.hidden[..., : self.length].masked_fill_(~prompts.mask.repeat_interleave(samples, 0)[:, None, None], -torch.inf)
 
-    @torch.inference_mode()  # makes views cheaper than no_grad does, and there are many
+    @torch.inference_mode()  # views cost less than under no_grad, and there are many
     def step(self, tokens: Tensor) -> Tensor:
         """Logits after one more token.   [n] -> [n, vocabulary]"""
         model, n, now = self.packed, len(tokens), self.length
@@ -98,8 +104,8 @@ class FastDecoder:
         self.length += 1
         places = self.positions[:n]
         x = model.embedding(tokens)
-        if model.places is not None:
-            x = x + model.places[places]
+        if model.position_embedding is not None:
+            x = x + model.position_embedding[places]
         turn = None if self.turns is None else self.turns[places].unsqueeze(1)
         fresh = self.cache[:, :, :n, :, now].transpose(1, 2).unbind()
         seen = self.cache[:, :, :n, :, : self.length].flatten(2, 3)
@@ -126,7 +132,7 @@ class FastDecoder:
         return logits
 
     def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:
-        """Drop the finished slots: copies the rows that move, as far as they are filled."""
+        """Drop the finished slots by copying the filled part of the rows that move."""
         if len(holes):
             self.cache[:, :, holes, :, : self.length] = self.cache[:, :, movers, :, : self.length]
             for buffer in (self.positions, self.hidden):
@@ -140,27 +146,27 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fast_decoder(model: nn.Module, prompts: Prompts, past: Any, samples: int, more: int) -> FastDecoder | None:
-    """The packed model after its prompts, or None where the family is not known or the probe tells it from the model."""
+    """The packed model after its prompts; None for an unknown family or if its log-probabilities differ."""
     from transformers.cache_utils import DynamicLayer
 
     if past is None or more < 1 or not all(type(layer) is DynamicLayer for layer in past.layers):
         return None
-    found = pack_model(model)
-    if found is None:
+    packed = pack_model(model)
+    if packed is None:
         return None
     states = [(layer.keys, layer.values) for layer in past.layers]
-    rows, steps = prompts.few(), min(2, more)
+    rows, steps = prompts.shortest_and_longest(), min(2, more)
     few = prompts.at(rows)
-    probe = FastDecoder(found, few, [(keys[rows], values[rows]) for keys, values in states], samples=1, more=steps)
+    probe = FastDecoder(packed, few, [(keys[rows], values[rows]) for keys, values in states], samples=1, more=steps)
     return (
-        FastDecoder(found, prompts, states, samples, more)
+        FastDecoder(packed, prompts, states, samples, more)
         if log_prob_difference(model, probe, few, steps) <= TOLERANCE
         else None
     )
 
 
 def pack_model(model: Any) -> PackedModel | None:
-    """The model with its weights packed, or None where its layers are not known.
+    """The model with packed weights; None for layers of another kind.
 
     Packing copies the layers' weights: about a millisecond per million parameters.
     """
@@ -173,14 +179,12 @@ def pack_model(model: Any) -> PackedModel | None:
 
 
 def all_exactly(modules: list[Any], kind: type[nn.Module]) -> bool:
-    """Whether all are exactly of a class, adapters beside them aside: a quantised layer is another, with other arithmetic."""
+    """Whether all modules are exactly of a class, apart from adapters: a quantised layer computes differently."""
     return all(type(module.base_layer if hasattr(module, "lora_A") else module) is kind for module in modules)
 
 
 def merged_layer(module: Any) -> Any:
-    """A layer's weight and bias; where it has adapters, with what those that are switched on add. The probe of ``fast_decode``
-    sees an adapter that does something else.
-    """
+    """A layer's weight and bias, with its active adapters added; ``fast_decoder`` detects other kinds of adapter."""
     if not hasattr(module, "lora_A"):
         return module
     weight = module.base_layer.weight
@@ -199,7 +203,7 @@ def joined_layers(parts: list[Any], scale: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def pack_llama(model: Any) -> PackedModel | None:
-    """Llama and what is built like it: RMSNorm, rotary positions, grouped queries, a gated feed-forward."""
+    """Llama and similar models: RMSNorm, rotary positions, grouped queries, a gated feed-forward."""
     core, config = model.model, model.config
     rotary = core.rotary_emb
     width = core.layers[0].self_attn.head_dim
@@ -209,11 +213,13 @@ def pack_llama(model: Any) -> PackedModel | None:
     ]
     everywhere += [(b.mlp.gate_proj, b.mlp.up_proj, b.mlp.down_proj) for b in core.layers]
     known = all_exactly([module for group in everywhere for module in group], nn.Linear)
-    moving = rotary.rope_type in ("dynamic", "longrope")  # their frequencies depend on the length
+    moving = rotary.rope_type in ("dynamic", "longrope")  # frequencies depend on the length
     if not known or moving or not 0 < sum(p.numel() for p in core.layers.parameters()) <= PACKED_LIMIT:
         return None
     one = 1.0 if config.model_type == "gemma" else 0.0
-    pairs = torch.arange(width, device=model.device).view(2, -1).t().flatten()  # 0, w/2, 1, w/2 + 1, …: (re, im) of each turn
+    pairs = (
+        torch.arange(width, device=model.device).view(2, -1).t().flatten()
+    )  # 0, w/2, 1, w/2 + 1, …: (re, im) of each rotation
     order = torch.arange((heads + 2 * kv_heads) * width, device=model.device).view(-1, width)
     order[: heads + kv_heads] = order[: heads + kv_heads, pairs]
     layers = []
@@ -252,7 +258,7 @@ def pack_llama(model: Any) -> PackedModel | None:
         gated=True,
         activation=core.layers[0].mlp.act_fn,
         embedding=core.embed_tokens,
-        places=None,
+        position_embedding=None,
         rotary=turns,
         pairs=pairs,
         norm=core.norm,
@@ -261,7 +267,7 @@ def pack_llama(model: Any) -> PackedModel | None:
 
 
 def pack_gpt2(model: Any) -> PackedModel | None:
-    """GPT-2: LayerNorm, learned positions, one matrix for query, key and value, which is stored [in, out] already."""
+    """GPT-2: LayerNorm, learned positions, one matrix for query, key and value, already stored [in, out]."""
     from transformers.pytorch_utils import Conv1D
 
     core, config = model.transformer, model.config
@@ -297,7 +303,7 @@ def pack_gpt2(model: Any) -> PackedModel | None:
         gated=False,
         activation=core.h[0].mlp.act,
         embedding=core.wte,
-        places=core.wpe.weight,
+        position_embedding=core.wpe.weight,
         rotary=None,
         pairs=None,
         norm=core.ln_f,

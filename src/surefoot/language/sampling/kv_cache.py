@@ -1,7 +1,7 @@
-"""Decoding any causal language model of ``transformers``: the prompt once, then one token a step, rows leaving as they finish.
+"""Decode any causal language model of ``transformers`` token by token; finished responses leave the batch.
 
-A decoder holds a batch of *slots*. ``step`` appends one token to each and returns what comes next; ``shrink`` drops the slots
-that are done by letting the last ones take their places, which copies one row per finished response and nothing else.
+A decoder holds a batch of *slots*. ``step`` appends one token to each slot and returns the next logits. ``shrink`` drops
+finished slots by moving the last ones into their places, which copies one row per finished response.
 """
 
 import inspect
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from surefoot.language.data.tokens import positions
 
 CACHE_TOLERANCE = 1e-2
-"""largest difference of a log-probability that can be rounding, in float32, when the cache is used rather than not"""
+"""largest difference of a log-probability, in float32, between decoding with and without the cache that counts as rounding"""
 
 
 class Decoder(Protocol):
-    """What the sampler needs of a model that stands after its prompts."""
+    """A model that has read its prompts, as the sampler steps it."""
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits after one more token in each of the n slots.   [n] -> [n, vocabulary]"""
@@ -46,26 +46,26 @@ class Prompts:
         """Real tokens of each.   [G]"""
         return self.mask.sum(-1)
 
-    def few(self) -> Tensor:
-        """The shortest and the longest of them, by index.   [2]"""
+    def shortest_and_longest(self) -> Tensor:
+        """Indices of the shortest and the longest prompt.   [2]"""
         return torch.stack([self.lengths.argmin(), self.lengths.argmax()])
 
     def at(self, rows: Tensor) -> "Prompts":
-        """Some of the prompts, padded as they are."""
+        """The prompts in these rows, with the same padding."""
         return Prompts(self.ids[rows], self.mask[rows])
 
     @property
     def padded(self) -> bool:
-        """Whether any of them is shorter than the longest."""
+        """Whether any prompt is shorter than the longest."""
         return not bool(self.mask[:, 0].all())
 
 
 def forward(
     model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor, *, keep: int, past: Any = None, caching: bool = True
 ) -> Any:
-    """One forward pass of a model of ``transformers``, told only what its family understands.
+    """One forward pass of a ``transformers`` model, with only the arguments that its class accepts.
 
-    ids [n, t]; mask [n, everything so far] or None where nothing is padding; positions [n, t]; logits of the last ``keep``.
+    ids [n, t]; mask [n, tokens so far] or None without padding; positions [n, t]. Returns logits of the last ``keep`` tokens.
     """
     options = {"position_ids": positions, "logits_to_keep": keep, "use_cache": caching, cache_name(model): past}
     known = parameters_of(type(model).forward)
@@ -75,27 +75,27 @@ def forward(
 
 @cache
 def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    """What a model's ``forward`` takes, by name."""
+    """The parameter names of a function."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def cache_name(model: nn.Module) -> str:
-    """State-space models call their cache differently."""
+    """The argument that takes the cache; state-space models use another name."""
     return "cache_params" if "cache_params" in parameters_of(type(model).forward) else "past_key_values"
 
 
 def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
-    """The model's logits after each prompt [G, vocabulary] and its cache, None for a model that keeps none."""
+    """The model's logits after each prompt [G, vocabulary] and its cache; None for a model without one."""
     mask = prompts.mask if prompts.padded else None
     output = forward(model, prompts.ids, mask, positions(prompts.mask), keep=1)
-    found = getattr(output, cache_name(model), None)
-    usable = all(hasattr(layer, "reorder_cache") for layer in getattr(found, "layers", [None]))
-    return output.logits[:, -1], found if usable else None
+    past = getattr(output, cache_name(model), None)
+    usable = all(hasattr(layer, "reorder_cache") for layer in getattr(past, "layers", [None]))
+    return output.logits[:, -1], past if usable else None
 
 
 @cache
 def preallocated_layer_class() -> Any:
-    """The class of a cache layer whose room is taken once: ``transformers``' own grows by copying all of it at every token."""
+    """The class of a cache layer that is allocated once; the one of ``transformers`` copies its contents at every token."""
     from transformers.cache_utils import DynamicLayer
 
     class PreallocatedLayer(DynamicLayer):
@@ -105,39 +105,39 @@ def preallocated_layer_class() -> Any:
             super().__init__()  # type: ignore[no-untyped-call]
             self.dtype, self.device, self.is_initialized = source.keys.dtype, source.keys.device, True
             self.length, self.rows = source.keys.shape[-2], samples * len(source.keys)
-            self.buffers = [self.room_for(states, samples, more) for states in (source.keys, source.values)]
-            self.look()
+            self.buffers = [self._buffer(states, samples, more) for states in (source.keys, source.values)]
+            self.update_views()
 
-        def room_for(self, states: Tensor, samples: int, more: int) -> Tensor:
+        def _buffer(self, states: Tensor, samples: int, more: int) -> Tensor:
             groups, heads, length, width = states.shape
             buffer = states.new_empty(groups * samples, heads, length + more, width)
             buffer.view(groups, samples, heads, length + more, width)[:, :, :, :length] = states.unsqueeze(1)
             return buffer
 
-        def look(self) -> tuple[Tensor, Tensor]:
+        def update_views(self) -> tuple[Tensor, Tensor]:
             keys, values = (buffer[: self.rows, :, : self.length] for buffer in self.buffers)
             self.keys, self.values = keys, values
             return keys, values
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            """Write the new positions where the old ones end."""
+            """Write the new positions after the old ones."""
             new = slice(self.length, self.length + key_states.shape[-2])
             for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
                 buffer[: self.rows, :, new] = states
             self.length = new.stop
-            return self.look()
+            return self.update_views()
 
         def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:
             for buffer in self.buffers:
                 buffer[holes, :, : self.length] = buffer[movers, :, : self.length]
             self.rows = count
-            self.look()
+            self.update_views()
 
     return PreallocatedLayer
 
 
 class CachedDecoder:
-    """Any model that keeps a cache of ``transformers``, stepped by its own forward pass."""
+    """A model with a ``transformers`` cache, stepped by its own forward pass."""
 
     def __init__(self, model: nn.Module, prompts: Prompts, past: Any, samples: int, more: int) -> None:
         from transformers.cache_utils import DynamicLayer
@@ -152,13 +152,13 @@ class CachedDecoder:
         for index, layer in enumerate(past.layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
                 past.layers[index] = preallocated_layer_class()(layer, samples, more)
-            else:  # a sliding window or a recurrent state: small, and its class knows how to repeat it
+            else:  # a sliding window or a recurrent state is small; its class can repeat it
                 layer.reorder_cache(repeated)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits after one more token.   [n] -> [n, vocabulary]"""
         self.length += 1
-        # a recurrent state has forgotten its padding, and such a model would take the mask for the new token's
+        # a recurrent state contains no padding; such a model would apply the mask to the new token
         state_space = cache_name(self.model) == "cache_params"
         mask = None if self.mask is None or state_space else self.mask[: len(tokens), : self.length]
         output = forward(self.model, tokens.unsqueeze(-1), mask, self.positions, keep=1, past=self.past)
@@ -181,25 +181,24 @@ class CachedDecoder:
 
 
 def log_prob_difference(model: nn.Module, decoder: Decoder, prompts: Prompts, steps: int) -> float:
-    """The largest difference of a log-probability between a decoder's steps and the model's pass over the whole sequence."""
-    tokens = prompts.ids[:, -1:].expand(-1, steps)  # any would do
+    """The largest difference of a log-probability between a decoder's steps and one forward pass over the whole sequence."""
+    tokens = prompts.ids[:, -1:].expand(-1, steps)  # any tokens serve
     mask = torch.cat([prompts.mask, prompts.mask.new_ones(len(tokens), steps)], -1)
     output = forward(model, torch.cat([prompts.ids, tokens], -1), mask, positions(mask), keep=steps, caching=False)
-    got = torch.stack([decoder.step(token) for token in tokens.T], 1)
-    return float((got.log_softmax(-1) - output.logits[:, -steps:].log_softmax(-1)).abs().max())
+    stepped = torch.stack([decoder.step(token) for token in tokens.T], 1)
+    return float((stepped.log_softmax(-1) - output.logits[:, -steps:].log_softmax(-1)).abs().max())
 
 
-_KEEPS: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+_EXACT: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 
 
 def cache_is_exact(model: nn.Module, prompts: Prompts, more: int) -> bool:
-    """Whether decoding with the model's cache says what the model says without; asked once per model, with and without padding.
-
-    Some families misread a mask or a position when they have a cache.
+    """Whether decoding with the cache gives the model's own log-probabilities. Tested once per model, with and without padding,
+    because some families misread masks or positions with a cache.
     """
-    known = _KEEPS.setdefault(model, {})
+    known = _EXACT.setdefault(model, {})
     if more and prompts.padded not in known:
-        few, steps = prompts.at(prompts.few()), min(2, more)
+        few, steps = prompts.at(prompts.shortest_and_longest()), min(2, more)
         logits, past = read_prompts(model, few)
         rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
         known[prompts.padded] = (
@@ -209,13 +208,13 @@ def cache_is_exact(model: nn.Module, prompts: Prompts, more: int) -> bool:
 
 
 class RecomputingDecoder:
-    """A model without a cache: the whole sequence at every step. Slow, and right for every family."""
+    """A model read without a cache: every step reads the whole sequence. Slow, but exact for every family."""
 
     def __init__(self, model: nn.Module, prompts: Prompts, samples: int, more: int) -> None:
         self.model, self.length = model, prompts.ids.shape[1]
-        room = (0, more)
-        self.ids = nn.functional.pad(prompts.ids, room).repeat_interleave(samples, 0)
-        self.mask = nn.functional.pad(prompts.mask, room, value=True).repeat_interleave(samples, 0)
+        width = (0, more)
+        self.ids = nn.functional.pad(prompts.ids, width).repeat_interleave(samples, 0)
+        self.mask = nn.functional.pad(prompts.mask, width, value=True).repeat_interleave(samples, 0)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits after one more token.   [n] -> [n, vocabulary]"""
