@@ -278,7 +278,7 @@ def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
         if phase in estimated.phases
     }
     assert not estimated.uncounted, estimated.uncounted
-    return {"name": name, "parameters": count_parameters(setup.policy).total, "stays": estimated.stays, "phases": phases}
+    return {"name": name, "parameters": count_parameters(setup.policy).total, "stays": estimated.permanent, "phases": phases}
 
 
 def lines(cell: dict[str, Any]) -> Iterator[list[str]]:

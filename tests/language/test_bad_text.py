@@ -168,7 +168,7 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (["generate", "M/bert", "--prompt", "x"], ("model='M/bert': its logits depend on later tokens", CAUSAL)),
     (["data", "preview", "rows.jsonl", "--model", "M/bert"], ("model='M/bert': its logits depend on later tokens", CAUSAL)),
     (supervised("sft", "M/larger"), ("model='M/larger': the tokenizer's", BELONG, "copy the tokenizer of this model")),
-    (online(data="long"), ("long.jsonl: every one of its 8 rows is dropped", "128, less sampling.max_tokens=3; shorten")),
+    (online(data="long"), ("long.jsonl: all 8 rows are dropped", "128, less sampling.max_tokens=3; shorten")),
     (supervised("sft", "M/whole", "long-rows"), ("long-rows.jsonl: every one", "the model's context is 128; shorten them")),
     (online("M/whole", '{ function = "rewards.py:fine" }', "long", "--data.max-length", "64"), ("max_length=64; raise it",)),
     (
@@ -181,12 +181,12 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (supervised("reward", "M/templateless", "chat-rows"), ("chat-rows.jsonl, " + NO_TEMPLATE,)),
     (["generate", "M/templateless", "--file", "chat.jsonl"], ("chat.jsonl, " + NO_TEMPLATE,)),
     (["data", "preview", "chat-rows.jsonl", "--model", "M/templateless"], ("chat-rows.jsonl, " + NO_TEMPLATE,)),
-    ([*online(), "--reference.model", "M/other"], ("reference.model='M/other'", OTHER, "both need the same tokenizer")),
+    ([*online(), "--reference.model", "M/other"], ("reference.model='M/other'", OTHER, "with the same tokenizer")),
     ([*online(), "--reference.model", "M/bert"], ("reference.model='M/bert': its logits depend on later tokens", CAUSAL)),
     ([*online(), "--reference.model", "M/weightless"], ("reference.model='M/weightless': has no weights", "copy")),
     (
         [*online(), "--critic.own-model", "true", "--critic.start", "M/scores-other"],
-        ("critic.start='M/scores-other'", OTHER, "both need the same tokenizer"),
+        ("critic.start='M/scores-other'", OTHER, "with the same tokenizer"),
     ),
     (
         [*online(), "--critic.own-model", "true", "--critic.start", "M/scores-larger"],
@@ -199,7 +199,7 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (scored("scores-larger"), ("reward.terms[0].model='M/scores-larger'", BELONG, "copy the tokenizer of this model")),
     (scored("scores-headless"), ("reward.terms[0].model='M/scores-headless'", "is not a reward model; train one with kind")),
     (scored("whole"), ("reward.terms[0].model='M/whole'", "is not a reward model; train one with kind")),
-    (scored("nowhere"), ("reward.terms[0].model='M/nowhere'", "no such folder; a reward model is")),
+    (scored("nowhere"), ("reward.terms[0].model='M/nowhere'", "no such folder; give a folder that")),
     (
         online("M/whole", '{ function = "rewards.py:gone" }'),
         ("reward.terms[0].function='rewards.py:gone'", "can't be imported"),

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a summary names the adapted layers, experts can be adapted, and the router's loss is transformers' own."""
+"""Mixtures of experts: summaries name the adapted layers, experts can be adapted, the router loss is that of transformers."""
 
 import json
 from pathlib import Path
@@ -248,12 +248,12 @@ def test_the_loss_is_that_of_transformers_on_the_same_logits(mixture: Path) -> N
     model, _ = load_model(mixture)
     ids, real = some_text()
     routers = Routers(model)
-    with routers.listening() as heard:
+    with routers.recording() as recorded:
         model.base_model(input_ids=ids)
-    expected = load_balancing_loss_func(tuple(heard), 4, 2, real.long())
-    torch.testing.assert_close(routers.loss(heard, real), expected, rtol=1e-6, atol=0)
+    expected = load_balancing_loss_func(tuple(recorded), 4, 2, real.long())
+    torch.testing.assert_close(routers.loss(recorded, real), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(expected, theirs(model, ids, real), rtol=1e-6, atol=0)
-    assert len(heard) == (1 if "qwen3" in str(mixture) else 2), "layers without experts have no router"
+    assert len(recorded) == (1 if "qwen3" in str(mixture) else 2), "layers without experts have no router"
 
 
 def test_equal_loads_cost_as_much_as_each_token_has_experts_and_unequal_ones_more() -> None:

@@ -121,7 +121,7 @@ def test_demonstrations_that_cannot_be_read_are_refused_before_the_run_begins(fi
     for evaluation, said in (
         ({"demonstrations": str(files / "row.jsonl")}, r"row\.jsonl: no such file; did you mean .*rows\.jsonl"),
         ({"demonstrations": str(files / "half.jsonl")}, r"half\.jsonl, line 2: missing column 'completion'"),
-        ({"demonstrations": str(files / "long.jsonl")}, r"long\.jsonl: every one of its 1 rows is dropped"),
+        ({"demonstrations": str(files / "long.jsonl")}, r"long\.jsonl: all 1 rows are dropped"),
         ({"demonstrations": "x.jsonl", "rows": 0}, r"evaluation\.demonstrations='x\.jsonl': evaluation\.rows=0"),
     ):
         with pytest.raises(SurefootError, match=said):

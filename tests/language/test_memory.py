@@ -102,7 +102,7 @@ def test_the_tracker_counts_a_storage_from_its_birth_to_its_death_and_once() -> 
 def test_the_tracker_counts_what_autograd_keeps() -> None:
     x = torch.zeros(1000, requires_grad=True)
     with StorageTracker() as tracker:
-        tracker.know([x])
+        tracker.exclude([x])
         y = x.exp().sin().sum()  # keeps exp for itself and for sin's gradient: one storage; sin's output is summed and gone
         assert tracker.live == 4000 + y.untyped_storage().nbytes()
         y.backward()
@@ -110,14 +110,14 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
         assert tracker.live == 4000, "the gradient alone"
 
 
-def test_tensors_without_contents_are_counted_like_real_ones() -> None:
+def test_tensors_fake_tensors_are_counted_like_real_ones() -> None:
     def work() -> int:
         with StorageTracker() as tracker:
             x = torch.ones(64, 64, requires_grad=True)
             (x @ x).softmax(-1).sum().backward()
             return tracker.peak
 
-    with passes.without_contents():
+    with passes.fake_tensors():
         empty = work()
     assert empty == work() > 3 * 64 * 64 * 4
 
@@ -264,7 +264,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, sc
 
 
 @pytest.mark.parametrize("setting", ["gradient_checkpointing = true", "optimizer.micro_batch_tokens = ", "sampling.prompts = "])
-def test_the_knob_that_is_named_helps(here: Path, scarce: Any, setting: str) -> None:
+def test_the_best_setting_that_is_named_helps(here: Path, scarce: Any, setting: str) -> None:
     table = online(here, sampling={"prompts": 64, "max_tokens": TOKENS})
     table["data"] = {"train": str(here / "prompts.jsonl"), "max_length": PROMPT}
     least = workload_of(make_recipe(table), prompt=PROMPT, response=1)

@@ -220,14 +220,14 @@ def test_eos_is_appended_where_a_template_writes_none_after_the_last_answer() ->
 
 def test_a_template_that_masks_everything_is_refused() -> None:
     template = CHATML + "{% generation %}{% endgeneration %}"
-    with pytest.raises(SurefootError, match="marks nothing of what the assistant wrote as generated"):
+    with pytest.raises(SurefootError, match="marks nothing of the assistant's text as generated"):
         tokens_with(template).demonstration({"messages": SAID})
 
 
 def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:
     """As those that drop the thinking of all turns but the last."""
     template = "{% for m in messages %}{{ m['content'] if loop.last else '…' }}{% endfor %}"
-    with pytest.raises(SurefootError, match="writes the first 1 messages otherwise when more follow"):
+    with pytest.raises(SurefootError, match="renders the first 1 messages differently when more follow"):
         tokens_with(template).demonstration({"messages": SAID})
 
 
@@ -248,7 +248,7 @@ def test_messages_need_a_chat_template() -> None:
     "template", ["{{ raise_exception('no\nsystem role') }}", "{{ nothing( }}", "{{ messages[0].a.b }}", "{{ 1 + '1' }}"]
 )
 def test_what_a_template_refuses_is_one_line(template: str) -> None:
-    with pytest.raises(SurefootError, match=r"^the chat template refuses these messages \(\w+: [^\n]+\)$"):
+    with pytest.raises(SurefootError, match=r"^the chat template rejects these messages \(\w+: [^\n]+\)$"):
         tokens_with(template).encode_prompt(BEGUN)
 
 
@@ -297,10 +297,10 @@ def test_a_reply_is_what_the_template_writes_behind_the_assistant_whatever_it_do
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (chat(over="messages[-1:]"), "leaves out what the assistant wrote"),
-        (chat(turn=TURN.replace("m['content']", "m['content'][:20]")), "leaves out what the assistant wrote"),
-        (chat(turn=TURN + TURN), "writes the assistant's message more than once"),
-        (chat(before="{% for m in messages %}{{ m['content'] }}{% endfor %}"), "writes the assistant's message more than once"),
+        (chat(over="messages[-1:]"), "omits the assistant's message"),
+        (chat(turn=TURN.replace("m['content']", "m['content'][:20]")), "omits the assistant's message"),
+        (chat(turn=TURN + TURN), "repeats the assistant's message"),
+        (chat(before="{% for m in messages %}{{ m['content'] }}{% endfor %}"), "repeats the assistant's message"),
     ],
 )
 def test_a_template_that_drops_or_repeats_the_assistant_is_refused_where_a_reply_follows(template: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The order in which rows are read, and batches of prompts and responses without padding between."""
+"""The order in which rows are read, and batches packed without padding between prompt and response."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,91 +14,95 @@ from surefoot.errors import SurefootError
 
 
 class EpochSampler:
-    """An endless walk over ``count`` rows. Where it stands is two numbers, so that it resumes exactly.
+    """An endless sampler over ``count`` rows, with a new order for each epoch. Its state is two numbers, so it resumes exactly.
 
-    With several ranks each takes every so-manieth of the rows that come next; together they walk as one process would.
+    Each of several ranks takes every n-th of the next rows; together they read the rows of one process.
     """
 
     def __init__(self, count: int, seed: int) -> None:
         self.count, self.seed = count, seed
-        self.epoch, self.place = 0, 0
+        self.epoch, self.position = 0, 0
         self._order = self._order_of(0)
 
     def next(self, rows: int) -> list[int]:
-        """This rank's share of the next ``rows`` rows. An epoch's end is no break: the next one begins in the same batch.
+        """This rank's share of the next ``rows`` rows. The next epoch begins within the same batch.
 
-        Raises SurefootError where a rank would get none, for then the others would wait for it.
+        Raises SurefootError if a rank would get none, because the others would wait for it.
         """
         if rows < world_size():
-            raise SurefootError(f"{rows} rows in each batch: too few for {world_size()} ranks; take at least one for each")
+            raise SurefootError(f"{rows} rows in each batch: too few for {world_size()} ranks; give at least one row per rank")
         taken: list[int] = []
         while len(taken) < rows:
-            if self.place == self.count:
-                self.epoch, self.place = self.epoch + 1, 0
+            if self.position == self.count:
+                self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._order_of(self.epoch)
-            end = min(self.count, self.place + rows - len(taken))
-            taken += self._order[self.place : end]
-            self.place = end
+            end = min(self.count, self.position + rows - len(taken))
+            taken += self._order[self.position : end]
+            self.position = end
         return taken[rank() :: world_size()]
 
     @property
     def epochs(self) -> float:
         """Passes over the rows so far."""
-        return self.epoch + self.place / self.count
+        return self.epoch + self.position / self.count
 
     def _order_of(self, epoch: int) -> list[int]:
         order: list[int] = torch.randperm(self.count, generator=stream(self.seed, f"order {epoch}")).tolist()
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
-        return {"epoch": self.epoch, "place": self.place, "count": self.count}
+        """The position, for checkpoints."""
+        return {"epoch": self.epoch, "place": self.position, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self.epoch, self.place = index(state["epoch"]), index(state["place"])
-        if not 0 <= self.place <= self.count:
-            raise ValueError(f"place={self.place}: of {self.count} rows")
+        """Continue from a saved position."""
+        self.epoch, self.position = index(state["epoch"]), index(state["place"])
+        if not 0 <= self.position <= self.count:
+            raise ValueError(f"place={self.position}: of {self.count} rows")
         self._order = self._order_of(self.epoch)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """B rows of L tokens with K kept decisions among them."""
+    """B rows of L tokens, of which K were sampled by the policy. Real tokens begin at column 0.
+
+    Separate padding would cost the longest prompt plus the longest response; packed, a batch costs its longest row. Padding
+    follows the real tokens, where a causal model can't see it, so results don't depend on it, and positions count from 0.
+    """
 
     ids: Tensor
-    """[B, L]; behind a row's real tokens stands the pad token"""
+    """[B, L]; the pad token follows a row's real tokens"""
     real: Tensor
     """[B, L] True at real tokens"""
     last: Tensor
-    """[B] where each row's last real token is"""
+    """[B] column of each row's last real token"""
     rows: Tensor
-    """[K] the row of each decision"""
+    """[K] row of each sampled token"""
     steps: Tensor
-    """[K] its place in the response, 0 … T − 1"""
+    """[K] its index in the response, 0 … T − 1"""
     before: Tensor
-    """[K] where in ``ids`` the token before it is: what the model says there is about this decision"""
+    """[K] column of the token before it, whose logits predict it"""
 
 
 def read_mask(mask: Tensor) -> Tensor:
-    """What is read of each response: all up to its last kept token, tokens between kept ones included.   [B, T] -> [B, T]"""
+    """True up to the last kept token of each response, including tokens between kept ones.   [B, T] -> [B, T]"""
     return mask.bool().flip(-1).cumsum(-1).flip(-1) > 0
 
 
 def row_lengths(inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-    """How many real tokens each row has, prompt and response.   [B]"""
+    """Real tokens of each row, prompt and response.   [B]"""
     return inputs["prompt_mask"].bool().sum(-1) + read_mask(mask).sum(-1)
 
 
 def pack_batch(inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor, pad_id: int) -> PackedBatch:
-    """Side by side what is real.
+    """Pack prompts and responses without padding between them.
 
     inputs   "prompt" [B, P] and "prompt_mask" [B, P], padding anywhere
     actions  [B, T]
-    mask     [B, T] True at the policy's own tokens. Other tokens before the last of them (a tool's, a user's) are read too,
-             but not scored; what comes after it is padding
+    mask     [B, T] True at the policy's own tokens. Other tokens before the last of them (a tool's, a user's) are read,
+             but not scored; everything after it is padding
 
-    Raises SurefootError where a prompt has no token: nothing would say how likely the first of its response is.
+    Raises SurefootError if a prompt has no token: nothing would predict the first token of its response.
     """
     prompted, kept = inputs["prompt_mask"].bool(), mask.bool()
     real = torch.cat([prompted, read_mask(mask)], -1)

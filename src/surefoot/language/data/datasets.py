@@ -1,10 +1,11 @@
-"""Rows in the shapes of the ecosystem become token ids: demonstrations, pairs of answers, prompts.
+"""Turn rows into token ids: demonstrations, pairs of answers, prompts.
 
-Demonstrations are ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``; pairs ``{"prompt", "chosen", "rejected"}``,
-or ``{"chosen", "rejected"}``, whose common beginning is the prompt. Each is text, or messages with a role and a content; beside
-messages, ``tools`` and ``chat_template_kwargs`` are for the chat template. Answers may repeat the messages of their prompt, or
-its text as the user's message. Rows that are too long, and pairs of equal answers, are left out and counted; anything else that
-is wrong is one line with file and line."""
+Demonstrations are ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``. Pairs are ``{"prompt", "chosen",
+"rejected"}``, or ``{"chosen", "rejected"}`` with the prompt as their common beginning. Each column is text, or messages with a
+role and a content; ``tools`` and ``chat_template_kwargs`` are passed to the chat template. Answers may repeat the messages of
+their prompt, or its text as the user's message. Rows that are too long and pairs of equal answers are dropped and counted. Any
+other error is one line with file and line.
+"""
 
 import inspect
 import json
@@ -33,58 +34,58 @@ from surefoot.language.extras import quiet_transformers
 T = TypeVar("T")
 Part = str | list[dict[str, Any]]
 SYSTEM = ("system", "developer")
-"""roles that speak before the user does"""
+"""roles that may precede the user"""
 
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """What supervised fine-tuning learns from."""
+    """Tokenised demonstrations for supervised fine-tuning."""
 
     ids: list[list[int]]
     trained: list[list[bool]]
-    """which ids the loss is on, row by row; never the first"""
+    """which ids are trained, row by row; never the first"""
     dropped: int
-    """rows that were too long"""
+    """number of rows dropped as too long"""
     unused: tuple[str, ...] = ()
-    """columns that nothing is made of"""
+    """columns that are not used"""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a reward model learns from: two answers to one prompt, as the whole of prompt and answer."""
+    """Tokenised pairs for a reward model or DPO: each side is prompt and answer."""
 
     chosen: list[list[int]]
     rejected: list[list[int]]
     prompt_lengths: list[int]
-    """how many ids, at the beginning of both, are the prompt's"""
+    """number of the prompt's ids at the beginning of both sides"""
     dropped: int
-    """pairs of which one was too long"""
+    """number of pairs dropped because a side was too long"""
     chosen_trained: list[list[bool]]
-    """which ids of the chosen answer the assistant wrote"""
+    """which ids of the chosen side the assistant wrote"""
     rejected_trained: list[list[bool]]
     equal: int = 0
-    """pairs that were left out because both answers are the same"""
+    """number of pairs dropped because both answers are the same"""
     unused: tuple[str, ...] = ()
-    """columns that nothing is made of"""
+    """columns that are not used"""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What responses are sampled to."""
+    """Tokenised prompts for sampling."""
 
     prompts: list[str | Messages]
-    """as the file has them"""
+    """as in the file"""
     ids: list[list[int]]
     columns: dict[str, list[Any]]
-    """every other column, for reward functions; None where a row has none"""
+    """every other column, for reward functions; None for rows without it"""
     dropped: int
-    """prompts that were too long"""
+    """number of prompts dropped as too long"""
     unused: tuple[str, ...] = ()
-    """columns that only reward functions may read"""
+    """columns that only reward functions read"""
 
 
 def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts:
-    """Some of the prompts, each as often as it is answered."""
+    """The prompts in these rows, each repeated ``samples`` times."""
     rows = [row for row in rows for _ in range(samples)]
     columns = {name: [column[row] for row in rows] for name, column in prompts.columns.items()}
     return replace(
@@ -96,7 +97,7 @@ def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> P
 
 
 def drop_notes(path: str, limit: int, dropped: int, *, unused: Sequence[str] = (), rows: str = "rows") -> list[str]:
-    """What is not learned from in a file: a line for each reason."""
+    """Lines about dropped rows and unused columns of a file."""
     return [
         *([f"{path}: dropped, because longer than {limit} tokens: {dropped} {rows}"] if dropped else []),
         *([f"{path}: not used: {', '.join(map(repr, unused))}"] if unused else []),
@@ -104,15 +105,15 @@ def drop_notes(path: str, limit: int, dropped: int, *, unused: Sequence[str] = (
 
 
 def pair_drop_notes(path: str, limit: int, pairs: Pairs) -> list[str]:
-    """The same of pairs."""
+    """The same for pairs."""
     equal = [f"{path}: dropped, because both answers are the same: {pairs.equal} rows"] if pairs.equal else []
     return equal + drop_notes(path, limit, pairs.dropped, unused=pairs.unused)
 
 
 def token_limit(max_length: int, context: int | None, answer: int = 0) -> tuple[int, str]:
-    """How many tokens a row may have, and how a message says it: by ``data.max_length``, or by what a model's context leaves.
+    """The token limit of a row, by ``data.max_length`` or the model's context; and its text with a remedy for errors.
 
-    answer   tokens of the context that ``sampling.max_tokens`` keeps for a response
+    answer   tokens of the context reserved for a response
     """
     if context is None or max_length <= context - answer:
         return max_length, f"data.max_length={max_length}; raise it"
@@ -120,34 +121,33 @@ def token_limit(max_length: int, context: int | None, answer: int = 0) -> tuple[
     return context - answer, f"the model's context is {context}{less}; shorten them"
 
 
-def demonstrations(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") -> Demonstrations:
-    """The ids of every row of at most ``max_length`` of them, and which are trained; see ``Tokens.demonstration``.
+def demonstrations(rows: Sequence[Row], tokens: Tokens, max_length: int, limit_text: str = "") -> Demonstrations:
+    """Tokenise the rows of at most ``max_length`` ids, and mark trained ids; see ``Tokens.demonstration``.
 
-    ``said`` is how a message says ``max_length`` and its remedy; see ``room``.
+    ``limit_text`` describes ``max_length`` and its remedy in errors; see ``token_limit``.
 
-    Raises SurefootError, with file and line, for a row of another shape, and when every row is too long.
+    Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
     made = _map_rows(rows, lambda row: tokens.demonstration(_demonstration(row, tokens)))
     kept = [(ids, trained) for ids, trained in made if len(ids) <= max_length]
-    _check_any_kept(rows, len(kept), max_length, min(len(ids) for ids, _ in made), said)
+    _check_any_kept(rows, len(kept), max_length, min(len(ids) for ids, _ in made), limit_text)
     unused = unused_columns(rows, lambda row: _used_columns(row, _demonstration_columns(row)), tokens)
     return Demonstrations([ids for ids, _ in kept], [trained for _, trained in kept], len(made) - len(kept), unused)
 
 
-def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") -> Pairs:
-    """The ids of both answers of every row, with their prompt and EOS, where they differ and have at most ``max_length``.
+def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int, limit_text: str = "") -> Pairs:
+    """Tokenise both answers of every row, with prompt and EOS, if they differ and have at most ``max_length`` ids.
 
-    Raises SurefootError, with file and line, for a row of another shape, and when no row is left.
+    Raises SurefootError, with file and line, for a row of another shape, and if no row remains.
     """
     made = _map_rows(rows, lambda row: _pair(row, tokens))
     differ = [pair for pair in made if pair[0] != pair[1]]
     if not differ:
         raise SurefootError(
-            f"{rows[0].file}: in every one of its {len(rows)} rows chosen and rejected are the same, so none is better; give "
-            "answers that differ"
+            f"{rows[0].file}: chosen and rejected are the same in all {len(rows)} rows; give answers that differ"
         )
     kept = [pair for pair in differ if max(len(pair[0]), len(pair[1])) <= max_length]
-    _check_any_kept(rows, len(kept), max_length, min(max(len(pair[0]), len(pair[1])) for pair in differ), said)
+    _check_any_kept(rows, len(kept), max_length, min(max(len(pair[0]), len(pair[1])) for pair in differ), limit_text)
     chosen, rejected, prompt_lengths, chosen_trained, rejected_trained = map(list, zip(*kept, strict=True))
     return Pairs(
         chosen,
@@ -161,14 +161,14 @@ def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") 
     )
 
 
-def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = "") -> Prompts:
-    """The prompts of at most ``max_length`` ids: the column ``prompt``, or ``messages`` without the last answer.
+def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, limit_text: str = "") -> Prompts:
+    """Tokenise the prompts of at most ``max_length`` ids: column ``prompt``, or ``messages`` without the last answer.
 
-    Raises SurefootError, with file and line, for a row of another shape, and when every prompt is too long.
+    Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
     """
     made = _map_rows(rows, lambda row: _prompt(row, tokens))
     kept = [(prompt, ids, row) for (prompt, ids), row in zip(made, rows, strict=True) if len(ids) <= max_length]
-    _check_any_kept(rows, len(kept), max_length, min(len(ids) for _, ids in made), said)
+    _check_any_kept(rows, len(kept), max_length, min(len(ids) for _, ids in made), limit_text)
     names = dict.fromkeys(name for _, _, row in kept for name in row.columns if name not in _prompt_columns(row))
     columns = {name: [row.columns.get(name) for _, _, row in kept] for name in names}
     unused = unused_columns(rows, lambda row: _used_columns(row, _prompt_columns(row)), tokens)
@@ -176,7 +176,7 @@ def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, said: str = ""
 
 
 def prompts_without_ids(rows: Sequence[Row]) -> Prompts:
-    """Rows as they are, whose prompts an environment makes: every column is kept, and there are no ids yet."""
+    """Rows for an environment, which makes the prompts: every column is kept, and there are no ids."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Prompts(["" for _ in rows], [[] for _ in rows], columns, 0)
@@ -186,19 +186,19 @@ def prompts_without_ids(rows: Sequence[Row]) -> Prompts:
 
 
 def _demonstration_columns(row: Row) -> tuple[str, ...]:
-    """The columns that hold a demonstration."""
+    """The columns of a demonstration."""
     if "messages" in row.columns:
         return ("messages",)
     return ("text",) if "text" in row.columns and "completion" not in row.columns else ("prompt", "completion")
 
 
 def _prompt_columns(row: Row) -> tuple[str, ...]:
-    """The column that holds a prompt."""
+    """The column of a prompt."""
     return ("messages",) if "prompt" not in row.columns and "messages" in row.columns else ("prompt",)
 
 
 def _used_columns(row: Row, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those columns, and what is rendered with them where they hold messages."""
+    """Those columns; for messages also the columns for the chat template."""
     return (*names, TOOLS, SETTINGS) if any(isinstance(row.columns.get(name), list) for name in names) else names
 
 
@@ -220,12 +220,12 @@ def _pair(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int, list[boo
     chosen, rejected = (text_or_messages(row, name) for name in ("chosen", "rejected"))
     check_same_kind({"chosen": chosen, "rejected": rejected})
     if "prompt" in row.columns:
-        given, both = text_or_messages(row, "prompt"), {"chosen": chosen, "rejected": rejected}
-        (prompt, chosen), (again, rejected) = (_split_answer(given, answer, name) for name, answer in both.items())
-        if prompt != again:
+        shared, both = text_or_messages(row, "prompt"), {"chosen": chosen, "rejected": rejected}
+        (prompt, chosen), (other_prompt, rejected) = (_split_answer(shared, answer, name) for name, answer in both.items())
+        if prompt != other_prompt:
             raise SurefootError("chosen and rejected have different messages before the prompt; begin both alike")
     elif isinstance(chosen, str):
-        # Cut by ids and not by letters: a token may reach over the place where the texts part.
+        # Split by ids, not characters: a token may cross the end of the common text.
         whole = [[*tokens.encode_prompt(text), tokens.eos_id] for text in (chosen, rejected)]
         length = min(max(_common_prefix(*whole), 1), len(whole[0]) - 1, len(whole[1]) - 1)
         first, second = ([i >= length for i in range(len(ids))] for ids in whole)
@@ -243,7 +243,7 @@ def _pair(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int, list[boo
 
 
 def _prompt(row: Row, tokens: Tokens) -> tuple[str | Messages, list[int]]:
-    """A prompt as it stands in the file, and its ids."""
+    """A prompt as in the file, and its ids."""
     prompt: str | list[dict[str, Any]]
     if _prompt_columns(row) == ("messages",):
         prompt = messages_column(row, "messages")
@@ -261,40 +261,38 @@ def _prompt(row: Row, tokens: Tokens) -> tuple[str | Messages, list[int]]:
 
 
 def _split_answer(prompt: Part, answer: Part, name: str) -> tuple[Part, Part]:
-    """Prompt and answer, where messages of the answer may repeat the prompt: its last messages, or all of them.
+    """Prompt and answer without repetition: messages of the answer may repeat the last messages of the prompt, or all of them.
 
-    Then text is a message of the user, and a system message that only the answer has is the prompt's.
+    A text prompt counts as the user's message, and a system message of the answer alone is moved to the prompt.
     """
     if isinstance(answer, str):
         check_same_kind({"prompt": prompt, name: answer})
         return prompt, answer
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if answer[0]["role"] in SYSTEM and asked[0]["role"] not in SYSTEM:
-        asked = [answer[0], *asked]
-    first, second = ([(m["role"], m.get("content", "").strip(), m.get(CALLS)) for m in part] for part in (asked, answer))
-    again = max(count for count in range(min(len(first), len(second)) + 1) if first[len(first) - count :] == second[:count])
-    if again == len(answer):
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if answer[0]["role"] in SYSTEM and messages[0]["role"] not in SYSTEM:
+        messages = [answer[0], *messages]
+    first, second = ([(m["role"], m.get("content", "").strip(), m.get(CALLS)) for m in part] for part in (messages, answer))
+    shared = max(count for count in range(min(len(first), len(second)) + 1) if first[len(first) - count :] == second[:count])
+    if shared == len(answer):
         raise SurefootError(f"column {name!r} has nothing after the prompt; end it with a message of the assistant")
-    if not again:
+    if not shared:
         check_same_kind({"prompt": prompt, name: answer})
         return prompt, answer
-    return asked, answer[again:]
+    return messages, answer[shared:]
 
 
 def _dialogue(row: Row, part: Part, tokens: Tokens) -> Any:
-    """Messages with the tools and settings of their row, where it has any; text as it is."""
+    """Messages with the tools and settings of their row; text unchanged."""
     if isinstance(part, str):
         return part
     options = template_options(row, tokens)
     if any(CALLS in message for message in part) and not tokens.reads(CALLS, options):
-        raise SurefootError(
-            f"the chat template does not write {CALLS!r}, which a message has; remove the row, or use another model"
-        )
+        raise SurefootError(f"the chat template ignores {CALLS!r} of a message; remove the row, or use another model")
     return Dialogue(part, options) if options else part
 
 
 def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many elements two sequences begin with alike."""
+    """The length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -302,73 +300,73 @@ def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def _map_rows(rows: Sequence[Row], make: Callable[[Row], T]) -> list[T]:
-    """Something of every row; an error says where."""
-    made = []
-    with quiet_transformers():  # a tokenizer warns of text longer than the context, and such rows are counted here
+    """Apply a function to every row; errors begin with the row's location."""
+    results = []
+    with quiet_transformers():  # the tokenizer warns of text longer than the context; such rows are counted here
         for row in rows:
             try:
-                made.append(make(row))
+                results.append(make(row))
             except SurefootError as error:
                 raise SurefootError(f"{row.where}: {error}") from None
-    return made
+    return results
 
 
-def _check_any_kept(rows: Sequence[Row], kept: int, max_length: int, shortest: int, said: str) -> None:
+def _check_any_kept(rows: Sequence[Row], kept: int, max_length: int, shortest: int, limit_text: str) -> None:
     if not kept:
         raise SurefootError(
-            f"{rows[0].file}: every one of its {len(rows)} rows is dropped: the shortest has {shortest} tokens and "
-            f"{said or f'max_length={max_length}; raise it'}"
+            f"{rows[0].file}: all {len(rows)} rows are dropped: the shortest has {shortest} tokens and "
+            f"{limit_text or f'max_length={max_length}; raise it'}"
         )
 
 
 def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
-    """What the messages of a row bring to the chat template: ``tools``, and what ``chat_template_kwargs`` holds.
+    """Arguments of a row for the chat template: ``tools`` and the entries of ``chat_template_kwargs``.
 
-    Both may be JSON in text, as files with a schema store them. Null and empty ones are as good as none.
+    Both may be JSON text, as files with a schema store them. Null and empty values are ignored.
 
-    Raises SurefootError where they are something else, or the chat template has no use for them: they would have no effect.
+    Raises SurefootError for other values, and for options that the chat template does not read.
     """
-    found = dict(_json_column(row, SETTINGS, dict, "an object"))
-    for name in found:
+    options = dict(_json_column(row, SETTINGS, dict, "an object"))
+    for name in options:
         if name in _reserved_names(tokens):
-            raise SurefootError(f"column {SETTINGS!r}: {name!r} is not for a row to set; remove it")
+            raise SurefootError(f"column {SETTINGS!r}: {name!r} can't be set by a row; remove it")
     tools = _json_column(row, TOOLS, list, "a list of objects, each the JSON schema of a function")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise SurefootError(f"column {TOOLS!r}, tool {index + 1} is {json_type(tool)}; it must be an object")
     if tools:
-        found[TOOLS] = tools
-    for name in found:
-        if not tokens.reads(name, found):
+        options[TOOLS] = tools
+    for name in options:
+        if not tokens.reads(name, options):
             column = repr(TOOLS) if name == TOOLS else f"{SETTINGS!r}: {name!r}"
             raise SurefootError(
                 f"column {column} has no effect, because the chat template does not read it; remove it, or use another model"
             )
-    return found
+    return options
 
 
 def unused_columns(rows: Iterable[Row], read: Callable[[Row], Sequence[str]], tokens: Tokens) -> tuple[str, ...]:
-    """What has a value in some row and no effect: columns other than those that are ``read``, and keys of messages that the
-    chat template does not have, as ``messages[].name``.
+    """Columns with a value in some row but no effect: those not in ``read``, and keys of messages that the chat template does
+    not read, as ``messages[].name``.
     """
-    found: dict[str, None] = {}
+    unused: dict[str, None] = {}
     known: dict[str, bool] = dict.fromkeys(("role", "content", WEIGHT), True)
     for row in rows:
         names = read(row)
         for name, value in row.columns.items():
             if name not in names and value not in (None, [], {}, ""):
-                found[name] = None
+                unused[name] = None
             elif name in names and name not in (TOOLS, SETTINGS) and isinstance(value, list):
                 for key in (key for message in value for key, part in message.items() if part not in (None, [], {}, "")):
                     if key not in known:
                         known[key] = tokens.reads(key, {})
                     if not known[key]:
-                        found[f"{name}[].{key}"] = None
-    return tuple(found)
+                        unused[f"{name}[].{key}"] = None
+    return tuple(unused)
 
 
 def _reserved_names(tokens: Tokens) -> set[str]:
-    """Names that mean something else where messages are rendered."""
+    """Names of the renderer's own arguments."""
     return {*inspect.signature(tokens.tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
 
 

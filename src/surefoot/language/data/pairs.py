@@ -1,4 +1,4 @@
-"""Pairs of a model's own answers, labelled by somebody who knows better: what reward models learn from."""
+"""Pairs of a model's answers, labelled by a scorer, as rows for reward models and DPO."""
 
 import math
 import random
@@ -25,10 +25,10 @@ def sample_pairs(
     stop: Sequence[str] = (),
     size: int = 400,
 ) -> list[Pair]:
-    """Each prompt with two answers to it, drawn for ``size`` prompts at a time."""
-    written: list[str] = []
+    """Sample two answers to each prompt, for ``size`` prompts at a time."""
+    answers: list[str] = []
     for start in range(0, len(prompts), size):
-        written += model.generate(
+        answers += model.generate(
             prompts[start : start + size],
             samples=2,
             max_tokens=max_tokens,
@@ -36,13 +36,13 @@ def sample_pairs(
             seed=seed + start,
             stop=stop,
         )
-    return list(zip(prompts, written[::2], written[1::2], strict=True))
+    return list(zip(prompts, answers[::2], answers[1::2], strict=True))
 
 
 def prefers_first(first: float, second: float, noise: float, draw: random.Random) -> bool | None:
-    """Whether the first of two answers is chosen, by their scores; None for a draw without noise.
+    """Whether the first of two answers is preferred, by their scores; None for a tie without noise.
 
-    With noise it is with probability σ((first − second) / noise), which is the model that a Bradley–Terry reward model assumes.
+    With noise the probability is σ((first − second) / noise), as in the Bradley–Terry model.
     """
     if noise > 0:
         return draw.random() < _sigmoid((first - second) / noise)
@@ -50,18 +50,18 @@ def prefers_first(first: float, second: float, noise: float, draw: random.Random
 
 
 def pair_row(prompt: Prompt, chosen: str, rejected: str) -> dict[str, Any]:
-    """A row of pairs as ``kind = "reward"`` and ``kind = "dpo"`` read it."""
+    """A row for ``kind = "reward"`` and ``kind = "dpo"``."""
     answers = {"chosen": format_answer(prompt, chosen), "rejected": format_answer(prompt, rejected)}
     return {"prompt": prompt, **answers, **columns_of(prompt)}
 
 
 def format_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """An answer in the shape of its prompt: text after text, a message after messages."""
+    """An answer in the format of its prompt: text for text, a message for messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def answer_text(answer: str | list[dict[str, str]]) -> str:
-    """What such an answer says."""
+    """The text of such an answer."""
     return answer if isinstance(answer, str) else str(answer[-1]["content"])
 
 

@@ -1,4 +1,4 @@
-"""A look at data before training: rows with the tokens coloured by what is trained, lengths, and what is dropped."""
+"""Preview data before training: rows with trained tokens coloured, lengths, and dropped rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ TRAINED, READ = "bold green", "dim"
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One sequence: its ids, which of them are trained, and what it is of its row."""
+    """One sequence: its ids, which of them are trained, and its label."""
 
     ids: list[int]
     trained: list[bool]
@@ -32,45 +32,45 @@ class TokenSequence:
 def preview(
     path: str | Path, model: str | Path, rows: int = 3, max_length: int | None = None, trust_remote_code: bool = False
 ) -> Group:
-    """What training would see of a file: for ``surefoot data preview FILE --model M``.
+    """The output of ``surefoot data preview FILE --model M``: rows as training reads them.
 
-    rows         how many are shown, the first that are not dropped
-    max_length   beyond which rows are dropped; the model's context if None
+    rows         number of rows shown, the first that are not dropped
+    max_length   longer rows are dropped; the model's context if None
 
-    Raises SurefootError for a model or data that training would refuse too.
+    Raises SurefootError for a model or data that training would reject.
     """
-    found = read_rows(path)
+    all_rows = read_rows(path)
     loaded, tokenizer = load_model(model_folder(str(model)), trust_remote_code=trust_remote_code)
     tokens, limit = Tokens(tokenizer, loaded), max_length or context_length(loaded) or 1_000_000
-    kind, sequences, left_out = _sequences(found, tokens, limit)
+    kind, sequences, dropped = _sequences(all_rows, tokens, limit)
     panels = [
         Panel(coloured_tokens(one, tokens), title=one.label, title_align="left") for one in sequences if _within(one, rows)
     ]
     legend = Text.assemble(("trained", TRAINED), ", ", ("read only", READ))
-    return Group(*panels, legend, _summary(kind, sequences, len(found), left_out))
+    return Group(*panels, legend, _summary(kind, sequences, len(all_rows), dropped))
 
 
 def _sequences(rows: Sequence[Row], tokens: Tokens, limit: int) -> tuple[str, list[TokenSequence], dict[str, str]]:
-    """What kind of data rows are, by the first one's columns; every sequence that is kept; and what is not, for the summary."""
+    """The kind of data, by the first row's columns; the kept sequences; and lines about dropped and unused data."""
     names = set(rows[0].columns)
     if names & {"chosen", "rejected"}:
         both = pairs(rows, tokens, limit)
         sides = (("chosen", both.chosen, both.chosen_trained), ("rejected", both.rejected, both.rejected_trained))
-        found = [
+        sequences = [
             TokenSequence(ids[index], trained[index], f"{index + 1} {name}")
             for index in range(len(both.chosen))
             for name, ids, trained in sides
         ]
         equal = {"equal": f"{both.equal:,} whose answers are the same, dropped"} if both.equal else {}
-        return "pairs", found, {"dropped": _too_long(both.dropped, limit), **equal, **_unused(both.unused)}
+        return "pairs", sequences, {"dropped": _too_long(both.dropped, limit), **equal, **_unused(both.unused)}
     if "prompt" in names and not names & {"completion", "messages", "text"}:
-        asked = prompts(rows, tokens, limit)
-        found = [TokenSequence(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(asked.ids)]
-        columns = {"for rewards": ", ".join(asked.unused)} if asked.unused else {}
-        return "prompts", found, {"dropped": _too_long(asked.dropped, limit), **columns}
-    told = demonstrations(rows, tokens, limit)
-    shown = [TokenSequence(*row, f"{i + 1}") for i, row in enumerate(zip(told.ids, told.trained, strict=True))]
-    return "demonstrations", shown, {"dropped": _too_long(told.dropped, limit), **_unused(told.unused)}
+        kept = prompts(rows, tokens, limit)
+        sequences = [TokenSequence(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(kept.ids)]
+        columns = {"for rewards": ", ".join(kept.unused)} if kept.unused else {}
+        return "prompts", sequences, {"dropped": _too_long(kept.dropped, limit), **columns}
+    shown = demonstrations(rows, tokens, limit)
+    sequences = [TokenSequence(*row, f"{i + 1}") for i, row in enumerate(zip(shown.ids, shown.trained, strict=True))]
+    return "demonstrations", sequences, {"dropped": _too_long(shown.dropped, limit), **_unused(shown.unused)}
 
 
 def _too_long(dropped: int, limit: int) -> str:
@@ -86,7 +86,7 @@ def _within(one: TokenSequence, rows: int) -> bool:
 
 
 def coloured_tokens(one: TokenSequence, tokens: Tokens) -> Text:
-    """The tokens of a sequence, special ones by their names, in the colour of what happens to them."""
+    """The tokens of a sequence, special tokens by name, coloured by whether they are trained."""
     text = Text()
     for trained, run in groupby(zip(one.ids, one.trained, strict=True), key=lambda pair: pair[1]):
         pieces = (visible(str(tokens.tokenizer.decode([token]))).replace("⏎", "⏎\n") for token, _ in run)

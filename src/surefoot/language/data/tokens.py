@@ -1,6 +1,7 @@
-"""Text to token ids and back: what is padded with, what ends a response, what of a conversation is trained.
+"""Text to token ids and back: padding, EOS, chat templates, and which ids of a conversation are trained.
 
-Prompts are padded left and responses right; a mask says what is real (True), so which id pads never matters to a model."""
+Prompts are padded on the left and responses on the right. A mask is True at real tokens, so no result depends on the pad id.
+"""
 
 import hashlib
 import re
@@ -23,9 +24,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Dialogue(list[Mapping[str, Any]]):
-    """A list of messages that brings its own tools and settings to the chat template, wherever it is rendered.
+    """A list of messages with its own tools and settings for the chat template.
 
-    options   what the template gets by name, ``tools`` among them
+    options   keyword arguments of the template, including ``tools``
     """
 
     def __init__(self, messages: Iterable[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
@@ -34,28 +35,28 @@ class Dialogue(list[Mapping[str, Any]]):
 
 
 def options_of(prompt: str | Messages) -> Mapping[str, Any]:
-    """What the chat template gets beside the messages; nothing for plain lists and for text."""
+    """The chat template's options of a prompt; none for plain lists and text."""
     return prompt.options if isinstance(prompt, Dialogue) else {}
 
 
 def columns_of(prompt: str | Messages) -> dict[str, Any]:
-    """The columns that a row with this prompt needs, so that it is rendered again as it was."""
+    """The columns that a row with this prompt needs to be rendered the same way."""
     settings = dict(options_of(prompt))
     tools = settings.pop(TOOLS, None)
     return {name: value for name, value in ((TOOLS, tools), (SETTINGS, settings)) if value}
 
 
 RENDERING = 10.0
-"""seconds that a chat template may take for one conversation"""
+"""time limit of a chat template for one conversation, in seconds"""
 
 
 class Tokens:
-    """A tokenizer with the decisions that training needs.
+    """A tokenizer with the EOS and pad ids for training.
 
-    tokenizer   any of ``transformers``; it is not changed
-    model       the model it belongs to: what its generation config calls an end is one here too
+    tokenizer   any tokenizer of ``transformers``; it is not changed
+    model       its model, whose generation config may list further EOS ids
 
-    Raises SurefootError when nothing ends a response.
+    Raises SurefootError if there is no EOS token.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None" = None) -> None:
@@ -69,9 +70,9 @@ class Tokens:
         return self.eos_ids[0]
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
-        """The ids that a response follows: text with the tokenizer's own beginning, or messages by the chat template.
+        """The ids of a prompt: text with the tokenizer's special tokens, or messages by the chat template.
 
-        Text that a template has already written begins with BOS, and gets no second one.
+        Text that already begins with BOS gets no second one.
         """
         if not isinstance(prompt, str):
             return self.render(prompt, add_generation_prompt=True)
@@ -79,24 +80,24 @@ class Tokens:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos] and prompt.startswith(self.tokenizer.bos_token):
             ids = ids[1:]
-        while ids and ids[-1] in self.eos_ids:  # some tokenizers end whatever they encode
+        while ids and ids[-1] in self.eos_ids:  # some tokenizers append EOS
             ids.pop()
         return ids or [self._beginning()]
 
     def encode_completion(self, completion: str) -> list[int]:
-        """The ids of a response, with EOS where the text does not end with one."""
+        """The ids of a response, with EOS appended if the text does not end with one."""
         ids = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
         return ids if ids and ids[-1] in self.eos_ids else [*ids, self.eos_id]
 
     def encode_reply(self, reply: str | Messages, ended: bool) -> list[int]:
-        """The ids that stand between a turn of the model's own and its next one: what others say, and what opens the turn.
+        """The ids between two turns of the model: the environment's reply and the beginning of the next turn.
 
-        Only the reply is encoded. The ids that were sampled stay what they are: their text, encoded again, may give others.
+        Only the reply is encoded. Sampled ids stay unchanged, because encoding their text again may give others.
 
-        reply   text, which follows as it stands; or messages, as the chat template writes them behind an assistant's message
-        ended   whether the model's turn has an EOS of its own, which the template would write too
+        reply   text, encoded unchanged; or messages, as the chat template renders them after an assistant's message
+        ended   whether the model's turn ends with EOS, which the template would add too
 
-        Raises SurefootError when there is no template, it refuses the messages, or leaves out what the assistant wrote.
+        Raises SurefootError if there is no template, or if it rejects the messages or omits the assistant's text.
         """
         if isinstance(reply, str):
             return [int(i) for i in self.tokenizer(reply, add_special_tokens=False)["input_ids"]]
@@ -105,9 +106,11 @@ class Tokens:
         written = str(self._apply([*before, *reply], tokenize=False, add_generation_prompt=True))
         _, *behind = written.split(mark)
         if not behind:
-            raise SurefootError("the chat template leaves out what the assistant wrote, so nothing can follow it")
+            raise SurefootError("the chat template omits the assistant's message, so no reply can follow it; use another model")
         if len(behind) > 1:
-            raise SurefootError("the chat template writes the assistant's message more than once, so no reply just follows it")
+            raise SurefootError(
+                "the chat template repeats the assistant's message, so no reply can follow it; use another model"
+            )
         ids = [int(i) for i in self.tokenizer(behind[0], add_special_tokens=False)["input_ids"]]
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
         if ended and end is not None and not self.decode(ids[:end]).strip():
@@ -121,16 +124,16 @@ class Tokens:
         return text
 
     def demonstration(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        """The ids of a row, and which of them are trained: those that the assistant wrote, its EOS included.
+        """The ids of a row, and which of them are trained: the assistant's text and its EOS.
 
-        row   ``{"messages"}``, ``{"prompt", "completion"}`` of text or messages, or ``{"text"}``; other keys are not read
+        row   ``{"messages"}``, ``{"prompt", "completion"}`` of text or messages, or ``{"text"}``; other keys are ignored
 
-        What an assistant's turn is comes from the template's ``{% generation %}`` mark, else from rendering the conversation
-        up to the turn and up to its end. Nothing after the last trained id is kept. The first id is never trained: nothing
+        The assistant's turns are found by the template's ``{% generation %}`` mark, or by rendering the conversation up to the
+        start and to the end of each turn. Ids after the last trained one are dropped. The first id is never trained: nothing
         precedes it.
 
-        Raises SurefootError when the template refuses the messages, writes a conversation otherwise when it goes on, or marks
-        nothing of what the assistant wrote.
+        Raises SurefootError if the template rejects the messages, renders a prefix of the conversation differently, or marks
+        nothing of the assistant's text.
         """
         if "messages" in row:
             return self.conversation(row["messages"])
@@ -144,21 +147,20 @@ class Tokens:
         return before + after, [False] * len(before) + [True] * len(after)
 
     def conversation(self, messages: Messages, after: int = 0) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and which are trained: the assistant's among ``messages[after:]`` but for weight 0.
-
-        See demonstration.
+        """The ids of a conversation, and which are trained: the assistant's in ``messages[after:]``, except those of weight 0.
+        See ``demonstration``.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= after]
         if not answers:
-            raise SurefootError("no message is the assistant's, so nothing would be trained")
+            raise SurefootError("no message is the assistant's, so nothing would be trained; remove the row")
         turns = [i for i in answers if messages[i].get(WEIGHT, 1)]
         if not turns:
             raise SurefootError("every message of the assistant has weight 0, so nothing would be trained; remove the row")
         if re.search(r"{%-?\s*generation\b", self._template(options_of(messages))):
-            found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-            ids = [int(i) for i in found["input_ids"]]
+            rendered = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            ids = [int(i) for i in rendered["input_ids"]]
             start = self._prefix(messages, answers[0], ids, add_generation_prompt=True) if after else 0
-            trained = [bool(marked) and i >= start for i, marked in enumerate(found["assistant_masks"])]
+            trained = [bool(marked) and i >= start for i, marked in enumerate(rendered["assistant_masks"])]
             for turn in answers:
                 if turn not in turns:
                     self._set(trained, messages, turn, ids, False)
@@ -169,43 +171,43 @@ class Tokens:
                 self._set(trained, messages, turn, ids, True)
         if not any(trained):
             raise SurefootError(
-                "the chat template marks nothing of what the assistant wrote as generated, so nothing would be trained; "
-                "mend its {% generation %} block"
+                "the chat template marks nothing of the assistant's text as generated, so nothing would be trained; "
+                "fix its {% generation %} block"
             )
         return self._ended(ids, trained, answered=turns[-1] == len(messages) - 1)
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
-        """A conversation as the chat template writes it.
+        """The ids of a conversation, rendered by the chat template.
 
-        Raises SurefootError when the tokenizer has no template, or the template refuses the messages.
+        Raises SurefootError if the tokenizer has no template, or if the template rejects the messages.
         """
-        found = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
-        return [int(i) for i in found]
+        ids = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+        return [int(i) for i in ids]
 
     def reads(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Whether the chat template, for messages with these options, has this name in it."""
+        """Whether the chat template for these options contains this name."""
         return re.search(rf"\b{re.escape(name)}\b", self._template(options)) is not None
 
     def _set(self, trained: list[bool], messages: Messages, turn: int, ids: list[int], value: bool) -> None:
-        """Whether the ids of one message of the assistant are trained."""
+        """Mark the ids of one message as trained or not."""
         start = self._prefix(messages, turn, ids, add_generation_prompt=True)
         stop = len(ids) if turn == len(messages) - 1 else self._prefix(messages, turn + 1, ids)
         trained[start:stop] = [value] * (stop - start)
 
     def _prefix(self, messages: Messages, count: int, ids: list[int], **options: Any) -> int:
-        """How many ids the first messages take; they must be those that the whole conversation begins with."""
+        """The number of ids of the first messages, which must be a prefix of the conversation's ids."""
         first = self.render(Dialogue(messages[:count], options_of(messages)), **options)
         if ids[: len(first)] != first:
             raise SurefootError(
-                f"the chat template writes the first {count} messages otherwise when more follow, so it can't be told what "
-                "the assistant wrote; use a template that marks it with {% generation %}, or rows of one answer each"
+                f"the chat template renders the first {count} messages differently when more follow, so the assistant's "
+                "text can't be located; use a template with {% generation %} marks, or rows of one answer each"
             )
         return len(first)
 
     def _ended(self, ids: list[int], trained: list[bool], answered: bool) -> tuple[list[int], list[bool]]:
-        """Every run of trained ids up to its EOS, be that marked or just behind; and an answer that is the last ends with one.
+        """Extend every run of trained ids to its EOS, and append EOS to a final answer.
 
-        What a template writes after EOS, a line break often, is never sampled: it is neither trained nor kept at the end.
+        A template's text after EOS, often a line break, is never sampled, so it is neither trained nor kept at the end.
         """
         settled, writing = [], False
         for i, (token, marked) in enumerate(zip(ids, trained, strict=True)):
@@ -226,33 +228,32 @@ class Tokens:
         return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
-        """What the chat template writes, within a time: it is a program that came with the model."""
-        beside = options_of(messages)
-        self._template(beside)
+        """The chat template's output, within a time limit: a template is a program that came with the model."""
+        own_options = options_of(messages)
+        self._template(own_options)
         plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
-            return within(RENDERING, lambda: self.tokenizer.apply_chat_template(plain, **beside, **options))
+            return within(RENDERING, lambda: self.tokenizer.apply_chat_template(plain, **own_options, **options))
         except Exception as error:
-            raise SurefootError(f"the chat template refuses these messages ({cause_of(error)})") from None
+            raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
         except Overdue:
-            if time.monotonic() - begun < RENDERING:  # somebody else's deadline, around this one
+            if time.monotonic() - started < RENDERING:  # the deadline of a caller
                 raise
             raise SurefootError(
-                f"the chat template takes longer than {RENDERING:g} s for these messages, perhaps without end; correct it, or "
-                "use another model"
+                f"the chat template takes longer than {RENDERING:g} s for these messages; fix it, or use another model"
             ) from None
 
     def _beginning(self) -> int:
-        """What stands for an empty prompt: a response needs something to follow."""
+        """The id of an empty prompt: a response needs at least one id before it."""
         bos = self.tokenizer.bos_token_id
         return self.eos_id if bos is None else int(bos)
 
 
 def _mark(*texts: str) -> str:
-    """A number that stands for an assistant's message where only what a template writes behind it is wanted.
+    """A placeholder for an assistant's message, to find the template's text after it.
 
-    Digits alone: no template changes their case, escapes or strips them. A hash of the texts: none of them can hold it.
+    It consists of digits, which no template escapes or strips, and is a hash of the texts, so none of them contains it.
     """
     return str(int.from_bytes(hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).digest()[:12]) + 10**28)
 
@@ -260,7 +261,7 @@ def _mark(*texts: str) -> str:
 def _eos_ids(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None") -> tuple[int, ...]:
     """The tokenizer's EOS first, then those of the generation config that are special tokens of the tokenizer.
 
-    A config that was never told has the ids of its class there, which mean a letter to another tokenizer.
+    An unset config has the ids of its class, which may be ordinary tokens of another tokenizer.
     """
     own = tokenizer.eos_token_id
     config = getattr(model, "generation_config", None)
@@ -274,7 +275,7 @@ def _eos_ids(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | Non
 
 
 def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int:
-    """The pad token; else a special one that is no EOS; else any token that is no EOS. Nothing is added, no model resized."""
+    """The pad token; else a special token, or any token, that is not EOS. No token is added, and no model resized."""
     names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     known: list[int] = [int(i) for i in (*names, *tokenizer.all_special_ids) if i is not None]
     candidates: list[int] = [*known, *range(len(tokenizer))]
@@ -282,12 +283,12 @@ def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int
 
 
 def prompt_text(prompt: str | Messages) -> str:
-    """A prompt as a person or a reward reads it: text as it is, of a conversation the last message."""
+    """The text of a prompt; of a conversation, its last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def decode_row(tokens: Tokens, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
-    """A row of a rollout as a person reads it: ``prompt``, and ``tokens``, a string for each step; special ones by name."""
+    """A row of a rollout as text: ``prompt``, and ``tokens``, one string per step; special tokens by name."""
     prompt = rollout.inputs["prompt"][row][rollout.inputs["prompt_mask"][row]]
     decode = tokens.tokenizer.decode
     return {"prompt": decode(prompt.tolist()), "tokens": [decode([i]) for i in rollout.actions[row, steps].tolist()]}
@@ -304,7 +305,7 @@ def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tenso
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Position ids by the mask alone: the first real token has 0, wherever padding stands.   [B, L] -> [B, L]"""
+    """Position ids from the mask: the first real token has 0.   [B, L] -> [B, L]"""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 

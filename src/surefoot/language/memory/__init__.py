@@ -1,1 +1,1 @@
-"""How much memory a run takes: what stays by arithmetic, what passes through by counting it on tensors without contents."""
+"""How much memory a run needs: permanent memory by arithmetic, passes by counting on fake tensors."""

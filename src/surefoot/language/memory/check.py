@@ -1,9 +1,9 @@
-"""Before a run starts: whether it can fit, and if not, in one line, what would help most.
+"""Check before a run starts whether it fits into memory; if not, name the most helpful setting in one line.
 
-Twice, and each time with nothing but what is certain then. Before weights are read: those of all roles with gradients and
-moments, by exact parameter counts. Once the rows are known: the same and the passes through them. What is not known before (how
-long responses become) is taken as short as it can be, and what is counted may be off by 15 %, so that no run is refused that
-would fit."""
+The check runs twice, each time with what is certain. Before weights are read, it adds up weights, gradients and moments of all
+roles, by exact parameter counts. Once the rows are known, it adds the passes. Lengths of responses are unknown and assumed as
+short as possible, and counts may be off by 15 %, so no run that would fit is rejected.
+"""
 
 import math
 import resource
@@ -36,28 +36,26 @@ from surefoot.recipes.language import AdapterSettings, DpoRecipe, LanguageRecipe
 Measure = Callable[[Workload], int]
 
 TOLERANCE = 0.15
-"""share of the passes' bytes by which a count may be off; docs/benchmarks/memory.md has what was measured"""
+"""largest error of the passes' bytes; docs/benchmarks/memory.md has the measurements"""
 
 
 class MemoryCheck:
-    """The memory that a run finds, measured before it takes any.
+    """Compares a run's memory with what is available, measured before the run allocates any.
 
-    recipe   of a run
-
-    Raises SurefootError when what always stays is more than there is.
+    Raises SurefootError if the permanent memory alone does not fit.
     """
 
     def __init__(self, recipe: ModelRecipe) -> None:
         self.recipe = recipe
-        self.setup = known_workload(recipe) if recipe.check_memory else None
+        self.workload = known_workload(recipe) if recipe.check_memory else None
         self.available = available_memory(recipe.device) if recipe.check_memory else None
         self.full: Workload | None = None
-        """with rows as long as they may become, once they are known"""
-        if self.setup is None or self.available is None:
+        """the workload with the longest rows, once they are known"""
+        if self.workload is None or self.available is None:
             return
-        need = permanent_bytes(self.setup)
+        need = permanent_bytes(self.workload)
         if need > self.available:
-            self._refuse(self.setup, need, "for weights, gradients and Adam's moments alone", permanent_bytes)
+            self._reject(self.workload, need, "for weights, gradients and Adam's moments alone", permanent_bytes)
 
     def check(
         self,
@@ -69,86 +67,86 @@ class MemoryCheck:
         demonstrated: tuple[int, int, int] | None = None,
         mixed: tuple[int, int, int] | None = None,
     ) -> list[str]:
-        """Refuse what can't fit, and warn of what may not.
+        """Reject a run that can't fit, and warn of one that may not.
 
-        prompt     tokens of the longest prompt that is surely read
-        response   tokens that are surely learned from in a row
-        most       tokens that may be learned from in a row
+        prompt     tokens of the longest prompt that is certainly read
+        response   tokens that are certainly trained in a row
+        most       tokens that may be trained in a row
         evaluated  held-out rows
-        demonstrated  demonstrations whose likelihood is watched: how many, and tokens and trained tokens of the longest
-        mixed         those that every update learns from, in the same way
+        demonstrated  demonstrations whose likelihood is evaluated: their number, and tokens and trained tokens of the longest
+        mixed         demonstrations in every update, in the same format
 
-        Returns a line where the run fits only if responses stay short. Raises SurefootError when it does not fit in any case.
+        Returns a line if the run fits only while responses stay short. Raises SurefootError if it does not fit in any case.
         """
-        if self.setup is None or self.available is None:
+        if self.workload is None or self.available is None:
             return []
-        shown, taught = (None if rows is None else BatchShape(*rows) for rows in (demonstrated, mixed))
-        full = replace(self.setup, prompt=prompt, response=most, evaluated=evaluated, demonstrated=shown, mixed=taught)
+        watched, trained = (None if rows is None else BatchShape(*rows) for rows in (demonstrated, mixed))
+        full = replace(self.workload, prompt=prompt, response=most, evaluated=evaluated, demonstrated=watched, mixed=trained)
         self.full = full
         if upper_bound(full) <= self.available:
             return []
         least = replace(full, response=response, rounds=1)
-        found = estimate(least)
-        if least_needed(found) > self.available:
-            self._refuse(least, running_peak(found), f"({peak_text(found)})", lambda other: running_peak(estimate(other)))
+        lower = estimate(least)
+        if least_needed(lower) > self.available:
+            self._reject(least, running_peak(lower), f"({peak_text(lower)})", lambda other: running_peak(estimate(other)))
         whole = estimate(full)
         if whole.peak <= self.available:
             return []
-        knob, _ = self._knob(full, lambda other: estimate(other).peak)
-        helps = f"; {knob} would help" if knob else ""
-        return [f"memory: may need {readable(whole.peak)} (in {whole.worst}) and {readable(self.available)} are there{helps}"]
+        setting, _ = self._best_setting(full, lambda other: estimate(other).peak)
+        helps = f"; {setting} would help" if setting else ""
+        return [f"memory: may need {readable(whole.peak)} ({whole.worst}), and {readable(self.available)} are available{helps}"]
 
     def summary(self) -> list[str]:
-        """What a dry run tells of memory: the peak, when it comes, and what there is."""
+        """Lines for a dry run: the peak, its phase, and the available memory."""
         if self.full is None or self.available is None:
             return []
-        found = estimate(self.full)
+        whole = estimate(self.full)
         return [
-            f"memory: {readable(running_peak(found))} at its peak ({peak_text(found)}), {readable(self.available)} available"
+            f"memory: {readable(running_peak(whole))} at its peak ({peak_text(whole)}), {readable(self.available)} available"
         ]
 
-    def _refuse(self, setup: Workload, need: int, what: str, measure: Measure) -> NoReturn:
+    def _reject(self, workload: Workload, need: int, what: str, measure: Measure) -> NoReturn:
         assert self.available is not None
-        knob, after = self._knob(setup, measure)
+        setting, after = self._best_setting(workload, measure)
         enough = "" if after <= self.available else ", still too much"
-        remedy = f"set {knob} ({readable(after)}{enough})" if knob else "use a smaller model or a larger machine"
+        remedy = f"set {setting} ({readable(after)}{enough})" if setting else "use a smaller model or a larger machine"
         raise SurefootError(
             f"memory: this run needs {readable(need)} {what}, and device={self.recipe.device!r} has {readable(self.available)} "
-            f"available; {remedy}, or check_memory = false to try all the same"
+            f"available; {remedy}, or check_memory = false to try anyway"
         )
 
-    def _knob(self, setup: Workload, measure: Measure) -> tuple[str, int]:
-        """What would help most: of what is enough the first, which costs least; else what saves most."""
+    def _best_setting(self, workload: Workload, measure: Measure) -> tuple[str, int]:
+        """The first setting that is enough (they are sorted by cost), else the one that saves most; and the bytes with it."""
         assert self.available is not None
-        before = least = measure(setup)
+        before = least = measure(workload)
         best = ""
-        for name, other in alternatives(setup):
+        for name, other in alternatives(workload):
             after = measure(other)
             if after <= self.available:
                 return name, after
             if after < least:
                 best, least = name, after
-        for prompts in self._fewer_prompts(setup, before, measure):
-            after = measure(with_prompts(setup, prompts))
+        for prompts in self._fewer_prompts(workload, before, measure):
+            after = measure(with_prompts(workload, prompts))
             if after < least:
-                rows = f" and evaluation.rows = {prompts}" if setup.evaluated > prompts else ""
+                rows = f" and evaluation.rows = {prompts}" if workload.evaluated > prompts else ""
                 best, least = f"sampling.prompts = {prompts}{rows}", after
             if after <= self.available:
                 break
         return best, least
 
-    def _fewer_prompts(self, setup: Workload, before: int, measure: Measure) -> Iterator[int]:
-        """Numbers that may be few enough, the largest first: powers of two times the fewest that the minibatches divide.
+    def _fewer_prompts(self, workload: Workload, before: int, measure: Measure) -> Iterator[int]:
+        """Smaller numbers of prompts, the largest first: powers of two times the fewest that the minibatches divide.
 
-        Bytes are nearly a line in the number of prompts.
+        Bytes are nearly linear in the number of prompts.
         """
         assert self.available is not None
-        prompts = setup.responses // setup.samples
-        minibatches = setup.responses // setup.rows
-        fewest = minibatches // math.gcd(minibatches, setup.samples)
-        if setup.kind != "language" or prompts <= fewest:
+        prompts = workload.responses // workload.samples
+        minibatches = workload.responses // workload.rows
+        fewest = minibatches // math.gcd(minibatches, workload.samples)
+        if workload.kind != "language" or prompts <= fewest:
             return
-        each = (before - measure(with_prompts(setup, prompts // 2))) / (prompts - prompts // 2)
+        each = (before - measure(with_prompts(workload, prompts // 2))) / (prompts - prompts // 2)
         if each <= 0:
             return
         wanted = min(prompts // 2, prompts - int((before - self.available) / each))
@@ -157,23 +155,23 @@ class MemoryCheck:
 
 
 def workload_of(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: int = 0) -> Workload:
-    """What a recipe comes to with rows of these lengths.
+    """The workload of a recipe with rows of these lengths.
 
-    Raises SurefootError where a model's configuration can't be read.
+    Raises SurefootError if a model's configuration can't be read.
     """
     return replace(_workload_of(recipe), prompt=prompt, response=response, evaluated=evaluated)
 
 
 def known_workload(recipe: ModelRecipe) -> Workload | None:
-    """What a recipe comes to before its rows are read; None where a model can't be read, which those who load it will say, or
-    is made by code of its own.
+    """The workload of a recipe before its rows are read; None for a model that can't be read (loading it reports the error), or
+    that needs its own code.
     """
     try:
-        setup = _workload_of(recipe)
-        permanent(setup)
+        workload = _workload_of(recipe)
+        permanent(workload)
     except Exception:
         return None
-    return setup
+    return workload
 
 
 def _workload_of(recipe: ModelRecipe) -> Workload:
@@ -201,7 +199,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
     named = recipe.reference.model
     reference = policy if named is None and recipe.adapter is None else None if named is None else config(named)
     names = [term.model for term in recipe.reward.terms if term.model is not None]
-    beside = {name: found for name in names if (found := _reward_adapter(recipe, name)) is not None}
+    adapters = {name: adapter for name in names if (adapter := _reward_adapter(recipe, name)) is not None}
     reuse, critic, start = recipe.objective.reuse, recipe.objective.baseline == "critic", recipe.critic.start
     return Workload(
         kind="language",
@@ -209,8 +207,8 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         value="none" if not critic else "own" if recipe.critic.own_model else "head",
         critic=None if start is None or recipe.adapter is not None else config(start),
         reference=reference,
-        rewards=tuple(config(name) for name in names if name not in beside),
-        reward_adapters=tuple(beside[name] for name in names if name in beside),
+        rewards=tuple(config(name) for name in names if name not in adapters),
+        reward_adapters=tuple(adapters[name] for name in names if name in adapters),
         temperature=recipe.sampling.temperature,
         rows=recipe.responses // (reuse.minibatches if reuse else 1),
         responses=recipe.responses,
@@ -223,7 +221,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
 
 
 def _reward_adapter(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
-    """The adapter of a reward model that was trained on the recipe's own base, by its path; None for any other."""
+    """The adapter of a reward model that was trained on the recipe's base, by path; None for any other."""
     folder = adapter_folder(name) if recipe.adapter is not None else None
     if folder is None:
         return None
@@ -236,59 +234,64 @@ def _reward_adapter(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
 
 
 def guaranteed_length(lengths: Sequence[int], read: int) -> int:
-    """Tokens of the longest row, where all are read; else of the mean one, than which some row read is no shorter."""
+    """Length of the longest row if all are read; else the mean length, which some row that is read reaches."""
     return max(lengths) if read >= len(lengths) else sum(lengths) // len(lengths)
 
 
-def running_peak(found: Estimate) -> int:
-    """The peak without saving: a run that is not written down saves nothing."""
-    return max(found.at(phase) for phase in found.phases if phase != "saving")
+def running_peak(estimated: Estimate) -> int:
+    """The peak without saving, which a run may never do."""
+    return max(estimated.at(phase) for phase in estimated.phases if phase != "saving")
 
 
-def least_needed(found: Estimate) -> int:
-    """What a run needs even if the passes are counted too high by as much as they are known to be."""
-    return found.stays + int((1 - TOLERANCE) * (running_peak(found) - found.stays))
+def least_needed(estimated: Estimate) -> int:
+    """A lower bound of a run's bytes: the passes may be overestimated by ``TOLERANCE``."""
+    return estimated.permanent + int((1 - TOLERANCE) * (running_peak(estimated) - estimated.permanent))
 
 
-def peak_text(found: Estimate) -> str:
-    """What stays and what the largest phase adds."""
-    worst = max((phase for phase in found.phases if phase != "saving"), key=found.at)
-    return f"{readable(found.stays)} that stay and {readable(found.phases[worst].total)} while {worst}"
+def peak_text(estimated: Estimate) -> str:
+    """The permanent memory and the largest phase, as text."""
+    worst = max((phase for phase in estimated.phases if phase != "saving"), key=estimated.at)
+    return f"{readable(estimated.permanent)} throughout and {readable(estimated.phases[worst].total)} while {worst}"
 
 
 def readable(count: float) -> str:
-    """Bytes as people read them: 10⁹ to a GB."""
+    """Bytes as text, with 10⁹ bytes to the GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
-def upper_bound(setup: Workload) -> int:
-    """More bytes than a run can need, in no time: 40 numbers per token, layer and unit of its width, where a Llama has 10 to
-    25, scores of attention included, and a few times all logits that are held.
+def upper_bound(workload: Workload) -> int:
+    """An upper bound of a run's bytes, without counting passes: 40 numbers per token, layer and unit of width (a Llama has 10
+    to 25, attention scores included), and a few times all logits that are held.
     """
     largest = 0
-    for config in {id(c): c for c in (setup.policy, setup.critic, setup.reference, *setup.rewards) if c is not None}.values():
+    for config in {
+        id(c): c for c in (workload.policy, workload.critic, workload.reference, *workload.rewards) if c is not None
+    }.values():
         text, known, layers = config.get_text_config(), count_parameters(config), layer_count(config)
         wide = max(known.width, int(getattr(text, "intermediate_size", 0) or 4 * known.width))
         heads = int(getattr(text, "num_attention_heads", 1) or 1)
-        learned, width = setup.micro(max(setup.rows, setup.evaluated)), setup.prompt + max(setup.response, setup.max_tokens)
-        texts = setup.responses + setup.evaluated
+        learned, width = (
+            workload.micro(max(workload.rows, workload.evaluated)),
+            workload.prompt + max(workload.response, workload.max_tokens),
+        )
+        texts = workload.responses + workload.evaluated
         tokens = 2 * learned.rows * width + texts * width + BATCH_TOKENS
-        shown, mixed = setup.at_once(setup.demonstrated, setup.rows), setup.at_once(setup.mixed)
-        tokens += shown.rows * shown.width + 2 * mixed.rows * mixed.width
+        demonstrated, mixed = workload.at_once(workload.demonstrated, workload.rows), workload.at_once(workload.mixed)
+        tokens += demonstrated.rows * demonstrated.width + 2 * mixed.rows * mixed.width
         each = layers * (40 * wide + 8 * heads * width)
         logits = 8 * (texts * known.vocabulary + CHUNK) + 8 * known.total
         largest += 4 * (tokens * each + logits)
-    return permanent_bytes(setup) + largest + setup.held
+    return permanent_bytes(workload) + largest + workload.held
 
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Bytes that can still be taken; None where nothing says.
+    """Bytes that the device can still allocate; None if unknown.
 
-    On a CPU the least of what the machine has left (swap included: it is slow, but the run would fit), what the control groups
-    of the process allow, and what is left of its limit of address space (``ulimit -v``). On a GPU what its driver says.
+    On a CPU: the least of the machine's free memory (with swap: slow, but the run fits), the limits of the process's control
+    groups, and its address space (``ulimit -v``). On a GPU: the driver's figure.
     """
     kind, _, _ = device.partition(":")
     if kind == "cuda":
@@ -300,7 +303,7 @@ def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) ->
 
 
 def machine_memory(proc: Path = PROC) -> int | None:
-    """What the machine has left, by the kernel's own estimate, and its swap."""
+    """The machine's available memory by the kernel's estimate, plus free swap."""
     fields = _fields(proc / "meminfo")
     if "MemAvailable" not in fields:
         return None
@@ -308,7 +311,7 @@ def machine_memory(proc: Path = PROC) -> int | None:
 
 
 def address_space(proc: Path = PROC) -> int | None:
-    """What is left of the process's limit of address space; None without one."""
+    """What remains of the process's address space limit; None without one."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None
@@ -316,34 +319,34 @@ def address_space(proc: Path = PROC) -> int | None:
 
 
 def control_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Path]:
-    """The folders of the groups whose limits hold for this process, of version 1 and 2, from its own up to the root.
+    """The folders of this process's control groups, version 1 and 2, from its own up to the root.
 
-    In a container the path may be the host's; then the root that is seen is the container's own group.
+    In a container the path may be the host's; then the visible root is the container's own group.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = cgroups / "memory" if controllers else cgroups
         here = root / path.strip("/")
-        found += [folder for folder in (here, *here.parents) if folder == root or root in folder.parents]
-    return found
+        folders += [folder for folder in (here, *here.parents) if folder == root or root in folder.parents]
+    return folders
 
 
 def group_memory(group: Path) -> int | None:
-    """What a control group still allows, files in memory that can be dropped counted as free; None without a limit."""
+    """What a control group still allows, counting droppable file pages as free; None without a limit."""
     for limit, used, dropped in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
             most, now = int((group / limit).read_text()), int((group / used).read_text())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # missing, or "max"
             continue
         return max(0, most - now + _fields(group / "memory.stat", 1).get(dropped, 0))
     return None
@@ -351,13 +354,13 @@ def group_memory(group: Path) -> int | None:
 
 def _fields(path: Path, unit: int = 1024) -> dict[str, int]:
     """Lines such as ``MemAvailable:   1234 kB`` as bytes."""
-    found: dict[str, int] = {}
+    fields: dict[str, int] = {}
     try:
         lines = path.read_text().splitlines()
     except OSError:
-        return found
+        return fields
     for line in lines:
         words = line.replace(":", " ").split()
         if len(words) > 1 and words[1].isdigit():
-            found[words[0]] = int(words[1]) * unit
-    return found
+            fields[words[0]] = int(words[1]) * unit
+    return fields

@@ -1,9 +1,10 @@
-"""What passes through memory: the passes of a run, made on tensors without contents, with every storage counted.
+"""Count the memory of a run's passes: the same functions as in a run, on fake tensors, with every storage counted.
 
-Nothing is computed and nothing is allocated, but the same functions are called in the same order as in a run, and autograd
-keeps the same tensors for the backward pass. So what is counted is not a formula of one family's layers but what this model
-does in this version of ``transformers``: in a Llama in float32 about 10 numbers per token, layer and unit of width, and 4 per
-unit of the feed-forward; in bfloat16 half of most of them, and a copy of every weight."""
+Nothing is computed or allocated, but autograd keeps the same tensors for the backward pass. So the counts are not a formula for
+one family's layers but hold for the model in the installed version of ``transformers``. A Llama in float32 has about 10 numbers
+per token, layer and unit of width, and 4 per unit of the feed-forward; bfloat16 halves most of them and adds a copy of every
+weight.
+"""
 
 import copy
 import weakref
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 MAX_CHUNKS = 32
-"""chunks of logits that are gone through one by one; more would take time and tell nothing new"""
+"""chunks of logits that are counted one by one; more are extrapolated"""
 
 
 SAMPLE_DEPTHS = (20, 40)
-"""layers with which a deeper model is counted: all layers of a stack take the same, so two depths give the line. Fewer would
-not do: where few layers are read, the peak can lie elsewhere than where many are, such as at the gradient of the embeddings"""
+"""numbers of layers at which a deeper model is counted: all layers need the same memory, so two depths give a line. With fewer
+layers the peak could be elsewhere, such as at the gradient of the embeddings"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ParameterCounts:
 
     total: int
     trunk: int
-    """without the head that makes logits; what a critic or a reward model of this family has, their own head aside"""
+    """without the head for logits; a critic or reward model of this family has as many, plus its own head"""
     layers: int
     """in all layers together"""
     width: int
@@ -62,33 +63,33 @@ class ParameterCounts:
 
 
 @contextmanager
-def without_contents() -> Iterator[None]:
-    """Tensors made within have shapes, dtypes and storages, and no bytes behind them; operations on them compute nothing."""
+def fake_tensors() -> Iterator[None]:
+    """Create fake tensors: they have shapes, dtypes and storages but no data, and operations compute nothing."""
     with quiet_transformers(), FakeTensorMode():
         yield
 
 
 def causal_model(config: "PreTrainedConfig") -> Any:
-    """A causal language model by its configuration, in float32, as ``load_model`` gives it."""
+    """A causal language model from its configuration, in float32, as from ``load_model``."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def trunk_model(config: "PreTrainedConfig") -> Any:
-    """The same without a head."""
+    """The same without its head."""
     from transformers import AutoModel
 
     return AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def layer_count(config: "PreTrainedConfig") -> int:
-    """How many layers a model has."""
+    """The number of layers of a model."""
     return int(config.get_text_config().num_hidden_layers)
 
 
 def with_layers(config: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
-    """The same with only its first layers; a list with an entry for each of them is cut too."""
+    """The configuration with only the first layers; lists with an entry per layer are cut too."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
     before = layer_count(config)
@@ -100,12 +101,12 @@ def with_layers(config: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
 
 
 def sample_depths(config: "PreTrainedConfig") -> Sequence[int]:
-    """The depths at which to count: a few, or the model's own where that is no more."""
+    """The numbers of layers at which to count: two, or the model's own if it is not deeper."""
     return SAMPLE_DEPTHS if layer_count(config) > SAMPLE_DEPTHS[-1] else (layer_count(config),)
 
 
 def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
-    """Parameters by their exact number: the model is built, of tensors without contents."""
+    """Exact parameter counts, from a model built on the meta device."""
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _COUNTS:
         with quiet_transformers(), torch.device("meta"):
@@ -125,9 +126,9 @@ _COUNTS: dict[str, ParameterCounts] = {}
 
 
 def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int:
-    """Parameters of one adapter beside a model's trunk.
+    """Parameters of one adapter of a model's trunk.
 
-    Raises SurefootError where the trunk has not the layers that are to get one.
+    Raises SurefootError if the trunk lacks the target layers.
     """
     from surefoot.language.adapters.layers import POLICY, SharedBase
 
@@ -148,76 +149,80 @@ def _size(module: nn.Module) -> int:
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered; storages that die afterwards still leave ``live``."""
+    """Counts the bytes of live tensors: each storage that an operation returns, until its last reference is gone.
+
+    A CPU keeps no allocator statistics, and resident memory includes freed pages. Works for fake and real tensors. A kernel's
+    temporary buffers are not seen. It counts while entered; storages freed later still reduce ``live``.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         """bytes"""
         self.peak = 0
-        """the most that ``live`` has been since the last ``restart``"""
+        """the maximum of ``live`` since the last ``restart``"""
         self._known: dict[int, Any] = {}
 
     def restart(self) -> None:
-        """Let the peak begin at what is live now."""
+        """Reset the peak to the live bytes."""
         self.peak = self.live
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
-        """Leave the storages of these out: they were there before."""
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Exclude the storages of these tensors."""
         for tensor in tensors:
-            self._watch(tensor, 0)
+            self._track(tensor, 0)
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made elsewhere, such as weights mapped from a file."""
+        """Count tensors created elsewhere, such as weights mapped from a file."""
         for tensor in tensors:
-            self._watch(tensor, tensor.untyped_storage().nbytes())
+            self._track(tensor, tensor.untyped_storage().nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._watch(leaf, leaf.untyped_storage().nbytes())
+                self._track(leaf, leaf.untyped_storage().nbytes())
         return returned
 
-    def _watch(self, tensor: Tensor, size: int) -> None:
+    def _track(self, tensor: Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._known:
-            self._known[key] = weakref.ref(storage, partial(self._gone, key, size))
+            self._known[key] = weakref.ref(storage, partial(self._release, key, size))
             self.live += size
             self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int, size: int, _: Any) -> None:
+    def _release(self, key: int, size: int, _: Any) -> None:
         if self._known.pop(key, None) is not None:
             self.live -= size
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What is read at once."""
+    """The shape of a micro-batch."""
 
     rows: int
     width: int
     """tokens of each row, prompt and response"""
     decisions: int
-    """tokens of each row whose log-probability is asked for"""
+    """tokens of each row whose log-probability is computed"""
 
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What changes what a pass through the policy keeps."""
+    """Options that change the memory of a pass through the policy."""
 
     critic: "PreTrainedConfig | None" = None
-    """of the value model, where it is one of its own"""
+    """of a separate value model"""
     head: bool = False
     """whether there is a value head on the policy's trunk"""
     bf16: bool = False
     checkpointing: bool = False
     chunk: int | None = None
-    """decisions whose logits are held at once; none: all"""
+    """tokens whose logits are held at once; None: all"""
     temperature: float = 1.0
     adapter: "AdapterSettings | None" = None
-    """what is trained beside frozen weights, if not they"""
+    """the trained adapter, if the weights are frozen"""
     value_role: bool = False
     """whether the critic is an adapter of the same base"""
 
@@ -228,61 +233,61 @@ class PassMemory:
 
     peak: int
     kept: dict[str, int] = field(default_factory=dict)
-    """of the peak, what is held for the backward pass, by role"""
+    """of the peak, bytes kept for the backward pass, by role"""
 
 
 def cached_pass(count: Callable[P, PassMemory]) -> Callable[P, PassMemory]:
-    """Every pass is counted once: plans that differ in one switch share most of them."""
+    """Count every pass once: plans that differ in one option share most passes."""
     known: dict[str, PassMemory] = {}
 
     @wraps(count)
-    def recalled(*args: P.args, **kwargs: P.kwargs) -> PassMemory:
+    def cached(*args: P.args, **kwargs: P.kwargs) -> PassMemory:
         key = repr((args, kwargs))
         if key not in known:
             known[key] = count(*args, **kwargs)
         return known[key]
 
-    return recalled
+    return cached
 
 
 @cached_pass
-def learning(config: "PreTrainedConfig", objective: Objective, switches: PassOptions, parts: BatchShape) -> PassMemory:
+def learning(config: "PreTrainedConfig", objective: Objective, switches: PassOptions, shape: BatchShape) -> PassMemory:
     """Forward and backward pass of one micro-batch."""
     return _over_rows(
         lambda some: _over_layers(
             lambda few, critic: _policy_pass(few, critic, objective, switches, some), config, switches.critic
         ),
-        parts,
+        shape,
         switches.chunk,
     )
 
 
 @cached_pass
-def scoring(config: "PreTrainedConfig", switches: PassOptions, parts: BatchShape) -> PassMemory:
-    """The same rows without gradient: log-probabilities of policy or reference, and values if there is a critic."""
+def scoring(config: "PreTrainedConfig", switches: PassOptions, shape: BatchShape) -> PassMemory:
+    """The same rows without gradient: log-probabilities of policy or reference, and values with a critic."""
     return _over_rows(
         lambda some: _over_layers(lambda few, critic: _policy_pass(few, critic, None, switches, some), config, switches.critic),
-        parts,
+        shape,
         switches.chunk,
     )
 
 
 @cached_pass
-def pair_learning(config: "PreTrainedConfig", objective: Objective, switches: PassOptions, parts: BatchShape) -> PassMemory:
-    """A reward model learns: forward and backward pass of both answers of so many pairs."""
-    return _over_layers(lambda few, _: _pair_pass(few, objective, switches, parts), config)
+def pair_learning(config: "PreTrainedConfig", objective: Objective, switches: PassOptions, shape: BatchShape) -> PassMemory:
+    """Forward and backward pass of a reward model on both answers of a micro-batch of pairs."""
+    return _over_layers(lambda few, _: _pair_pass(few, objective, switches, shape), config)
 
 
 @cached_pass
-def reward_scoring(config: "PreTrainedConfig", parts: BatchShape, adapter: "AdapterSettings | None" = None) -> PassMemory:
+def reward_scoring(config: "PreTrainedConfig", shape: BatchShape, adapter: "AdapterSettings | None" = None) -> PassMemory:
     """A reward model's scores of texts, without gradient."""
 
     def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
-        with without_contents():
+        with fake_tensors():
             model = trunk_model(few)
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
-                _read_masked(model, parts)
+                _read_masked(model, shape)
             return PassMemory(tracker.peak)
 
     return _over_layers(once, config)
@@ -292,10 +297,10 @@ def reward_scoring(config: "PreTrainedConfig", parts: BatchShape, adapter: "Adap
 def prompt_reading(
     config: "PreTrainedConfig", prompts: int, length: int, adapter: "AdapterSettings | None" = None
 ) -> PassMemory:
-    """The prompts of a batch are read, all at once, and their keys and values kept."""
+    """Read all prompts of a batch at once, and keep their keys and values."""
 
     def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
-        with without_contents():
+        with fake_tensors():
             model = causal_model(few)
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
@@ -315,15 +320,15 @@ def decoding(
     temperature: float,
     adapter: "AdapterSettings | None" = None,
 ) -> PassMemory:
-    """The last token of all responses, when none has ended: caches, packed weights, and what drawing from logits takes.
+    """The last token of all responses, if none has ended: caches, packed weights, and sampling from logits.
 
-    prompts, samples  how many, and responses to each
+    prompts, samples  number of prompts, and responses to each
     length, more      tokens of the longest prompt and of a response
     """
     fast, vocabulary = count_parameters(config).layers <= PACKED_LIMIT, count_parameters(config).vocabulary
 
     def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
-        with without_contents():
+        with fake_tensors():
             model = causal_model(few)
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
@@ -335,7 +340,7 @@ def decoding(
                 kept["cache"] = tracker.live - kept["packed weights"]
                 tokens = read.ids.new_zeros(prompts * samples)
                 if more > 1:
-                    _skip(decoder, length + more - 2)
+                    _fast_forward(decoder, length + more - 2)
                     logits = decoder.step(tokens)
                 else:
                     logits = torch.zeros(prompts * samples, vocabulary)
@@ -354,10 +359,10 @@ def _policy_pass(
     critic_config: "PreTrainedConfig | None",
     objective: Objective | None,
     s: PassOptions,
-    parts: BatchShape,
+    shape: BatchShape,
 ) -> PassMemory:
-    """What ``LanguagePolicy.forward`` does after packing, which reads contents, and what ``Learner`` does with it."""
-    with without_contents():
+    """``LanguagePolicy.forward`` without packing, which reads tensor data, and the learner's loss and backward pass."""
+    with fake_tensors():
         model = causal_model(config)
         base = _add_adapters(model, s.adapter, POLICY, *([VALUE] if s.value_role else []))
         readout = Readout(model, tested=False)
@@ -376,11 +381,11 @@ def _policy_pass(
         if s.checkpointing:
             for part in (model, critic):
                 checkpoint_layers(part)
-        count = parts.rows * parts.decisions
+        count = shape.rows * shape.decisions
         with torch.set_grad_enabled(objective is not None), _tracker(held, objective is not None) as tracker:
-            batch = _batch(parts)
+            batch = _batch(shape)
             rows, columns, steps = (torch.zeros(count, dtype=torch.long) for _ in range(3))
-            ids = torch.zeros(parts.rows, parts.width, dtype=torch.long)
+            ids = torch.zeros(shape.rows, shape.width, dtype=torch.long)
             begun, kept = tracker.live, {}
             with computing(held, s.checkpointing, s.bf16):
                 hidden, states = readout.states(ids, rows, columns)
@@ -395,7 +400,7 @@ def _policy_pass(
                     kept["value"] = tracker.live - logits
 
             def spread(found: Tensor) -> Tensor:
-                return found.new_zeros(parts.rows, parts.decisions).index_put((rows, steps), found)
+                return found.new_zeros(shape.rows, shape.decisions).index_put((rows, steps), found)
 
             if objective is None:
                 return PassMemory(tracker.peak)
@@ -408,9 +413,9 @@ def _policy_pass(
         return PassMemory(tracker.peak, kept)
 
 
-def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions, parts: BatchShape) -> PassMemory:
-    """What ``PairPolicy.forward`` does, and the learner with it."""
-    with without_contents():
+def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions, shape: BatchShape) -> PassMemory:
+    """``PairPolicy.forward``, and the learner's loss and backward pass."""
+    with fake_tensors():
         model = trunk_model(config)
         _add_adapters(model, s.adapter)
         head = nn.Linear(int(config.get_text_config().hidden_size), 1)
@@ -418,9 +423,9 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions,
         if s.checkpointing:
             checkpoint_layers(model)
         with _tracker(held, True) as tracker:
-            batch, begun = _batch(parts), tracker.live
+            batch, begun = _batch(shape), tracker.live
             with computing(held, s.checkpointing, s.bf16):
-                found = [head(_read_masked(model, parts)[:, -1]).squeeze(-1) for _ in range(2)]
+                found = [head(_read_masked(model, shape)[:, -1]).squeeze(-1) for _ in range(2)]
             both = torch.stack(found, -1).float().log_softmax(-1)
             kept = {"policy": tracker.live - begun}
             entropy = -(both.exp() * both).sum(-1, keepdim=True)
@@ -431,7 +436,7 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions,
 
 
 def _add_adapters(model: Any, adapter: "AdapterSettings | None", *roles: str) -> SharedBase | None:
-    """A model with adapters of these roles, that of the policy if none is named; None without adapters."""
+    """Add adapters for these roles, by default the policy's; None without adapters."""
     if adapter is None:
         return None
     base = SharedBase(model, base_hash="")
@@ -442,14 +447,14 @@ def _add_adapters(model: Any, adapter: "AdapterSettings | None", *roles: str) ->
     return base
 
 
-def _batch(parts: BatchShape) -> Batch:
-    """What the loss reads of one micro-batch."""
-    shape = (parts.rows, max(1, parts.decisions))
-    numbers = [torch.zeros(shape) for _ in range(5)]
+def _batch(shape: BatchShape) -> Batch:
+    """A micro-batch as the loss reads it."""
+    size = (shape.rows, max(1, shape.decisions))
+    numbers = [torch.zeros(size) for _ in range(5)]
     return Batch(
-        inputs=torch.zeros(parts.rows, parts.width - parts.decisions, dtype=torch.long),
-        actions=torch.zeros(shape, dtype=torch.long),
-        mask=torch.ones(shape, dtype=torch.bool),
+        inputs=torch.zeros(shape.rows, shape.width - shape.decisions, dtype=torch.long),
+        actions=torch.zeros(size, dtype=torch.long),
+        mask=torch.ones(size, dtype=torch.bool),
         old_log_probs=numbers[0],
         advantages=numbers[1],
         returns=numbers[2],
@@ -458,17 +463,17 @@ def _batch(parts: BatchShape) -> Batch:
     )
 
 
-def _read_masked(model: Any, parts: BatchShape) -> Tensor:
-    """Hidden states of rows that are padded."""
-    mask = torch.ones(parts.rows, parts.width, dtype=torch.bool)
-    ids = torch.zeros(parts.rows, parts.width, dtype=torch.long)
+def _read_masked(model: Any, shape: BatchShape) -> Tensor:
+    """Hidden states of padded rows."""
+    mask = torch.ones(shape.rows, shape.width, dtype=torch.bool)
+    ids = torch.zeros(shape.rows, shape.width, dtype=torch.long)
     places = {"position_ids": positions(mask)}
     hidden: Tensor = model(input_ids=ids, attention_mask=mask.long(), use_cache=False, **places).last_hidden_state
     return hidden
 
 
 def _read(model: Any, prompts: int, length: int) -> tuple[Any, Any]:
-    """Prompts of different lengths, and the cache that reading them leaves."""
+    """Prompts of different lengths, and their cache."""
     ids = torch.zeros(prompts, length, dtype=torch.long)
     mask = torch.ones(prompts, length, dtype=torch.bool)
     read: Any = SimpleNamespace(ids=ids, mask=mask, lengths=mask.sum(-1), padded=True)
@@ -483,8 +488,8 @@ def _decoder(model: Any, weights: PackedModel | None, read: Any, past: Any, samp
     return CachedDecoder(model, read, past, samples, more - 1)
 
 
-def _skip(decoder: Any, length: int) -> None:
-    """As if so many tokens had been read already."""
+def _fast_forward(decoder: Any, length: int) -> None:
+    """Set the decoder's length as if this many tokens had been read."""
     decoder.length = length
     for layer in getattr(getattr(decoder, "past", None), "layers", []):
         if hasattr(layer, "buffers"):
@@ -496,20 +501,20 @@ def _skip(decoder: Any, length: int) -> None:
 
 
 def _tracker(module: nn.Module, gradients: bool = False) -> StorageTracker:
-    """A tracker that leaves out parameters, buffers and gradients: they are counted by arithmetic."""
+    """A tracker that excludes parameters, buffers and gradients, which are counted by arithmetic."""
     tracker = StorageTracker()
-    tracker.know([*module.parameters(), *module.buffers()])
+    tracker.exclude([*module.parameters(), *module.buffers()])
     if gradients:
         for parameter in (p for p in module.parameters() if p.requires_grad):
             parameter.grad = torch.empty_like(parameter)
-            tracker.know([parameter.grad])
+            tracker.exclude([parameter.grad])
     return tracker
 
 
 def _over_layers(
     count: Callable[..., PassMemory], config: "PreTrainedConfig", critic: "PreTrainedConfig | None" = None
 ) -> PassMemory:
-    """A pass through all layers, from passes through few: bytes are a line in the number of layers."""
+    """A pass through all layers, extrapolated from few layers: bytes are linear in the number of layers."""
     here = [sample_depths(config), (0,) if critic is None else sample_depths(critic)]
     few = [c if c is None else with_layers(c, at[0]) for c, at in zip((config, critic), here, strict=True)]
     found = base = count(*few)
@@ -522,13 +527,13 @@ def _over_layers(
     return found
 
 
-def _over_rows(count: Callable[[BatchShape], PassMemory], parts: BatchShape, chunk: int | None) -> PassMemory:
+def _over_rows(count: Callable[[BatchShape], PassMemory], shape: BatchShape, chunk: int | None) -> PassMemory:
     """A pass over many rows: where their logits come in more than ``MANY`` chunks, bytes are a line in the number of rows."""
-    most = parts.rows if chunk is None else MAX_CHUNKS * chunk // max(1, parts.decisions)
-    if parts.rows <= most or most < 2:
-        return count(parts)
-    low, high = (count(replace(parts, rows=rows)) for rows in (most // 2, most))
-    return _extrapolate(high, low, high, (parts.rows - most) / (most - most // 2))
+    most = shape.rows if chunk is None else MAX_CHUNKS * chunk // max(1, shape.decisions)
+    if shape.rows <= most or most < 2:
+        return count(shape)
+    low, high = (count(replace(shape, rows=rows)) for rows in (most // 2, most))
+    return _extrapolate(high, low, high, (shape.rows - most) / (most - most // 2))
 
 
 def _extrapolate(found: PassMemory, low: PassMemory, high: PassMemory, times: float) -> PassMemory:

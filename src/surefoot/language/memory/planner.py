@@ -1,4 +1,4 @@
-"""``surefoot memory``: a plan of what a run takes with a model, what other switches would save, and what fits where."""
+"""``surefoot memory``: plan the memory of a run, what other settings would save, and which GPUs it fits."""
 
 import math
 import re
@@ -34,71 +34,71 @@ OURS = {"policy": 16, "value": 16, "reference": 4, "reward": 4}
 
 @dataclass(frozen=True)
 class Plan:
-    """A setup with its estimate, and others beside it."""
+    """A workload with its estimate, and variants for comparison."""
 
     model: str
     nominal: int
-    """parameters as the textbook counts them: the size that was named, else the exact number"""
+    """parameters for the textbook's count: the size in the model's name, else the exact number"""
     known: ParameterCounts
     layers: int
-    setup: Workload
+    workload: Workload
     estimate: Estimate
     others: dict[str, Estimate]
 
 
-def plan(model: str, setup: Workload, nominal: int | None = None) -> Plan:
-    """Everything that ``surefoot memory`` tells. Takes some seconds for large models."""
-    known = count_parameters(setup.policy)
-    others = {name: estimate(other) for name, other in variants(setup)}
-    return Plan(model, nominal or known.total, known, layer_count(setup.policy), setup, estimate(setup), others)
+def plan(model: str, workload: Workload, nominal: int | None = None) -> Plan:
+    """Everything that ``surefoot memory`` prints. Takes some seconds for large models."""
+    known = count_parameters(workload.policy)
+    others = {name: estimate(other) for name, other in variants(workload)}
+    return Plan(model, nominal or known.total, known, layer_count(workload.policy), workload, estimate(workload), others)
 
 
-def variants(setup: Workload) -> Iterator[tuple[str, Workload]]:
-    """Other switches, one at a time, and then those that save most together."""
-    thrifty = setup
-    if setup.kind == "language":
-        if setup.value != "own":
-            yield "a value model of its own", with_value(setup, "own")
-        if setup.value != "head":
-            yield "value head on a shared trunk", with_value(setup, "head")
-        if setup.value != "none":
-            yield "no critic (GRPO, REINFORCE)", with_value(setup, "none")
-        if setup.value == "own":
+def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Other settings, one at a time, and then the most thrifty ones together."""
+    thrifty = workload
+    if workload.kind == "language":
+        if workload.value != "own":
+            yield "a value model of its own", with_value(workload, "own")
+        if workload.value != "head":
+            yield "value head on a shared trunk", with_value(workload, "head")
+        if workload.value != "none":
+            yield "no critic (GRPO, REINFORCE)", with_value(workload, "none")
+        if workload.value == "own":
             thrifty = with_value(thrifty, "head")
-    if setup.adapter is None:
-        yield "adapters of one base, rank 16", with_adapters(setup, AdapterSettings())
-    if not setup.bf16:
-        yield "bfloat16 passes", replace(setup, bf16=True)
-    if not setup.checkpointing:
-        yield "gradient checkpointing", replace(setup, checkpointing=True)
-    tokens = setup.width * setup.sides
-    if setup.micro(setup.rows).rows > (2 if setup.kind == "dpo" else 1):
-        yield f"micro-batches of one row ({tokens} tokens)", replace(setup, micro_batch_tokens=tokens)
-    if setup.kind != "reward":
-        yield "logits not in chunks", replace(setup, chunked=False)
-    prompts = setup.responses // setup.samples
+    if workload.adapter is None:
+        yield "adapters of one base, rank 16", with_adapters(workload, AdapterSettings())
+    if not workload.bf16:
+        yield "bfloat16 passes", replace(workload, bf16=True)
+    if not workload.checkpointing:
+        yield "gradient checkpointing", replace(workload, checkpointing=True)
+    tokens = workload.width * workload.sides
+    if workload.micro(workload.rows).rows > (2 if workload.kind == "dpo" else 1):
+        yield f"micro-batches of one row ({tokens} tokens)", replace(workload, micro_batch_tokens=tokens)
+    if workload.kind != "reward":
+        yield "logits not in chunks", replace(workload, chunked=False)
+    prompts = workload.responses // workload.samples
     thrifty = replace(thrifty, checkpointing=True, micro_batch_tokens=tokens)
-    yield "checkpointing, one row" + (", shared trunk" if setup.value == "own" else ""), thrifty
-    if setup.kind == "language" and prompts > 4:
-        few = replace(thrifty, responses=4 * setup.samples, rows=max(1, setup.rows * 4 // prompts))
+    yield "checkpointing, one row" + (", shared trunk" if workload.value == "own" else ""), thrifty
+    if workload.kind == "language" and prompts > 4:
+        few = replace(thrifty, responses=4 * workload.samples, rows=max(1, workload.rows * 4 // prompts))
         yield "the same with 4 prompts an iteration", few
 
 
-def with_value(setup: Workload, value: Value) -> Workload:
-    """The same with another critic, or none, and an objective to go with it."""
+def with_value(workload: Workload, value: Value) -> Workload:
+    """The same workload with another critic or none, and a matching objective."""
     if value == "none":
-        objective = replace(setup.objective, baseline="mean", gae_lambda=1.0, value_lambda=None, value_clip=None)
+        objective = replace(workload.objective, baseline="mean", gae_lambda=1.0, value_lambda=None, value_clip=None)
     else:
-        objective = replace(setup.objective, baseline="critic")
-    return replace(setup, value=value, objective=objective)
+        objective = replace(workload.objective, baseline="critic")
+    return replace(workload, value=value, objective=objective)
 
 
 def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
-    """The configuration that a name stands for, and how many parameters it says, if it is a size.
+    """The configuration of a model's name, and its number of parameters if the name is a size.
 
     name  ``pocket``, a size such as ``7B`` or ``350M``, a config.json, a folder that holds one, a run, or a hub id
 
-    Raises SurefootError when it is nothing of the kind.
+    Raises SurefootError for any other name.
     """
     require_transformers(f"model={name!r}")
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", name.lower()):
@@ -119,8 +119,8 @@ def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
 
 
 def llama_of(parameters: int) -> "PreTrainedConfig":
-    """A Llama of about so many parameters, in the proportions of the first ones: width 128 per layer, heads of 128,
-    feed-forward 8/3 of the width, 32,000 tokens. 7B and 13B come out as those models are.
+    """A Llama of about this many parameters, in the proportions of the first ones: width 128 per layer, heads of 128,
+    feed-forward 8/3 of the width, 32,000 tokens. 7B and 13B give those models.
     """
     from transformers import LlamaConfig
 
@@ -155,13 +155,13 @@ def textbook(parameters: int) -> dict[str, dict[str, float]]:
 
 
 def fits(found: Estimate) -> list[int]:
-    """The cards that hold a run, its data and its passes; checkpoints are copied to the host."""
+    """The GPUs that a run fits; checkpoints are copied to the host."""
     return [card for card in CARDS if running_peak(found) <= card * 1e9]
 
 
 def to_json(made: Plan) -> dict[str, Any]:
     """All of a plan, in bytes."""
-    s, found = made.setup, made.estimate
+    s, found = made.workload, made.estimate
     return {
         "model": made.model,
         "parameters": made.known.total,
@@ -194,7 +194,7 @@ def to_json(made: Plan) -> dict[str, Any]:
 
 def tables(made: Plan) -> Group:
     """The plan as tables."""
-    s, found = made.setup, made.estimate
+    s, found = made.workload, made.estimate
     micro = s.micro(s.rows)
     rows = f"{s.responses} rows of {s.prompt} + {s.response} tokens, {micro.rows} at once in learning"
     lines: list[Text | Table] = [
@@ -207,7 +207,7 @@ def tables(made: Plan) -> Group:
         _variant_table(made),
     ]
     if found.uncounted:
-        lines.insert(2, Text(f"not counted for this family: {', '.join(found.uncounted)} (stands with 0)", style="yellow"))
+        lines.insert(2, Text(f"not counted for this family: {', '.join(found.uncounted)} (shown as 0)", style="yellow"))
     if s.kind == "language":
         lines += [Text(), _textbook_table(made), Text(_textbook_note(made))]
     return Group(*lines)
@@ -222,7 +222,7 @@ def _role_table(found: Estimate) -> Table:
             cells = [readable(parts[part]) if part in parts else "–" for part in PARTS]
             table.add_row(role, *cells, readable(sum(parts.values())))
     table.add_row("rollout", "", "", "", readable(found.always["data"]["rollout"]))
-    table.add_row("all", "", "", "", readable(found.stays), style="bold")
+    table.add_row("all", "", "", "", readable(found.permanent), style="bold")
     return table
 
 
