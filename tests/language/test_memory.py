@@ -170,7 +170,7 @@ def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case:
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"micro_batch_tokens": 120}])
-def test_long_demonstrations_that_are_watched_or_mixed_in_are_counted_within_15_percent(
+def test_long_demonstrations_that_are_evaluated_or_mixed_in_are_counted_within_15_percent(
     optimizer: dict[str, Any], here: Path
 ) -> None:
     """More tokens in a row than answers have, and more rows than a minibatch."""
@@ -338,9 +338,9 @@ def test_resuming_is_refused_in_the_same_way_and_goes_on_when_told(here: Path, t
 def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
     recipe = make_recipe(online(here))
     short = least_needed(estimate(workload_of(recipe, prompt=PROMPT, response=1)))
-    assert surefoot.runs.worlds.make_world(recipe).warnings == []
+    assert surefoot.runs.api.make_world(recipe).warnings == []
     scarce(short)
-    notes = surefoot.runs.worlds.make_world(recipe).warnings
+    notes = surefoot.runs.api.make_world(recipe).warnings
     assert len(notes) == 1
     assert notes[0].startswith("memory: may need ")
 
