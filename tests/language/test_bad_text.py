@@ -169,7 +169,7 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (["data", "preview", "rows.jsonl", "--model", "M/bert"], ("model='M/bert': its logits depend on later tokens", CAUSAL)),
     (supervised("sft", "M/larger"), ("model='M/larger': the tokenizer's", BELONG, "copy the tokenizer of this model")),
     (online(data="long"), ("long.jsonl: all 8 rows are dropped", "128, less sampling.max_tokens=3; shorten")),
-    (supervised("sft", "M/whole", "long-rows"), ("long-rows.jsonl: every one", "the model's context is 128; shorten them")),
+    (supervised("sft", "M/whole", "long-rows"), ("long-rows.jsonl: all 8", "the model's context is 128; shorten them")),
     (online("M/whole", '{ function = "rewards.py:fine" }', "long", "--data.max-length", "64"), ("max_length=64; raise it",)),
     (
         ["generate", "M/whole", "--prompt", "x" * 200, "--max-tokens", "5"],
