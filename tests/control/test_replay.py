@@ -17,7 +17,7 @@ from surefoot.control.environments.looped import LoopedEnvironments
 from surefoot.control.replay import NotTheSameError, replay
 from surefoot.control.video.traced import film_traces
 from surefoot.core.traces import TracedRow
-from surefoot.runs.folder import film_of, traces_in
+from surefoot.runs.paths import film_of, traces_in
 from surefoot.runs.traces import to_bytes
 
 from .test_video import decoded

@@ -23,7 +23,7 @@ from surefoot.language.rewards.scores import Scores
 from surefoot.language.rewards.steps import pieces, steps_of
 from surefoot.language.rewards.terms import FunctionReward, ModelReward, WeightedSum
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.folder import traces_in
+from surefoot.runs.paths import traces_in
 from surefoot.runs.traces import read_trace
 
 TEXTS = ["a;bb;c", "été;日本;🙂!", "", ";; ;", "no separator", "  two  spaces ", "end;"]

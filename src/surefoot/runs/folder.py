@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,17 +27,14 @@ from typing import TYPE_CHECKING, Any
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_shown, read_table, read_toml, steps_named, write_text
+from surefoot.files import check_shown, read_table, read_toml, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
+from surefoot.runs.paths import FINISHED, check_is_run
 
 if TYPE_CHECKING:
-    from surefoot.core.traces import TracedRow
-
-FINISHED = "finished.json"
-TRACE = ".safetensors"
-SAMPLES = ".jsonl"
+    pass
 
 FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
 """fields of a recipe that change no number that a run produces, only whether it goes on"""
@@ -152,50 +148,6 @@ class RunFolder:
     def close(self) -> None:
         """Let others write."""
         self._lock.release()
-
-
-def check_is_run(path: Path) -> None:
-    """Raise SurefootError unless ``path`` is a run folder."""
-    if not path.exists():
-        raise SurefootError(f"{path}: no such run folder; see what there is with: ls {path.parent}")
-    if not path.is_dir():
-        raise SurefootError(f"{path}: is a file; a run is a folder, such as runs/cartpole-v1-ppo_clip-1")
-    if not any(p.name != ".lock" for p in path.iterdir()):
-        raise SurefootError(f"{path}: is empty; begin a run with: surefoot train TASK --run-dir {path}")
-    if not (path / "config.toml").is_file():
-        raise SurefootError(f"{path}: is not a run folder (no config.toml)")
-
-
-def traces_in(folder: Path) -> list[Path]:
-    """The files of a folder of traces, oldest first; none where there is no such folder."""
-    return files_by_steps(folder, TRACE)
-
-
-def samples_in(folder: Path) -> list[Path]:
-    """The files of a folder of samples, oldest first; none where there is no such folder."""
-    return files_by_steps(folder, SAMPLES)
-
-
-def files_by_steps(folder: Path, ending: str) -> list[Path]:
-    """The plain files in a folder that are named by a number of steps, oldest first; none where there is no such folder."""
-    found = (path for path in folder.glob(f"*{ending}") if steps_named(path.stem) is not None and path.is_file())
-    return sorted(found, key=lambda path: int(path.stem))
-
-
-def film_of(run: Path, steps: int, index: int, row: "TracedRow") -> Path | None:
-    """Where the film of a traced piece of an episode is, if ``surefoot watch --traced`` made one; None where none can be made.
-
-    The name holds a digest of what was observed, so that a film is never taken for that of another episode.
-    """
-    observed = str(row.about.get("observed", ""))
-    if not re.fullmatch(r"[0-9a-f]{64}", observed):
-        return None
-    return run / "videos" / "traces" / f"{steps}-{index}-{observed[:16]}.mp4"
-
-
-def refusal_of(film: Path) -> Path:
-    """Where it says why there is no such film: the replay came out otherwise when it was last tried."""
-    return film.with_suffix(".txt")
 
 
 def checkpoint_to_load(path: Path) -> Path:

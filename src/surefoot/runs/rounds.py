@@ -32,7 +32,8 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
-from surefoot.runs.folder import FINISHED, FREE, RunFolder, differences
+from surefoot.runs.folder import FREE, RunFolder, differences
+from surefoot.runs.paths import FINISHED
 
 HELD_OUT = 5
 """one fresh pair in so many is not trained on in its round, but judges the reward models; later rounds train on it"""

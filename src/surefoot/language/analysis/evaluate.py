@@ -21,7 +21,8 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
-from surefoot.runs.folder import check_is_run, checkpoint_to_load, recipe_differences
+from surefoot.runs.folder import checkpoint_to_load, recipe_differences
+from surefoot.runs.paths import check_is_run
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
 """what the table calls what the metric's name does not tell"""
