@@ -462,7 +462,7 @@ def always(value: float) -> Callable[[], Any]:
 
 
 def test_three_faults_in_a_row_stop_training_and_one_does_not() -> None:
-    with pytest.raises(SurefootError, match=r"environment 0 at step 1 .* 3rd update in a row"):
+    with pytest.raises(SurefootError, match=r"environment 0 at step 1 .* 3 consecutive updates were skipped"):
         surefoot.train(always(math.nan), A2C, steps=100, rollout={"environments": 2, "steps": 5})
     single = with_poison("reward", math.nan, 2, 1)
     fields: dict[str, Any] = {"rollout": {"environments": 3, "steps": 8}, "evaluation": {"episodes": 0}}

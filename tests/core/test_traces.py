@@ -30,7 +30,7 @@ from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout
-from surefoot.core.traces import Recorder, Trace, chosen_pieces, longest_piece
+from surefoot.core.traces import Recorder, Trace, choose_segments, longest_segment
 
 from .token_world import TokenCollector, Transformer
 from .worlds import TinyPolicy, moved, parameters, random_rollout
@@ -240,10 +240,10 @@ def test_an_iteration_is_traced_where_a_multiple_lies_among_its_steps(size: int,
 def test_rows_are_spread_and_change_and_those_without_a_decision_are_passed_over() -> None:
     rollout = random_rollout(TinyPolicy(), 1, rows=8, steps=6, holes=False)
     rollout.mask[2] = False
-    seen = [[row for row, _ in chosen_pieces(rollout, 2, iteration)] for iteration in range(7)]
+    seen = [[row for row, _ in choose_segments(rollout, 2, iteration)] for iteration in range(7)]
     assert all(len(set(rows)) == 2 for rows in seen)
     assert {row for rows in seen for row in rows} == {0, 1, 3, 4, 5, 6, 7}
-    assert len(chosen_pieces(rollout, 20, 0)) == 7
+    assert len(choose_segments(rollout, 20, 0)) == 7
 
 
 @pytest.mark.parametrize(
@@ -263,4 +263,4 @@ def test_rows_are_spread_and_change_and_those_without_a_decision_are_passed_over
 )
 def test_the_longest_piece_of_an_episode_is_shown(kept: str, ends: str, start: int, stop: int) -> None:
     mask, ended = (torch.tensor([c == "1" for c in text]) for text in (kept, ends))
-    assert longest_piece(mask, ended) == slice(start, stop)
+    assert longest_segment(mask, ended) == slice(start, stop)

@@ -1,1 +1,1 @@
-"""What every algorithm is made of, in both worlds: rollout, credit, objective, update, loop."""
+"""The parts of every algorithm, in control and language: rollout, credit, objective, update, loop."""

@@ -1,9 +1,8 @@
-"""The switches of an objective, and the algorithms as values of them.
+"""The options of an objective, and each algorithm as a set of them.
 
-PPO is REINFORCE plus five fixes. Each line of ``LADDER`` below turns one switch; nothing else tells two algorithms apart.
-The other trust regions turn the last switch another way; GRPO and its kin compare the responses to one prompt.
-This file imports no torch, so that a recipe can be read, and ``--help`` printed, at once. What the switches do to a loss is
-in ``objective.py``, what they do to advantages in ``credit.py``, what they do to a batch in ``learner.py``.
+PPO is REINFORCE plus five changes: each algorithm in ``LADDER`` changes one option of the one before. PPO_PENALTY and TRPO use
+other trust regions; GRPO and related algorithms compare the responses to one prompt. This file imports no torch, so that
+recipes and ``--help`` load fast. ``objective.py`` applies the options to the loss, ``credit.py`` to advantages.
 """
 
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ from typing import Any, ClassVar, Literal
 from surefoot.errors import SurefootError
 
 MAX_COUNT = 1_000_000
-"""the most of anything that is counted one by one, such as epochs, environments or prompts; far beyond any use"""
+"""largest count of epochs, environments, prompts and the like"""
 MAX_LENGTH = 1_000_000_000
-"""the most steps, rows or tokens that a batch, or a conversation, may have"""
+"""largest number of steps, rows or tokens in a batch or a conversation"""
 
 
 def _require(condition: bool, field: str, value: object, need: str) -> None:
@@ -50,7 +49,7 @@ class Clip:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
     clip: float = 0.2
-    """how far below 1 (and above, unless clip_high is given) a ratio earns anything"""
+    """how far below 1 (and above, unless clip_high is set) a ratio may go before its gain is clipped"""
     clip_high: float | None = None
     """a different bound above 1 (clip-higher)"""
     dual_clip: float | None = None
@@ -69,14 +68,14 @@ class Clip:
 
 @dataclass(frozen=True)
 class Penalty:
-    """Trust region by a price on the KL: J = ρÂ − β·KL(π_old‖π_θ), with β fixed or adapted (arXiv 1707.06347, section 4)."""
+    """Trust region by a penalty on the KL: J = ρÂ − β·KL(π_old‖π_θ), with β fixed or adapted (arXiv 1707.06347, section 4)."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
     beta: float = 1.0
-    """β; where it is adapted, that of the first batch"""
+    """β, or its first value if it is adapted"""
     target: float | None = None
-    """the KL per batch that β is adapted to, halved or doubled after each; 0.01 is usual. none: β stays"""
+    """the KL per batch that β adapts to, by halving or doubling after each batch; 0.01 is usual. none: fixed β"""
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
@@ -104,7 +103,7 @@ class Constraint:
     shrink: float = 0.8
     """each try of the line search is this much shorter than the one before"""
     tries: int = 10
-    """lengths that the line search tries before it gives the step up"""
+    """lengths that the line search tries before it skips the step"""
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
@@ -117,12 +116,12 @@ class Constraint:
 
 TrustRegion = Clip | Penalty | Constraint
 TRUST_REGIONS: tuple[type[TrustRegion], ...] = (Clip, Penalty, Constraint)
-"""what ``Objective.trust_region`` may be; no two have a field of the same name, so a table's keys say which is meant"""
+"""the types of ``Objective.trust_region``. No two share the name of a field, so the keys of a table identify the type"""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Every switch of a policy-gradient objective. The defaults are REINFORCE, with nothing on."""
+    """The options of a policy-gradient objective. The defaults are REINFORCE."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
@@ -136,7 +135,7 @@ class Objective:
     reuse: Reuse | None = None
     """none: one update per batch, log π weighted by Â. Else epochs and minibatches, weighted by ρ; under TRPO the critic's"""
     trust_region: Clip | Penalty | Constraint | None = None
-    """what keeps θ near θ_old: a clip of the ratio, a price on the KL, or a bound on it. Its keys say which"""
+    """what keeps θ near θ_old: a clip of the ratio, a penalty on the KL, or a bound on it. Its keys set which"""
     ratio: Literal["token", "sequence"] = "token"
     """ρ of each token, or of whole responses: the geometric mean over their tokens"""
 
@@ -208,39 +207,39 @@ class Objective:
             _require(self.reuse is not None, "objective.ratio", self.ratio, "needs a reused batch; set objective.reuse too")
 
     def require_complete(self) -> None:
-        """Raise SurefootError where a switch still waits for what only a recipe can tell."""
+        """Raise SurefootError if ``aggregation_length`` is needed and not set."""
         known = self.aggregation != "constant" or self.aggregation_length is not None
         need = 'aggregation = "constant" needs a length of at least 1; set the longest response allowed'
         _require(known, "objective.aggregation_length", self.aggregation_length, need)
 
     @property
     def needs_whole_episodes(self) -> bool:
-        """Without a critic nothing stands for what a cut episode would still have earned."""
+        """Whether rollouts must end with episodes: without a critic nothing estimates the rest of a truncated one."""
         return self.baseline != "critic"
 
     @property
     def compares_in_groups(self) -> bool:
-        """Whether a response is worth what it earned beside the others to its prompt."""
+        """Whether the baseline is the mean of the responses to the same prompt."""
         return self.baseline in ("group", "leave_one_out")
 
     @property
     def clip(self) -> Clip | None:
-        """The clip, where the trust region is one."""
+        """The trust region if it is a clip."""
         return self.trust_region if isinstance(self.trust_region, Clip) else None
 
     @property
     def penalty(self) -> Penalty | None:
-        """The price on the KL, where the trust region is one."""
+        """The trust region if it is a penalty on the KL."""
         return self.trust_region if isinstance(self.trust_region, Penalty) else None
 
     @property
     def constraint(self) -> Constraint | None:
-        """The bound on the KL, where the trust region is one."""
+        """The trust region if it is a bound on the KL."""
         return self.trust_region if isinstance(self.trust_region, Constraint) else None
 
     @property
     def leaves_old_policy(self) -> bool:
-        """Whether J is needed away from θ_old, and so with the ratio; one update from θ_old needs its gradient there only."""
+        """Whether θ moves away from θ_old while a batch is in use, so that J needs the ratio."""
         return self.reuse is not None or self.constraint is not None
 
 
@@ -292,17 +291,17 @@ ALGORITHMS: dict[str, Objective] = {
 
 
 def algorithm_name(objective: Objective) -> str | None:
-    """The name under which a value stands in ``ALGORITHMS``, or None for one of the user's own."""
+    """The name of an objective in ``ALGORITHMS``; None if it isn't there."""
     return next((name for name, value in ALGORITHMS.items() if value == objective), None)
 
 
 def switches_between(a: Objective, b: Objective) -> dict[str, tuple[Any, Any]]:
-    """The switches in which two objectives differ: name -> (value in a, value in b)."""
+    """The options in which two objectives differ: name -> (value in a, value in b)."""
     return {f.name: (getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
 
 
 def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Of changes to an objective, those that leave it the algorithm it is: a switch that is off stays off."""
+    """The changes to an objective that keep it the same algorithm: an option that is off stays off."""
     critic, reuse, region = base.baseline == "critic", base.reuse is not None, base.trust_region
     on = {
         "gae_lambda": base.gae_lambda != 1,

@@ -1,4 +1,4 @@
-"""Rewards to advantages and returns: which baseline, which λ."""
+"""Advantages and returns from rewards: the baseline and λ of an objective."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ from surefoot.functional.masking import keep_only
 
 
 def assign_credit(rollout: Rollout, objective: Objective) -> Credit:
-    """What each action of a rollout is worth, and what the critic should have said.
+    """The advantages of a rollout, and the returns that the critic is fitted to.
 
     ``baseline``: None -> the return; "mean" -> the return minus the batch's mean return (over all ranks); "critic" -> GAE;
     "group" and "leave_one_out" -> for every token of a response, the response's return less that of the others to its prompt.
     The critic's target is Â + V with Â before any normalisation, at ``value_lambda`` where that is set.
 
-    A group is compared on the rank that sampled it: its rows must not lie on several. Rows with nothing kept are left out.
-    Raises SurefootError for a rollout without groups where the baseline needs them.
+    All rows of a group must be on the same rank. Rows with nothing kept are left out.
+
+    Raises SurefootError if the baseline needs groups and the rollout has none.
     """
     gamma, mask = objective.gamma, rollout.mask
     terminated, truncated = rollout.terminated, rollout.truncated
@@ -44,26 +45,26 @@ def assign_credit(rollout: Rollout, objective: Objective) -> Credit:
     if objective.baseline is None:
         return Credit(returns, returns)
     if objective.compares_in_groups:
-        return Credit(keep_only(_beside_its_group(rollout, returns, objective).unsqueeze(-1).expand_as(mask), mask), returns)
+        return Credit(keep_only(_group_advantages(rollout, returns, objective).unsqueeze(-1).expand_as(mask), mask), returns)
     expected = merge_across_ranks(masked_moments(returns, mask)).mean
     return Credit(keep_only(returns - expected, mask), returns)
 
 
-def _beside_its_group(rollout: Rollout, returns: Tensor, objective: Objective) -> Tensor:
-    """What each row earned from its first kept step on, compared with the rows of its group.   [B]"""
+def _group_advantages(rollout: Rollout, returns: Tensor, objective: Objective) -> Tensor:
+    """The advantage of each row within its group: of its return from the first kept step.   [B]"""
     if rollout.group is None:
         raise SurefootError(
-            f"objective.baseline={objective.baseline!r}: this rollout has no groups; let its collector say which prompt "
-            "each row answers (Rollout.group)"
+            f"objective.baseline={objective.baseline!r}: this rollout has no groups; set Rollout.group in its collector "
+            "to the number of the prompt that each row answers"
         )
-    worth = returns.gather(-1, rollout.mask.int().argmax(-1, keepdim=True)).squeeze(-1)
-    _, which, sizes = rollout.group.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
-    order = which.argsort(stable=True)
-    place = torch.empty_like(which)
-    place[order] = torch.arange(len(which), device=which.device) - (sizes.cumsum(0) - sizes)[which[order]]
-    table = worth.new_zeros(len(sizes), int(sizes.max()))
+    row_returns = returns.gather(-1, rollout.mask.int().argmax(-1, keepdim=True)).squeeze(-1)
+    _, index, sizes = rollout.group.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+    order = index.argsort(stable=True)
+    place = torch.empty_like(index)
+    place[order] = torch.arange(len(index), device=index.device) - (sizes.cumsum(0) - sizes)[index[order]]
+    table = row_returns.new_zeros(len(sizes), int(sizes.max()))
     counts = torch.zeros_like(table, dtype=torch.bool)
-    table[which, place], counts[which, place] = worth, rollout.mask.any(-1)
+    table[index, place], counts[index, place] = row_returns, rollout.mask.any(-1)
     if objective.baseline == "leave_one_out":
-        return leave_one_out_advantages(table, counts)[which, place]
-    return group_advantages(table, counts, scale=objective.scale_by_group)[which, place]
+        return leave_one_out_advantages(table, counts)[index, place]
+    return group_advantages(table, counts, scale=objective.scale_by_group)[index, place]

@@ -27,7 +27,7 @@ def run_loop(
     on_fault       called with the reason when an update is skipped because a number is not finite
     on_rollout     called with each rollout before the update
 
-    Raises SurefootError after three such iterations in a row.
+    Raises SurefootError after three consecutive skipped updates.
     """
     while state.steps < state.total_steps:
         start = time.perf_counter()
@@ -43,7 +43,7 @@ def run_loop(
             on_fault(str(fault))
             if state.faults == FAULTS_IN_A_ROW:
                 raise SurefootError(
-                    f"{fault}; the {FAULTS_IN_A_ROW}rd update in a row that was not taken; mend the environment or "
+                    f"{fault}; {FAULTS_IN_A_ROW} consecutive updates were skipped; fix the environment or "
                     "network.custom, or lower the learning rate, then resume from the last checkpoint"
                 ) from fault
             continue

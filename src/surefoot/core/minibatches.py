@@ -1,4 +1,4 @@
-"""A rollout with its credit as rows, and the rows in passes, minibatches and micro-batches."""
+"""Rows of a rollout with their credit, in random order, minibatches and micro-batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
 def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[Batch]:
     """The rows in a new random order, in ``parts`` nearly equal parts. The order is drawn on the CPU from ``generator``."""
     order = random_order(len(batch.advantages), generator).to(batch.advantages.device)
-    if len(order) < parts and world_size() > 1:  # a rank that skips a minibatch would leave the others waiting
+    if len(order) < parts and world_size() > 1:  # the other ranks would wait for one that skips a minibatch
         raise SurefootError(f"objective.reuse.minibatches={parts}: this rank has only {len(order)} rows; use fewer")
     # One gather for the whole pass; the parts are views of it.
     whole = map_tensors(lambda x: x.index_select(0, order), batch) if parts > 1 else batch
@@ -52,10 +52,10 @@ def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[B
 
 
 def random_order(count: int, generator: torch.Generator) -> Tensor:
-    """A random order of so many rows, drawn on the CPU.   [count]
+    """A random order of ``count`` rows, drawn on the CPU.   [count]
 
-    Of several ranks, which may have unequal shares, each takes one number from ``generator`` whatever its ``count``. So it
-    stands at the same place on all of them, and one checkpoint is enough.
+    With several ranks, each draws one number from ``generator``, whatever its ``count``. The generator then has the same state
+    on all ranks, so one checkpoint is enough.
     """
     if world_size() > 1:
         drawn = int(torch.randint(2**62, (), generator=generator))
@@ -64,9 +64,9 @@ def random_order(count: int, generator: torch.Generator) -> Tensor:
 
 
 def micro_batches(batch: Batch, size: int | None, tokens: int | None = None, costs: Tensor | None = None) -> Iterator[Batch]:
-    """Micro-batches: consecutive ones of at most ``size`` rows, or with ``tokens`` those of ``groups_by_length``.
+    """Micro-batches of at most ``size`` consecutive rows, or with ``tokens`` those of ``groups_by_length``.
 
-    ``costs`` [rows] is how many tokens each row is read with; a single step is one.
+    ``costs`` [rows] is the number of tokens of each row; None counts each row as one.
     """
     total = len(batch.advantages)
     if tokens is not None:
@@ -79,25 +79,25 @@ def micro_batches(batch: Batch, size: int | None, tokens: int | None = None, cos
 
 
 def groups_by_length(costs: Tensor, tokens: int, size: int | None = None) -> list[Tensor]:
-    """The rows in groups of like length, longest first, each with rows × its longest ≤ ``tokens`` and at most ``size`` rows.
+    """Groups of rows of similar length, longest first, with rows × longest row ≤ ``tokens`` and at most ``size`` rows.
 
-    costs  tokens of each row; none counts as one   [rows]
+    costs  tokens of each row; 0 counts as 1   [rows]
 
-    Padding is then short, and the largest group comes first, so that too little memory shows at once. A row longer than the
-    budget is a group by itself. Returns the indices of each group; every row is in exactly one.
+    This keeps padding short, and the largest group comes first, so that a lack of memory shows at once. A row longer than
+    ``tokens`` forms its own group. Returns the row indices of each group; every row is in exactly one.
     """
     ordered, order = costs.detach().cpu().sort(descending=True, stable=True)
     groups, start = [], 0
     while start < len(order):
-        room = max(1, tokens // max(1, int(ordered[start])))
-        end = min(start + min(room, size or room), len(order))
+        most = max(1, tokens // max(1, int(ordered[start])))
+        end = min(start + min(most, size or most), len(order))
         groups.append(order[start:end])
         start = end
     return groups
 
 
 def select_rows(tree: Any, indices: Tensor) -> Any:
-    """The rows of these indices, copied, of every tensor in a tree."""
+    """A copy of the rows ``indices`` of every tensor in a tree."""
     return map_tensors(lambda x: x.index_select(0, indices.to(x.device)), tree)
 
 
@@ -119,7 +119,7 @@ def normalised(batch: Batch, moments: Moments | None = None) -> Batch:
 
 
 def global_count(batch: Batch, aggregation: str) -> Tensor:
-    """What ``aggregate`` divides by: kept entries, or sequences with one, over all ranks."""
+    """The denominator of ``aggregate``: kept entries, or sequences with a kept entry, over all ranks.   []"""
     kept = torch.ones_like(batch.advantages) if batch.mask is None else batch.mask.to(batch.advantages.dtype)
     mine = kept.sum() if aggregation == "token-mean" else (kept.sum(-1) > 0).sum().to(kept.dtype)
     return all_sum(mine).clamp(min=1)

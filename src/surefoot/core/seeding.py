@@ -1,4 +1,4 @@
-"""Every stream of randomness of a run, derived from its one seed.
+"""Random generators of a run, all derived from its one seed.
 
 Streams differ by name, never by adding to the seed: seed 1's second stream must not be seed 2's first.
 """
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_SEED = 2**53
-"""the largest that a recipe may have: whole numbers up to there survive a float64, and so any JSON"""
+"""the largest seed of a recipe: a float64, and so any JSON, holds integers up to it exactly"""
 
 
 def derived_seed(*words: int | str) -> int:
@@ -20,7 +20,7 @@ def derived_seed(*words: int | str) -> int:
 
 
 def stream(*words: int | str) -> "torch.Generator":
-    """A CPU generator of its own for the run's seed and the stream's name: ``stream(seed, "weights")``."""
+    """A CPU generator for the run's seed and the stream's name: ``stream(seed, "weights")``."""
     import torch  # not above: a worker process needs seeds and no torch, which takes seconds and 200 MB
 
     return torch.Generator().manual_seed(int(_sequence(words).generate_state(1, "uint64")[0]) >> 1)

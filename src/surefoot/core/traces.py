@@ -1,7 +1,7 @@
-"""What an update made of a few rows: every level of the staircase for each of their steps or tokens, and every visit to them.
+"""Traces: every intermediate number of a few rows of a rollout, from the reward to each visit of the loss.
 
-A recorder copies what the loss reads anyway, at the moment when it reads it. So the ratio of a visit is the one whose gradient
-was taken, an advantage is the one that its minibatch was normalised to, and nothing about the update changes.
+A recorder copies what the loss reads, when it reads it. So the ratio of a visit is the one whose gradient was taken, the
+advantage is the one after normalisation, and the update does not change.
 """
 
 from collections.abc import Callable
@@ -28,15 +28,15 @@ Describe = Callable[[Rollout, int, slice], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Visits:
-    """What the loss read of a row, each time that it read it.   All [K, T]: K passes over the batch, T steps
+    """What the loss read of a row, on each pass.   All [K, T]: K passes over the batch, T steps
 
-    Under TRPO the first pass is the policy's step, and the others are the critic's, which show where that step led.
+    Under TRPO the first pass is the policy's step, and the others are the critic's, which show the policy after that step.
     """
 
     updates: Tensor
-    """optimizer steps of the run before this visit; −1 where there was none: masked, or the passes ended early"""
+    """optimizer steps of the run before this visit; −1 without a visit: masked, or the passes ended early"""
     log_probs: Tensor
-    """log π_θ of the action, as θ was then"""
+    """log π_θ of the action, at that time"""
     ratio: Tensor
     """ρ = exp(log π_θ − log π_old); 1 where the batch has no old log-probabilities"""
     advantages: Tensor
@@ -46,15 +46,15 @@ class Visits:
     variance: Tensor
     """the same; 1 where nothing was normalised"""
     surrogate: Tensor
-    """what is maximised here, such as min(ρÂ, clip(ρ)Â)"""
+    """the maximised term, such as min(ρÂ, clip(ρ)Â)"""
     branch: Tensor
     """which term that is: an index into ``BRANCHES``"""
     values: Tensor | None = None
-    """V as φ was then; None without a critic"""
+    """V at that time; None without a critic"""
 
     @property
     def gradient_flows(self) -> Tensor:
-        """Whether the surrogate pushes the policy here; False too where there was no visit.   [K, T] bool"""
+        """Whether the surrogate has a gradient; False without a visit.   [K, T] bool"""
         return torch.tensor(WITH_GRADIENT)[self.branch.long()] & (self.updates >= 0)
 
 
@@ -65,18 +65,18 @@ class TracedRow:
     row: int
     """which row of the rollout: the environment, or the response"""
     start: int
-    """which of its steps is the first here"""
+    """index of its first step here"""
     about: dict[str, Any]
-    """what the world says of it; of text, ``prompt`` and ``tokens``, a string for each; of environments, ``episode``, ``step``,
-    ``seed``, ``before`` and ``observed``: from which reset and actions it can be replayed"""
+    """plain values about it. On text ``prompt`` and ``tokens``, a string for each; in control ``episode``, ``step``, ``seed``,
+    ``before`` and ``observed``, from which the reset and actions can be replayed"""
     actions: Tensor
     """[T] or [T, action]; tokens of text"""
     mask: Tensor
     """True at a decision of the policy"""
     rewards: Tensor
-    """r, what is optimised"""
+    """r, the optimised reward"""
     reward_parts: dict[str, Tensor]
-    """what it was made of: ``environment`` in control, before any normalisation; ``score`` and ``kl`` on text"""
+    """its parts: ``environment`` in control, before any normalisation; ``score`` and ``kl`` on text"""
     values: Tensor
     """V under θ_old; zeros without a critic"""
     next_values: Tensor
@@ -118,11 +118,11 @@ class Trace:
 
 
 class Recorder:
-    """Says which iterations are traced, and which rows of them.
+    """Chooses the iterations and rows to trace.
 
     every      steps of the budget between two traces; the run's first iteration has one
-    rows       how many rows, spread over the batch; others from trace to trace
-    describe   what the world says of some steps of a row
+    rows       how many rows, spread over the batch; they differ from trace to trace
+    describe   returns plain values about some steps of a row
     """
 
     def __init__(self, every: int, rows: int, describe: Describe = lambda rollout, row, steps: {}) -> None:
@@ -132,39 +132,39 @@ class Recorder:
     def begin(
         self, rollout: Rollout, credit: Credit, objective: Objective, state: LearnerState, clip_scale: float, beta: float
     ) -> "Recording | None":
-        """The recording of the update that begins, if it is traced; one that was not taken is forgotten."""
-        # Due where a multiple of ``every`` lies among the iteration's steps: that needs no memory, so resuming changes nothing.
+        """Begin to record an update, if it is traced; an earlier recording that was not taken is dropped."""
+        # Due where a multiple of ``every`` lies among the iteration's steps: that needs no state, so resuming changes nothing.
         due = -state.steps % self.every < max(1, rollout.steps * world_size())
         self.recording = None
-        if due and (pieces := chosen_pieces(rollout, self.rows, state.iteration)):
-            about = [self.describe(rollout, row, steps) for row, steps in pieces]
-            self.recording = Recording(rollout, credit, objective, pieces, about, clip_scale, beta)
+        if due and (segments := choose_segments(rollout, self.rows, state.iteration)):
+            about = [self.describe(rollout, row, steps) for row, steps in segments]
+            self.recording = Recording(rollout, credit, objective, segments, about, clip_scale, beta)
         return self.recording
 
     def take(self, state: LearnerState) -> Trace | None:
-        """The trace of the iteration that is over, where there is one."""
+        """The trace of the finished iteration; None if it was not traced."""
         recording, self.recording = self.recording, None
         return None if recording is None else recording.trace(state)
 
 
 class Recording:
-    """The trace of one update, as it grows."""
+    """The trace of an update in progress."""
 
     def __init__(
         self,
         rollout: Rollout,
         credit: Credit,
         objective: Objective,
-        pieces: list[tuple[int, slice]],
+        segments: list[tuple[int, slice]],
         about: list[dict[str, Any]],
         clip_scale: float,
         beta: float,
     ) -> None:
         self.rollout, self.credit, self.objective, self.clip_scale, self.beta = rollout, credit, objective, clip_scale, beta
-        self.pieces, self.about = pieces, about
-        self.slots = torch.full_like(rollout.mask, -1, dtype=torch.int64)  # [B, T]: where in the record a step is kept
+        self.segments, self.about = segments, about
+        self.slots = torch.full_like(rollout.mask, -1, dtype=torch.int64)  # [B, T]: index of each step in the record
         self.size = 0
-        for row, steps in pieces:
+        for row, steps in segments:
             count = steps.stop - steps.start
             numbers = torch.arange(self.size, self.size + count, device=self.slots.device)
             self.slots[row, steps] = torch.where(rollout.mask[row, steps], numbers, -1)
@@ -174,21 +174,21 @@ class Recording:
         self.normalised_by(None)
 
     def normalised_by(self, moments: Moments | None) -> None:
-        """By what the advantages of the visits to come were normalised."""
+        """Set the moments by which the advantages of the next visits are normalised."""
         self.mean, self.variance = (0.0, 1.0) if moments is None else (float(moments.mean), float(moments.var))
 
     @torch.no_grad()
     def visit(self, part: Batch, evaluation: Evaluation, updates: int) -> None:
-        """What the loss reads of some rows now.
+        """Record what the loss reads of a micro-batch.
 
         part         numbered rows of the batch, with advantages as used
-        evaluation   of them, under the θ of now
+        evaluation   of them, at the present θ
         updates      optimizer steps of the run so far
         """
         assert part.flat_index is not None, "a recording needs to know which rows it sees"
-        found = self.slots.flatten()[part.flat_index]
-        hit = found >= 0
-        at = found[hit].cpu()
+        slots = self.slots.flatten()[part.flat_index]
+        hit = slots >= 0
+        at = slots[hit].cpu()
         if not len(at):
             return
         log_probs, advantages = evaluation.log_probs[hit], part.advantages[hit]
@@ -196,7 +196,7 @@ class Recording:
         ratio = ratio_of(evaluation.log_probs, old, part.mask, self.objective)[hit]
         gain = surrogate(log_probs, ratio, advantages, self.objective, self.clip_scale)
         seen = {
-            "updates": torch.full_like(found[hit], updates, dtype=torch.int32),
+            "updates": torch.full_like(slots[hit], updates, dtype=torch.int32),
             "log_probs": log_probs,
             "ratio": ratio,
             "advantages": advantages,
@@ -216,7 +216,7 @@ class Recording:
         self.visited[at] += 1
 
     def trace(self, state: LearnerState) -> Trace:
-        """All of it."""
+        """The finished trace."""
         objective = self.objective
         low, high, dual_clip = (None, None, None) if objective.clip is None else clip_bounds(objective, self.clip_scale)
         return Trace(
@@ -240,10 +240,10 @@ class Recording:
         )
         visits = {name: torch.stack(passes) for name, passes in self.seen.items()}
         rows, offset = [], 0
-        for (row, steps), about in zip(self.pieces, self.about, strict=True):
+        for (row, steps), about in zip(self.segments, self.about, strict=True):
 
             def cut(x: Tensor, row: int = row, steps: slice = steps) -> Tensor:
-                return keep_only(x[row, steps].cpu(), rollout.mask[row, steps].cpu())  # what is masked may be anything
+                return keep_only(x[row, steps].cpu(), rollout.mask[row, steps].cpu())  # masked entries may hold anything
 
             end = offset + steps.stop - steps.start
             rows.append(
@@ -272,9 +272,9 @@ class Recording:
 
 
 def branches(ratio: Tensor, advantages: Tensor, objective: Objective, clip_scale: float = 1.0) -> Tensor:
-    """Which term of the surrogate was taken, as an index into ``BRANCHES``.   [...] uint8
+    """The term of the surrogate that was used, as an index into ``BRANCHES``.   [...] uint8
 
-    Where clipped and unclipped are equal (inside the band, or with Â = 0) it counts as unclipped.
+    If clipped and unclipped are equal (inside the band, or with Â = 0), it counts as unclipped.
     """
     if not objective.leaves_old_policy:
         return torch.full_like(ratio, BRANCHES.index("log_prob"), dtype=torch.uint8)
@@ -287,19 +287,19 @@ def branches(ratio: Tensor, advantages: Tensor, objective: Objective, clip_scale
     return taken
 
 
-def chosen_pieces(rollout: Rollout, count: int, iteration: int) -> list[tuple[int, slice]]:
-    """Rows of a rollout, spread over it and others from iteration to iteration, and of each its longest piece."""
+def choose_segments(rollout: Rollout, count: int, iteration: int) -> list[tuple[int, slice]]:
+    """Rows spread over a rollout, which differ from iteration to iteration, each with its longest segment."""
     rows = rollout.mask.any(-1).nonzero().flatten().tolist()
     count = min(count, len(rows))
     chosen = [rows[(iteration + index * len(rows) // count) % len(rows)] for index in range(count)]
     ended = rollout.terminated | rollout.truncated
-    return [(row, longest_piece(rollout.mask[row], ended[row])) for row in chosen]
+    return [(row, longest_segment(rollout.mask[row], ended[row])) for row in chosen]
 
 
-def longest_piece(mask: Tensor, ended: Tensor) -> slice:
-    """The steps from one end to the next with the most kept ones among them, from the first kept one to the last.   [T], [T]"""
+def longest_segment(mask: Tensor, ended: Tensor) -> slice:
+    """The steps between two ends with the most kept steps, from the first kept step to the last.   [T], [T]"""
     ends = [index + 1 for index in (ended & mask).nonzero().flatten().tolist()]
     kept = mask.tolist()
-    pieces = [(start, stop) for start, stop in zip([0, *ends], [*ends, len(kept)], strict=True) if any(kept[start:stop])]
-    start, stop = max(pieces, key=lambda piece: sum(kept[piece[0] : piece[1]]))
+    segments = [(start, stop) for start, stop in zip([0, *ends], [*ends, len(kept)], strict=True) if any(kept[start:stop])]
+    start, stop = max(segments, key=lambda segment: sum(kept[segment[0] : segment[1]]))
     return slice(kept.index(True, start), stop - kept[start:stop][::-1].index(True))
