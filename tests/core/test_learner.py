@@ -708,21 +708,21 @@ def test_the_loop_runs_until_the_budget_is_spent() -> None:
     assert (at.steps, at.iteration, at.updates, at.faults, said) == (40, 4, 4, 0, [])
 
 
-def test_the_loop_stops_when_it_is_told_to() -> None:
+def test_the_loop_stops_if_the_callback_returns_true() -> None:
     at, _ = loop([], stop=2)
     assert (at.steps, at.iteration) == (20, 2)
 
 
 @pytest.mark.parametrize("fault", [bad, unseen])
-def test_two_faults_in_a_row_are_told_and_survived(fault: Callable[[Rollout], Rollout]) -> None:
+def test_two_consecutive_faults_are_reported_and_survived(fault: Callable[[Rollout], Rollout]) -> None:
     at, said = loop([good, fault, fault, good])
     assert (at.steps, at.updates, at.faults) == (40, 4, 0)
     assert len(said) == 2
 
 
 @pytest.mark.parametrize("fault", [bad, unseen])
-def test_three_faults_in_a_row_end_the_run(fault: Callable[[Rollout], Rollout]) -> None:
-    with pytest.raises(SurefootError, match=r"(not finite|nan).*in a row") as raised:
+def test_three_consecutive_faults_end_the_run(fault: Callable[[Rollout], Rollout]) -> None:
+    with pytest.raises(SurefootError, match=r"(not finite|nan).*3 consecutive updates were skipped") as raised:
         loop([good, fault, fault, fault, good])
     assert not isinstance(raised.value, NotFiniteError)
 
@@ -739,7 +739,7 @@ def test_the_count_of_faults_survives_a_checkpoint() -> None:
     other = state()
     other.load_state_dict(at.state_dict())
     policy = TinyPolicy()
-    with pytest.raises(SurefootError, match="in a row"):
+    with pytest.raises(SurefootError, match="3 consecutive updates"):
         run_loop(Repeated(policy, 10, [bad]), Learner(policy, A2C, ADAM), other, lambda s, m: False)
 
 
