@@ -217,9 +217,7 @@ def pack_llama(model: Any) -> PackedModel | None:
     if not known or moving or not 0 < sum(p.numel() for p in core.layers.parameters()) <= PACKED_LIMIT:
         return None
     one = 1.0 if config.model_type == "gemma" else 0.0
-    pairs = (
-        torch.arange(width, device=model.device).view(2, -1).t().flatten()
-    )  # 0, w/2, 1, w/2 + 1, …: (re, im) of each rotation
+    pairs = torch.arange(width, device=model.device).view(2, -1).t().flatten()  # 0, w/2, 1, w/2 + 1, …: (re, im) pairs
     order = torch.arange((heads + 2 * kv_heads) * width, device=model.device).view(-1, width)
     order[: heads + kv_heads] = order[: heads + kv_heads, pairs]
     layers = []
