@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import surefoot
 from surefoot import PPO_CLIP
-from surefoot.control.actions import Bounds
-from surefoot.control.episodes import greedy_episode
-from surefoot.control.export.files import export_agent
-from surefoot.control.policies.compiled import CompiledActor
+from surefoot.control.agent import CompiledActor
+from surefoot.control.evaluate import greedy_episode
+from surefoot.control.export import export_agent
+from surefoot.control.normalise import ActionBounds
 from surefoot.recipes.changes import without_tuned_for
 from surefoot.recipes.presets import find_recipe, presets
 from surefoot.recipes.reading import control_recipe, make_recipe, to_table
@@ -75,31 +75,31 @@ def stretched(actions: Any) -> np.ndarray:
 def test_whatever_is_drawn_the_environment_gets_an_action_of_its_space(a: float, b: float, drawn: float) -> None:
     space = one(min(a, b), max(a, b))
     for wanted in (True, False):
-        assert space.contains(Bounds(space, wanted).within(torch.tensor([drawn])).numpy())
+        assert space.contains(ActionBounds(space, wanted).within(torch.tensor([drawn])).numpy())
 
 
 @pytest.mark.parametrize(("low", "high"), [(100, 1000), (-1e-3, 1e-3), (0, 1), (-2, 2), (-5, -3), (-3e38, 3e38)])
 def test_the_ends_and_the_middle_of_the_policys_range_are_those_of_the_box(low: float, high: float) -> None:
-    given_ = Bounds(one(low, high), True).within(torch.tensor([[-1.0], [0.0], [1.0], [-7.0], [7.0]]))
+    given_ = ActionBounds(one(low, high), True).within(torch.tensor([[-1.0], [0.0], [1.0], [-7.0], [7.0]]))
     np.testing.assert_allclose(given_[:, 0], [low, low / 2 + high / 2, high, low, high], rtol=1e-6)
 
 
 def test_a_number_bounded_by_one_goes_through_to_the_last_bit_beside_others_that_are_stretched() -> None:
     space = spaces.Box(np.float32([-1, 0, -1, -np.inf]), np.float32([1, 4, np.inf, 2]))
     drawn = torch.tensor([[0.1, 0.5, 7.7, -9.3], [-0.0, 0.0, -0.0, -0.0]])
-    found = Bounds(space, True).within(drawn)
+    found = ActionBounds(space, True).within(drawn)
     assert found.dtype == drawn.dtype
     for column in (0, 2, 3):
         np.testing.assert_array_equal(found[:, column].numpy().view(np.int32), drawn[:, column].numpy().view(np.int32))
     assert found[:, 1].tolist() == [3.0, 2.0]
-    assert not Bounds(spaces.Box(-1, 1, (2, 3)), True).stretches
-    assert not Bounds(space, False).stretches
+    assert not ActionBounds(spaces.Box(-1, 1, (2, 3)), True).stretches
+    assert not ActionBounds(space, False).stretches
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 def test_the_largest_number_there_is_is_no_bound(dtype: Any) -> None:
     largest = float(np.finfo(dtype).max)
-    bounds = Bounds(spaces.Box(dtype(-largest), dtype(largest), (2,), dtype), True)
+    bounds = ActionBounds(spaces.Box(dtype(-largest), dtype(largest), (2,), dtype), True)
     assert not bounds.stretches
     assert not bounds.bounded.any()
 
@@ -107,8 +107,8 @@ def test_the_largest_number_there_is_is_no_bound(dtype: Any) -> None:
 def test_beyond_are_the_numbers_that_are_clipped_of_those_with_a_bound() -> None:
     space = spaces.Box(np.float32([100, -np.inf, -np.inf]), np.float32([1000, np.inf, 2]))
     drawn = torch.tensor([[1.5, 1e9, 1.5], [0.5, 1e9, 2.5]])
-    assert Bounds(space, True).beyond(drawn).tolist() == [[True, False], [False, True]]
-    assert Bounds(space, False).beyond(drawn).tolist() == [[True, False], [True, True]]
+    assert ActionBounds(space, True).beyond(drawn).tolist() == [[True, False], [False, True]]
+    assert ActionBounds(space, False).beyond(drawn).tolist() == [[True, False], [True, True]]
 
 
 # ---- everyone agrees --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
 from surefoot.control import evaluate
 from surefoot.control.environments.looped import episode_seed
-from surefoot.control.export.files import export_agent
+from surefoot.control.export import export_agent
 from surefoot.core.algorithms import algorithm_name
 
 from .tiny import Clockwork, Endless, bare, small
@@ -447,8 +447,8 @@ def test_what_is_not_finite_stops_an_evaluation_with_the_words_of_training(what:
 
 
 def test_an_episode_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert evaluate.LONGEST_EPISODE == 1_000_000
-    monkeypatch.setattr(evaluate, "LONGEST_EPISODE", 50)
+    assert evaluate.MAX_EPISODE_STEPS == 1_000_000
+    monkeypatch.setattr(evaluate, "MAX_EPISODE_STEPS", 50)
     agent = surefoot.train(Endless, A2C, steps=1, **QUICK_ONCE)
     with pytest.raises(SurefootError, match=r"task='Endless': an episode did not end within 50 steps .*TimeLimit"):
         surefoot.evaluate(agent, Endless, episodes=2)

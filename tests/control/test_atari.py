@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError
-from surefoot.control.environments.atari import Lives, make_atari, register
-from surefoot.control.environments.backends import training_environments
-from surefoot.control.environments.looped import Environments, LoopedEnvironments, make_environments
+from surefoot.control.environments.atari import EpisodicLife, make_atari, register
+from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments.looped import Environments, LoopedEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
+from surefoot.control.world import training_environments
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
@@ -135,9 +136,9 @@ def test_a_lost_life_ends_the_value_and_only_the_last_one_the_game() -> None:
     while environments.episodes == [0]:
         before = ale.lives()
         step = environments.step(np.zeros(1, int))
-        assert step.going_on is not None
+        assert step.life_lost is not None
         if step.terminated[0]:
-            ends.append((before, bool(step.going_on[0]), bool(step.over[0])))
+            ends.append((before, bool(step.life_lost[0]), bool(step.over[0])))
     assert ends == [(5, True, False), (4, True, False), (3, True, False), (2, True, False), (1, False, True)]
 
 
@@ -211,7 +212,7 @@ class Generous(gymnasium.Env[Any, Any]):
 
 
 def test_what_the_fire_after_a_lost_life_earns_is_learned_from_too() -> None:
-    env = Lives(Generous(), fire=True, training=True, ends_value=True)
+    env = EpisodicLife(Generous(), fire=True, training=True, ends_value=True)
     env.reset()
     _, reward, terminated, _, info = env.step(NOOP)
     assert (reward, terminated, info["surefoot"]) == (8.0, False, {"score": 8.0, "life_lost": True})
@@ -266,12 +267,12 @@ def test_vector_environments_of_games_see_learn_and_count_alike(backend: str) ->
     resting = np.zeros(2, bool)
     for _ in range(600):
         step = environments.step(generator.integers(0, 4, 2))
-        assert step.going_on is not None
+        assert step.life_lost is not None
         assert step.scores is not None
         if backend == "native":  # resets at the end of a game only
             assert np.array_equal(step.ignored, resting)
         resting = step.over
-        lives, games = lives + int(step.going_on.sum()), games + int(step.over.sum())
+        lives, games = lives + int(step.life_lost.sum()), games + int(step.over.sum())
         score += float(step.scores.sum())
         learned |= set(step.rewards.tolist())
         if games >= 2:

@@ -12,11 +12,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.environments.backends import training_environments
-from surefoot.control.environments.looped import Step, VectorEnvironments
-from surefoot.control.episodes import greedy_episode
-from surefoot.control.policies.recurrent import STARTS
+from surefoot.control.environments.looped import Step
+from surefoot.control.environments.vector import VectorEnvironments
+from surefoot.control.evaluate import greedy_episode
+from surefoot.control.policies.networks import EPISODE_STARTS
 from surefoot.control.spaces import BARE
+from surefoot.control.world import training_environments
 from surefoot.recipes.presets import find_recipe
 
 from .tiny import Clockwork, Endless, clockworks, fresh_state, world_of
@@ -103,7 +104,7 @@ def test_an_envpool_of_mujoco_has_the_same_shapes() -> None:
 # ---- lives and scores -------------------------------------------------------------------------------------------------
 
 
-class Lives(Endless):
+class EpisodicLife(Endless):
     """Three lives of two steps each; a step is learned from as 1 and scores 5."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -118,7 +119,11 @@ class Lives(Endless):
 
 def in_mode(mode: str) -> Callable[[], Any]:
     def lives() -> Any:
-        return Lives() if mode == "looped" else SyncVectorEnv([Lives, Lives], autoreset_mode=AutoresetMode[mode])
+        return (
+            EpisodicLife()
+            if mode == "looped"
+            else SyncVectorEnv([EpisodicLife, EpisodicLife], autoreset_mode=AutoresetMode[mode])
+        )
 
     return lives
 
@@ -137,25 +142,25 @@ def test_a_lost_life_ends_the_value_and_the_episode_goes_on_to_its_true_score(mo
 
 
 def test_a_lost_life_is_no_end_for_algorithms_of_whole_episodes() -> None:
-    world = world_of(Lives, surefoot.REINFORCE, rollout={"environments": 2, "episodes": 2})
+    world = world_of(EpisodicLife, surefoot.REINFORCE, rollout={"environments": 2, "episodes": 2})
     assert world.collector.collect(fresh_state()).mask.shape == (2, 12)
 
 
 def test_an_evaluation_counts_whole_episodes_and_their_true_scores() -> None:
     """Where the task is one function, evaluation gets what training gets: changed rewards and lives."""
-    agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
-    judged = surefoot.evaluate(agent, Lives, episodes=3)
+    agent = surefoot.train(EpisodicLife, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
+    judged = surefoot.evaluate(agent, EpisodicLife, episodes=3)
     assert judged.returns == [30.0] * 3
     assert judged.lengths == [6] * 3
 
 
 def test_a_film_counts_the_true_score() -> None:
-    agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
-    *_, end = greedy_episode(agent, Lives(), "lives", 0, 0, 100)
+    agent = surefoot.train(EpisodicLife, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
+    *_, end = greedy_episode(agent, EpisodicLife(), "lives", 0, 0, 100)
     assert (end.step, end.reward, end.total) == (6, 5.0, 30.0)
 
 
-class PoolLives(Lives):
+class PoolLives(EpisodicLife):
     """As EnvPool tells of lives: the step that loses one says terminated, and the reset after it goes on with the game."""
 
     going = False
@@ -180,13 +185,13 @@ def test_a_life_that_is_told_of_by_a_reset_does_not_make_an_lstm_forget_its_game
     found = world.collector.collect(fresh_state())
     # A game is 6 steps and a reset after each life: two in the middle of it, and the one that begins the next game.
     assert (~found.mask[0]).nonzero().flatten().tolist() == [2, 5, 8, 11, 14, 17]
-    assert found.inputs[STARTS][0].nonzero().flatten().tolist() == [0, 9]
+    assert found.inputs[EPISODE_STARTS][0].nonzero().flatten().tolist() == [0, 9]
     assert found.metrics["episode_return"] == 30.0
     world.close()
 
 
 def test_a_lost_life_does_not_disturb_the_replay_of_an_episode() -> None:
-    world, again = (world_of(Lives, rollout={"environments": 2, "steps": 9}) for _ in range(2))
+    world, again = (world_of(EpisodicLife, rollout={"environments": 2, "steps": 9}) for _ in range(2))
     world.collector.collect(fresh_state())
     again.collector.load_state_dict(world.collector.state_dict())
     assert again.collector.lost == []

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
-from surefoot.control.collect import EPISODES_REMEMBERED
+from surefoot.control.collect import RECENT_EPISODES
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import Rollout, tensors_in
 
@@ -250,9 +250,9 @@ def test_episode_statistics_are_undiscounted_unnormalised_and_over_the_last_hund
         metrics = collector.collect(fresh_state(part)).metrics
         rows = finished(single)
         assert metrics["episodes"] == len(rows)
-        assert metrics["episode_return"] == pytest.approx(np.mean([row[0] for row in rows[-EPISODES_REMEMBERED:]]))
-        assert metrics["episode_length"] == pytest.approx(np.mean([row[1] for row in rows[-EPISODES_REMEMBERED:]]))
-    assert len(rows) > EPISODES_REMEMBERED == 100
+        assert metrics["episode_return"] == pytest.approx(np.mean([row[0] for row in rows[-RECENT_EPISODES:]]))
+        assert metrics["episode_length"] == pytest.approx(np.mean([row[1] for row in rows[-RECENT_EPISODES:]]))
+    assert len(rows) > RECENT_EPISODES == 100
 
 
 def test_before_the_first_end_episode_statistics_are_null() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch import distributions as torch_distributions
 
-from surefoot.control.policies.distributions import Categorical, DiagonalGaussian, MultiCategorical, side_by_side
+from surefoot.control.policies.distributions import Categorical, DiagonalGaussian, MultiCategorical, pad_choices
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(GOLDEN.read_text("utf-8"))}
@@ -95,7 +95,7 @@ def test_golden_diagonal_gaussian(dtype: torch.dtype) -> None:
 def test_golden_multidiscrete(dtype: torch.dtype) -> None:
     case = CASES["multidiscrete"]
     logits = torch.cat([torch.tensor(row, dtype=dtype) for row in case["inputs"]["logits"]])
-    policy = MultiCategorical(side_by_side(logits, [len(row) for row in case["inputs"]["logits"]]))
+    policy = MultiCategorical(pad_choices(logits, [len(row) for row in case["inputs"]["logits"]]))
     expect(case, "log_prob", policy.log_prob(torch.tensor(case["inputs"]["action"])))
     expect(case, "entropy", policy.entropy())
 
@@ -119,7 +119,7 @@ def test_categorical_agrees_with_torch(seed: int, actions: int, states: int) -> 
 def test_several_choices_are_the_sum_of_single_ones(seed: int, sizes: list[int], states: int) -> None:
     p, q = 3 * normal(2, states, sum(sizes), seed=seed)
     taken = torch.stack([torch.randint(n, (states,), generator=stream(seed + i)) for i, n in enumerate(sizes)], -1)
-    ours, other = (MultiCategorical(side_by_side(logits.requires_grad_(), sizes)) for logits in (p, q))
+    ours, other = (MultiCategorical(pad_choices(logits.requires_grad_(), sizes)) for logits in (p, q))
     theirs, others = ([torch_distributions.Categorical(logits=x) for x in rows.split(sizes, -1)] for rows in (p, q))
     pairs = [
         (ours.log_prob(taken), sum(part.log_prob(a) for part, a in zip(theirs, taken.unbind(-1), strict=True))),
@@ -168,7 +168,7 @@ def test_categorical_samples_come_as_often_as_their_probability_says() -> None:
 
 def test_several_choices_are_sampled_independently_each_by_its_probabilities() -> None:
     first, second, count = torch.tensor([0.2, 0.8]), torch.tensor([0.5, 0.3, 0.2]), 100_000
-    logits = side_by_side(torch.cat([first, second]).log(), [2, 3])
+    logits = pad_choices(torch.cat([first, second]).log(), [2, 3])
     taken = MultiCategorical(logits.expand(count, 2, 3)).sample(stream())
     share = torch.bincount(3 * taken[:, 0] + taken[:, 1], minlength=6) / count
     wanted = (first[:, None] * second).flatten()

@@ -16,14 +16,10 @@ from torch import Tensor
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.environments.looped import (
-    Environments,
-    LoopedEnvironments,
-    VectorEnvironments,
-    episode_seed,
-    make_environments,
-)
+from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments.looped import Environments, LoopedEnvironments, episode_seed
 from surefoot.control.environments.observations import Reader
+from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.functional import successor_values
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 

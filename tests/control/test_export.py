@@ -19,15 +19,14 @@ from gymnasium import spaces
 import surefoot
 from surefoot import SurefootError
 from surefoot.control.environments.looped import episode_seed
-from surefoot.control.export import files as export
-from surefoot.control.export.files import export_agent
-from surefoot.control.export.probes import situations_of
+from surefoot.control import export
+from surefoot.control.export import export_agent, export_probes
 from surefoot.control.spaces import BARE, MASK
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 from .test_masks import MANY, SEEN, at
 from .test_masks import masks as random_masks
-from .tiny import QUIET, Clockwork, Sampled
+from .tiny import QUIET, Clockwork, ReparameterisedSampling
 
 QUICK: dict[str, Any] = {
     "evaluation": {"episodes": 0},
@@ -72,7 +71,7 @@ def files(agents: dict[str, surefoot.Agent], tmp_path_factory: pytest.TempPathFa
     made = {}
     for task, agent in agents.items():
         for format in FORMATS:
-            path = folder / f"{task}{export.ENDINGS[format]}"
+            path = folder / f"{task}{export.SUFFIXES[format]}"
             made[task, format] = export_agent(agent, path, format, "4096").path
     return made
 
@@ -234,7 +233,7 @@ def test_exporting_leaves_the_agent_as_it_was(tmp_path: Path) -> None:
 # ---- what is refused --------------------------------------------------------------------------------------------------
 
 
-def altered(acting: export.Acting, name: str, by: float) -> Callable[[list[np.ndarray]], list[np.ndarray]]:
+def altered(acting: export.ExportedPolicy, name: str, by: float) -> Callable[[list[np.ndarray]], list[np.ndarray]]:
     """A program that gives one output a little differently."""
 
     def read(leaves: list[np.ndarray]) -> list[np.ndarray]:
@@ -260,12 +259,12 @@ def altered(acting: export.Acting, name: str, by: float) -> Callable[[list[np.nd
 def test_a_program_that_differs_in_one_entry_is_found_out(
     task: str, name: str, by: float, agents: dict[str, surefoot.Agent]
 ) -> None:
-    agent, acting = agents[task], export.Acting(agents[task], masked=False)
+    agent, acting = agents[task], export.ExportedPolicy(agents[task], masked=False)
     rng = np.random.default_rng(1)
     observations = [rng.normal(size=agent.observation_space.shape) for _ in range(10)]
     if (task, name) == ("CartPole-v1", "action"):  # so that 0 + 1 is the other action, and 7 is none
         observations.sort(key=lambda observation: agent.predict(observation, deterministic=True)[0])
-    situations = [export.Situation(observation) for observation in observations]
+    situations = [export.ExportProbe(observation) for observation in observations]
     export._compare(agent, acting, altered(acting, name, 0), situations, "it")
     with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
         export._compare(agent, acting, altered(acting, name, by), situations, "it")
@@ -292,8 +291,8 @@ def test_equally_likely_actions_may_be_told_apart_differently(agents: dict[str, 
     with torch.no_grad():
         agent.policy.actor_head.weight.zero_()
         agent.policy.actor_head.bias.zero_()
-    acting = export.Acting(agent, masked=False)
-    export._compare(agent, acting, altered(acting, "action", 1), [export.Situation(np.zeros(4))], "it")
+    acting = export.ExportedPolicy(agent, masked=False)
+    export._compare(agent, acting, altered(acting, "action", 1), [export.ExportProbe(np.zeros(4))], "it")
 
 
 def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +353,7 @@ def test_without_onnxruntime_the_line_says_that_the_file_was_not_run(
     ("words", "parts"),
     [
         (["--format", "tflite"], ["--format", "'onnx', 'torch'"]),
-        (["--out", "a.pt2"], ["out='a.pt2'", "must end in .onnx where the format is onnx"]),
+        (["--out", "a.pt2"], ["out='a.pt2'", "must end in .onnx for format=onnx"]),
         (["--out", "/dev/null/a.pt2", "--format", "torch"], ["/dev/null/a.pt2: can't be written", "--out"]),
         (["--checkpoint", "best"], ["checkpoint='best'", "there is 64, 128"]),
     ],
@@ -428,15 +427,15 @@ def test_an_agent_with_a_network_of_ones_own_is_exported(
     vector = spaces.Box(-1, 1, (3,), np.float32)
     space = spaces.Dict({"arm": spaces.Box(-1, 1, (2, 2), np.float32), "eye": vector}) if parts else vector
     fields = {**QUICK, "network": {"custom": "owned:Own", "lstm": lstm}, "objective": {"reuse": {"minibatches": 2}}}
-    agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(3)), steps=512, **fields)
-    exported = export_agent(agent, tmp_path / f"own{export.ENDINGS[format]}", format)
+    agent = surefoot.train(lambda: ReparameterisedSampling(space, spaces.Discrete(3)), steps=512, **fields)
+    exported = export_agent(agent, tmp_path / f"own{export.SUFFIXES[format]}", format)
     assert "acts as the agent does" in exported.line()
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_agent_that_normalises_several_parts_is_exported_without_a_warning(format: str, tmp_path: Path) -> None:
     agent = surefoot.train(PLACE, surefoot.A2C, steps=128, **BRIEF)
-    done = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    done = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
     assert done.signature == "far [N, 3], near [N, 2] -> action [N], logits [N, 2], value [N]"
     assert done.compared == "9 observations of an episode and 128 random ones"
 
@@ -449,7 +448,7 @@ def test_a_part_with_the_name_of_something_else_in_the_file_is_refused(
     agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)
     (taken,) = set(names) - {"near", "far"}
     with pytest.raises(
-        SurefootError, match=f"observation '{taken}': an exported file has that name for something else; rename"
+        SurefootError, match=f"observation '{taken}': an exported file uses that name for something else; rename"
     ):
         export_agent(agent, tmp_path / "agent.onnx", "onnx")
 
@@ -464,17 +463,17 @@ def test_a_part_may_be_called_as_a_step_of_the_graph_is(names: tuple[str, str], 
     assert {value.name for value in onnxruntime.InferenceSession(path).get_inputs()} >= set(names)
 
 
-def counted(kind: str) -> Sampled:
+def counted(kind: str) -> ReparameterisedSampling:
     """Actions of a kind of number that is not the usual one."""
     several = spaces.MultiDiscrete([2, 3], dtype=np.dtype(kind))
-    return Sampled(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
+    return ReparameterisedSampling(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch"])
 @pytest.mark.parametrize("kind", ["int32", "uint8", "uint16"])
 def test_actions_keep_the_kind_of_number_that_their_space_has(kind: str, format: str, tmp_path: Path) -> None:
     agent = surefoot.train(f"{__name__}:counted", surefoot.A2C, steps=1, environment={"kind": kind}, **BRIEF)
-    path = tmp_path / f"agent{export.ENDINGS[format]}"
+    path = tmp_path / f"agent{export.SUFFIXES[format]}"
     export_agent(agent, path, format)  # which compares with what the agent does
     if format == "onnx":
         onnx.checker.check_model(onnx.load(path), full_check=True)
@@ -521,7 +520,7 @@ def remembering_agent(task: str, shared: bool = False, **changes: Any) -> surefo
 def test_the_file_remembers_over_an_episode_what_the_agent_does(task: str, format: str, shared: bool, tmp_path: Path) -> None:
     """The program acts on its own memory, the agent is asked at every step, and the second episode forgets the first."""
     agent = remembering_agent(task, shared)
-    run = stepping(export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format).path)
+    run = stepping(export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format).path)
     environment = gymnasium.make(task, disable_env_checker=True)
     memory, state = np.full((1, 1 if shared else 2, 2, 6), 7, np.float32), None  # of no episode: to be forgotten
     taken, forgetful = [], []
@@ -547,7 +546,7 @@ def test_the_file_remembers_over_an_episode_what_the_agent_does(task: str, forma
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, tmp_path: Path) -> None:
     agent = remembering_agent("CartPole-v1")
-    made = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
     assert made.signature == (
         "observation [N, 4], memory [N, 2, 2, 6], episode_start [N] -> "
         "action [N], logits [N, 2], value [N], next_memory [N, 2, 2, 6]"
@@ -569,7 +568,7 @@ def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, tmp_pa
 @pytest.mark.parametrize("name", ["action", "value", "next_memory"])
 def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
     agent = remembering_agent("Pendulum-v1")
-    acting, (situations, _) = export.Acting(agent, masked=False), situations_of(agent)
+    acting, (situations, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
     assert {situation.start for situation in situations} == {True, False}
     export._compare(agent, acting, altered(acting, name, 0), situations, "it")
     with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
@@ -579,7 +578,7 @@ def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
 @pytest.mark.parametrize("forgotten", ["memory", "episode_start"])
 def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten: str) -> None:
     agent = remembering_agent("Pendulum-v1")
-    acting, (situations, _) = export.Acting(agent, masked=False), situations_of(agent)
+    acting, (situations, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
     index = list(acting.inputs).index(forgotten)
 
     def blind(given: list[np.ndarray]) -> list[np.ndarray]:
@@ -593,7 +592,7 @@ def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten
 # ---- action masks -----------------------------------------------------------------------------------------------------
 
 
-class Forbidding(Sampled):
+class Forbidding(ReparameterisedSampling):
     """Of 1,000 actions few are allowed, a forbidden one is an error, and what is said at an episode's end means nothing."""
 
     def __init__(self, kind: str, masked: bool = True) -> None:
@@ -628,7 +627,7 @@ def named(path: Path) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
 @pytest.mark.parametrize(("kind", "format"), [(kind, "onnx") for kind in MANY] + [("multidiscrete", "torch")])
 def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(kind: str, format: str, tmp_path: Path) -> None:
     agent = masking_agent(kind)
-    made = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
     assert made.signature.startswith("observation [N, 3], action_mask [N, 1000] -> action [N")
     assert made.compared == "5 observations of an episode and 256 random ones"
     run, seen = named(made.path), np.random.default_rng(1).normal(size=(200, 3)).astype(np.float32)
@@ -646,7 +645,7 @@ def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(ki
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
     agent = masking_agent("multidiscrete", lstm=4)
-    made = export_agent(agent, tmp_path / f"a{export.ENDINGS[format]}", format)
+    made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
     assert made.signature.startswith(
         "observation [N, 3], action_mask [N, 1000], memory [N, 2, 2, 4], episode_start [N] -> action [N, 3], "
     )
@@ -666,7 +665,7 @@ def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", MANY)
 def test_a_program_that_does_not_look_at_masks_is_found_out(kind: str, lstm: int | None) -> None:
     agent = masking_agent(kind, lstm=lstm)
-    acting, (situations, _) = export.Acting(agent, masked=True), situations_of(agent)
+    acting, (situations, _) = export.ExportedPolicy(agent, masked=True), export_probes(agent)
     index = list(acting.inputs).index(MASK)
 
     def blind(given: list[np.ndarray]) -> list[np.ndarray]:

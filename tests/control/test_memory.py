@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import surefoot
 from surefoot.control.agent import Agent
-from surefoot.control.policies.recurrent import REMEMBERED, STARTS, Memory
+from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.errors import SurefootError
@@ -70,7 +70,7 @@ def collected(rollouts: int = 1, **changes: Any) -> tuple[ControlWorld, list[Rol
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4), st.integers(0, 99))
 def test_what_was_before_a_start_does_not_matter(starts: list[list[bool]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    memory, flags = Memory(3, 4, generator), torch.tensor(starts)
+    memory, flags = EpisodicLSTM(3, 4, generator), torch.tensor(starts)
     features, state = torch.randn(len(starts), 7, 3, generator=generator), torch.randn(len(starts), 2, 4, generator=generator)
     outputs, after = memory(features, flags, state)
     for row in range(len(starts)):
@@ -83,7 +83,7 @@ def test_what_was_before_a_start_does_not_matter(starts: list[list[bool]], seed:
 
 
 def test_no_gradient_crosses_a_start() -> None:
-    memory = Memory(3, 4, torch.Generator().manual_seed(1))
+    memory = EpisodicLSTM(3, 4, torch.Generator().manual_seed(1))
     features = torch.randn(1, 6, 3, requires_grad=True)
     starts = torch.tensor([[False, False, False, True, False, False]])
     outputs, _ = memory(features, starts, torch.zeros(1, 2, 4))
@@ -99,18 +99,18 @@ def test_scoring_a_rollout_remembers_what_acting_did() -> None:
     world, rollouts = collected(3)
     for rollout, following in pairwise(rollouts):
         policy, inputs = world.policy, rollout.inputs
-        state = inputs[REMEMBERED]
+        state = inputs[LSTM_STATE]
         for t in range(12):
-            step = {path: x if path == REMEMBERED else x[:, t] for path, x in (inputs | {REMEMBERED: state}).items()}
+            step = {path: x if path == LSTM_STATE else x[:, t] for path, x in (inputs | {LSTM_STATE: state}).items()}
             distribution, state = policy.step(step)
             torch.testing.assert_close(distribution.log_prob(rollout.actions[:, t]), rollout.old_log_probs[:, t])
-        torch.testing.assert_close(state, following.inputs[REMEMBERED])
+        torch.testing.assert_close(state, following.inputs[LSTM_STATE])
     world.close()
 
 
 def test_an_episode_starts_where_the_one_before_ended() -> None:
     world, (first, second) = collected(2)
-    starts = torch.cat([first.inputs[STARTS], second.inputs[STARTS]], 1)
+    starts = torch.cat([first.inputs[EPISODE_STARTS], second.inputs[EPISODE_STARTS]], 1)
     ended = torch.cat([first.truncated, second.truncated], 1)
     assert starts[:, 0].all()
     assert torch.equal(starts[:, 1:], ended[:, :-1])
@@ -127,8 +127,8 @@ def test_the_value_after_a_truncation_is_that_of_the_final_observation_rememberi
             starts = torch.tensor([[True, *[False] * 5]])
             inputs = {
                 "observation": episode[None],
-                STARTS: starts,
-                REMEMBERED: torch.zeros_like(rollout.inputs[REMEMBERED][:1]),
+                EPISODE_STARTS: starts,
+                LSTM_STATE: torch.zeros_like(rollout.inputs[LSTM_STATE][:1]),
             }
             values = policy(inputs, torch.zeros(1, 6, dtype=torch.int64)).values
             assert values is not None
@@ -161,8 +161,8 @@ def test_every_autoreset_mode_gives_the_same_values_and_successors(mode: Autores
         episode = torch.tensor([[step / 10, kind] for step in range(at + 2)])
         inputs = {
             "observation": episode[None],
-            STARTS: torch.tensor([[True, *[False] * (at + 1)]]),
-            REMEMBERED: torch.zeros(1, 2, 2, 6),
+            EPISODE_STARTS: torch.tensor([[True, *[False] * (at + 1)]]),
+            LSTM_STATE: torch.zeros(1, 2, 2, 6),
         }
         values = policy(inputs, torch.zeros(1, at + 2, dtype=torch.int64)).values
         assert values is not None

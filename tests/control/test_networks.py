@@ -20,7 +20,7 @@ from surefoot.control.policies.networks import CustomTrunk, NatureCNN, OneHot, T
 from surefoot.core.seeding import stream
 from surefoot.recipes.control import Network
 
-from .tiny import Sampled, small
+from .tiny import ReparameterisedSampling, small
 
 TINY: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 8},
@@ -157,7 +157,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def trained(space: Any = PAIR, path: str = "mine:Mine", **network: Any) -> surefoot.Agent:
     fields = {**TINY, "network": {"custom": path, **network}}
-    return surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
+    return surefoot.train(lambda: ReparameterisedSampling(space, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -287,7 +287,7 @@ def test_parameters_that_are_frozen_stay_as_they_are(mine: ModuleType) -> None:
 
     mine.frozen = frozen  # type: ignore[attr-defined]
     fields = {**TINY, "network": {"custom": "mine:frozen"}, "optimizer": {"critic_learning_rate": 1e-2}}
-    agent = surefoot.train(lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
+    agent = surefoot.train(lambda: ReparameterisedSampling(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
     first = ActorCritic(PAIR, spaces.Discrete(2), agent.recipe.network, True, stream(1, "weights"))
     for before, after in ((first.actor_trunk, agent.policy.actor_trunk), (first.critic_trunk, agent.policy.critic_trunk)):
         assert torch.equal(before.module.table.weight, after.module.table.weight)

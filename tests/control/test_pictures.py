@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.control.episodes import Moment
-from surefoot.control.video.film import size_from_text, small_print
-from surefoot.control.video.pictures import FONT, caption_height, captioned, fitted
+from surefoot.control.encoder import FONT, add_caption, caption_height, fit_frame
+from surefoot.control.evaluate import EpisodeStep
+from surefoot.control.video import caption_text, size_from_text
 from surefoot.errors import SurefootError
 
 SIDES = st.integers(1, 400)
@@ -15,7 +15,7 @@ SIDES = st.integers(1, 400)
 
 @given(SIDES, SIDES, st.integers(32, 200), st.integers(32, 200))
 def test_a_picture_is_fitted_whole_in_its_own_shape_in_the_middle_of_black(h, w, height, width):
-    result = fitted(np.full((h, w, 3), 255, np.uint8), width, height)
+    result = fit_frame(np.full((h, w, 3), 255, np.uint8), width, height)
     assert result.shape == (height, width, 3)
     assert set(np.unique(result)) <= {0, 255}
     rows, columns = np.flatnonzero(result.any((1, 2))), np.flatnonzero(result.any((0, 2)))
@@ -31,15 +31,15 @@ def test_a_picture_is_fitted_whole_in_its_own_shape_in_the_middle_of_black(h, w,
 
 def test_a_picture_of_the_right_size_is_left_as_it_is():
     picture = np.random.default_rng(1).integers(0, 256, (30, 40, 3), np.uint8)
-    assert np.array_equal(fitted(picture, 40, 30), picture)
-    assert np.array_equal(fitted(picture[::-1], 40, 30), picture[::-1]), "whatever its strides"
+    assert np.array_equal(fit_frame(picture, 40, 30), picture)
+    assert np.array_equal(fit_frame(picture[::-1], 40, 30), picture[::-1]), "whatever its strides"
 
 
 def test_a_thin_line_does_not_vanish_when_a_picture_shrinks():
     for column in range(90, 110):
         picture = np.zeros((200, 400, 3), np.uint8)
         picture[:, column] = 255
-        assert fitted(picture, 100, 50).max() >= 40
+        assert fit_frame(picture, 100, 50).max() >= 40
 
 
 def read(bar, times):
@@ -63,7 +63,7 @@ def test_the_small_print_says_what_it_was_told_and_leaves_the_picture_alone(heig
     room = height - caption_height(height)
     picture = np.random.default_rng(1).integers(0, 256, (room, 320 * times, 3), np.uint8)
     text = "episode 2/3 step 17 reward -0.50 return 1.2e+06"
-    result = captioned(picture, text, height)
+    result = add_caption(picture, text, height)
     assert result.shape == (height, 320 * times, 3)
     assert np.array_equal(result[:room], picture)
     assert read(result[room:], times) == text
@@ -75,24 +75,24 @@ def test_every_letter_looks_different():
 
 def test_small_print_too_long_for_its_picture_is_cut_off():
     picture = np.zeros((64 - caption_height(64), 64, 3), np.uint8)
-    assert read(captioned(picture, "step 1234567890", 64)[len(picture) :], 1) == "step 12345"
+    assert read(add_caption(picture, "step 1234567890", 64)[len(picture) :], 1) == "step 12345"
 
 
 @given(st.integers(0, 10**9), st.floats(), st.floats(), st.integers(0, 999))
 def test_any_step_reward_and_return_can_be_printed(step, reward, total, episode):
     for episodes in (1, 1000):
-        text = small_print(Moment(step, None, reward, total, False), episode, episodes)
+        text = caption_text(EpisodeStep(step, None, reward, total, False), episode, episodes)
         assert set(text) <= set(FONT)
         assert text.split()[-6::2] == ["step", "reward", "return"]
 
 
 @given(st.integers(0, 9999), st.floats(-999, 999), st.floats(-99_999, 99_999), st.integers(0, 8))
 def test_what_is_usual_fits_into_the_usual_width(step, reward, total, episode):
-    assert 2 + 6 * len(small_print(Moment(step, None, reward, total, False), episode, 9)) <= 320
+    assert 2 + 6 * len(caption_text(EpisodeStep(step, None, reward, total, False), episode, 9)) <= 320
 
 
 def test_a_sum_that_rounds_to_zero_is_not_minus_zero():
-    assert "-0" not in small_print(Moment(1, None, -1e-9, -1e-9, False), 0, 1)
+    assert "-0" not in caption_text(EpisodeStep(1, None, -1e-9, -1e-9, False), 0, 1)
 
 
 @pytest.mark.parametrize(("text", "size"), [("320x240", (320, 240)), (" 640X480 ", (640, 480)), ("64x4096", (64, 4096))])

@@ -12,10 +12,10 @@ import torch
 
 import surefoot
 from surefoot import SurefootError, read_trace
-from surefoot.control.actions import sender_for
 from surefoot.control.environments.looped import LoopedEnvironments
-from surefoot.control.replay import NotTheSameError, replay
-from surefoot.control.video.traced import film_traces
+from surefoot.control.normalise import action_converter
+from surefoot.control.replay import ReplayMismatchError, replay
+from surefoot.control.video import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.runs.paths import film_of, traces_in
 from surefoot.runs.traces import to_bytes
@@ -32,7 +32,7 @@ def rows_of(run: Path) -> list[TracedRow]:
 
 def replayed(row: TracedRow, task: str, seed: int = 1, stretched: bool = False) -> list[Any]:
     environments = LoopedEnvironments(lambda: gymnasium.make(task), 1, seed, task)
-    return list(replay(row, environments, sender_for(environments.action_space, stretched)))
+    return list(replay(row, environments, action_converter(environments.action_space, stretched)))
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def test_so_can_actions_that_are_stretched_over_their_bounds_and_films_of_them_a
     rows = rows_of(tmp_path / "run")
     for row in rows:
         assert len(replayed(row, "Pendulum-v1", 3, stretched=True)) == 33
-        with pytest.raises(NotTheSameError):
+        with pytest.raises(ReplayMismatchError):
             replayed(row, "Pendulum-v1", 3)
-    assert all("replayed" in line for line in film_traces(tmp_path / "run", "all"))
+    assert all("replayed" in line for line in record_traces(tmp_path / "run", "all"))
 
 
 def test_a_person_can_replay_it_with_gymnasium_alone(run: Path) -> None:
@@ -96,9 +96,9 @@ def test_a_replay_that_comes_out_otherwise_is_refused(run: Path, wrong: str) -> 
         "end": lambda: replace(row, terminated=~row.terminated),
         "observed": lambda: replace(row, about={**about, "observed": "0" * 64}),
     }[wrong]()
-    with pytest.raises(NotTheSameError):
+    with pytest.raises(ReplayMismatchError):
         replayed(changed, "CartPole-v1")
-    with pytest.raises(NotTheSameError):
+    with pytest.raises(ReplayMismatchError):
         replayed(row, "CartPole-v1", seed=2)
 
 
@@ -114,12 +114,12 @@ def test_a_vector_environment_that_cannot_be_replayed_has_no_film(tmp_path: Path
     surefoot.train("CartPole-v1", steps=64, seed=1, run_dir=tmp_path / "run", **settings)
     assert [row.about for row in rows_of(tmp_path / "run")][:2] == [{}, {}]
     with pytest.raises(SurefootError, match=r"no traced episode could be filmed; traces/\d+.safetensors, row 1: .*vector"):
-        list(film_traces(tmp_path / "run"))
+        list(record_traces(tmp_path / "run"))
     assert not (tmp_path / "run" / "videos").exists()
 
 
 def test_a_film_has_a_frame_before_every_step_and_one_after_the_last(run: Path) -> None:
-    told = list(film_traces(run, "last", size=(96, 64), caption=False))
+    told = list(record_traces(run, "last", size=(96, 64), caption=False))
     last = traces_in(run / "traces")[-1]
     rows = read_trace(last).rows
     assert len(told) == len(rows) == 2
@@ -138,7 +138,7 @@ def test_a_film_has_a_frame_before_every_step_and_one_after_the_last(run: Path) 
         of_both = [np.interp(across, np.linspace(0, 1, len(x)), 255 - x) for x in (drawn, shown)]
         centres = [float((across * x).sum() / x.sum()) for x in of_both]
         assert centres[0] == pytest.approx(centres[1], abs=0.02), "the cart stands elsewhere"
-    assert all(line.endswith("is there already") for line in film_traces(run, "last", size=(96, 64)))
+    assert all(line.endswith("is there already") for line in record_traces(run, "last", size=(96, 64)))
     assert not list((run / "videos" / "traces").glob(".*"))
 
 

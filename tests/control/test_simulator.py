@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from surefoot.control.agent import Agent
-from surefoot.control.environments import simulator
-from surefoot.control.environments.looped import make_environments
+from surefoot.control.environments.factory import make_environments
 from surefoot.recipes.presets import find_recipe
 
 PROGRAM = """
@@ -20,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 import surefoot
-from surefoot.control.environments.looped import make_environments
-from surefoot.control.export.files import export_agent
+from surefoot.control.environments.factory import make_environments
+from surefoot.control.export import export_agent
 
 export_agent(surefoot.load(sys.argv[1]), Path(sys.argv[1]) / "agent.pt2", "torch")
 print("exported", file=sys.stderr, flush=True)
@@ -61,7 +60,7 @@ def spaces_of(task: str) -> tuple[Any, Any]:
 def test_the_deprecation_is_there_once_for_those_who_debug(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulator, "_heard", set())
+    monkeypatch.setattr(simulator, "_logged", set())
     with caplog.at_level(logging.DEBUG, "surefoot.mujoco"):
         make_environments("HalfCheetah-v5", {}, 2, 1).close()
     assert [(record.levelname, "deprecated" in record.message) for record in caplog.records] == [("DEBUG", True)]

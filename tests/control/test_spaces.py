@@ -17,10 +17,11 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 import surefoot
 from surefoot import ALGORITHMS, PPO_CLIP, NotFiniteError, SurefootError
 from surefoot.control.agent import Agent
-from surefoot.control.environments.looped import LoopedEnvironments, VectorEnvironments
-from surefoot.control.episodes import greedy_episode
+from surefoot.control.environments.looped import LoopedEnvironments
+from surefoot.control.environments.vector import VectorEnvironments
+from surefoot.control.evaluate import greedy_episode
 from surefoot.control.spaces import (
-    Misfit,
+    SpaceError,
     channels_last,
     choices,
     image_shape,
@@ -30,7 +31,7 @@ from surefoot.control.spaces import (
     space_to_json,
 )
 
-from .tiny import Endless, Sampled, fresh_state, small, world_of
+from .tiny import Endless, ReparameterisedSampling, fresh_state, small, world_of
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
 NESTED = spaces.Dict(
@@ -85,7 +86,7 @@ def assert_trained(agent: surefoot.Agent) -> None:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_algorithm_trains_every_kind_of_action(algorithm: str, action: str) -> None:
     objective = ALGORITHMS[algorithm]
-    make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action])
+    make = partial(ReparameterisedSampling, OBSERVATIONS["vector"], ACTIONS[action])
     agent = surefoot.train(lambda: make(), objective, steps=40, objective=small(objective), **TINY)
     assert_trained(agent)
     sent, _ = agent.predict(OBSERVATIONS["vector"].sample())
@@ -96,7 +97,7 @@ def test_every_algorithm_trains_every_kind_of_action(algorithm: str, action: str
 @pytest.mark.parametrize("seen", OBSERVATIONS)
 def test_every_algorithm_trains_every_kind_of_observation(algorithm: str, seen: str) -> None:
     objective = ALGORITHMS[algorithm]
-    make = partial(Sampled, OBSERVATIONS[seen], spaces.Discrete(2))
+    make = partial(ReparameterisedSampling, OBSERVATIONS[seen], spaces.Discrete(2))
     network = {"shared_trunk": objective.constraint is None}
     agent = surefoot.train(lambda: make(), objective, steps=24, objective=small(objective), network=network, **TINY)
     assert_trained(agent)
@@ -106,7 +107,7 @@ def test_every_algorithm_trains_every_kind_of_observation(algorithm: str, seen: 
 @pytest.mark.parametrize("action", [name for name, space in ACTIONS.items() if not isinstance(space, spaces.Box)])
 def test_every_algorithm_trains_every_kind_of_choice_under_masks(algorithm: str, action: str) -> None:
     objective = ALGORITHMS[algorithm]
-    make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action], masked=True)
+    make = partial(ReparameterisedSampling, OBSERVATIONS["vector"], ACTIONS[action], masked=True)
     seen: list[Any] = []
     agent = surefoot.train(lambda: make(), objective, steps=64, objective=small(objective), callback=seen.append, **TINY)
     assert_trained(agent)
@@ -116,9 +117,9 @@ def test_every_algorithm_trains_every_kind_of_choice_under_masks(algorithm: str,
 @pytest.mark.parametrize("action", ACTIONS)
 def test_what_was_stored_is_what_was_sent_and_both_belong_to_the_space(action: str) -> None:
     space = ACTIONS[action]
-    single = [Sampled(OBSERVATIONS["vector"], space) for _ in range(2)]
+    single = [ReparameterisedSampling(OBSERVATIONS["vector"], space) for _ in range(2)]
     rollout = world_of(lambda: single.pop(0), PPO_CLIP, **TINY).collector.collect(fresh_state())
-    environment = rollout and Sampled.latest
+    environment = rollout and ReparameterisedSampling.latest
     sent = np.stack(environment.taken).reshape(8, -1)
     stored = rollout.actions[1].reshape(8, -1).numpy()
     if isinstance(space, spaces.Box):
@@ -144,7 +145,7 @@ def test_leaves_are_named_by_their_way_and_kept_in_the_spaces_order() -> None:
 
 @pytest.mark.parametrize("mode", ["looped", *(mode.name for mode in AutoresetMode)])
 def test_every_leaf_of_every_step_is_what_the_environment_showed(mode: str) -> None:
-    single = [Sampled(NESTED, spaces.Discrete(2), masked=True, seed=b) for b in range(3)]
+    single = [ReparameterisedSampling(NESTED, spaces.Discrete(2), masked=True, seed=b) for b in range(3)]
     if mode == "looped":
         environments: Any = LoopedEnvironments(iter(single).__next__, 3, 1, "sampled")
     else:
@@ -169,7 +170,7 @@ def test_every_leaf_of_every_step_is_what_the_environment_showed(mode: str) -> N
 
 
 def test_images_and_choices_are_kept_as_they_are_and_only_numbers_are_normalised() -> None:
-    make = partial(Sampled, NESTED, spaces.Discrete(2))
+    make = partial(ReparameterisedSampling, NESTED, spaces.Discrete(2))
     world = world_of(lambda: make(), PPO_CLIP, **TINY)
     for part in range(3):
         rollout = world.collector.collect(fresh_state(part))
@@ -182,7 +183,7 @@ def test_images_and_choices_are_kept_as_they_are_and_only_numbers_are_normalised
     assert set(rollout.inputs["type.1"].unique().tolist()) == {0, 1}
     assert rollout.inputs["camera.size"].shape == (2, 8, 2, 2)
     assert rollout.inputs["camera.size"].abs().max() > 1  # scaled by their own deviation
-    only_images = world_of(lambda: Sampled(IMAGE, spaces.Discrete(2)), PPO_CLIP, **TINY)
+    only_images = world_of(lambda: ReparameterisedSampling(IMAGE, spaces.Discrete(2)), PPO_CLIP, **TINY)
     assert only_images.agent.observation_normaliser is None
 
 
@@ -246,14 +247,18 @@ def test_an_observation_that_is_not_of_its_space_names_leaf_environment_and_step
 
 @pytest.mark.parametrize(("space", "shown", "said"), WRONG[1:2] + WRONG[6:])
 def test_predict_refuses_what_is_not_of_the_space(space: Any, shown: Any, said: str) -> None:
-    agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
+    agent = surefoot.train(
+        lambda: ReparameterisedSampling(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
+    )
     for ask in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"a: has shape \(3,\)" if space is PAIR else said):
             ask(shown)
 
 
 def test_leaves_of_different_batch_sizes_are_refused() -> None:
-    agent = surefoot.train(lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
+    agent = surefoot.train(
+        lambda: ReparameterisedSampling(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
+    )
     with pytest.raises(SurefootError, match="2 batch sizes"):
         agent.predict({"a": np.zeros((3, 2)), "b": np.zeros(2, int)})
 
@@ -263,7 +268,7 @@ def test_leaves_of_different_batch_sizes_are_refused() -> None:
 
 def test_predict_reads_one_observation_or_many_of_any_space_and_rows_do_not_depend_on_one_another() -> None:
     for space in (NESTED, IMAGE, spaces.Discrete(4, start=2)):
-        make = partial(Sampled, space, spaces.Discrete(2))
+        make = partial(ReparameterisedSampling, space, spaces.Discrete(2))
         agent = surefoot.train(make, PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
         rows = [space.sample() for _ in range(5)]
         many = concatenate(space, rows, create_empty_array(space, 5))
@@ -275,7 +280,7 @@ def test_predict_reads_one_observation_or_many_of_any_space_and_rows_do_not_depe
 
 
 def test_a_nested_agent_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
-    make = partial(Sampled, NESTED, ACTIONS["table"], masked=True)
+    make = partial(ReparameterisedSampling, NESTED, ACTIONS["table"], masked=True)
     agent = surefoot.train(lambda: make(), PPO_CLIP, steps=32, objective=small(PPO_CLIP), **TINY)
     agent.save(tmp_path / "agent")
     again = surefoot.load(tmp_path / "agent")
@@ -338,7 +343,7 @@ def test_choices_are_counted_per_part_of_an_action() -> None:
     ],
 )
 def test_a_mask_that_can_not_be_meant_is_refused(mask: Any, sizes: Any, said: str) -> None:
-    with pytest.raises(Misfit, match=said):
+    with pytest.raises(SpaceError, match=said):
         read_mask(mask, sizes)
 
 
@@ -413,5 +418,5 @@ def test_what_is_too_large_for_float32_is_refused_in_those_words(task: Any) -> N
 
 
 def test_lists_of_whole_numbers_are_no_image() -> None:
-    with pytest.raises(Misfit, match="int64 where its space says uint8"):
+    with pytest.raises(SpaceError, match="int64 where its space says uint8"):
         leaves(spaces.Box(0, 255, (36, 36), np.uint8))["observation"].read(np.zeros((36, 36), int).tolist())

@@ -18,9 +18,9 @@ import pytest
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.episodes import greedy_episode
-from surefoot.control.video.encoder import Encoder
-from surefoot.control.video.film import choose_headless, film
+from surefoot.control.encoder import Encoder
+from surefoot.control.evaluate import greedy_episode
+from surefoot.control.video import record_video, use_headless_rendering
 
 from .tiny import Endless
 
@@ -68,12 +68,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_film_shows_every_step_of_the_episodes_that_evaluate_judges(agent: surefoot.Agent, tmp_path: Path) -> None:
-    made = film(agent, tmp_path / "film.mp4", episodes=3, seed=5)
+    made = record_video(agent, tmp_path / "film.mp4", episodes=3, seed=5)
     judged = surefoot.evaluate(agent, episodes=3, seed=5)
     assert made.returns == judged.returns
     assert made.lengths == judged.lengths
     assert len(set(judged.lengths)) > 1, "three times the same episode would prove nothing"
-    assert not made.cut
+    assert not made.truncated
     assert made.frames == sum(judged.lengths) + 3
     assert_is_a_film(tmp_path / "film.mp4", (320, 240), made.frames, 50)
     assert list(tmp_path.iterdir()) == [tmp_path / "film.mp4"]
@@ -90,8 +90,8 @@ def test_the_twelfth_episode_is_the_twelfth_that_evaluate_judges(agent: surefoot
 
 
 def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, tmp_path: Path) -> None:
-    made = film(agent, tmp_path / "film.mp4", size=(200, 100), fps=12, max_steps=6, caption=False)
-    assert (made.lengths, made.cut, made.frames) == ([6], True, 7)
+    made = record_video(agent, tmp_path / "film.mp4", size=(200, 100), fps=12, max_steps=6, caption=False)
+    assert (made.lengths, made.truncated, made.frames) == ([6], True, 7)
     assert made.line().endswith(
         "film.mp4: 1 greedy episode, return 6.0 (cut off after 6 steps); 0.6 s, 7 frames at 12 a second"
     )
@@ -104,8 +104,8 @@ def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, 
 @pytest.mark.parametrize(("task", "fps"), [("Pendulum-v1", 30), ("Acrobot-v1", 15)])
 def test_classic_tasks_can_be_filmed(task: str, fps: int, tmp_path: Path) -> None:
     agent = surefoot.train(task, surefoot.A2C, steps=1, **QUICK)
-    made = film(agent, tmp_path / "film.mp4", max_steps=20)
-    assert (made.lengths, made.cut) == ([20], True)
+    made = record_video(agent, tmp_path / "film.mp4", max_steps=20)
+    assert (made.lengths, made.truncated) == ([20], True)
     assert_is_a_film(made.path, (320, 240), 21, fps)
 
 
@@ -113,12 +113,12 @@ OTHER_LIBRARIES = """
 import json, sys
 from pathlib import Path
 import surefoot
-from surefoot.control.video.film import choose_headless, film
-choose_headless()
+from surefoot.control.video import record_video, use_headless_rendering
+use_headless_rendering()
 fields = {"rollout": {"environments": 1, "steps": 64}, "evaluation": {"episodes": 0}}
 for task, arguments in json.loads(sys.argv[1]).items():
     agent = surefoot.train(task, surefoot.A2C, steps=1, seed=1, environment=arguments, **fields)
-    film(agent, Path(task.rpartition("/")[2] + ".mp4"), max_steps=20, seed=3)
+    record_video(agent, Path(task.rpartition("/")[2] + ".mp4"), max_steps=20, seed=3)
 """
 KINDS = {
     "LunarLander-v3": ("Box2D", 50, {}),
@@ -168,18 +168,18 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_choice")
 def test_egl_and_no_window_are_chosen_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    choose_headless()
+    use_headless_rendering()
     assert (os.environ["MUJOCO_GL"], os.environ["SDL_VIDEODRIVER"]) == ("egl", "dummy")
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     monkeypatch.setenv("SDL_VIDEODRIVER", "x11")
-    choose_headless()
+    use_headless_rendering()
     assert (os.environ["MUJOCO_GL"], os.environ["SDL_VIDEODRIVER"]) == ("osmesa", "x11")
 
 
 @pytest.mark.usefixtures("no_choice")
 def test_where_there_is_no_egl_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    choose_headless()
+    use_headless_rendering()
     assert "MUJOCO_GL" not in os.environ
 
 
@@ -193,8 +193,8 @@ def test_mujoco_that_cannot_draw_is_one_line_with_the_remedy(
     monkeypatch.setenv("MUJOCO_GL", backend)
     monkeypatch.setitem(sys.modules, f"mujoco.{backend}", None)
     with pytest.raises(SurefootError) as raised:
-        film(agent, tmp_path / "film.mp4")
-    assert str(raised.value).startswith(f"task='InvertedPendulum-v5': MuJoCo can't draw with MUJOCO_GL='{backend}' (")
+        record_video(agent, tmp_path / "film.mp4")
+    assert str(raised.value).startswith(f"task='InvertedPendulum-v5': MuJoCo can't render with MUJOCO_GL='{backend}' (")
     assert str(raised.value).count(remedy) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -206,11 +206,11 @@ def test_mujoco_that_cannot_be_imported_for_want_of_egl_is_the_same_line(
     failing = compile("raise AttributeError('no eglQueryString')", "site-packages/mujoco/egl/__init__.py", "exec")
     monkeypatch.setenv("MUJOCO_GL", "egl")
     agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
-    with pytest.raises(SurefootError, match=r"MuJoCo can't draw with MUJOCO_GL='egl' \(no eglQueryString\); install libegl1 "):
-        film(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
+    with pytest.raises(SurefootError, match=r"MuJoCo can't render with MUJOCO_GL='egl' \(no eglQueryString\); install libegl1 "):
+        record_video(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
     failing = compile("raise AttributeError('no wheel')", "site-packages/mine/car.py", "exec")
     with pytest.raises(SurefootError, match=r"could not be made \(AttributeError: no wheel\)"):
-        film(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
+        record_video(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
 
 
 # ---- what can't be filmed ---------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Painted(Endless):
 
 def filmed(make: Any, tmp_path: Path) -> Path:
     agent = surefoot.train(make, surefoot.A2C, steps=1, **QUICK)
-    return film(agent, tmp_path / "videos" / "film.mp4", make, max_steps=3).path
+    return record_video(agent, tmp_path / "videos" / "film.mp4", make, max_steps=3).path
 
 
 def test_any_environment_that_draws_can_be_filmed(tmp_path: Path) -> None:
@@ -245,10 +245,10 @@ def test_any_environment_that_draws_can_be_filmed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (Endless, r"can't be drawn; only what has the render mode 'rgb_array' can be \(this has: none\)"),
-        (lambda: Painted(None), "can't be drawn; let the function that makes it take render_mode and pass it on"),
-        (lambda: Painted(None, "rgb_array"), r"render\(\) gave NoneType, not a picture of bytes"),
-        (lambda: Painted(np.zeros((4, 4, 3)), "rgb_array"), r"render\(\) gave float64 \(4, 4, 3\), not a picture"),
+        (Endless, r"can't be rendered; it needs the render mode 'rgb_array' \(it has: none\)"),
+        (lambda: Painted(None), "can't be rendered; add an argument render_mode to the function that makes it, and pass it on"),
+        (lambda: Painted(None, "rgb_array"), r"render\(\) returned NoneType, not a uint8 array"),
+        (lambda: Painted(np.zeros((4, 4, 3)), "rgb_array"), r"render\(\) returned float64 \(4, 4, 3\), not a uint8 array"),
         (lambda: Painted(ValueError("paint ran out"), "rgb_array"), r"raised ValueError: paint ran out in render\(\)"),
         (
             lambda: Painted(gymnasium.error.DependencyNotInstalled("pygame is not installed"), "rgb_array"),
@@ -275,14 +275,14 @@ def test_an_environment_that_fails_on_the_way_leaves_the_old_film(tmp_path: Path
     agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
     (tmp_path / "film.mp4").write_text("old")
     with pytest.raises(SurefootError, match=r"raised RuntimeError: the wheel came off in step\(\), episode 0, step 3"):
-        film(agent, tmp_path / "film.mp4", lambda: Short(np.zeros((8, 8, 3), np.uint8), "rgb_array"), max_steps=5)
+        record_video(agent, tmp_path / "film.mp4", lambda: Short(np.zeros((8, 8, 3), np.uint8), "rgb_array"), max_steps=5)
     assert [path.name for path in tmp_path.iterdir()] == ["film.mp4"]
     assert (tmp_path / "film.mp4").read_text() == "old"
 
 
 def test_a_task_of_other_spaces_is_refused(agent: surefoot.Agent, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="task='Pendulum-v1': has spaces"):
-        film(agent, tmp_path / "film.mp4", "Pendulum-v1")
+        record_video(agent, tmp_path / "film.mp4", "Pendulum-v1")
 
 
 def black(path: Path, count: int) -> None:
@@ -296,7 +296,7 @@ def test_an_encoder_that_fails_says_why_and_leaves_nothing(count: int, tmp_path:
     script = tmp_path / "ffmpeg"
     script.write_text('#!/bin/sh\nfor last; do :; done\nhead -c 1000 > "$last"\necho "$last: No space left" >&2\nexit 1\n')
     script.chmod(0o700)
-    monkeypatch.setattr(surefoot.control.video.encoder, "program", lambda: str(script))
+    monkeypatch.setattr(surefoot.control.encoder, "ffmpeg_path", lambda: str(script))
     with pytest.raises(SurefootError, match=r"out/film.mp4: not written, the encoder failed \(.*No space left\)"):
         black(tmp_path / "out" / "film.mp4", count)
     assert list((tmp_path / "out").iterdir()) == []

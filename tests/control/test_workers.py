@@ -19,7 +19,8 @@ import pytest
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.environments.looped import Environments, LoopedEnvironments, Step, episode_seed, make_environments
+from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments.looped import Environments, LoopedEnvironments, Step, episode_seed
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
 from surefoot.recipes.presets import find_recipe
@@ -137,7 +138,7 @@ def test_an_id_that_was_registered_by_hand_is_known_to_the_workers() -> None:
 
 
 def test_a_worker_needs_no_torch() -> None:
-    command = "import sys, surefoot.control.environments.worker; print('torch' in sys.modules)"
+    command = "import sys, surefoot.control.environments.workers; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from surefoot import PPO_UNCLIPPED, TRPO, Constraint, Interrupted, NotFiniteError, Objective, Reuse, SurefootError
 from surefoot.control.policies.actor_critic import ActorCritic
-from surefoot.control.policies.recurrent import REMEMBERED, STARTS
+from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.spaces import BARE
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
@@ -87,8 +87,8 @@ def in_control(box: bool, lstm: int | None = None) -> tuple[Policy, Rollout]:
         if lstm is None:
             actions = policy.step(inputs)[0].sample(generator)
         else:  # every row begins anew at some step, and remembers something before
-            inputs[STARTS] = torch.eye(3, 4, dtype=torch.bool).roll(1, 1)
-            inputs[REMEMBERED] = torch.randn(3, 2, 2, lstm, generator=generator, dtype=DOUBLE)
+            inputs[EPISODE_STARTS] = torch.eye(3, 4, dtype=torch.bool).roll(1, 1)
+            inputs[LSTM_STATE] = torch.randn(3, 2, 2, lstm, generator=generator, dtype=DOUBLE)
             actions = torch.randint(3, (3, 4), generator=generator)
         here = policy(inputs, actions)
     mask = torch.rand(3, 4, generator=generator) < 0.8

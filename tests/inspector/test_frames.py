@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from surefoot import read_trace
-from surefoot.control.video.traced import film_traces
+from surefoot.control.video import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.inspector.folders import RunFolders
 from surefoot.runs.paths import film_of, refusal_of, traces_in
@@ -42,7 +42,7 @@ def filmed(cart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, with films of its last trace."""
     copy = tmp_path_factory.mktemp("filmed") / "cart"
     shutil.copytree(cart, copy)
-    assert len(list(film_traces(copy, "last", size=(600, 400), caption=False))) == 3
+    assert len(list(record_traces(copy, "last", size=(600, 400), caption=False))) == 3
     return copy
 
 

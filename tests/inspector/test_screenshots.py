@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.control.video.traced import film_traces
+from surefoot.control.video import record_traces
 from surefoot.runs.paths import check_is_run, traces_in
 
 from .test_clip_table import IMAGES
@@ -47,7 +47,7 @@ def test_curves(page: Any, inspector: Begin) -> None:
 def test_a_frame(page: Any, inspector: Begin) -> None:
     check_is_run(CONTROL)
     early = traces_in(CONTROL / "traces")[1].stem  # the pole does not stand still yet
-    list(film_traces(CONTROL, early, size=(480, 320), caption=False))
+    list(record_traces(CONTROL, early, size=(480, 320), caption=False))
     steps_of(page, CONTROL, inspector, 1010)
     page.locator("#iteration").fill("1")
     until(page, f"location.hash.startsWith('#steps/0/{early}/')")

@@ -119,22 +119,20 @@ def watch(
     traced: str | None,
 ) -> None:
     """Film greedy episodes of the agent in RUN as an MP4."""
-    from surefoot.control.video.film import film, size_from_text
+    from surefoot.control.video import record_traces, record_video, size_from_text
     from surefoot.runs.folder import chosen_checkpoint, output_file
 
     pixels = size_from_text(size)
     if traced is not None:
-        from surefoot.control.video.traced import film_traces
-
         reject_options(("episodes", "seed", "out", "max_steps", "checkpoint", "task"), "--traced films episodes from training")
-        for line in film_traces(run, traced, size=pixels, fps=fps, caption=not no_caption):
+        for line in record_traces(run, traced, size=pixels, fps=fps, caption=not no_caption):
             echo(line)
         return
     source = chosen_checkpoint(run, checkpoint)
     agent = agent_in(source)
     path = out or output_file(run, source, task or agent.recipe.task, "videos", f"-seed{seed}.mp4")
     other = None if task == agent.recipe.task else task
-    video = film(
+    video = record_video(
         agent, path, other, episodes=episodes, seed=seed, size=pixels, fps=fps, max_steps=max_steps, caption=not no_caption
     )
     echo(video.line())
@@ -150,12 +148,12 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 
     The file maps observations to greedy actions and includes the normaliser.
     """
-    from surefoot.control.export.files import ENDINGS, export_agent
+    from surefoot.control.export import SUFFIXES, export_agent
     from surefoot.runs.folder import chosen_checkpoint, output_file
 
     source = chosen_checkpoint(run, checkpoint)
     agent = agent_in(source)
-    path = out or output_file(run, source, agent.recipe.task, "exports", ENDINGS[format])
+    path = out or output_file(run, source, agent.recipe.task, "exports", SUFFIXES[format])
     echo(export_agent(agent, path, format, source.absolute().name).line())
 
 

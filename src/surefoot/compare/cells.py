@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.compare.statistics import Results, known
-from surefoot.control.environments.looped import VectorEnvironments
+from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.world import ControlWorld
 from surefoot.core.distributed import check_single_process
 from surefoot.core.rollout import Metrics

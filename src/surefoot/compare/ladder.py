@@ -47,7 +47,8 @@ from surefoot.compare.statistics import (
 )
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments.looped import MakeEnvironment, make_environments
+from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.core.algorithms import ALGORITHMS, LADDER, REINFORCE, Objective, switches_that_are_on
 from surefoot.core.credit import assign_credit
 from surefoot.core.minibatches import rows_of

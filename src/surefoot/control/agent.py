@@ -1,4 +1,4 @@
-"""An agent: a policy with its normalisers and spaces, ready to act in the environment it was trained for."""
+"""The agent: a policy with its normalisers and spaces, ready to act in the environment it was trained for."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,27 +8,29 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from surefoot.control.actions import Bounds, sender_for
-from surefoot.control.normalise import Normalise, ObservationNormaliser, RewardNormaliser
+from surefoot.control.normalise import ActionBounds, Normalise, ObservationNormaliser, RewardNormaliser, action_converter
 from surefoot.control.policies.actor_critic import ActorCritic
-from surefoot.control.policies.recurrent import REMEMBERED, STARTS
+from surefoot.control.policies.distributions import ReparameterisedSampling
+from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.spaces import (
     MASK,
     NOT_FINITE,
     Array,
-    Misfit,
     Observations,
+    SpaceError,
     as_float32,
     check_action_space,
     choices,
-    leaves,
+    observation_parts,
     read_mask,
     space_from_json,
     space_to_json,
 )
 from surefoot.core.optimizer import flatten_parameters, parameter_groups
 from surefoot.core.seeding import stream
+from surefoot.core.steps.compiled import Program, program_of
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
 from surefoot.recipes.control import ControlRecipe
@@ -39,90 +41,90 @@ Act = Callable[[Observations, Tensor | None, Array], tuple[Tensor, Array, Tensor
 
 
 class Agent(nn.Module):
-    """What training makes.
+    """A trained policy with all that turns an environment's observations into its actions.
 
-    Everything an observation goes through on its way to an action is in here, so nothing is lost between training,
-    evaluation and another program: the running statistics are buffers and are saved with the weights.
+    The running statistics of the normalisers are buffers, saved with the weights, so training, evaluation and other programs
+    compute the same actions.
     """
 
     def __init__(self, recipe: ControlRecipe, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         self.recipe, self.observation_space, self.action_space = recipe, observation_space, action_space
-        self.leaves = leaves(observation_space)
+        self.parts = observation_parts(observation_space)
         self.masked: bool | None = None
-        """whether the task it was trained on masks actions; None where nobody has said so"""
+        """whether the task it was trained on masks actions; None if unknown"""
         generator = stream(recipe.seed, "weights")
         critic = recipe.objective.baseline == "critic"
         self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator)
         normalise = recipe.normalise
-        vectors = {path: leaf.shape for path, leaf in self.leaves.items() if leaf.vector}
+        vectors = {path: part.shape for path, part in self.parts.items() if part.vector}
         wanted = normalise.observations and vectors
         self.observation_normaliser = ObservationNormaliser(vectors, normalise.clip) if wanted else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
-        self.bounds = Bounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
+        self.bounds = ActionBounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
         self.policy.to(recipe.device)
         self.generator = stream(recipe.seed, "predict")
 
     def __repr__(self) -> str:
-        """One line; ``agent.policy`` shows its layers."""
+        """One line; ``agent.policy`` shows the layers."""
         count = sum(parameter.numel() for parameter in self.policy.parameters())
         return f"<Agent {self.recipe.algorithm} on {self.recipe.task}, {count:,} parameters>"
 
     @classmethod
     def for_spaces(cls, recipe: ControlRecipe, observation_space: Any, action_space: Any, task: str) -> "Agent":
         """An untrained agent; SurefootError when a space is not supported."""
-        leaves(observation_space, task)
+        observation_parts(observation_space, task)
         return cls(recipe, observation_space, check_action_space(action_space, task))
 
     @property
     def device(self) -> torch.device:
-        """Where the policy lives."""
+        """The policy's device."""
         return self.policy.actor_head.weight.device
 
     def normaliser(self) -> Normalise:
-        """What the leaves of observations go through before the policy reads them, with the statistics as they stand now."""
+        """The function that normalises observations for the policy, with the current statistics."""
         return dict if self.observation_normaliser is None else self.observation_normaliser.frozen()
 
     def tensors(self, observations: Mapping[str, Array]) -> dict[str, Tensor]:
-        """Leaves as tensors where the policy lives, not normalised."""
+        """Observations as tensors on the policy's device, not normalised."""
         device = self.device
         return {path: torch.from_numpy(values).to(device) for path, values in observations.items()}
 
     def actor(self, generator: torch.Generator) -> "Act":
-        """A function that samples actions while nothing else changes.
+        """A function that samples actions with the current weights and statistics.
 
-        observations [B, ...], memory or None, episode starts [B] -> actions as stored, actions as sent, memory after the step
+        observations [B, ...], LSTM state or None, episode starts [B] -> actions as stored, actions as sent, next LSTM state
         """
-        policy, device, normalise, send = self.policy, self.device, self.normaliser(), self.sender()
+        policy, device, normalise, convert = self.policy, self.device, self.normaliser(), self.action_converter()
 
         @torch.inference_mode()
-        def act(observations: Observations, memory: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
+        def act(observations: Observations, state: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
             inputs = normalise({path: torch.from_numpy(values).to(device) for path, values in observations.items()})
-            distribution, memory = policy.step(remembering(inputs, memory, starts))
+            distribution, state = policy.step(with_lstm_state(inputs, state, starts))
             actions = distribution.sample(generator).cpu()
-            return actions, send(actions), memory
+            return actions, convert(actions), state
 
         return act
 
-    def sender(self) -> Callable[[Tensor], Array]:
-        """What an environment gets for actions as stored."""
-        return sender_for(self.action_space, self.recipe.normalise.actions)
+    def action_converter(self) -> Callable[[Tensor], Array]:
+        """The function from actions as stored to actions for an environment."""
+        return action_converter(self.action_space, self.recipe.normalise.actions)
 
     @property
-    def unit_of_value(self) -> float:
-        """What 1 of the critic's V is in the task's rewards: the running standard deviation that they were divided by."""
+    def value_scale(self) -> float:
+        """The task's rewards per unit of the critic's V: the running standard deviation that rewards are divided by."""
         return 1.0 if self.reward_normaliser is None else 1 / float(self.reward_normaliser.scale)
 
     @torch.no_grad()
-    def values(self, observations: Mapping[str, Array], memory: Tensor | None = None, starts: Array | None = None) -> Tensor:
-        """V of the leaves of observations [..., *leaf] as a tensor on the policy's device, in units of (normalised) rewards.
+    def values(self, observations: Mapping[str, Array], state: Tensor | None = None, starts: Array | None = None) -> Tensor:
+        """V of observations [..., *part] as a tensor on the policy's device, in units of (normalised) rewards.
 
-        With memory [N, ...] the observations are [N, *leaf]; ``starts`` [N] is False everywhere where it is not given.
+        With an LSTM state [N, ...] the observations are [N, *part]; ``starts`` [N] defaults to False.
         """
         inputs = self.normaliser()(self.tensors(observations))
-        if memory is not None and starts is None:
-            starts = np.zeros(len(memory), bool)
-        return self.policy.values(remembering(inputs, memory, starts))
+        if state is not None and starts is None:
+            starts = np.zeros(len(state), bool)
+        return self.policy.values(with_lstm_state(inputs, state, starts))
 
     @torch.inference_mode()
     def predict(
@@ -133,123 +135,122 @@ class Agent(nn.Module):
         deterministic: bool = False,
         action_mask: Any = None,
     ) -> tuple[Any, Any]:
-        """The action for one observation, or actions for several [B, ...], and what the policy remembers (None without LSTM).
+        """The action for one observation, or actions for several [B, ...], and the LSTM state (None without LSTM).
 
-        The signature is Stable-Baselines3's, so that its tools work on agents from here. Observations come as the environment
-        gives them: an array, or a dict or tuple of them. ``deterministic`` takes the likeliest action instead of sampling.
-        ``state`` is what the step before returned, None at first; ``episode_start``, one flag or [B], makes it forgotten.
-        ``action_mask`` [choices] or [B, choices] is True where an action may be taken; without it all may.
+        The signature is Stable-Baselines3's, so its tools work with these agents. Pass observations as the environment returns
+        them: an array, or a dict or tuple of arrays. ``deterministic`` takes the likeliest action instead of sampling.
+        ``state`` is the state that the last step returned, None at first; ``episode_start``, one flag or [B], resets it.
+        ``action_mask`` [choices] or [B, choices] is True where an action is allowed; without it all are.
         Raises SurefootError for an observation or a mask of the wrong shape, and for an observation that is not finite.
         """
-        leaves_, batch = self.read(observation)
+        observations, batch = self.read(observation)
         if action_mask is not None:
             try:
-                leaves_[MASK] = read_mask(action_mask, choices(self.action_space), batch)
-            except Misfit as misfit:
-                raise SurefootError(f"action_mask: is {misfit}") from None
-        inputs, single = self._remembering(leaves_, batch, state, episode_start)
-        distribution, memory = self.policy.step(inputs)
+                observations[MASK] = read_mask(action_mask, choices(self.action_space), batch)
+            except SpaceError as error:
+                raise SurefootError(f"action_mask: is {error}") from None
+        inputs, single = self._policy_inputs(observations, batch, state, episode_start)
+        distribution, next_state = self.policy.step(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(self.generator)
-        sent = self.sender()((actions.squeeze(0) if single else actions).cpu())
-        return (
-            sent[()] if isinstance(self.action_space, spaces.Discrete) else sent
-        ), state if memory is None else memory.cpu().numpy()
+        sent = self.action_converter()((actions.squeeze(0) if single else actions).cpu())
+        sent = sent[()] if isinstance(self.action_space, spaces.Discrete) else sent
+        return sent, state if next_state is None else next_state.cpu().numpy()
 
     def value(self, observation: Any, state: Any = None, episode_start: Any = None) -> Any:
-        """V(s) of one observation (a float) or of several (an array [B]): the discounted return that the critic expects, in
-        the task's own rewards, normalised or not (what normalise.clip cut off aside). State and starts as in ``predict``.
+        """V(s) of one observation (a float) or of several (an array [B]): the discounted return that the critic expects.
+
+        Its unit is the task's own rewards, even if training normalised them. State and starts are as in ``predict``.
 
         Raises SurefootError when the agent was trained without a critic, or for an observation of the wrong shape.
         """
         if self.policy.critic_head is None:
             raise SurefootError(f"value: {self.recipe.algorithm} has no critic; train with objective.baseline = 'critic'")
         with torch.inference_mode():
-            inputs, single = self._remembering(*self.read(observation), state, episode_start)
-            values = self.policy.values(inputs).cpu().numpy() * self.unit_of_value
+            inputs, single = self._policy_inputs(*self.read(observation), state, episode_start)
+            values = self.policy.values(inputs).cpu().numpy() * self.value_scale
         values = values[0] if single else values
         return float(values) if values.ndim == 0 else values
 
-    def _remembering(
-        self, leaves_: Observations, batch: tuple[int, ...], state: Any, episode_start: Any
+    def _policy_inputs(
+        self, observations: Observations, batch: tuple[int, ...], state: Any, episode_start: Any
     ) -> tuple[dict[str, Tensor], bool]:
-        """Normalised inputs of a step, and whether a single observation was made a batch of one for the memory's sake."""
-        inputs = self.normaliser()(self.tensors(leaves_))
+        """Normalised inputs of a step, and whether a single observation became a batch of one for the LSTM."""
+        inputs = self.normaliser()(self.tensors(observations))
         single = self.policy.actor_memory is not None and batch == ()
         if single:
             inputs = {path: x.unsqueeze(0) for path, x in inputs.items()}
         count = batch[0] if batch else 1
-        memory = self.policy.nothing_remembered(count)
-        if memory is None:
+        initial = self.policy.initial_lstm_state(count)
+        if initial is None:
             return inputs, False
         try:
             starts = np.asarray(False if episode_start is None else episode_start, bool).reshape(-1)
-            given = None if state is None else torch.from_numpy(np.array(state, np.float32)).to(memory)
+            lstm_state = initial if state is None else torch.from_numpy(np.array(state, np.float32)).to(initial)
         except (TypeError, ValueError, OverflowError) as error:
-            raise SurefootError(f"state, episode_start: {error}; give what predict returned, and flags") from None
+            raise SurefootError(f"state, episode_start: {error}; pass the state that predict returned, and flags") from None
         if len(starts) not in (1, count):
             raise SurefootError(
-                f"episode_start: has {len(starts)} flags for {count} observations; give one each, or one for all"
+                f"episode_start: has {len(starts)} flags for {count} observations; pass one per observation, or one for all"
             )
         starts = np.broadcast_to(starts, count)
-        if given is not None:
-            if given.shape != memory.shape:
-                raise SurefootError(
-                    f"state: has shape {tuple(given.shape)}; for these observations it is {tuple(memory.shape)}"
-                )
-            memory = given
-        return remembering(inputs, memory, starts), single
+        if lstm_state.shape != initial.shape:
+            shape, expected = tuple(lstm_state.shape), tuple(initial.shape)
+            raise SurefootError(f"state: has shape {shape}; these observations need {expected}")
+        return with_lstm_state(inputs, lstm_state, starts), single
 
     def read(self, observation: Any) -> tuple[Observations, tuple[int, ...]]:
-        """The leaves of one observation, or of several, and their leading shape: () or (B,)."""
-        found: Observations = {}
+        """The parts of one observation, or of several, and their leading shape: () or (B,)."""
+        observations: Observations = {}
         batches = set()
-        for path, leaf in self.leaves.items():
+        for path, part in self.parts.items():
             try:
-                part = leaf.part_of(observation)
-                part = leaf.array_of(part) if isinstance(part, (list, tuple)) else part
-                array = as_float32(part) if leaf.vector else np.asarray(part)
-                batch = array.shape[: array.ndim - len(leaf.shape)]
-                if array.shape[len(batch) :] != leaf.shape or len(batch) > 1:
-                    raise SurefootError(f"{path}: has shape {array.shape}; this agent takes {leaf.shape}, or a batch of them")
-                if not leaf.vector:
-                    leaf.check_kind(array)
+                value = part.select(observation)
+                value = part.array_of(value) if isinstance(value, (list, tuple)) else value
+                array = as_float32(value) if part.vector else np.asarray(value)
+                batch = array.shape[: array.ndim - len(part.shape)]
+                if array.shape[len(batch) :] != part.shape or len(batch) > 1:
+                    raise SurefootError(f"{path}: has shape {array.shape}; this agent takes {part.shape}, or a batch of them")
+                if not part.vector:
+                    part.check_kind(array)
                 elif not np.isfinite(array).all():
-                    raise SurefootError(f"{path}: is {NOT_FINITE}; agents learn what finite observations mean")
-            except Misfit as misfit:
-                raise SurefootError(f"observation: is {misfit}") from None
+                    raise SurefootError(f"{path}: is {NOT_FINITE}; pass finite observations")
+            except SpaceError as error:
+                raise SurefootError(f"observation: is {error}") from None
             except (TypeError, ValueError) as error:
                 raise error if isinstance(error, SurefootError) else SurefootError(f"{path}: {error}") from None
-            found[path] = array.astype(leaf.dtype, copy=False)
+            observations[path] = array.astype(part.dtype, copy=False)
             batches.add(batch)
         if len(batches) > 1:
-            raise SurefootError(f"observation: its leaves are of {len(batches)} batch sizes: {sorted(batches)}")
-        return found, batches.pop()
+            raise SurefootError(f"observation: its parts have {len(batches)} batch sizes: {sorted(batches)}")
+        return observations, batches.pop()
 
     def trees(self) -> dict[str, Any]:
-        """What a checkpoint holds of an agent."""
+        """The agent's part of a checkpoint."""
         spaces_ = {"observation": space_to_json(self.observation_space), "action": space_to_json(self.action_space)}
         return {"agent": self.state_dict(), "recipe": to_table(self.recipe), "spaces": {**spaces_, "masked": self.masked}}
 
     def save(self, folder: str | Path) -> None:
-        """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces, recipe; no pickle."""
+        """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces and recipe; no pickle."""
         save_checkpoint(Path(folder), self.trees())
 
     @classmethod
     def from_trees(cls, trees: dict[str, Any], where: Path) -> "Agent":
-        """The agent that a checkpoint holds; SurefootError where weights and recipe don't fit."""
+        """The agent of a checkpoint; SurefootError if weights and recipe don't fit."""
         require(trees, ("agent", "recipe", "spaces"), where)
         recipe = control_recipe({**trees["recipe"], "device": "cpu"})
         with made_from(where):
             observation, action = (space_from_json(trees["spaces"][name]) for name in ("observation", "action"))
             agent = cls.for_spaces(recipe, observation, action, recipe.task)
-            agent.masked = trees["spaces"].get("masked")  # older checkpoints don't say
+            agent.masked = trees["spaces"].get("masked")  # absent in older checkpoints
             load_weights(agent, trees["agent"], where)
-            agent._lay_out()
+            agent._flatten_parameters()
         return agent
 
-    def _lay_out(self) -> None:
-        """Put the weights where a learner has them in memory, side by side in its groups: some processors round a product by
-        where its numbers lie, and a loaded agent gives the very numbers of the trained one.
+    def _flatten_parameters(self) -> None:
+        """Lay the weights out in memory as a learner does, one flat buffer per group.
+
+        On some processors the rounding of a product depends on memory alignment, so only then does a loaded agent give the
+        same numbers as the trained one.
         """
         critic_rate = self.recipe.optimizer.critic_learning_rate is not None
         for group in parameter_groups(self.policy, self.recipe.objective, critic_rate).values():
@@ -258,8 +259,72 @@ class Agent(nn.Module):
                 parameter.grad = None
 
 
-def remembering(inputs: dict[str, Tensor], memory: Tensor | None, starts: Array | None) -> dict[str, Tensor]:
-    """The inputs of a policy with memory; without, the inputs as they are."""
-    if memory is None:
+def with_lstm_state(inputs: dict[str, Tensor], state: Tensor | None, starts: Array | None) -> dict[str, Tensor]:
+    """The inputs with the LSTM state and episode starts added; unchanged without a state."""
+    if state is None:
         return inputs
-    return inputs | {REMEMBERED: memory, STARTS: torch.tensor(starts, device=memory.device)}
+    return inputs | {LSTM_STATE: state, EPISODE_STARTS: torch.tensor(starts, device=state.device)}
+
+
+class CompiledActor:
+    """Samples an agent's actions with one compiled program; without LSTM, on the CPU, for a fixed number of observations.
+
+    For a single observation, a small network spends most of its time outside the arithmetic. The program is traced from the
+    same code and uses the same noise, so it samples the same actions, up to rounding.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.program: Program | None = None
+        self.distribution: ReparameterisedSampling
+        """of some observations: it has the shape of the noise"""
+
+    def actor(self, generator: torch.Generator) -> Act:
+        """The function that ``Agent.actor`` returns, compiled at its first call.
+
+        That call raises SurefootError without a C++ compiler or if the policy can't be traced.
+        """
+        agent = self.agent
+        acting = _Acting(agent)
+        critic = {id(p) for p in agent.policy.critic_parameters()}
+        named = {name: x.detach() for name, x in (*acting.named_parameters(), *acting.named_buffers()) if id(x) not in critic}
+        values, convert, paths = (
+            list(named.values()),
+            agent.action_converter(),
+            [*agent.parts, *([MASK] if agent.masked else [])],
+        )
+
+        def act(observations: Observations, state: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
+            inputs = [torch.from_numpy(observations[path]) for path in paths]
+            if self.program is None:
+                self.program = self._compiled(acting, list(named), paths, [*values, *inputs])
+            (actions,) = self.program([*values, *inputs, self.distribution.noise(generator)])
+            return actions, convert(actions), state
+
+        return act
+
+    def _compiled(self, acting: "_Acting", names: list[str], paths: list[str], arguments: list[Tensor]) -> Program:
+        def act(*tensors: Tensor) -> tuple[Tensor, ...]:
+            observations = dict(zip(paths, tensors[len(names) : -1], strict=True))
+            return (functional_call(acting, dict(zip(names, tensors, strict=False)), (observations, tensors[-1])),)
+
+        with torch.no_grad():
+            self.distribution = acting.distribution(dict(zip(paths, arguments[len(names) :], strict=True)))
+        return program_of(act, [*arguments, self.distribution.noise(torch.Generator())])
+
+
+class _Acting(nn.Module):
+    """An agent's computation from observations to actions, as a module."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.policy, self.normaliser = agent.policy, agent.observation_normaliser
+
+    def distribution(self, observations: dict[str, Tensor]) -> ReparameterisedSampling:
+        """[B, *part] each -> over [B]"""
+        inputs = observations if self.normaliser is None else self.normaliser(observations)
+        distribution: ReparameterisedSampling = self.policy.step(inputs)[0]
+        return distribution
+
+    def forward(self, observations: dict[str, Tensor], noise: Tensor) -> Tensor:
+        return self.distribution(observations).transform(noise)

@@ -1,26 +1,31 @@
-"""How good an agent is: whole episodes, each from its own seed, with the normalisers frozen."""
+"""Evaluate agents: whole episodes, each with its own seed and frozen normalisers; or one greedy episode step by step."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 
-from surefoot.control.agent import Agent, remembering
-from surefoot.control.environments.faults import GO_ON
-from surefoot.control.environments.looped import (
-    LoopedEnvironments,
-    MakeEnvironment,
-    make_environments,
-    task_name,
+from surefoot.control.agent import Agent, with_lstm_state
+from surefoot.control.environments.factory import make_environments, task_name
+from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, episode_seed
+from surefoot.control.environments.observations import (
+    RESUME_OR_REPEAT,
+    non_finite,
+    not_finite_message,
+    score_and_life,
 )
-from surefoot.control.environments.observations import broken_parts, not_finite
+from surefoot.control.spaces import MASK, Array
 from surefoot.core.seeding import stream
 from surefoot.errors import NotFiniteError, SurefootError
 
-SIDE_BY_SIDE = 10
-LONGEST_EPISODE = 1_000_000
-"""steps after which an episode is taken for one that never ends"""
+EVALUATION_ENVIRONMENTS = 10
+"""environments that step together, at most"""
+MAX_EPISODE_STEPS = 1_000_000
+"""steps after which an episode counts as endless"""
 
 
 @dataclass(frozen=True)
@@ -51,23 +56,18 @@ def evaluate_agent(
 ) -> EvaluationResult:
     """Run ``episodes`` whole episodes, the likeliest action at every step unless ``deterministic`` is False.
 
-    Episode i is reset from (seed, i mod width, i div width, "evaluation"): the same call always gives the same result, on
-    episodes that training has not seen.
+    Episode i is reset with the seed of (seed, i mod width, i div width, "evaluation"), with width the number of environments.
+    The same call always gives the same result, on episodes that training has not seen.
     Raises SurefootError when the task's spaces are not the agent's.
     """
     if episodes < 1:
         raise SurefootError(f"episodes={episodes}: must be at least 1")
-    width = min(episodes, SIDE_BY_SIDE)
+    width = min(episodes, EVALUATION_ENVIRONMENTS)
     environments = make_environments(task, arguments, width, seed, "evaluation")
     try:
         if not isinstance(environments, LoopedEnvironments):
             raise SurefootError(f"task={task_name(task)!r}: evaluation needs single environments, not a vector environment")
-        spaces = (environments.observation_space, environments.action_space)
-        if spaces != (agent.observation_space, agent.action_space):
-            raise SurefootError(
-                f"task={task_name(task)!r}: has spaces {spaces}, the agent was trained on "
-                f"({agent.observation_space}, {agent.action_space})"
-            )
+        check_same_spaces(agent, environments, task_name(task))
         return _run(agent, environments, episodes, seed, deterministic)
     finally:
         environments.close()
@@ -79,28 +79,29 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
     returns: list[list[float]] = [[] for _ in range(width)]
     lengths: list[list[int]] = [[] for _ in range(width)]
     running, length = np.zeros(width), np.zeros(width, np.int64)
-    normalise, send, policy = agent.normaliser(), agent.sender(), agent.policy
+    normalise, convert, policy = agent.normaliser(), agent.action_converter(), agent.policy
     generator = stream(seed, "evaluation")
     observations = environments.reset()
-    memory, starts = policy.nothing_remembered(width), np.ones(width, bool)
-    _check(environments.name, broken_parts(observations, None, {}), length)
+    lstm_state, starts = policy.initial_lstm_state(width), np.ones(width, bool)
+    _check(environments.name, non_finite(observations, None, {}), length)
     while (active := quota > 0).any():
-        distribution, memory = policy.step(remembering(normalise(agent.tensors(observations)), memory, starts))
+        inputs = with_lstm_state(normalise(agent.tensors(observations)), lstm_state, starts)
+        distribution, lstm_state = policy.step(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(generator)
-        step = environments.step(send(actions.cpu()), active)
+        step = environments.step(convert(actions.cpu()), active)
         running += step.rewards if step.scores is None else step.scores
         length += active
-        _check(environments.name, broken_parts(step.observations, step.rewards, step.final_observations), length)
-        starts = step.over
+        _check(environments.name, non_finite(step.observations, step.rewards, step.final_observations), length)
+        starts = step.done
         for index in np.flatnonzero(starts):
             returns[index].append(float(running[index]))
             lengths[index].append(int(length[index]))
             running[index], length[index] = 0.0, 0
             quota[index] -= 1
-        if length.max() >= LONGEST_EPISODE:
+        if length.max() >= MAX_EPISODE_STEPS:
             raise SurefootError(
-                f"task={environments.name!r}: an episode did not end within {LONGEST_EPISODE:,} steps of evaluation; limit it "
-                "(gymnasium.wrappers.TimeLimit, or max_episode_steps), or set evaluation.episodes = 0"
+                f"task={environments.name!r}: an episode did not end within {MAX_EPISODE_STEPS:,} steps of evaluation; limit "
+                "it (gymnasium.wrappers.TimeLimit, or max_episode_steps), or set evaluation.episodes = 0"
             )
         observations = step.observations
     ordered = [(returns[i % width][i // width], lengths[i % width][i // width]) for i in range(episodes)]
@@ -119,6 +120,79 @@ def _check(name: str, bad: dict[int, str], length: Any) -> None:
     if bad:
         index, what = next(iter(bad.items()))
         raise NotFiniteError(
-            f"{not_finite(name, what, index, length[index])}, in an evaluation; mend the "
-            f"environment, or take another evaluation.seed (--seed of a command), then {GO_ON}"
+            f"{not_finite_message(name, what, index, length[index])}, in an evaluation; fix the "
+            f"environment, or set another evaluation.seed (--seed of a command), then {RESUME_OR_REPEAT}"
+        )
+
+
+@dataclass(frozen=True)
+class EpisodeStep:
+    """The state of an episode after ``step`` steps; step 0 is the reset."""
+
+    step: int
+    observation: Any
+    """as the environment returned it"""
+    reward: float
+    """true score of the last step"""
+    total: float
+    """the return so far"""
+    done: bool
+    """terminated or truncated"""
+    mask: Array | None = None
+    """action mask [choices] as the environment returned it; None without one, or when no action follows"""
+
+
+def greedy_episode(
+    agent: Agent, environment: gymnasium.Env[Any, Any], name: str, seed: int, episode: int, limit: int
+) -> Iterator[EpisodeStep]:
+    """Reset, then take the likeliest action until the episode ends or ``limit`` steps are taken; yield every state.
+
+    Episode i is the i-th that ``surefoot evaluate`` runs with this seed, whatever the number of episodes.
+    Raises SurefootError, naming the step, when the environment fails.
+    """
+    first = episode_seed(seed, episode % EVALUATION_ENVIRONMENTS, episode // EVALUATION_ENVIRONMENTS, "evaluation")
+    try:
+        observation, info = environment.reset(seed=first)
+    except Exception as error:
+        raise _failure(name, error, "reset()", episode, 0) from error
+    at, state = EpisodeStep(0, observation, 0.0, 0.0, False, info.get(MASK)), None
+    yield at
+    while not at.done and at.step < limit:
+        mask = None if at.mask is None else np.asarray(at.mask)[None]
+        actions, state = agent.predict(
+            _batch_of_one(agent.observation_space, at.observation), state, deterministic=True, action_mask=mask
+        )
+        action = actions[0]
+        action = int(action) if isinstance(agent.action_space, spaces.Discrete) else action
+        step = at.step + 1
+        try:
+            observation, reward, terminated, truncated, info = environment.step(action)
+            score, _ = score_and_life(info, float(reward))
+        except Exception as error:
+            raise _failure(name, error, "step()", episode, step) from error
+        done = bool(terminated or truncated)
+        at = EpisodeStep(step, observation, score, at.total + score, done, None if done else info.get(MASK))
+        yield at
+
+
+def _batch_of_one(space: gymnasium.Space[Any], observation: Any) -> Any:
+    """The observation as a batch, as in evaluation: the last bits of a matrix product depend on that."""
+    if isinstance(space, spaces.Dict):
+        return {key: _batch_of_one(part, observation[key]) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_batch_of_one(part, value) for part, value in zip(space.spaces, observation, strict=True))
+    return np.asarray(observation)[None]
+
+
+def _failure(name: str, error: Exception, call: str, episode: int, step: int) -> SurefootError:
+    what = f"raised {type(error).__name__}: {error} in {call}"
+    return SurefootError(f"task={name!r}: {what}, episode {episode}, step {step}; fix the environment")
+
+
+def check_same_spaces(agent: Agent, environment: gymnasium.Env[Any, Any] | LoopedEnvironments, name: str) -> None:
+    """Raise SurefootError unless the environment has the spaces that the agent was trained on."""
+    spaces_ = (environment.observation_space, environment.action_space)
+    if spaces_ != (agent.observation_space, agent.action_space):
+        raise SurefootError(
+            f"task={name!r}: has spaces {spaces_}, the agent was trained on ({agent.observation_space}, {agent.action_space})"
         )

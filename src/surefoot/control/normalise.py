@@ -1,12 +1,19 @@
-"""Running normalisers. They belong to the agent: saved with it, frozen within a rollout and in evaluation."""
+"""What lies between a policy and its environment: running normalisers, and the conversion of sampled actions.
+
+Normalisers belong to the agent: saved with it, frozen within a rollout and in evaluation.
+"""
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
+from surefoot.control.spaces import Array
 from surefoot.core.distributed import all_sum, merge_across_ranks
 from surefoot.functional import Moments, masked_moments, merge_moments
 
@@ -14,7 +21,7 @@ Normalise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of all that was seen, in float64. Buffers, so that they are saved and moved with the agent."""
+    """Running mean and variance in float64, as buffers, so that they are saved and moved with the agent."""
 
     def __init__(self, shape: tuple[int, ...], clip: float) -> None:
         super().__init__()
@@ -29,17 +36,14 @@ class RunningMoments(nn.Module):
     def update(self, x: Tensor, mask: Tensor) -> None:
         """Add the kept entries of a batch, of all ranks.   [B, T, *shape], [B, T]"""
         new = merge_across_ranks(masked_moments(x.double(), mask))
-        seen = Moments(self.count, self.mean, self.var)
-        merged = merge_moments(seen, Moments(new.n.max(), new.mean, new.var))
-        for buffer, value in zip(seen, merged, strict=True):
+        old = Moments(self.count, self.mean, self.var)
+        merged = merge_moments(old, Moments(new.n.max(), new.mean, new.var))
+        for buffer, value in zip(old, merged, strict=True):
             buffer.copy_(value)
 
-    def at_limit(self, x: Tensor, mask: Tensor) -> float:
-        """The share of the kept normalised entries of all ranks that are at ±clip: what the network can't tell apart.
-
-        x  [B, T, *], mask [B, T]
-        """
-        return share_of(x[mask].abs() >= self.clip)
+    def clipped_fraction(self, x: Tensor, mask: Tensor) -> float:
+        """The share of the kept normalised entries, of all ranks, that are at ±clip.   [B, T, *], [B, T]"""
+        return true_fraction(x[mask].abs() >= self.clip)
 
     @property
     def scale(self) -> Tensor:
@@ -50,7 +54,7 @@ class RunningMoments(nn.Module):
 class ObservationNormaliser(RunningMoments):
     """(o − μ)/σ of every number, clipped to ±clip.   [..., *shape] each
 
-    ``shapes`` names the leaves that are vectors of numbers. Other leaves (images, choices, masks) pass through untouched.
+    ``shapes`` are the parts to normalise. Other parts (images, choices, masks) pass unchanged.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], clip: float) -> None:
@@ -66,14 +70,14 @@ class ObservationNormaliser(RunningMoments):
         self.update(parts[0] if len(parts) == 1 else torch.cat(parts, -1), mask)
 
     def forward(self, observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Normalise with the statistics as they stand."""
+        """Normalise with the current statistics."""
         return self.frozen()(observations)
 
     def frozen(self) -> Normalise:
-        """The same as a function that later updates don't change, prepared once for a loop over single observations."""
+        """A function that normalises with the current statistics, whatever updates follow; prepared for many calls."""
         clip, sizes = self.clip, [math.prod(shape) for shape in self.shapes.values()]
         pieces = zip(self.shapes.items(), torch.split(self.mean.float(), sizes), torch.split(self.scale, sizes), strict=True)
-        # Copies, because torch can't be sure how to save tensors that are parts of one (in an exported agent).
+        # Copies: torch.export can't save tensors that share storage.
         prepared = [(path, mean.reshape(shape).clone(), scale.reshape(shape).clone()) for (path, shape), mean, scale in pieces]
 
         def normalise(observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,7 +93,7 @@ class ObservationNormaliser(RunningMoments):
 class RewardNormaliser(RunningMoments):
     """r divided by the running standard deviation of the discounted return, clipped to ±clip.
 
-    The discounted return runs forward in time within an episode and is 0 again after any end, truncations included.
+    The discounted return runs forward in time within an episode and restarts at 0 after any end, truncations included.
     """
 
     def __init__(self, gamma: float, clip: float) -> None:
@@ -97,26 +101,26 @@ class RewardNormaliser(RunningMoments):
         self.gamma = gamma
 
     def forward(self, rewards: Tensor) -> Tensor:
-        """Scale with the statistics as they stand."""
+        """Scale with the current statistics."""
         return (rewards * self.scale).clamp(-self.clip, self.clip)
 
     def observe(self, rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tensor) -> Tensor:
-        """Add a rollout's rewards; give the discounted return to carry into the next.   [B, T] … [B] float64 -> [B]"""
+        """Add a rollout's rewards; return the discounted return to carry into the next.   [B, T] … [B] float64 -> [B]"""
         running, carried = running_returns(rewards, ended, mask, carried, self.gamma)
         self.update(running, mask)
         return carried
 
 
-def share_of(held: Tensor) -> float:
-    """The share of the entries, of all ranks, that are true; NaN where there are none."""
-    true, count = all_sum(torch.stack([held.sum(), torch.tensor(held.numel(), device=held.device)])).tolist()
+def true_fraction(x: Tensor) -> float:
+    """The share of the entries, of all ranks, that are true; NaN without entries."""
+    true, count = all_sum(torch.stack([x.sum(), torch.tensor(x.numel(), device=x.device)])).tolist()
     return true / count if count else math.nan
 
 
 def running_returns(rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """g_t = r_t + γ g_{t−1} over kept steps, begun anew after every end, and g to carry on.   [B, T], [B] -> [B, T], [B]
+    """g_t = r_t + γ g_{t−1} over kept steps, restarted after every end, and g to carry on.   [B, T], [B] -> [B, T], [B]
 
-    ``carried`` is g before the first step. float64; what is not kept changes nothing.
+    ``carried`` is g before the first step. float64; steps that are not kept change nothing.
     """
     r, end, keep, g = rewards.double().numpy(), ended.numpy(), mask.numpy(), carried.double().numpy()
     running = np.zeros_like(r)
@@ -125,3 +129,70 @@ def running_returns(rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tenso
         running[:, t] = g
         g = np.where(end[:, t] & keep[:, t], 0.0, g)
     return torch.from_numpy(running), torch.from_numpy(g)
+
+
+# ---- actions ----------------------------------------------------------------------------------------------------------
+
+
+class ActionBounds:
+    """Rescales and clips actions to the bounds of a Box.
+
+    rescaled   map [−1, 1] of the policy to [low, high] where both are finite; otherwise only clip
+
+    An entry with bounds −1 and 1, or with a bound on one side only, is not rescaled, to the last bit.
+    """
+
+    def __init__(self, space: spaces.Box, rescaled: bool) -> None:
+        ends = low, high = space.low.reshape(-1), space.high.reshape(-1)
+        self.low, self.high = torch.from_numpy(low), torch.from_numpy(high)
+        bounded = [_is_bound(end) for end in ends]
+        self.bounded, self.finite = torch.from_numpy(bounded[0] | bounded[1]), torch.from_numpy(bounded[0] & bounded[1])
+        """[d] each: whether there is a bound on any side, and on both sides"""
+        moved = self.finite.numpy() & ((low != -1) | (high != 1)) & rescaled
+        self.rescales, self.rescaled = bool(moved.any()), torch.from_numpy(moved)
+        below, above = (np.where(moved, end, 0).astype(np.float64) / 2 for end in ends)
+        kind = np.result_type(np.float32, space.dtype)
+        self.centre, self.half_range = (torch.from_numpy(x.astype(kind)) for x in (above + below, above - below))
+
+    def rescale(self, actions: Tensor) -> Tensor:
+        """[..., d] as sampled -> in the environment's units, not clipped"""
+        if not self.rescales:
+            return actions
+        return torch.where(self.rescaled, self.centre + self.half_range * actions, actions)
+
+    def apply(self, actions: Tensor) -> Tensor:
+        """[..., d] as sampled -> in the environment's units, rescaled and clipped"""
+        return torch.minimum(torch.maximum(self.rescale(actions), self.low), self.high)
+
+    def clipped(self, actions: Tensor) -> Tensor:
+        """Which entries are clipped, of those that have a bound.   [..., d] as sampled -> [..., bounded]"""
+        x = self.rescale(actions)
+        return ((x < self.low) | (x > self.high))[..., self.bounded]
+
+
+def _is_bound(ends: Array) -> Array:
+    """Where a Box's lows, or highs, are a bound: some spaces write "no bound" as the largest float."""
+    largest = min(np.finfo(ends.dtype).max.astype(np.float64), np.finfo(np.float32).max.astype(np.float64))
+    is_bound: Array = np.abs(ends.astype(np.float64)) < largest
+    return is_bound
+
+
+def action_converter(space: gymnasium.Space[Any], rescaled: bool) -> Callable[[Tensor], Array]:
+    """A function from actions as stored to actions for an environment: within a Box's bounds, from a space's start, shaped.
+
+    The result is a copy, because an environment may change its argument.
+    """
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return lambda actions: (actions.numpy() + start).astype(space.dtype, copy=False)
+    if isinstance(space, spaces.Box):
+        bounds = ActionBounds(space, rescaled)
+        if len(space.shape) == 1 and space.dtype == np.float32:
+            return lambda actions: bounds.apply(actions).numpy()
+        return lambda actions: _shaped(bounds.apply(actions).numpy(), space)
+    first = space.start.reshape(-1) if isinstance(space, spaces.MultiDiscrete) else 0
+    return lambda actions: _shaped(actions.numpy() + first, space)
+
+
+def _shaped(actions: Array, space: Any) -> Array:
+    return actions.reshape(actions.shape[:-1] + space.shape).astype(space.dtype, copy=False)

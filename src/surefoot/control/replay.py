@@ -1,8 +1,7 @@
-"""A traced episode, once more: what began it, what led to the traced steps, and whether a replay is the same episode.
+"""Replay traced episodes: record where traced steps come from, repeat them later, and check that the replay is the same.
 
-Traces of control hold no pictures, and nothing is drawn while an agent learns. But an episode is a function of its seed and
-its actions, as exact resume has it; so it can be run again later, and be drawn then. A digest of what was observed in training
-tells whether the replay is the episode that was learned from.
+Traces contain no frames, and training renders nothing. An episode is a function of its seed and actions, so it can be
+replayed and rendered later. A digest of the observations in training shows whether the replay is the same episode.
 """
 
 import hashlib
@@ -15,66 +14,66 @@ import torch
 from torch import Tensor
 
 from surefoot.control.environments.looped import LoopedEnvironments, episode_seed
-from surefoot.control.episodes import Moment
+from surefoot.control.evaluate import EpisodeStep
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import Rollout
 from surefoot.core.traces import TracedRow
 from surefoot.errors import SurefootError
 
-LONGEST_LEAD = 20_000
-"""steps from a reset to the first traced one, beyond which nothing is noted: a trace would be mostly that"""
+MAX_ACTIONS_BEFORE = 20_000
+"""largest number of actions before the first traced step that a trace keeps"""
 
-NO_ORIGIN = "it does not say how to replay it: of a vector environment, too long after a reset, or of an older version"
+NOT_REPLAYABLE = "it can't be replayed: it is from a vector environment, too long after a reset, or from an older version"
 
 
-class NotTheSameError(SurefootError):
-    """A traced episode that can't be replayed, or a replay that came out otherwise."""
+class ReplayMismatchError(SurefootError):
+    """A traced episode can't be replayed, or its replay differs."""
 
 
 @runtime_checkable
 class Replayable(Protocol):
-    """Environments that are reset with ``episode_seed`` and remember what was done since."""
+    """Environments that are reset with ``episode_seed`` and log the actions since."""
 
     def mark(self) -> None:
-        """A rollout begins."""
+        """Remember where the current episodes stand; a rollout begins."""
         ...
 
-    def led_to_mark(self, index: int) -> tuple[int, Array]:
-        """The episode under way in an environment at the last mark, and its actions up to there, as they were sent."""
+    def actions_before_mark(self, index: int) -> tuple[int, Array]:
+        """The episode of an environment at the last mark, and the actions sent to it before the mark."""
         ...
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the last rollout's environments showed, before any normalisation."""
+class RawRollout:
+    """The last rollout before normalisation."""
 
     observations: Observations
-    """leaves [B, T, ...]"""
-    over: Array
-    """[B, T] True where an episode ended; a lost life is no end"""
+    """parts [B, T, ...]"""
+    done: Array
+    """[B, T] True where an episode ended; a lost life does not end one"""
 
 
 def origin(
-    environments: Any, rollout: Rollout, seen: Seen, row: int, steps: slice, send: Callable[[Tensor], Array], seed: int
+    environments: Any, rollout: Rollout, raw: RawRollout, row: int, steps: slice, send: Callable[[Tensor], Array], seed: int
 ) -> dict[str, Any]:
-    """Where some steps of a rollout come from, for ``TracedRow.about``; nothing where that can't be replayed.
+    """How to replay some steps of a rollout, for ``TracedRow.about``; empty if they can't be replayed.
 
-    episode    which one of its environment
-    step       how many steps after the reset the first of these was taken
-    seed       that the episode was reset with
-    before     the actions that led there, as the environment got them [step, ...]
-    observed   SHA-256 of what was observed before each of these steps
+    episode    number of the episode in its environment
+    step       number of steps between the reset and the first of these
+    seed       the episode's seed
+    before     the actions sent to the environment before that [step, ...]
+    observed   SHA-256 of the observations before each of these steps
     """
     if not isinstance(environments, Replayable):
         return {}
-    episode, lead = environments.led_to_mark(row)
-    ends = np.flatnonzero(seen.over[row, : steps.start])
+    episode, lead = environments.actions_before_mark(row)
+    ends = np.flatnonzero(raw.done[row, : steps.start])
     since = int(ends[-1]) + 1 if len(ends) else 0
     before = np.zeros((0, *lead.shape[1:]), lead.dtype) if len(ends) else lead
     if steps.start > since:
         sent = send(rollout.actions[row, since : steps.start].cpu()).astype(lead.dtype)
         before = np.concatenate([before, sent]) if len(before) else sent
-    if len(before) > LONGEST_LEAD:
+    if len(before) > MAX_ACTIONS_BEFORE:
         return {}
     episode += len(ends)
     return {
@@ -82,29 +81,29 @@ def origin(
         "step": len(before),
         "seed": episode_seed(seed, row, episode),
         "before": torch.from_numpy(np.ascontiguousarray(before)),
-        "observed": digest({path: leaf[row, steps] for path, leaf in seen.observations.items()}),
+        "observed": digest({path: part[row, steps] for path, part in raw.observations.items()}),
     }
 
 
 def digest(observations: Mapping[str, Array]) -> str:
-    """SHA-256 of leaves [T, ...] in hexadecimal digits."""
+    """SHA-256 of observations [T, ...] in hexadecimal digits."""
     total = hashlib.sha256()
-    for path, leaf in sorted(observations.items()):
-        total.update(f"{path} {leaf.dtype.str} {leaf.shape} ".encode())
-        total.update(np.ascontiguousarray(leaf).tobytes())
+    for path, part in sorted(observations.items()):
+        total.update(f"{path} {part.dtype.str} {part.shape} ".encode())
+        total.update(np.ascontiguousarray(part).tobytes())
     return total.hexdigest()
 
 
-def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Tensor], Array]) -> Iterator[Moment]:
-    """The moments of a traced piece, the environment standing at each: before every step, and after the last.
+def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Tensor], Array]) -> Iterator[EpisodeStep]:
+    """Replay traced steps: yield before every step and after the last, while the environment is in that state.
 
-    environments   one, of the task and seed of the run
+    environments   one, with the task and seed of the run
 
-    Raises NotTheSameError as soon as it is another episode, in the end at the latest.
+    Raises ReplayMismatchError as soon as the replay differs; at the latest after the last step.
     """
     about = row.about
     if "observed" not in about:
-        raise NotTheSameError(NO_ORIGIN)
+        raise ReplayMismatchError(NOT_REPLAYABLE)
     environments.first, environments.episodes[0] = row.row, about["episode"] - 1
     environments.restart(0)
     first, total, score = about["step"], 0.0, 0.0
@@ -112,18 +111,18 @@ def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Ten
         _, terminated, truncated, score, _ = environments.act(0, action)
         total += score
         if terminated or truncated:
-            raise NotTheSameError(f"the replay ended after {t + 1} steps, the episode went on")
-    seen: list[Observations] = []
+            raise ReplayMismatchError(f"the replay ended after {t + 1} steps, the episode continued in training")
+    observations: list[Observations] = []
     for t, action in enumerate(send(row.actions)):
-        seen.append({path: leaf[0].copy() for path, leaf in environments.observations.items()})
-        yield Moment(first + t, None, score, total, False)
+        observations.append({path: part[0].copy() for path, part in environments.observations.items()})
+        yield EpisodeStep(first + t, None, score, total, False)
         reward, terminated, truncated, score, life_lost = environments.act(0, action)
         total += score
         now = float(np.float32(reward)), terminated or (life_lost and not truncated), truncated
-        then = float(row.reward_parts["environment"][t]), bool(row.terminated[t]), bool(row.truncated[t])
-        if now != then:
-            what = ("reward {:g}, terminated {}, truncated {}".format(*each) for each in (now, then))
-            raise NotTheSameError("step {} of the replay gave {}, in training {}".format(first + t + 1, *what))
-    if digest({path: np.stack([each[path] for each in seen]) for path in seen[0]}) != about["observed"]:
-        raise NotTheSameError("the replay showed other observations than training saw")
-    yield Moment(first + len(seen), None, score, total, True)
+        before = float(row.reward_parts["environment"][t]), bool(row.terminated[t]), bool(row.truncated[t])
+        if now != before:
+            what = ("reward {:g}, terminated {}, truncated {}".format(*each) for each in (now, before))
+            raise ReplayMismatchError("step {} of the replay gave {}, in training {}".format(first + t + 1, *what))
+    if digest({path: np.stack([each[path] for each in observations]) for path in observations[0]}) != about["observed"]:
+        raise ReplayMismatchError("the observations of the replay differ from those in training")
+    yield EpisodeStep(first + len(observations), None, score, total, True)

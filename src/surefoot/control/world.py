@@ -1,25 +1,34 @@
-"""Control's side of a run: environments, agent, collector, and how the agent is judged."""
+"""The control side of a run: environments by recipe, agent, collector, evaluation and the batch arithmetic."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+from gymnasium.vector import VectorEnv
+
 from surefoot.control.agent import Agent
-from surefoot.control.arithmetic import arithmetic
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments.backends import training_environments
-from surefoot.control.environments.looped import MakeEnvironment, task_name
+from surefoot.control.environments.atari import ATARI, make_atari_vector
+from surefoot.control.environments.factory import close_all, make_environments, making_error, task_name
+from surefoot.control.environments.looped import Environments, MakeEnvironment
+from surefoot.control.environments.vector import EnvPool, VectorEnvironments
+from surefoot.control.environments.workers import WorkerEnvironments, available_cores
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.replay import origin
 from surefoot.control.spaces import MASK
 from surefoot.core.distributed import check_device, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
+from surefoot.errors import SurefootError
 from surefoot.recipes.control import ControlRecipe
 from surefoot.runs.checkpoint import load_weights
 
 
 class ControlWorld:
-    """What a recipe of kind "control" is made of. ``task`` replaces the recipe's where it is a callable; ``count``, which is
-    for looking at a recipe and not for training by it, the number of its environments.
+    """The parts of a run of kind "control".
+
+    task    replaces the recipe's task if it is a callable
+    count   replaces the recipe's number of environments, to inspect a recipe without training
     """
 
     exports_model = False
@@ -48,7 +57,7 @@ class ControlWorld:
             )
             self.agent.masked = MASK in self.collector.observations
         except BaseException:
-            self.environments.close()  # nobody else could: no process is left behind
+            self.environments.close()  # leave no process behind
             raise
 
     @property
@@ -60,22 +69,22 @@ class ControlWorld:
         """Parameter counts and the batch arithmetic."""
         count = sum(p.numel() for p in self.policy.parameters())
         critic = sum(p.numel() for p in self.policy.critic_parameters())
-        return [f"parameters: {count:,} in all, {critic:,} of them in a separate critic", *arithmetic(self.recipe)]
+        return [f"parameters: {count:,} in all, {critic:,} of them in a separate critic", *batch_arithmetic(self.recipe)]
 
     def trees(self) -> dict[str, Any]:
-        """What a checkpoint holds of the trained thing itself."""
+        """The agent's part of a checkpoint."""
         return self.agent.trees()
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
-        """Take the agent's weights and the environments' places from a checkpoint; what could not be restored exactly."""
+        """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration."""
         load_weights(self.agent, trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
         lost = self.collector.lost
         if not lost:
             return []
         return [
-            f"environments {lost} of {task_name(self.task)} did not replay to the same observation: their episodes begin "
-            "anew, so this resume is not exact"
+            f"environments {lost} of {task_name(self.task)} did not replay to the same observation: they start new "
+            "episodes, so this resume is not exact"
         ]
 
     def evaluate(self) -> EvaluationReport | None:
@@ -83,19 +92,154 @@ class ControlWorld:
         settings = self.recipe.evaluation
         if not settings.episodes:
             return None
-        judged = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
-        return EvaluationReport(judged.mean_return, {"evaluation_return": judged.mean_return})
+        result = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
+        return EvaluationReport(result.mean_return, {"evaluation_return": result.mean_return})
 
     def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
-        """Where they come from, so that they can be replayed, and drawn then: ``surefoot watch RUN --traced last``."""
-        seen = self.collector.seen
-        assert seen is not None, "a rollout was collected"
-        return origin(self.environments, rollout, seen, row, steps, self.agent.sender(), self.recipe.seed)
+        """How to replay these steps, for ``surefoot watch RUN --traced last``."""
+        raw = self.collector.raw
+        assert raw is not None, "a rollout was collected"
+        return origin(self.environments, rollout, raw, row, steps, self.agent.action_converter(), self.recipe.seed)
 
     def finish(self, folder: Path) -> list[str]:
-        """Nothing: checkpoints hold all of an agent."""
+        """Write nothing: checkpoints contain all of an agent."""
         return []
 
     def close(self) -> None:
         """Close the environments."""
         self.environments.close()
+
+
+# ---- environments of a recipe -----------------------------------------------------------------------------------------
+
+
+def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe, count: int | None = None) -> Environments:
+    """The environments of a recipe, by ``rollout.backend``; ``count`` replaces their number.
+
+    Raises SurefootError when the backend does not have the task, or the task can't be made.
+    """
+    rollout, arguments, seed = recipe.rollout, recipe.environment, recipe.seed
+    count = rollout.environments if count is None else count
+    if rollout.backend == "workers":
+        return WorkerEnvironments(task, arguments, count, seed, rollout.workers or available_cores(), rollout.deadline)
+    if rollout.backend == "native":
+        return _vector(task, recipe, count, native)
+    if rollout.backend == "envpool":
+        return _vector(task, recipe, count, EnvPool)
+    made = make_environments(task, arguments, count, seed)
+    if isinstance(made, VectorEnvironments):
+        try:
+            _check_vector(recipe, task_name(task), made.count)
+        except SurefootError:
+            close_all([made])
+            raise
+    return made
+
+
+def native(task: str, count: int, arguments: dict[str, Any]) -> VectorEnv[Any, Any, Any]:
+    """The vector environment registered for an id.
+
+    Raises SurefootError when there is none.
+    """
+    if task.startswith(ATARI):
+        return make_atari_vector(task, count, arguments)
+    if gymnasium.spec(task).vector_entry_point is None:
+        raise SurefootError(
+            f"rollout.backend='native': {task!r} has no vector environment of its own; set rollout.backend = 'workers' or "
+            "'loop'"
+        )
+    return gymnasium.make_vec(task, num_envs=count, vectorization_mode="vector_entry_point", **arguments)
+
+
+def _vector(
+    task: str | MakeEnvironment,
+    recipe: ControlRecipe,
+    count: int,
+    make: Callable[[str, int, dict[str, Any]], VectorEnv[Any, Any, Any]],
+) -> VectorEnvironments:
+    """A vector environment of an id, with the spaces of its single environments, which evaluation uses."""
+    name, backend = task_name(task), recipe.rollout.backend
+    if not isinstance(task, str) or task.partition(":")[2]:
+        raise SurefootError(
+            f"rollout.backend={backend!r}: needs an environment id, but task={name!r} makes its own environments; set "
+            "rollout.backend = 'workers' or 'loop'"
+        )
+    try:
+        made = make(name, count, recipe.environment)
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise making_error(name, error) from error
+    try:
+        single = make_environments(task, recipe.environment, 1, recipe.seed)
+        single.close()
+        for kind in ("observation_space", "action_space"):
+            vector_space, space = getattr(made, f"single_{kind}"), getattr(single, kind)
+            if not _compatible(vector_space, space):
+                raise SurefootError(
+                    f"rollout.backend={backend!r}: its {kind.replace('_', ' ')} of {name!r} is {vector_space}, that of a "
+                    f"single environment is {space}; set rollout.backend = 'workers' or 'loop'"
+                )
+            setattr(made, f"single_{kind}", space)
+        return VectorEnvironments(made, recipe.seed, name)
+    except BaseException:
+        made.close()
+        raise
+
+
+def _compatible(a: gymnasium.Space[Any], b: gymnasium.Space[Any]) -> bool:
+    """ActionBounds and number types aside, which differ between implementations."""
+    same = type(a) is type(b) and a.shape == b.shape
+    return same and all(getattr(a, name, None) == getattr(b, name, None) for name in ("n", "start"))
+
+
+def _check_vector(recipe: ControlRecipe, task: str, count: int) -> None:
+    """Reject at the start what a vector environment can't do during a run."""
+    if recipe.objective.needs_whole_episodes:
+        raise SurefootError(
+            f"task={task!r}: a vector environment can't run whole episodes side by side, but {recipe.algorithm} needs them; "
+            "use an objective with a critic, or a task that makes single environments"
+        )
+    if recipe.evaluation.episodes:
+        raise SurefootError(
+            f"evaluation.episodes={recipe.evaluation.episodes}: evaluation needs single environments, but task={task!r} makes "
+            "a vector environment; set evaluation.episodes = 0"
+        )
+    if recipe.rollout.environments != count:
+        raise SurefootError(
+            f"rollout.environments={recipe.rollout.environments}: task={task!r} makes a vector of {count}; set it to {count}"
+        )
+
+
+# ---- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def batch_arithmetic(recipe: ControlRecipe) -> list[str]:
+    """The batch arithmetic of a recipe, line by line: steps, minibatches, updates."""
+    rollout, reuse, constraint = recipe.rollout, recipe.objective.reuse, recipe.objective.constraint
+    if recipe.objective.needs_whole_episodes and rollout.at_least is not None:
+        return [
+            f"batch: whole episodes in {rollout.environments} environments until there are "
+            f"{rollout.at_least:,} steps; episodes that have started are finished"
+        ]
+    if recipe.objective.needs_whole_episodes:
+        episodes = rollout.environments * rollout.episodes
+        return [f"batch: {rollout.environments} environments x {rollout.episodes} whole episodes each = {episodes} episodes"]
+    epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
+    iterations = -(-recipe.steps // recipe.batch_size)
+    updates, of_the_critic = epochs * minibatches + (constraint is not None), " of the critic" if constraint else ""
+    lines = [
+        f"batch: {rollout.environments} environments x {rollout.steps} steps = {recipe.batch_size:,} steps",
+        f"minibatch{of_the_critic}: {recipe.batch_size:,} / {minibatches} = {recipe.batch_size // minibatches:,} steps",
+        f"updates{of_the_critic}: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
+    ]
+    if constraint is not None:
+        lines.append(
+            f"updates of the policy: 1 natural step per iteration on all {recipe.batch_size:,} steps: "
+            f"{constraint.cg_iterations} + 1 Fisher-vector products, at most {constraint.tries} tries of the line search"
+        )
+    return [
+        *lines,
+        f"iterations: {recipe.steps:,} / {recipe.batch_size:,} = {iterations:,}",
+        f"updates in all: {iterations * updates:,}",
+    ]

@@ -11,11 +11,11 @@ import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
-from surefoot.control.actions import Bounds
-from surefoot.control.environments.looped import MakeEnvironment, maker, task_name
-from surefoot.control.environments.observations import Reader, broken_parts
-from surefoot.control.environments.returned import RESET, STEP, as_number, given
-from surefoot.control.spaces import NOT_FINITE, Array, Misfit, as_float32
+from surefoot.control.environments.factory import maker, task_name
+from surefoot.control.environments.looped import MakeEnvironment
+from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
+from surefoot.control.normalise import ActionBounds
+from surefoot.control.spaces import NOT_FINITE, Array, SpaceError, as_float32
 from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics.finding import Finding, check_result, failure
 from surefoot.errors import SurefootError, cause_of
@@ -135,16 +135,16 @@ def check_bounds(space: Any, stretched: bool, spread: float) -> list[Finding]:
     """Compare the bounds of Box actions with the actions of an untrained policy, 0 ± ``spread``; empty for other spaces."""
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         return []
-    bounds = Bounds(space, stretched)
+    bounds = ActionBounds(space, stretched)
     low, high = (np.asarray(end, np.float64).reshape(-1) for end in (space.low, space.high))
     within = np.array([_normal(b / spread) - _normal(a / spread) for a, b in zip(low, high, strict=True)])
     finite = bounds.finite.numpy()
     wide = finite & (np.where(finite, high / 2 - low / 2, 0) > 10 * spread)
-    odd = ~bounds.moved.numpy() & ((low != -1) | (high != 1)) & (wide | (within < 0.2))
+    odd = ~bounds.rescaled.numpy() & ((low != -1) | (high != 1)) & (wide | (within < 0.2))
     index = int(odd.argmax())
     where = f"bounds {low[index]:,.6g} to {high[index]:,.6g}" + (f" (number {index} of {len(low)})" if len(low) > 1 else "")
     if not odd.any():
-        how = "over which −1 … 1 of the policy is stretched" if bounds.moved[index] else "to which actions are clipped"
+        how = "over which −1 … 1 of the policy is stretched" if bounds.rescaled[index] else "to which actions are clipped"
         return [check_result("actions", "ok", f"{where}, {how}")]
     drawn = f"an untrained policy draws 0 ± {spread:.3g}, "
     drawn += f"of which {within[index]:.0%} is within" if within[index] < 0.2 else "a small part of that"
@@ -170,7 +170,7 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]
     environment.action_space.seed(seed)
     begun = time.perf_counter()
     try:
-        observation, info = given(environment.reset(seed=seed), RESET)
+        observation, info = check_tuple(environment.reset(seed=seed), RESET)
         _read(reader, observation, info)
         for _ in range(STEPS):
             mask = info.get("action_mask") if isinstance(info, dict) else None
@@ -178,16 +178,16 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]
             action = (
                 environment.action_space.sample(np.asarray(mask, np.int8)) if discrete else environment.action_space.sample()
             )
-            observation, reward, terminated, truncated, info = given(environment.step(action), STEP)
+            observation, reward, terminated, truncated, info = check_tuple(environment.step(action), STEP)
             rewards.append(float(as_float32(as_number(reward))))  # as training reads it
             _read(reader, observation, None if terminated or truncated else info)
             returns[-1] += float(reward)
             if terminated or truncated:
                 ends += 1
                 returns.append(0.0)
-                observation, info = given(environment.reset(), RESET)
+                observation, info = check_tuple(environment.reset(), RESET)
                 _read(reader, observation, info)
-    except Misfit as misfit:
+    except SpaceError as misfit:
         return [check_result("observation", "serious", f"step {len(rewards)} of chance gave {misfit}", "fix the environment")]
     except Exception as error:
         return [
@@ -230,11 +230,11 @@ def _earned(rewards: Array, returns: Array, ends: int) -> Finding:
 
 
 def _read(reader: Reader, observation: Any, info: Any) -> None:
-    """Read an observation as training does, with its mask if an action follows; raises Misfit for what would stop training."""
+    """Read an observation as training does, with its mask if an action follows; raises SpaceError for what would stop training."""
     arrays = reader.empty()
-    reader.one_into(arrays, 0, observation, info, info is not None)
-    for what in broken_parts(arrays, None, {}).values():
-        raise Misfit(f"an {what} that is {NOT_FINITE}")
+    reader.store(arrays, 0, observation, info, info is not None)
+    for what in non_finite(arrays, None, {}).values():
+        raise SpaceError(f"an {what} that is {NOT_FINITE}")
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Atari games as policies see them: Gymnasium's preprocessing of frames, and what a lost life means.
+"""Atari games: Gymnasium's preprocessing of frames, and episodic lives.
 
 No-op starts, 4 frames per action with the maximum of the last two, 84x84 grey and a stack of 4 are Gymnasium's own wrappers
-(Machado et al. 2018, arXiv 1709.06009, describes them). What they lack is here: the value ends with a life while the game
-goes on, FIRE is pressed when a life begins, and rewards are learned from by their sign while the true score is counted.
+(described by Machado et al. 2018, arXiv 1709.06009). This module adds the rest: a lost life ends the value but not the game,
+FIRE is pressed when a life starts, and training uses the signs of rewards while returns use the true score.
 """
 
 from dataclasses import dataclass, fields
@@ -13,31 +13,31 @@ import numpy as np
 from gymnasium.utils import seeding
 from gymnasium.vector import VectorEnv, VectorWrapper
 
-from surefoot.control.environments.vector import SAID
+from surefoot.control.environments.observations import INFO_KEY
 from surefoot.errors import SurefootError
 
 ATARI = "ALE/"
-"""how the ids of Atari tasks begin"""
+"""prefix of the ids of Atari tasks"""
 
 
 @dataclass(frozen=True)
 class AtariSettings:
-    """What a recipe's ``environment`` table may say of an ``ALE/`` task; all other keys are arguments of the emulator."""
+    """Keys of a recipe's ``environment`` table for an ``ALE/`` task; all other keys are arguments of the emulator."""
 
     preprocess: bool = True
     """False leaves the environment as ale-py makes it"""
     noop_max: int = 30
-    """games begin with 1 to this many idle frames; 0 for none"""
+    """games start with 1 to this many idle frames; 0 for none"""
     frame_skip: int = 4
     """frames per action"""
     screen_size: int = 84
-    """pixels each way"""
+    """height and width in pixels"""
     stack: int = 4
-    """observations are this many frames"""
+    """frames per observation"""
     fire: bool = True
-    """press FIRE whenever a life begins, in games that have that button"""
+    """press FIRE whenever a life starts, in games with that button"""
     episodic_life: bool = True
-    """in training, a lost life ends the value, not the game"""
+    """in training, a lost life ends the value but not the game"""
     sign_rewards: bool = True
     """in training, learn from the signs of rewards"""
 
@@ -45,21 +45,21 @@ class AtariSettings:
 def make_atari(task: str, purpose: str = "training", **arguments: Any) -> "gymnasium.Env[Any, Any]":
     """One environment of an ``ALE/`` id: uint8 frames [stack, 84, 84], oldest first.
 
-    In training, ``terminated`` is the end of a game; that a life was lost, and the true score of the step, are in
-    ``info["surefoot"]``. For any other purpose a life is nothing special and rewards are the game's own.
+    In training, ``terminated`` is the end of a game, and ``info["surefoot"]`` has the true score of the step and whether a
+    life was lost. For any other purpose, lives don't count and rewards are the game's own.
     Raises SurefootError for arguments that would undo the preprocessing, and ImportError without ale-py or OpenCV.
     """
     register()
     settings, rest = atari_settings(arguments)
     if not settings.preprocess:
         return gymnasium.make(task, disable_env_checker=True, **rest)
-    # The observations of the emulator itself are thrown away; grey ones cost a third.
+    # The emulator's own observations are not used; grey ones cost a third.
     rest = {"obs_type": "grayscale", **rest, "frameskip": 1}
     env: gymnasium.Env[Any, Any] = gymnasium.make(task, disable_env_checker=True, **rest)
     if env.spec is not None and env.spec.kwargs.get("repeat_action_probability") == 0:
-        env = SameStart(env)
+        env = FastReset(env)
     env = gymnasium.wrappers.AtariPreprocessing(env, settings.noop_max, settings.frame_skip, settings.screen_size)
-    env = Lives(env, settings.fire, training=purpose == "training", ends_value=settings.episodic_life)
+    env = EpisodicLife(env, settings.fire, training=purpose == "training", ends_value=settings.episodic_life)
     if settings.sign_rewards and purpose == "training":
         env = gymnasium.wrappers.TransformReward(env, _sign)
     return gymnasium.wrappers.FrameStackObservation(env, settings.stack)
@@ -77,13 +77,13 @@ def atari_settings(arguments: dict[str, Any]) -> tuple[AtariSettings, dict[str, 
     for name, instead in taken.items():
         if settings.preprocess and name in rest:
             raise SurefootError(
-                f"environment.{name}={rest[name]!r}: Atari preprocessing sets this itself; use environment.{instead}"
+                f"environment.{name}={rest[name]!r}: Atari preprocessing sets this itself; set environment.{instead}"
             )
     return settings, rest
 
 
 def register() -> None:
-    """Let Gymnasium know the ``ALE/`` ids, and the emulator keep its banner to itself. Raises ImportError without ale-py."""
+    """Register the ``ALE/`` ids with Gymnasium and silence the emulator's banner. Raises ImportError without ale-py."""
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -94,12 +94,11 @@ def _sign(reward: Any) -> float:
     return float(np.sign(reward))
 
 
-class SameStart(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Begins games without loading the cartridge again, which ale-py does for every seed and takes as long as 250 steps.
+class FastReset(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Starts games without reloading the ROM, which ale-py does for every seed and which takes as long as 250 steps.
 
-    Without sticky actions the emulator draws no random numbers: a seed decides the number of idle frames alone, and the
-    state that a cartridge is loaded into is always the same one. (A plain reset is not enough: in some games it leaves
-    traces of the game before.)
+    Without sticky actions the emulator draws no random numbers: the seed only decides the number of idle frames, and loading
+    the ROM always gives the same state. (A plain reset is not enough: in some games it leaves traces of the last game.)
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]") -> None:
@@ -115,11 +114,11 @@ class SameStart(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.reset(options=options)
 
 
-class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Says when a life was lost, and presses FIRE to begin the next one. The game is only over when it is.
+class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Reports lost lives in ``info``, and presses FIRE to start the next life. The episode is the whole game.
 
-    Episodes of Gymnasium's ``terminal_on_life_loss`` are lives whose reset restarts the game, so that all but the first
-    life of it go unseen. Here the game goes on, and a whole game can be replayed from its one reset.
+    With Gymnasium's ``terminal_on_life_loss`` an episode is one life and its reset restarts the game, so later lives are
+    never seen. Here the game continues, and a whole game can be replayed from its one reset.
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", fire: bool, training: bool, ends_value: bool) -> None:
@@ -141,7 +140,7 @@ class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
         observation, reward, terminated, truncated, info = self.env.step(action)
         score = float(reward)
         left = self._left()
-        # Some games show 0 lives for some frames before they are over: that end is the game's.
+        # Some games show 0 lives for some frames before the end; then the game ends, not a life.
         lost = 0 < left < self.lives and not (terminated or truncated)
         if lost and self.fire is not None:
             observation, extra, terminated, truncated, info = self.env.step(self.fire)
@@ -150,17 +149,17 @@ class Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.lives = self._left()
         if not self.training:
             return observation, score, terminated, truncated, info
-        saying = {"score": score, "life_lost": lost and self.ends_value}
-        return observation, score, terminated, truncated, {**info, SAID: saying}
+        reported = {"score": score, "life_lost": lost and self.ends_value}
+        return observation, score, terminated, truncated, {**info, INFO_KEY: reported}
 
     def _left(self) -> int:
         return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]  # ale-py's
 
 
 def make_atari_vector(task: str, count: int, arguments: dict[str, Any]) -> VectorEnv[Any, Any, Any]:
-    """ale-py's own vector environment of an ``ALE/`` id, in C++ threads, with the same observations and rewards for training.
+    """ale-py's own vector environment of an ``ALE/`` id, in C++ threads, with the same training observations and rewards.
 
-    It presses FIRE when a game begins only, not after a lost life.
+    It presses FIRE only when a game starts, not after a lost life.
     """
     register()
     settings, rest = atari_settings(arguments)
@@ -176,27 +175,27 @@ def make_atari_vector(task: str, count: int, arguments: dict[str, Any]) -> Vecto
         img_width=settings.screen_size,
         stack_num=settings.stack,
         use_fire_reset=settings.fire,
-        life_loss_info=True,  # says when a life was lost and goes on, where episodic_life would restart the game
+        life_loss_info=True,  # reports lost lives and continues the game; episodic_life would restart it
         reward_clipping=False,
         **rest,
     )
-    return VectorLives(made, settings)
+    return VectorEpisodicLife(made, settings)
 
 
-class VectorLives(VectorWrapper):
-    """Tells lost lives from games that are over, and learns from signs while the score is counted, for ale-py's vectors."""
+class VectorEpisodicLife(VectorWrapper):
+    """Separates lost lives from ended games, and gives signs of rewards with the true score, for ale-py's vectors."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any], settings: AtariSettings) -> None:
         super().__init__(env)
         self.settings = settings
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        seeds = None if seed is None else np.asarray(seed) & 0x7FFFFFFF  # an array of what C calls int
+        seeds = None if seed is None else np.asarray(seed) & 0x7FFFFFFF  # a C int
         return self.env.reset(seed=seeds, options=options)  # type: ignore[arg-type]  # ale-py's takes an array
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         lost = terminated & (infos["lives"] > 0)
-        saying = {"score": rewards, "life_lost": lost & self.settings.episodic_life}
+        reported = {"score": rewards, "life_lost": lost & self.settings.episodic_life}
         learned = np.sign(rewards) if self.settings.sign_rewards else rewards
-        return observations, learned, terminated & ~lost, truncated, {**infos, SAID: saying}
+        return observations, learned, terminated & ~lost, truncated, {**infos, INFO_KEY: reported}

@@ -1,6 +1,6 @@
-"""What B environments show: leaves of observations, masks of actions, and whether they are finite.
+"""Read and check what environments return: observations, action masks, rewards and infos; report what is wrong with them.
 
-Whether a task masks actions is told by its first reset: ``info["action_mask"]`` is there, or is not, and so it stays.
+The first reset decides whether a task masks actions: ``info["action_mask"]`` is present, or absent, in every later step too.
 """
 
 from typing import Any
@@ -13,104 +13,158 @@ from surefoot.control.spaces import (
     MASK,
     NOT_FINITE,
     Array,
-    Misfit,
     Observations,
+    SpaceError,
     check_action_space,
     choices,
-    leaves,
+    observation_parts,
     read_mask,
 )
 
+INFO_KEY = "surefoot"
+"""key of ``info`` under which an environment may report {"score": number, "life_lost": bool}; see ``Step``"""
+RESUME_OR_REPEAT = "resume the run, or repeat the command"
+"""remedy after a failed evaluation, which may belong to either"""
+STEP = ("observation", "reward", "terminated", "truncated", "info")
+RESET = ("observation", "info")
+
 
 class Reader:
-    """Reads what environments of given spaces give, one or many at a time.
+    """Reads the observations and masks of environments with given spaces, one or many at a time.
 
-    Raises SurefootError when a space is not supported; the methods raise Misfit for what does not fit its space.
+    Raises SurefootError when a space is not supported; the methods raise SpaceError for values that don't fit their space.
     """
 
     def __init__(
         self, observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any], count: int, task: str
     ) -> None:
         self.count = count
-        self.leaves = leaves(observation_space, task)
+        self.parts = observation_parts(observation_space, task)
         self.choices = choices(check_action_space(action_space, task))
         self.masked: bool | None = None
-        """whether the task masks actions; None before its first reset"""
+        """whether the task masks actions; None before the first reset"""
 
     def empty(self) -> Observations:
-        """Arrays for all environments, to read single ones into."""
-        return {path: np.zeros((self.count, *leaf.shape), leaf.dtype) for path, leaf in self.leaves.items()}
+        """Arrays for all environments, to be filled by ``store``."""
+        return {path: np.zeros((self.count, *part.shape), part.dtype) for path, part in self.parts.items()}
 
-    def one_into(self, observations: Observations, index: int, observation: Any, info: Any, acting: bool) -> None:
-        """Keep one environment's observation, and its mask where an action follows."""
-        for path, leaf in self.leaves.items():
-            observations[path][index] = leaf.read(observation)
-        if acting and self._masks(info or {}):
+    def store(self, observations: Observations, index: int, observation: Any, info: Any, acting: bool) -> None:
+        """Write one environment's observation into its row, and its mask if an action follows."""
+        for path, part in self.parts.items():
+            observations[path][index] = part.read(observation)
+        if acting and self._has_mask(info or {}):
             if MASK not in observations:
                 observations[MASK] = self._all_allowed()
             observations[MASK][index] = read_mask(info[MASK], self.choices)
 
-    def one_of(self, observations: Observations, index: int) -> Observations:
-        """A copy of one environment's leaves."""
-        return {path: observations[path][index].copy() for path in self.leaves}
+    def row(self, observations: Observations, index: int) -> Observations:
+        """A copy of one environment's row."""
+        return {path: observations[path][index].copy() for path in self.parts}
 
     def one(self, observation: Any) -> Observations:
-        """A copy of the leaves of a single observation."""
-        return {path: np.array(leaf.read(observation), leaf.dtype) for path, leaf in self.leaves.items()}
+        """A copy of the parts of a single observation."""
+        return {path: np.array(part.read(observation), part.dtype) for path, part in self.parts.items()}
 
-    def all(self, observations: Any) -> Observations:
-        """Copies of the leaves of what a vector environment gives, in memory as they are read, whatever its own layout."""
+    def batch(self, observations: Any) -> Observations:
+        """Copies of the parts of a vector environment's observations, in C order."""
         return {
-            path: np.array(leaf.read(observations, (self.count,)), leaf.dtype, order="C") for path, leaf in self.leaves.items()
+            path: np.array(part.read(observations, (self.count,)), part.dtype, order="C") for path, part in self.parts.items()
         }
 
     def masks(self, infos: dict[str, Any], needed: Array) -> Observations:
-        """The masks in a vector environment's infos, all true where none is needed; nothing where the task does not mask."""
-        given = needed & np.broadcast_to(infos.get(f"_{MASK}", MASK in infos), needed.shape)
-        found: Observations = {}
+        """The masks in a vector environment's infos, all true for rows that need none; empty if the task has no masks."""
+        present = needed & np.broadcast_to(infos.get(f"_{MASK}", MASK in infos), needed.shape)
+        masks = self._all_allowed()
         for index in np.flatnonzero(needed):
-            info = {MASK: infos[MASK][index]} if given[index] else {}
+            info = {MASK: infos[MASK][index]} if present[index] else {}
             try:
-                if self._masks(info):
-                    found.setdefault(MASK, self._all_allowed())[index] = read_mask(info[MASK], self.choices)
-            except Misfit as misfit:
-                raise Misfit(f"{misfit} in environment {index}") from None
-        return {MASK: self._all_allowed()} | found if self.masked else {}
+                if self._has_mask(info):
+                    masks[index] = read_mask(info[MASK], self.choices)
+            except SpaceError as error:
+                raise SpaceError(f"{error} in environment {index}") from None
+        return {MASK: masks} if self.masked else {}
 
-    def _masks(self, info: dict[str, Any]) -> bool:
-        given = MASK in info
+    def _has_mask(self, info: dict[str, Any]) -> bool:
+        present = MASK in info
         if self.masked is None:
-            self.masked = given
-        if given != self.masked:
-            raise Misfit("an action mask, unlike at its first reset" if given else "no action mask, unlike at its first reset")
-        return given
+            self.masked = present
+        if present != self.masked:
+            raise SpaceError(
+                "an action mask, unlike at its first reset" if present else "no action mask, unlike at its first reset"
+            )
+        return present
 
     def _all_allowed(self) -> Array:
         return np.ones((self.count, sum(self.choices or ())), bool)
 
 
 def copied(observations: Observations) -> Observations:
-    """The same with arrays of its own."""
+    """The same observations in new arrays."""
     return {path: values.copy() for path, values in observations.items()}
 
 
-def broken_parts(observations: Observations, rewards: Array | None, finals: dict[int, Observations]) -> dict[int, str]:
-    """environment -> what of its observations (final ones too) or its reward is not finite."""
-    found: dict[int, str] = {}
+def check_tuple(returned: Any, names: tuple[str, ...]) -> Any:
+    """Return what ``step`` or ``reset`` returned if it is a tuple of as many values as ``names``; else raise SpaceError."""
+    if isinstance(returned, tuple) and len(returned) == len(names):
+        return returned
+    what = f"{len(returned)} values" if isinstance(returned, tuple) else f"one {type(returned).__name__}"
+    raise SpaceError(f"{what} where Gymnasium's interface has {len(names)} ({', '.join(names)})")
+
+
+def as_number(reward: Any) -> float:
+    """A reward as a float; SpaceError if it is not a number. Like Gymnasium's checker, rejects an array with one entry."""
+    if isinstance(reward, str) or (isinstance(reward, np.ndarray) and reward.ndim):  # float would read these
+        raise SpaceError(f"a reward of {_kind(reward)} instead of a number")
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        raise SpaceError(f"a reward of {_kind(reward)} instead of a number") from None
+
+
+def _kind(value: Any) -> str:
+    return f"shape {np.shape(value)}" if isinstance(value, np.ndarray) else f"type {type(value).__name__}"
+
+
+def score_and_life(info: Any, reward: float) -> tuple[float, bool]:
+    """The true score of a step (the reward unless ``info["surefoot"]`` has another), and whether a life was lost."""
+    reported = info.get(INFO_KEY, {}) if isinstance(info, dict) else {}
+    return float(reported.get("score", reward)), bool(reported.get("life_lost", False))
+
+
+def non_finite(observations: Observations, rewards: Array | None, finals: dict[int, Observations]) -> dict[int, str]:
+    """environment -> the first part of its observations (final ones included), or its reward, that is not finite."""
+    bad: dict[int, str] = {}
     floats = [path for path, values in observations.items() if values.dtype.kind == "f"]
     if finals or not all(np.isfinite(observations[path]).all() for path in floats):
         for path in floats:
-            named = "observation" if path == BARE else f'observation "{path}"'
+            name = "observation" if path == BARE else f'observation "{path}"'
             for index, values in enumerate(observations[path]):
-                seen = (values, *([finals[index][path]] if index in finals else []))
-                if not all(np.isfinite(part).all() for part in seen):
-                    found.setdefault(index, named)
+                both = (values, *([finals[index][path]] if index in finals else []))
+                if not all(np.isfinite(part).all() for part in both):
+                    bad.setdefault(index, name)
     if rewards is not None and not np.isfinite(rewards).all():
         for index in np.flatnonzero(~np.isfinite(rewards)).tolist():
-            found.setdefault(index, "reward")
-    return dict(sorted(found.items()))
+            bad.setdefault(index, "reward")
+    return dict(sorted(bad.items()))
 
 
-def not_finite(task: str, what: str, environment: int, step: int) -> str:
-    """How a message about it begins."""
+def not_finite_message(task: str, what: str, environment: int, step: int) -> str:
+    """The start of an error about an entry of ``non_finite``."""
     return f"{task}: the {what} of environment {environment} at step {step} of its episode is {NOT_FINITE}"
+
+
+def environment_failure(name: str, position: Any, what: str, purpose: str = "training", line: str = "") -> str:
+    """One line: which environment failed, how, in which call, and the remedy.
+
+    position   environment, episode (-1 while it is made) and step (0 in a reset)
+    line       file and line of the user's code, if known
+
+    In training there is no checkpoint before an environment's first reset, so the remedy then does not mention one.
+    """
+    environment, episode, step = position
+    where = "while it was made" if episode < 0 else f"in {'step()' if step else 'reset()'}, episode {episode}, step {step}"
+    fix = f"fix the environment{f' ({line})' if line else ''}"
+    if purpose == "evaluation":
+        return f"{name}: environment {environment} of the evaluation {what} {where}; {fix}, then {RESUME_OR_REPEAT}"
+    then = ", then resume from the last checkpoint" if episode > 0 or step else ""
+    return f"{name}: environment {environment} {what} {where}; {fix}{then}"

@@ -1,93 +1,273 @@
-"""What a vector environment says of itself: how it resets, checked against what it does, and what its infos add to a step."""
+"""Gymnasium vector environments behind the same interface as the loop, in any autoreset mode; and EnvPool as one of them."""
 
+import contextlib
+import importlib
+import io
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
-from numpy.typing import NDArray
+from gymnasium.vector.utils import batch_space
 
-from surefoot.errors import SurefootError
+from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
+from surefoot.control.environments.looped import Step, episode_seed
+from surefoot.control.environments.observations import INFO_KEY, Reader
+from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
+from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 
-Array = NDArray[Any]
-SAID = "surefoot"
-"""the key of a step's ``info`` under which an environment may say {"score": number, "life_lost": bool}; see ``Step``"""
+
+class VectorEnvironments:
+    """Any Gymnasium vector environment, in its own autoreset mode (SAME_STEP, NEXT_STEP or DISABLED).
+
+    It can't be replayed episode by episode, so a resumed run starts new episodes: resuming is not exact.
+    """
+
+    def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str) -> None:
+        check_attributes(environments, name)
+        self.environments, self.seed, self.name = environments, seed, name
+        self.count = environments.num_envs
+        self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
+        self.action_space: gymnasium.Space[Any] = environments.single_action_space
+        self.reader = Reader(self.observation_space, self.action_space, self.count, name)
+        self.mode = autoreset_mode_of(environments, name)
+        self.done = np.zeros(self.count, bool)
+        self.resets, self.steps = 0, 0
+
+    def reset(self) -> Observations:
+        # Different episodes each time. Gymnasium annotates the seed as int.
+        seeds: Any = [episode_seed(self.seed, index, self.resets) for index in range(self.count)]
+        self.steps, self.done = 0, np.zeros(self.count, bool)
+        with self._errors():
+            try:
+                observations, infos = self.environments.reset(seed=seeds)
+            except (TypeError, gymnasium.error.Error):  # some take a single integer
+                observations, infos = self.environments.reset(seed=seeds[0])
+        self.resets += 1
+        return self._read(observations, infos, ~self.done)
+
+    def restart(self, index: int) -> tuple[Observations, list[int]]:
+        return self.reset(), list(range(self.count))  # a vector environment can't restart single rows
+
+    def step(self, actions: Array, active: Array | None = None) -> Step:
+        if active is not None and not active.all():
+            raise SurefootError(
+                f"{self.name}: a vector environment can't run whole episodes side by side; use an objective with a critic, "
+                "or a task that makes single environments"
+            )
+        self.steps += 1
+        with self._errors():
+            observations, rewards, terminated, truncated, infos = self.environments.step(actions)
+        terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)  # it may reuse its arrays
+        step_infos, ended, ignored, finals = infos, terminated | truncated, np.zeros(self.count, bool), {}
+        check_infos(self.mode, ended, self.done, infos, self.name)
+        cut = np.flatnonzero(truncated & ~terminated).tolist()
+        if self.mode is AutoresetMode.SAME_STEP:
+            read = self._read(observations, infos, ~ignored)
+            with self._errors():
+                finals = {i: self.reader.one(infos["final_obs"][i]) for i in cut}
+        elif self.mode is AutoresetMode.DISABLED:
+            read = self._read(observations, infos, ~ended)
+            finals = {i: self.reader.row(read, i) for i in cut}
+            if ended.any():
+                masks = read.get(MASK)
+                with self._errors():
+                    observations, infos = self.environments.reset(options={"reset_mask": ended})
+                read = self._read(observations, infos, ended)
+                if masks is not None:
+                    read[MASK] = np.where(ended[:, None], read[MASK], masks)
+        else:  # NEXT_STEP: the row after an end only resets; the observation before it was the final one
+            ignored = self.done
+            terminated, truncated = terminated & ~ignored, truncated & ~ignored
+            self.done = terminated | truncated
+            read = self._read(observations, infos, ~self.done)
+        rewards = as_float32(np.where(ignored, 0, rewards))
+        scores = as_float32(np.where(ignored, 0, info_values(step_infos, "score", rewards)))
+        life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
+        return Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
+
+    def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
+        """The observations, and the masks of the rows that act next."""
+        with self._errors():
+            return self.reader.batch(observations) | self.reader.masks(infos, acting)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise errors of the environments as a SurefootError that names the call."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            what = f"gave {error}" if isinstance(error, SpaceError) else f"raised {cause_of(error)}"
+            call = f"call {self.steps} of step()" if self.steps else "reset()"
+            if self.done.any() and not isinstance(error, SpaceError):  # only in NEXT_STEP
+                call += f", which resets {np.flatnonzero(self.done).tolist()}, says metadata['autoreset_mode']={self.mode.name}"
+            line = f" ({where})" if (where := place_of(error)) else ""
+            raise SurefootError(f"{self.name}: {what}, in {call}; fix the environment{line}") from error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"resets": self.resets}
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
+        self.resets = state.get("resets", 0)  # absent if single environments were saved
+        return self.reset(), list(range(self.count))
+
+    def close(self) -> None:
+        self.environments.close()
 
 
-def check_complete(environments: VectorEnv[Any, Any, Any], name: str) -> None:
-    """Raise SurefootError for a vector environment without what Gymnasium's interface promises: the class itself sets none."""
-    lacking = [
-        part for part in ("num_envs", "single_observation_space", "single_action_space") if not hasattr(environments, part)
-    ]
+def check_attributes(environments: VectorEnv[Any, Any, Any], name: str) -> None:
+    """Raise SurefootError for a vector environment that lacks attributes of Gymnasium's interface; ``VectorEnv`` sets none."""
+    required = ("num_envs", "single_observation_space", "single_action_space")
+    lacking = [name for name in required if not hasattr(environments, name)]
     if lacking:
         kind = type(environments).__name__
         raise SurefootError(
             f"task={name!r}: made a vector environment ({kind}) without {' and '.join(lacking)}, which Gymnasium's interface "
-            "has; set them, or make single environments (gymnasium.Env)"
+            "requires; set them, or make single environments (gymnasium.Env)"
         )
 
 
-def stated_mode(environments: VectorEnv[Any, Any, Any], name: str) -> AutoresetMode:
+def autoreset_mode_of(environments: VectorEnv[Any, Any, Any], name: str) -> AutoresetMode:
     """The autoreset mode in a vector environment's metadata.
 
-    Raises SurefootError when there is none, or when its sub-environments state others: rows that reset differently would
-    be read wrongly, and episodes joined that are none.
+    Raises SurefootError when there is none, or when its sub-environments have another: rows that reset differently would
+    be read wrongly and separate episodes joined.
     """
     stated = environments.metadata.get("autoreset_mode")
     try:
         mode = AutoresetMode(stated)
     except ValueError:
         raise SurefootError(
-            f"task={name!r}: metadata['autoreset_mode']={stated!r} of this vector environment is no autoreset mode; set it to "
-            f"what it does, one of {', '.join(f'AutoresetMode.{known.name}' for known in AutoresetMode)}"
+            f"task={name!r}: metadata['autoreset_mode']={stated!r} of this vector environment is not an autoreset mode; set "
+            f"it to one of {', '.join(f'AutoresetMode.{known.name}' for known in AutoresetMode)}"
         ) from None
     inner = {index: row["autoreset_mode"] for index, row in enumerate(_metadata(environments)) if "autoreset_mode" in row}
     others = [f"{index} {getattr(value, 'name', value)}" for index, value in inner.items() if value != mode]
     if others:
         raise SurefootError(
-            f"task={name!r}: mixed autoreset modes: the vector environment says {mode.name}, its environments "
-            f"{', '.join(others)}; make them all reset in one way"
+            f"task={name!r}: mixed autoreset modes: the vector environment has {mode.name}, its environments "
+            f"{', '.join(others)}; make them all reset the same way"
         )
     return mode
 
 
 def _metadata(environments: VectorEnv[Any, Any, Any]) -> list[dict[str, Any]]:
-    """Of the environments inside, where the vector environment can be asked (Gymnasium's own can)."""
-    ask = getattr(environments.unwrapped, "get_attr", None)
-    return [] if ask is None else [row for row in ask("metadata") if isinstance(row, dict)]
+    """The metadata of the sub-environments, if the vector environment gives access to them (Gymnasium's own do)."""
+    get_attr = getattr(environments.unwrapped, "get_attr", None)
+    return [] if get_attr is None else [row for row in get_attr("metadata") if isinstance(row, dict)]
 
 
 def check_infos(mode: AutoresetMode, ended: Array, resetting: Array, infos: dict[str, Any], name: str) -> None:
-    """Raise SurefootError where a step shows that rows don't reset as the vector environment's metadata says.
+    """Raise SurefootError when a step shows that rows don't reset as in the autoreset mode of the metadata.
 
-    ended        [B] rows that say terminated or truncated
+    ended        [B] rows that are terminated or truncated
     resetting    [B] rows that ended one step ago, which a NEXT_STEP environment uses to reset
     """
     final = infos.get("final_obs")
-    given = np.zeros(len(ended), bool) if final is None else np.array(infos.get("_final_obs", [x is not None for x in final]))
+    present = np.zeros(len(ended), bool) if final is None else np.array(infos.get("_final_obs", [x is not None for x in final]))
     if mode is AutoresetMode.SAME_STEP:
-        wrong, what = ended & ~given, "ended without info['final_obs']"
-    elif given.any():
-        wrong, what = given, "gave info['final_obs'], as in SAME_STEP"
+        wrong, what = ended & ~present, "ended without info['final_obs']"
+    elif present.any():
+        wrong, what = present, "gave info['final_obs'], as in SAME_STEP"
     elif mode is AutoresetMode.NEXT_STEP:
         wrong, what = ended & resetting, "ended again in the step that should have reset them"
     else:
         return
     if wrong.any():
         raise SurefootError(
-            f"task={name!r}: mixed autoreset modes: the vector environment says {mode.name}, but its environments "
-            f"{np.flatnonzero(wrong).tolist()} {what}; make metadata['autoreset_mode'] say what all of them do"
+            f"task={name!r}: mixed autoreset modes: the vector environment has {mode.name}, but its environments "
+            f"{np.flatnonzero(wrong).tolist()} {what}; set metadata['autoreset_mode'] to what all of them do"
         )
 
 
-def said(infos: dict[str, Any], key: str, otherwise: Array) -> Array:
-    """[B] what environments said under ``info["surefoot"][key]``, and ``otherwise`` where one said nothing.
+def info_values(infos: dict[str, Any], key: str, default: Array) -> Array:
+    """[B] the values under ``info["surefoot"][key]``, and ``default`` for environments without one.
 
-    In SAME_STEP, what the last step of an episode said is in ``infos["final_info"]``.
+    In SAME_STEP, the infos of an episode's last step are in ``infos["final_info"]``.
     """
-    result = otherwise.copy()
+    result = default.copy()
     for source in (infos, infos.get("final_info", {})):
-        found = source.get(SAID, {})
-        if key in found:
-            rows = np.asarray(found.get(f"_{key}", np.ones(len(result), bool)))
-            result[rows] = np.asarray(found[key])[rows]
+        reported = source.get(INFO_KEY, {})
+        if key in reported:
+            rows = np.asarray(reported.get(f"_{key}", np.ones(len(result), bool)))
+            result[rows] = np.asarray(reported[key])[rows]
     return result
+
+
+class EnvPool(VectorEnv[Any, Any, Any]):
+    """EnvPool's environments of one id, written in C++ and stepped by its own threads, in NEXT_STEP mode.
+
+    A pool takes its seed when it is made, so a reset with a seed makes a new one.
+    Raises SurefootError when EnvPool is not installed, does not have the id, or rejects the arguments.
+    """
+
+    def __init__(self, task: str, count: int, arguments: dict[str, Any]) -> None:
+        self.task, self.num_envs = task, count
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.atari: AtariSettings | None = None
+        self.arguments = arguments
+        if task.startswith(ATARI):
+            self.atari, rest = atari_settings(arguments)
+            self.arguments = {**_atari_arguments(self.atari), **rest}
+        self.pool = self._make(0)
+        self.observation_space = batch_space(self.single_observation_space, count)
+        self.action_space = batch_space(self.single_action_space, count)
+
+    def _make(self, seed: int) -> Any:
+        try:
+            envpool = importlib.import_module("envpool")
+        except ImportError:
+            raise missing_extra("envpool", "envpool", "rollout.backend='envpool'") from None
+        name = self.task.removeprefix(ATARI)
+        if name not in envpool.list_all_envs():
+            raise SurefootError(
+                f"rollout.backend='envpool': EnvPool has no {name!r}; set rollout.backend = 'workers' or 'loop'"
+            )
+        try:
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")  # about the float64 bounds of its own spaces
+                pool = envpool.make(name, env_type="gymnasium", num_envs=self.num_envs, seed=seed, **self.arguments)
+                self.single_observation_space: gymnasium.Space[Any] = pool.observation_space
+                self.single_action_space: gymnasium.Space[Any] = pool.action_space
+                return pool
+        except Exception as error:
+            raise SurefootError(
+                f"task={self.task!r}: EnvPool could not make it with environment={self.arguments} ({cause_of(error)})"
+            ) from error
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.pool.close()
+            self.pool = self._make(int(np.ravel(seed)[0]) & 0x7FFFFFFF)
+        observations, infos = self.pool.reset()
+        return observations, infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observations, rewards, terminated, truncated, infos = self.pool.step(np.asarray(actions))
+        if self.atari is None:
+            return observations, rewards, terminated, truncated, infos
+        # A lost life ends EnvPool's episode, and its reset continues the game; the info shows when the game is over.
+        lost = terminated & ~infos["terminated"].astype(bool)
+        learned = np.sign(rewards) if self.atari.sign_rewards else rewards
+        return observations, learned, terminated, truncated, {**infos, INFO_KEY: {"score": rewards, "life_lost": lost}}
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.pool.close()
+
+
+def _atari_arguments(settings: AtariSettings) -> dict[str, Any]:
+    """The settings under EnvPool's names."""
+    if not settings.preprocess:
+        raise SurefootError("environment.preprocess=false: EnvPool always preprocesses Atari frames; set it to true")
+    return {
+        "noop_max": settings.noop_max,
+        "frame_skip": settings.frame_skip,
+        "img_height": settings.screen_size,
+        "img_width": settings.screen_size,
+        "stack_num": settings.stack,
+        "use_fire_reset": settings.fire,
+        "episodic_life": settings.episodic_life,
+        "reward_clip": False,
+    }

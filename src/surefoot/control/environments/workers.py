@@ -1,8 +1,10 @@
-"""Environments in worker processes, each a loop over a slice of them; the same steps as in one process, to the last bit.
+"""Environments in worker processes, each a loop over a slice of them, with the same results as in one process, bit for bit.
 
-Processes are spawned, never forked: no thread, lock or GPU context of the parent is copied into them. Whatever happens to
-one (an exception of any kind, an exit, a signal, no answer), the parent says which environment, episode and step it was,
-and ends them all.
+Processes are spawned, never forked: they inherit no thread, lock or GPU context. When a worker fails (an exception of any
+kind, an exit, a signal, no answer), the parent reports the environment, episode and step, and ends all workers.
+
+A worker needs no torch. It answers calls over a pipe and ends when the pipe closes, whether the parent closed it or died.
+Workers ignore Ctrl-C and SIGTERM, so that the parent can finish the iteration and save.
 """
 
 import contextlib
@@ -14,8 +16,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import RawArray
@@ -27,28 +31,43 @@ import gymnasium
 import numpy as np
 
 from surefoot.control.environments.atari import ATARI
-from surefoot.control.environments.faults import at_fault
-from surefoot.control.environments.looped import MakeEnvironment, Step, task_name
-from surefoot.control.environments.worker import IDLE, IMPORTED_AGAIN, Slice, serve
+from surefoot.control.environments.factory import make_environments, maker, task_name
+from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, Step
+from surefoot.control.environments.observations import environment_failure
 from surefoot.control.spaces import Array
-from surefoot.errors import SurefootError, cause_of
-from surefoot.recipes.import_object import python_safe_path
+from surefoot.errors import SurefootError, cause_of, place_of
+from surefoot.recipes.import_object import python_safe_path, unset_python_safe_path
 
-STARTING = 120
-"""seconds that a worker may take to start and to import what it needs, at least"""
-GRACE = 3
-"""seconds that workers get to close their environments"""
-LOOK = 0.5
-"""seconds between two looks at a worker that is at work"""
+IDLE = -1
+"""in place of an environment's index: no environment is being called"""
+MAIN_REIMPORTED = 81
+"""exit code of a worker in which the user's script started to train again"""
+START_TIMEOUT = 120
+"""least number of seconds that a worker may take to start and import"""
+CLOSE_TIMEOUT = 3
+"""seconds that workers have to close their environments"""
+POLL_INTERVAL = 0.5
+"""seconds between two checks of a busy worker"""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """The environments that a worker makes."""
+
+    first: int
+    count: int
+    seed: int
+    name: str
+    purpose: str
 
 
 @dataclass
 class Worker:
-    """A process, the pipe to it, and what it is at: environment, episode, step."""
+    """A process, the pipe to it, and its position: environment, episode and step of the current call."""
 
     process: SpawnProcess
     connection: "Connection[Any, Any]"
-    place: Any
+    position: Any
     first: int
     count: int
 
@@ -58,12 +77,12 @@ class Worker:
 
 
 class WorkerEnvironments:
-    """B environments in ``workers`` processes, as evenly spread as can be.
+    """B environments, spread evenly over ``workers`` processes.
 
     task         a Gymnasium id, ``module:function``, or a callable that another process can import
     deadline     seconds that one call of an environment may take
 
-    Raises SurefootError when the task can't be sent to another process or made there.
+    Raises SurefootError when the task can't be sent to a worker process or made there.
     """
 
     def __init__(
@@ -78,105 +97,107 @@ class WorkerEnvironments:
     ) -> None:
         self.count, self.name, self.deadline = count, task_name(task), deadline
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            sys.exit(IMPORTED_AGAIN)  # this is a worker that imports the script that started it; the parent explains
-        packed, needs_main = _packed(task, arguments, self.name)
-        self._crew: list[Worker] = []
-        self._end = Finalize(self, _end, args=(self._crew,), exitpriority=10)  # at the latest when Python exits
+            sys.exit(MAIN_REIMPORTED)  # a worker imports the script that started it; the parent reports that
+        pickled, needs_main = _pickled(task, arguments, self.name)
+        self._workers: list[Worker] = []
+        self._finalizer = Finalize(
+            self, _close_workers, args=(self._workers,), exitpriority=10
+        )  # when Python exits, at the latest
         try:
             for rows in np.array_split(np.arange(count), min(workers, count)):
-                part = Slice(int(rows[0]), len(rows), seed, self.name, purpose)
-                self._crew.append(_start(packed, part, needs_main))
-            made = [self._answer(worker, max(deadline, STARTING)) for worker in self._crew]
+                config = WorkerConfig(int(rows[0]), len(rows), seed, self.name, purpose)
+                self._workers.append(_start(pickled, config, needs_main))
+            made = [self._receive(worker, max(deadline, START_TIMEOUT)) for worker in self._workers]
         except BaseException:
             self.close()
             raise
         self.observation_space: gymnasium.Space[Any] = made[0][0]
         self.action_space: gymnasium.Space[Any] = made[0][1]
-        self._seen: list[Any] = [None] * len(self._crew)
+        self._observations: list[Any] = [None] * len(self._workers)
 
     def reset(self) -> Any:
-        self._seen = self._all("reset")
-        return joined(self._seen)
+        self._observations = self._call("reset")
+        return concatenate(self._observations)
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
-        parts = [(actions[w.rows], None if active is None else active[w.rows]) for w in self._crew]
-        steps: list[Step] = self._all("step", parts)
-        self._seen = [step.observations for step in steps]
-        return joined_steps(steps, [worker.first for worker in self._crew])
+        parts = [(actions[w.rows], None if active is None else active[w.rows]) for w in self._workers]
+        steps: list[Step] = self._call("step", parts)
+        self._observations = [step.observations for step in steps]
+        return concatenate_steps(steps, [worker.first for worker in self._workers])
 
     def mark(self) -> None:
-        self._all("mark")
+        self._call("mark")
 
-    def led_to_mark(self, index: int) -> tuple[int, Array]:
+    def actions_before_mark(self, index: int) -> tuple[int, Array]:
         _, worker = self._worker_of(index)
-        self._tell(worker, "led_to_mark", (index - worker.first,))
-        found: tuple[int, Array] = self._answer(worker, self.deadline)
-        return found
+        self._send(worker, "actions_before_mark", (index - worker.first,))
+        answer: tuple[int, Array] = self._receive(worker, self.deadline)
+        return answer
 
     def restart(self, index: int) -> tuple[Any, list[int]]:
         number, worker = self._worker_of(index)
-        self._tell(worker, "restart", (index - worker.first,))
-        self._seen[number], began = self._answer(worker, self.deadline)
-        return joined(self._seen), [worker.first + local for local in began]
+        self._send(worker, "restart", (index - worker.first,))
+        self._observations[number], restarted = self._receive(worker, self.deadline)
+        return concatenate(self._observations), [worker.first + local for local in restarted]
 
     def state_dict(self) -> dict[str, Any]:
-        """The same as that of one process, so that a run may go on with another number of workers."""
+        """The same state as in one process, so that a run may resume with another number of workers."""
         state: dict[str, Any] = {"episodes": [], "actions": {}}
-        parts = self._all("state_dict")
-        for worker, part in zip(self._crew, parts, strict=True):
+        parts = self._call("state_dict")
+        for worker, part in zip(self._workers, parts, strict=True):
             state["episodes"] += part["episodes"]
             state["actions"] |= {str(worker.first + int(local)): log for local, log in part["actions"].items()}
-        return state | {"observations": joined([part["observations"] for part in parts])}
+        return state | {"observations": concatenate([part["observations"] for part in parts])}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Any, list[int]]:
-        if "episodes" not in state:  # a vector environment's
+        if "episodes" not in state:  # saved by a vector environment
             return self.reset(), list(range(self.count))
         if len(state["episodes"]) != self.count:
             raise SurefootError(
                 f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"
             )
-        answers = self._all("load_state_dict", [(_part(state, worker),) for worker in self._crew])
-        self._seen = [seen for seen, _ in answers]
-        lost = [w.first + local for w, (_, lost) in zip(self._crew, answers, strict=True) for local in lost]
-        return joined(self._seen), lost
+        answers = self._call("load_state_dict", [(_slice_of(state, worker),) for worker in self._workers])
+        self._observations = [observations for observations, _ in answers]
+        lost = [w.first + local for w, (_, lost) in zip(self._workers, answers, strict=True) for local in lost]
+        return concatenate(self._observations), lost
 
     def close(self) -> None:
-        """End every worker; one that does not close its environments within seconds is killed."""
-        self._end()
+        """End every worker; kill those that don't close their environments within ``CLOSE_TIMEOUT`` seconds."""
+        self._finalizer()
 
     def _worker_of(self, index: int) -> tuple[int, Worker]:
-        return next((i, worker) for i, worker in enumerate(self._crew) if index < worker.first + worker.count)
+        return next((i, worker) for i, worker in enumerate(self._workers) if index < worker.first + worker.count)
 
-    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Tell all, then hear all: they work at the same time. Whatever cuts this short ends them."""
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Send the call to all workers, then receive all answers, so that they work in parallel. Any exception ends them."""
         try:
-            for index, worker in enumerate(self._crew):
-                self._tell(worker, method, arguments[index] if arguments else ())
-            return [self._answer(worker, self.deadline) for worker in self._crew]
-        except BaseException:  # an interrupt too: an answer that nobody heard would be taken for the next one
+            for index, worker in enumerate(self._workers):
+                self._send(worker, method, arguments[index] if arguments else ())
+            return [self._receive(worker, self.deadline) for worker in self._workers]
+        except BaseException:  # an interrupt too: an unread answer would be taken for the next one
             self.close()
             raise
 
-    def _tell(self, worker: Worker, method: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, worker: Worker, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             worker.connection.send((method, arguments))
         except OSError:
-            self._lost(worker)
+            self._raise_failure(worker)
 
-    def _answer(self, worker: Worker, deadline: float) -> Any:
+    def _receive(self, worker: Worker, deadline: float) -> Any:
         at, since = None, time.monotonic()
         try:
-            while not worker.connection.poll(min(LOOK, deadline / 4)):
-                # Each call of an environment has the whole deadline, however many there are in an answer.
-                before, at = at, tuple(worker.place)
+            while not worker.connection.poll(min(POLL_INTERVAL, deadline / 4)):
+                # Each call of an environment has the whole deadline, however many calls one answer needs.
+                before, at = at, tuple(worker.position)
                 if at != before:
                     since = time.monotonic()
                 elif time.monotonic() - since > deadline:
-                    self._lost(worker, deadline)
-            done, answer, *trace = worker.connection.recv()
+                    self._raise_failure(worker, deadline)
+            succeeded, answer, *trace = worker.connection.recv()
         except (EOFError, OSError):
-            self._lost(worker)
-        if not done:
+            self._raise_failure(worker)
+        if not succeeded:
             self.close()
             error = SurefootError(answer)
             for text in trace:
@@ -184,60 +205,61 @@ class WorkerEnvironments:
             raise error
         return answer
 
-    def _lost(self, worker: Worker, waited: float | None = None) -> NoReturn:
-        """Say what became of a worker that ended, or did not answer in time, once none is left."""
-        place = tuple(worker.place)
+    def _raise_failure(self, worker: Worker, waited: float | None = None) -> NoReturn:
+        """End all workers; raise an error for one that ended or did not answer within ``waited`` seconds."""
+        position = tuple(worker.position)
         if waited is None:
-            worker.process.join(GRACE)
+            worker.process.join(CLOSE_TIMEOUT)
             what = f"ended its worker process ({_exit(worker.process.exitcode)})"
         else:
             worker.process.kill()
-            least = f"; {STARTING} s at least" if place[1] < 0 else ""
-            what = f"did not come back within {waited:g} s (rollout.deadline{least})"
+            least = f"; at least {START_TIMEOUT} s" if position[1] < 0 else ""
+            what = f"did not return within {waited:g} s (rollout.deadline{least})"
         self.close()
-        if worker.process.exitcode == IMPORTED_AGAIN:
+        if worker.process.exitcode == MAIN_REIMPORTED:
             raise SurefootError(
-                f"task={self.name!r}: a worker process imports the script that defines it, which began to train again; put the "
-                "call under if __name__ == '__main__':, or the task in a module of its own"
+                f"task={self.name!r}: a worker process imports the script that defines it, which started to train again; put "
+                "the call under if __name__ == '__main__':, or move the task to its own module"
             )
-        if place[0] == IDLE:
-            who = f"environments {worker.first} to {worker.first + worker.count - 1}"
-            happened = what.replace("its", "their") + " while none of them was called"
-            raise SurefootError(f"{self.name}: {who} {happened}; resume from the last checkpoint")
-        raise SurefootError(at_fault(self.name, place, what))
+        if position[0] == IDLE:
+            rows = f"environments {worker.first} to {worker.first + worker.count - 1}"
+            what = what.replace("its", "their") + " between two calls"
+            raise SurefootError(f"{self.name}: {rows} {what}; resume from the last checkpoint")
+        raise SurefootError(environment_failure(self.name, position, what))
 
 
-def _start(packed: bytes, part: Slice, needs_main: bool) -> Worker:
+def _start(pickled: bytes, config: WorkerConfig, needs_main: bool) -> Worker:
     context = multiprocessing.get_context("spawn")
-    place = RawArray(ctypes.c_longlong, [IDLE, -1, -1])
-    ours, theirs = context.Pipe()
-    # The kernel counts the end of the thread that started a process as the end of its parent.
-    with_us = threading.current_thread() is threading.main_thread()
-    process = context.Process(target=serve, args=(theirs, place, packed, part, with_us), name=f"surefoot-{part.first}")
+    position = RawArray(ctypes.c_longlong, [IDLE, -1, -1])
+    connection, child_connection = context.Pipe()
+    # For PR_SET_PDEATHSIG, the parent ends when the thread that started the process ends.
+    kill_with_parent = threading.current_thread() is threading.main_thread()
+    arguments = (child_connection, position, pickled, config, kill_with_parent)
+    process = context.Process(target=serve, args=arguments, name=f"surefoot-{config.first}")
     try:
         with python_safe_path(), _interrupts_held(), contextlib.nullcontext() if needs_main else _main_hidden():
             process.start()
-    except (OSError, AssertionError) as error:  # no more processes; a daemon may have none
-        ours.close()
+    except (OSError, AssertionError) as error:  # out of processes, or this is a daemon, which may have none
+        connection.close()
         raise SurefootError(
-            f"task={part.name!r}: a worker process could not be started ({cause_of(error)}); set rollout.workers lower, or "
+            f"task={config.name!r}: a worker process could not be started ({cause_of(error)}); lower rollout.workers, or set "
             "rollout.backend = 'loop'"
         ) from None
     finally:
-        theirs.close()
-    return Worker(process, ours, place, part.first, part.count)
+        child_connection.close()
+    return Worker(process, connection, position, config.first, config.count)
 
 
-def _end(crew: list[Worker]) -> None:
-    """Close every pipe, which a worker takes for the end, and wait; kill what is still there."""
-    for worker in crew:
+def _close_workers(workers: list[Worker]) -> None:
+    """Close every pipe, which ends its worker, and wait; kill workers that are still alive."""
+    for worker in workers:
         worker.connection.close()
-    until = time.monotonic() + GRACE
+    until = time.monotonic() + CLOSE_TIMEOUT
     try:
-        for worker in crew:
+        for worker in workers:
             worker.process.join(max(0.0, until - time.monotonic()))
-    finally:  # after a Ctrl-C, too
-        for worker in crew:
+    finally:  # after Ctrl-C too
+        for worker in workers:
             if worker.process.is_alive():
                 worker.process.kill()
             worker.process.join()
@@ -255,8 +277,8 @@ def _exit(code: int | None) -> str:
     return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
 
 
-def _packed(task: str | MakeEnvironment, arguments: dict[str, Any], name: str) -> tuple[bytes, bool]:
-    """The task as bytes, and whether a worker must import the main script to understand them."""
+def _pickled(task: str | MakeEnvironment, arguments: dict[str, Any], name: str) -> tuple[bytes, bool]:
+    """The task as a pickle, and whether a worker must import the main script to load it."""
     spec = gymnasium.registry.get(task) if isinstance(task, str) and not task.startswith(ATARI) else None
     with contextlib.suppress(Exception), _main_hidden():
         return pickle.dumps((task, arguments, spec)), False
@@ -271,7 +293,7 @@ def _packed(task: str | MakeEnvironment, arguments: dict[str, Any], name: str) -
 
 @contextlib.contextmanager
 def _main_hidden() -> Iterator[None]:
-    """A worker that does not need the user's script is not made to import it: a script without a guard stays harmless."""
+    """Keep workers that don't need the user's script from importing it, so that a script without a guard is harmless."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -282,7 +304,7 @@ def _main_hidden() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """A worker begins with SIGINT blocked, until it has said that it ignores it; a Ctrl-C meanwhile reaches us after."""
+    """Start a worker with SIGINT blocked until it ignores it; a Ctrl-C in between reaches this process afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -293,25 +315,25 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
+def available_cores() -> int:
+    """CPU available_cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- slices of B and back -----------------------------------------------------------------------------------------------
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Arrays [b, ...] of every slice as one [B, ...]; dicts of arrays leaf by leaf; None stays None."""
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Arrays [b, ...] of every slice as one array [B, ...]; dicts of arrays entry by entry; None stays None."""
     if isinstance(parts[0], dict):
-        return {name: joined([part[name] for part in parts]) for name in parts[0]}
+        return {name: concatenate([part[name] for part in parts]) for name in parts[0]}
     return None if parts[0] is None else np.concatenate(parts)
 
 
-def joined_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
-    """The steps of every slice as one, environments counted from the first slice's."""
+def concatenate_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
+    """The steps of every slice as one; ``firsts`` are the indices of their first environments."""
     whole: dict[str, Any] = {
-        field.name: joined([getattr(step, field.name) for step in steps])
+        field.name: concatenate([getattr(step, field.name) for step in steps])
         for field in fields(Step)
         if field.name != "final_observations"
     }
@@ -323,15 +345,104 @@ def joined_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
     return Step(**whole, final_observations=finals)
 
 
-def _part(state: dict[str, Any], worker: Worker) -> dict[str, Any]:
-    """A worker's share of a state, as arrays: a tensor would make it import torch."""
+def _slice_of(state: dict[str, Any], worker: Worker) -> dict[str, Any]:
+    """A worker's slice of a state, as arrays: tensors would make it import torch."""
     logs = {index - worker.first: state["actions"].get(str(index)) for index in range(worker.rows.start, worker.rows.stop)}
     return {
         "episodes": list(state["episodes"][worker.rows]),
         "actions": {str(local): np.asarray(log) for local, log in logs.items() if log is not None},
-        "observations": _each(state["observations"], lambda leaf: np.asarray(leaf)[worker.rows]),
+        "observations": _each(state["observations"], lambda values: np.asarray(values)[worker.rows]),
     }
 
 
 def _each(tree: Any, function: Callable[[Any], Any]) -> Any:
     return {name: _each(below, function) for name, below in tree.items()} if isinstance(tree, dict) else function(tree)
+
+
+# ---- in the worker process ----------------------------------------------------------------------------------------------
+
+
+def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config: WorkerConfig, kill_with_parent: bool) -> None:
+    """Make the environments, then answer (method, arguments) until the pipe closes.
+
+    position  shared with the parent: environment, episode and step of the call in progress
+    task     pickled (task, arguments, Gymnasium's spec if the task is an id)
+
+    An answer is (True, result) or (False, one line, traceback).
+    """
+    unset_python_safe_path()
+    _live_as_long_as_parent(kill_with_parent)
+    environments: LoopedEnvironments | None = None
+    method, arguments = "make", ()
+    answer: tuple[Any, ...]
+    while True:
+        try:
+            if environments is None:
+                environments = _make(task, config, position)
+                answer = True, (environments.observation_space, environments.action_space)
+            else:
+                answer = True, getattr(environments, method)(*arguments)
+        except SurefootError as error:
+            answer = False, str(error), "".join(traceback.format_exception(error))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: no exception of an environment ends the process
+            line = environment_failure(config.name, position, f"raised {cause_of(error)}", config.purpose, place_of(error))
+            answer = False, line, "".join(traceback.format_exception(error))
+        position[0] = IDLE
+        try:
+            connection.send(answer)
+            method, arguments = connection.recv()
+        except (EOFError, OSError):
+            break
+        except Exception as error:  # an answer that can't be pickled
+            what = f"{config.name}: its environments returned what can't be sent to another process ({cause_of(error)})"
+            connection.send((False, what))
+            break
+    if environments is not None:
+        with contextlib.suppress(BaseException):
+            environments.close()
+
+
+def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironments:
+    try:
+        task, arguments, spec = pickle.loads(pickled)
+    except Exception as error:
+        raise SurefootError(
+            f"task={config.name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of its "
+            "own module, or set rollout.backend = 'loop'"
+        ) from None
+    position[:] = IDLE, -1, -1
+    make_one = maker(task, arguments, config.purpose)
+    if spec is not None and task not in gymnasium.registry:  # registered by the program, not by a package
+        make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
+
+    def make() -> Any:
+        position[0] = config.first if position[0] == IDLE else position[0] + 1
+        return make_one()
+
+    make.__name__ = config.name
+    made = make_environments(make, {}, config.count, config.seed, config.purpose)
+    if not isinstance(made, LoopedEnvironments):
+        raise SurefootError(
+            f"task={config.name!r}: makes a vector environment, but worker processes need single ones; set "
+            "rollout.backend = 'loop'"
+        )
+    made.first, made.position = config.first, position
+    return made
+
+
+def _live_as_long_as_parent(kill_with_parent: bool) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):  # it was started with SIGINT blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if kill_with_parent and sys.platform == "linux":
+        # prctl(PR_SET_PDEATHSIG): C code that hangs with the interpreter lock ends with the parent too.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    parent.join()
+    os._exit(1)

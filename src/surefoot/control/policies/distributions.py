@@ -1,6 +1,6 @@
-"""Distributions over actions, as frozen dataclasses of their parameters, so that a rollout can hold and slice them.
+"""Distributions over actions, as frozen dataclasses of their parameters, so that a rollout can store and slice them.
 
-Leading shape is any [...]. Randomness comes from the generator that is passed in, on the CPU.
+The leading shape is any [...]. Randomness comes from a given generator, on the CPU.
 """
 
 import math
@@ -15,36 +15,36 @@ from torch.nn import functional
 from surefoot.functional import categorical_kl, gaussian_kl, token_entropy, token_log_probs
 
 
-class Sampled(ABC):
-    """Sampling in two halves: what is random, and what is made of it, which is a function like any other."""
+class ReparameterisedSampling(ABC):
+    """Sampling in two steps: draw noise, then transform it by a deterministic function."""
 
     @abstractmethod
     def noise(self, generator: torch.Generator) -> Tensor:
-        """All randomness that a sample takes, on the CPU; its shape depends on the distribution's alone."""
+        """The noise of a sample, on the CPU; its shape depends only on the distribution's."""
 
     @abstractmethod
-    def drawn(self, noise: Tensor) -> Tensor:
-        """The sample that the noise makes."""
+    def transform(self, noise: Tensor) -> Tensor:
+        """The sample for given noise."""
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """One action per state."""
-        return self.drawn(self.noise(generator))
+        return self.transform(self.noise(generator))
 
 
 @dataclass(frozen=True)
-class Logits(Sampled):
-    """Choices among n, each of its own.   logits [..., n]; one of −inf is what can't be chosen."""
+class Logits(ReparameterisedSampling):
+    """Independent choices among n options.   logits [..., n]; −inf excludes an option."""
 
     logits: Tensor
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """Exponential variates.   [..., n]"""
         noise = torch.empty(self.logits.shape, dtype=self.logits.dtype).exponential_(generator=generator)
-        # Were one exactly 0, −inf − log 0 would be NaN, which argmax takes for the largest: a forbidden action.
+        # With an exact 0, −inf − log 0 is NaN, which argmax takes for the largest: an excluded option.
         return noise.clamp_(min=torch.finfo(self.logits.dtype).tiny)
 
-    def drawn(self, noise: Tensor) -> Tensor:
-        """Every choice, by the Gumbel-max trick.   [...] integer"""
+    def transform(self, noise: Tensor) -> Tensor:
+        """A sample of every choice, by the Gumbel-max trick.   [...] integer"""
         return (self.logits - noise.to(self.logits.device).log()).argmax(-1)
 
     def mode(self) -> Tensor:
@@ -71,7 +71,7 @@ class Categorical(Logits):
 
 @dataclass(frozen=True)
 class MultiCategorical(Logits):
-    """Several independent choices at once.   logits [..., d, n]; −inf fills choices of fewer, too."""
+    """Several independent choices at once.   logits [..., d, n]; −inf pads choices with fewer options."""
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """log π(a), summed over the choices.   [..., d] integer -> [...]"""
@@ -86,8 +86,8 @@ class MultiCategorical(Logits):
         return categorical_kl(self.logits, other.logits).sum(-1)
 
 
-def side_by_side(logits: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The logits of choices among n₁, n₂ …, as rows of equal length filled with −inf.   [..., Σ n] -> [..., d, longest]"""
+def pad_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Logits of choices among n₁, n₂ … options, padded with −inf to equal length.   [..., Σ n] -> [..., d, longest]"""
     longest = max(sizes)
     if min(sizes) == longest:
         return logits.reshape(*logits.shape[:-1], len(sizes), longest)
@@ -96,14 +96,14 @@ def side_by_side(logits: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DiagonalGaussian(Sampled):
+class DiagonalGaussian(ReparameterisedSampling):
     """Independent normals.   mean [..., d], log_std [..., d]"""
 
     mean: Tensor
     log_std: Tensor
 
     def log_prob(self, actions: Tensor) -> Tensor:
-        """log density of the action as sampled, before any clipping.   [..., d] -> [...]"""
+        """Log-density of the action as sampled, before clipping.   [..., d] -> [...]"""
         scaled = (actions - self.mean) * torch.exp(-self.log_std)
         return -(0.5 * scaled.square() + self.log_std).sum(-1) - 0.5 * math.log(2 * math.pi) * self.mean.shape[-1]
 
@@ -119,7 +119,7 @@ class DiagonalGaussian(Sampled):
         """Standard normal variates.   [..., d]"""
         return torch.randn(self.mean.shape, dtype=self.mean.dtype, generator=generator)
 
-    def drawn(self, noise: Tensor) -> Tensor:
+    def transform(self, noise: Tensor) -> Tensor:
         """One action per state.   [..., d]"""
         return self.mean + self.log_std.exp() * noise.to(self.mean.device)
 

@@ -1,7 +1,7 @@
-"""Trunks: the leaves of an observation to features. Built in, or a network of the user's own.
+"""Networks from observations to features: built-in trunks, a user's own network, and the LSTM on top.
 
-Weights are orthogonal (gain √2) and drawn from the generator that is passed in; Engstrom et al. 2020 (arXiv 2005.12729)
-measured what these details are worth.
+Weights are orthogonal (gain √2) and drawn from the given generator; Engstrom et al. 2020 (arXiv 2005.12729) measured the
+effect of these details.
 """
 
 import math
@@ -15,32 +15,36 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.control.spaces import Leaf, channels_last, choices, image_shape, is_image, leaves
+from surefoot.control.spaces import ObservationPart, channels_last, choices, image_shape, is_image, observation_parts
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import Network
 from surefoot.recipes.import_object import import_object
 
+EPISODE_STARTS = "lstm start"
+"""key of a recurrent policy's inputs: where episodes start [B, T]"""
+LSTM_STATE = "lstm state"
+"""key of a recurrent policy's inputs: the state before the first step [B, LSTMs, 2, width]"""
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 PASS_AT_ONCE = 512
-"""images per pass where no gradient is wanted, to bound memory"""
+"""images per pass without gradient, to bound memory"""
 
 
 def make_trunk(observation_space: gymnasium.Space[Any], network: Network, generator: torch.Generator) -> "Trunk | CustomTrunk":
-    """What the recipe asks for; SurefootError when a network of the user's own doesn't fit."""
+    """The trunk of a recipe; SurefootError if a user's own network doesn't fit."""
     if network.custom is not None:
         return CustomTrunk(network.custom, observation_space, generator)
     return Trunk(observation_space, network, generator)
 
 
 class Trunk(nn.Module):
-    """Every leaf through its encoder, the results side by side, then the hidden layers.   [..., *leaf] each -> [..., width]"""
+    """An encoder per part, their outputs concatenated, then the hidden layers.   [..., *part] each -> [..., width]"""
 
     def __init__(self, observation_space: gymnasium.Space[Any], network: Network, generator: torch.Generator) -> None:
         super().__init__()
-        parts = leaves(observation_space)
+        parts = observation_parts(observation_space)
         self.paths = list(parts)
-        self.plain = len(parts) == 1 and all(leaf.vector and len(leaf.shape) == 1 for leaf in parts.values())
-        encoders = [_encoder(leaf, generator) for leaf in parts.values()]
+        self.plain = len(parts) == 1 and all(part.vector and len(part.shape) == 1 for part in parts.values())
+        encoders = [_encoder(part, generator) for part in parts.values()]
         self.encoders = nn.ModuleList(encoders)
         widths = [sum(encoder.width for encoder in encoders), *network.hidden]
         layers: list[nn.Module] = []
@@ -51,7 +55,7 @@ class Trunk(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Features of normalised observations."""
-        # Straight to each layer's forward: module calls cost as much as the arithmetic of networks this small.
+        # Call forward directly: module calls cost as much as the arithmetic of networks this small.
         if self.plain:
             x = inputs[self.paths[0]]
         else:
@@ -61,28 +65,28 @@ class Trunk(nn.Module):
         return x
 
 
-def _encoder(leaf: Leaf, generator: torch.Generator) -> "Vector | OneHot | NatureCNN":
-    if isinstance(leaf.space, spaces.Box):
-        return NatureCNN(leaf.shape, generator) if is_image(leaf.space) else Vector(leaf.shape)
-    return Vector(leaf.shape) if isinstance(leaf.space, spaces.MultiBinary) else OneHot(leaf.space)
+def _encoder(part: ObservationPart, generator: torch.Generator) -> "Vector | OneHot | NatureCNN":
+    if isinstance(part.space, spaces.Box):
+        return NatureCNN(part.shape, generator) if is_image(part.space) else Vector(part.shape)
+    return Vector(part.shape) if isinstance(part.space, spaces.MultiBinary) else OneHot(part.space)
 
 
 class Vector(nn.Module):
-    """Numbers as they are, of any shape.   [..., *shape] -> [..., n]"""
+    """Numbers of any shape, flattened.   [..., *shape] -> [..., n]"""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.axes, self.width = len(shape), math.prod(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Side by side, as float32."""
+        """As float32."""
         if self.axes != 1:
             x = x.unsqueeze(-1) if self.axes == 0 else x.flatten(-self.axes)
         return x.float()
 
 
 class OneHot(nn.Module):
-    """A 1 at each choice, among zeros; no order is read into numbers that have none.   [..., *shape] -> [..., Σ n]"""
+    """One-hot encodings of every choice, side by side.   [..., *shape] -> [..., Σ n]"""
 
     first: Tensor
     values: Tensor
@@ -101,7 +105,7 @@ class OneHot(nn.Module):
         self.part: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """float32."""
+        """As float32."""
         x = x.unsqueeze(-1) if self.axes == 0 else x.flatten(-self.axes)
         return (x[..., self.part] == self.values).float()
 
@@ -127,7 +131,7 @@ class NatureCNN(nn.Module):
         self.layer = linear(64 * height * width, self.width, math.sqrt(2), generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Bytes become numbers from 0 to 1 here, so that a rollout keeps bytes."""
+        """Converts bytes to numbers from 0 to 1, so that a rollout can store bytes."""
         lead = x.shape[: x.dim() - self.axes]
         x = x.movedim(-1, -3) if self.last else x
         x = x.reshape(-1, math.prod(x.shape[len(lead) : -2]), *x.shape[-2:])
@@ -137,8 +141,8 @@ class NatureCNN(nn.Module):
 
 
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    """A layer with orthogonal weights from the generator, and no bias yet."""
-    with torch.random.fork_rng(devices=[]):  # its own initial weights, which are not kept, are drawn from the global stream
+    """A layer with orthogonal weights from the generator, and zero bias."""
+    with torch.random.fork_rng(devices=[]):  # its default weights, which are overwritten, use the global generator
         layer = nn.Linear(inputs, outputs)
     _initialise(layer, gain, generator)
     return layer
@@ -157,53 +161,53 @@ def _initialise(layer: Any, gain: float, generator: torch.Generator) -> None:
 
 
 class CustomTrunk(nn.Module):
-    """A network of the user's own: ``factory(observation_space)`` makes a module from leaf tensors [N, ...] to features [N, k].
+    """A user's own network: ``factory(observation_space)`` makes a module from observations [N, ...] to features [N, k].
 
-    The module gets the dict of leaf tensors, or the tensor itself where the space is one leaf: Boxes as float32 and
-    normalised where the recipe says so, images as bytes, whole numbers as the environment gives them (int64; MultiBinary
-    int8). What the factory draws comes from the run's own stream, and the global generator is left as it was.
+    The module takes a dict with a tensor per part, or the tensor itself if the space has no parts: Boxes as float32,
+    normalised if the recipe normalises; images as bytes; integers as the environment returns them (int64; MultiBinary int8).
+    Random numbers in the factory come from the run's own stream; the global generator is restored.
 
-    Raises SurefootError, one line, when it can't be import_object, makes no module, or gives features of another shape or type.
+    Raises SurefootError, one line, when it can't be imported, is not a module, or returns features of another shape or type.
     """
 
     def __init__(self, path: str, observation_space: gymnasium.Space[Any], generator: torch.Generator) -> None:
         super().__init__()
         self.path = path
-        parts = leaves(observation_space)
-        self.axes = {name: len(leaf.shape) for name, leaf in parts.items()}
+        parts = observation_parts(observation_space)
+        self.axes = {name: len(part.shape) for name, part in parts.items()}
         self.bare = not next(iter(parts.values())).keys
         factory = import_object("network.custom", path)
         seed = int(torch.randint(2**62, (), generator=generator))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            self.module = self._made(factory, observation_space)
-            self.width = self._probe({name: _made_up(leaf) for name, leaf in parts.items()})
+            self.module = self._make(factory, observation_space)
+            self.width = self._probe({name: _random_batch(part) for name, part in parts.items()})
 
-    def _made(self, factory: Any, observation_space: gymnasium.Space[Any]) -> nn.Module:
+    def _make(self, factory: Any, observation_space: gymnasium.Space[Any]) -> nn.Module:
         try:
             module = factory(observation_space)
         except Exception as error:
-            raise self._refusal(f"called with the observation space, it raised {_told(error)}") from None
+            raise self._error(f"called with the observation space, it raised {_in_one_line(error)}") from None
         if not isinstance(module, nn.Module):
-            raise self._refusal(f"made a {type(module).__name__}; it must make a torch.nn.Module")
+            raise self._error(f"returned a {type(module).__name__}; it must return a torch.nn.Module")
         return module
 
     def _probe(self, inputs: dict[str, Tensor]) -> int:
         modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()  # the running statistics of a batch norm are not for made-up observations
+        self.module.eval()  # keep random observations out of the statistics of a batch norm
         with torch.no_grad():
             both = self._features(inputs, 2)
-            self.width = both.shape[1]  # known from here on, so that another one is refused
-            # One alone is what it acts on later, and what a squeeze gives away.
+            self.width = both.shape[1]  # later calls must return the same width
+            # A single row is what it acts on later, and shows a stray squeeze.
             alone = torch.cat([self._features({name: x[row : row + 1] for name, x in inputs.items()}, 1) for row in (0, 1)])
         rounding = 1e-4 * max(1.0, float(both.abs().max()))
         if both.isfinite().all() and not torch.allclose(both, alone, rtol=1e-3, atol=rounding):
-            raise self._refusal("gave an observation other features beside another one than alone; rows must be independent")
-        for module, training in modes.items():  # each its own: a frozen part may stand in eval mode in one that trains
+            raise self._error("returned different features for an observation alone and in a batch; rows must be independent")
+        for module, training in modes.items():  # one by one: a frozen submodule may be in eval mode
             module.training = training
         odd = {str(p.dtype) for p in self.module.parameters() if p.dtype != torch.float32}
         if odd:
-            raise self._refusal(f"has parameters of {', '.join(sorted(odd))}; they must be float32")
+            raise self._error(f"has parameters of {', '.join(sorted(odd))}; they must be float32")
         return self.width
 
     def _features(self, inputs: dict[str, Tensor], count: int) -> Tensor:
@@ -211,40 +215,75 @@ class CustomTrunk(nn.Module):
             features = self.module(next(iter(inputs.values())) if self.bare else inputs)
         except Exception as error:
             shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in inputs.items())
-            raise self._refusal(f"forward raised {_told(error)} (for {shapes})") from error
+            raise self._error(f"forward raised {_in_one_line(error)} (for {shapes})") from error
         if not isinstance(features, Tensor):
-            raise self._refusal(f"forward gave a {type(features).__name__}; it must give a tensor of features [N, k]")
+            raise self._error(f"forward returned a {type(features).__name__}; it must return a tensor of features [N, k]")
         known = getattr(self, "width", None)
         wanted = "k" if known is None else str(known)
-        # Not len(features): that makes a constant of what may be any number in an exported program.
+        # Not len(features): an exported program would treat it as a constant.
         right = features.dim() == 2 and features.shape[0] == count and features.shape[1] > 0
         if not right or (known is not None and features.shape[1] != known):
-            raise self._refusal(
-                f"gave features of shape {list(features.shape)} for {count} observations, not [{count}, {wanted}]"
+            raise self._error(
+                f"returned features of shape {list(features.shape)} for {count} observations, not [{count}, {wanted}]"
             )
         if features.dtype != torch.float32:
-            raise self._refusal(f"gave features of {features.dtype}; they must be float32")
+            raise self._error(f"returned features of {features.dtype}; they must be float32")
         return features
 
-    def _refusal(self, what: str) -> SurefootError:
+    def _error(self, what: str) -> SurefootError:
         return SurefootError(f"network.custom={self.path!r}: {what}")
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Features of normalised observations.   [..., *leaf] each -> [..., k]"""
+        """Features of normalised observations.   [..., *part] each -> [..., k]"""
         name, axes = next(iter(self.axes.items()))
         lead = inputs[name].shape[: inputs[name].dim() - axes]
         parts = {path: inputs[path].reshape(-1, *inputs[path].shape[len(lead) :]) for path in self.axes}
         return self._features(parts, math.prod(lead)).reshape(*lead, self.width)
 
 
-def _told(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _made_up(leaf: Leaf) -> Tensor:
-    """Two made-up observations of a leaf, with entries or choices at random; always the same."""
-    rng, shape = np.random.default_rng(0), (2, *leaf.shape)
-    if leaf.vector:
+def _random_batch(part: ObservationPart) -> Tensor:
+    """Two random observations of a part, always the same."""
+    rng, shape = np.random.default_rng(0), (2, *part.shape)
+    if part.vector:
         return torch.from_numpy(rng.random(shape, np.float32))
-    low, high = (0, 255) if leaf.bounds is None else leaf.bounds
-    return torch.from_numpy(rng.integers(low, high, shape, endpoint=True).astype(leaf.dtype))
+    low, high = (0, 255) if part.bounds is None else part.bounds
+    return torch.from_numpy(rng.integers(low, high, shape, endpoint=True).astype(part.dtype))
+
+
+class EpisodicLSTM(nn.Module):
+    """An LSTM (Hochreiter & Schmidhuber 1997) whose state is zero again at every episode start.
+
+    Weights are orthogonal (gain 1), drawn from ``generator``; biases are zero.
+    """
+
+    def __init__(self, inputs: int, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, width, batch_first=True, device="meta").to_empty(device="cpu")
+        for name, parameter in self.lstm.named_parameters():
+            if name.startswith("weight"):
+                nn.init.orthogonal_(parameter, generator=generator)
+            else:
+                nn.init.zeros_(parameter)
+
+    def forward(self, features: Tensor, starts: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, T, inputs], [N, T] bool, [N, 2, width] -> [N, T, width], and the state after the last step.
+
+        ``state`` is hidden and cell before the first step; it is reset to zero at each start of a row.
+        """
+        hidden, cell = state[:, 0], state[:, 1]
+        pieces = []
+        # nn.LSTM is fast but can't reset its state, so call it once from each start of any row to the next.
+        # (A single step is recognised by its shape alone, so that it can be traced.)
+        resets = starts.any(0).nonzero().flatten().tolist() if features.shape[1] > 1 else []
+        cuts = [0, *(t for t in resets if t), features.shape[1]]
+        for begin, end in pairwise(cuts):
+            reset = starts[:, begin, None]
+            hidden, cell = hidden.masked_fill(reset, 0), cell.masked_fill(reset, 0)
+            piece, (last_hidden, last_cell) = self.lstm(features[:, begin:end], (hidden[None], cell[None]))
+            hidden, cell = last_hidden[0], last_cell[0]
+            pieces.append(piece)
+        return torch.cat(pieces, 1), torch.stack([hidden, cell], 1)
