@@ -302,7 +302,7 @@ def explode():
 
 BREAKAGES = [
     (explode, "raised RuntimeError: the wheel"),
-    (lambda: (np.zeros(3, np.float32), 1.0, False, False, {}), "shape (3,) where its space says shape (2,)"),
+    (lambda: (np.zeros(3, np.float32), 1.0, False, False, {}), "shape (3,) where its space has shape (2,)"),
     (lambda: (None, 1.0, False, False, {}), "type NoneType"),
     (lambda: (np.zeros(2, np.float32), None, False, False, {}), "gave a reward of type NoneType"),
     (lambda: (np.zeros(2, np.float32), "5", False, False, {}), "gave a reward of type str"),
@@ -467,7 +467,7 @@ ODD = [
     (["oddities:graph"], ['observation space leaf "camera.depth": Graph', "not supported"]),
     (
         ["oddities:Odd", "--environment", "{mask = [0, 0]}"],
-        ["environment 0", "allows nothing (all false)", "episode 0, step 0"],
+        ["environment 0", "allows no action (all false)", "episode 0, step 0"],
     ),
     (["oddities:Odd", "--environment", "{mask = [1, 1, 1]}"], ["environment 0", "length 3", "needs length 2"]),
     (["CartPole-v1", "--network.custom", "oddities"], ["network.custom='oddities'", "must name module:function"]),

@@ -75,40 +75,40 @@ def stretched(actions: Any) -> np.ndarray:
 def test_whatever_is_drawn_the_environment_gets_an_action_of_its_space(a: float, b: float, drawn: float) -> None:
     space = one(min(a, b), max(a, b))
     for wanted in (True, False):
-        assert space.contains(ActionBounds(space, wanted).within(torch.tensor([drawn])).numpy())
+        assert space.contains(ActionBounds(space, wanted).apply(torch.tensor([drawn])).numpy())
 
 
 @pytest.mark.parametrize(("low", "high"), [(100, 1000), (-1e-3, 1e-3), (0, 1), (-2, 2), (-5, -3), (-3e38, 3e38)])
 def test_the_ends_and_the_middle_of_the_policys_range_are_those_of_the_box(low: float, high: float) -> None:
-    given_ = ActionBounds(one(low, high), True).within(torch.tensor([[-1.0], [0.0], [1.0], [-7.0], [7.0]]))
+    given_ = ActionBounds(one(low, high), True).apply(torch.tensor([[-1.0], [0.0], [1.0], [-7.0], [7.0]]))
     np.testing.assert_allclose(given_[:, 0], [low, low / 2 + high / 2, high, low, high], rtol=1e-6)
 
 
 def test_a_number_bounded_by_one_goes_through_to_the_last_bit_beside_others_that_are_stretched() -> None:
     space = spaces.Box(np.float32([-1, 0, -1, -np.inf]), np.float32([1, 4, np.inf, 2]))
     drawn = torch.tensor([[0.1, 0.5, 7.7, -9.3], [-0.0, 0.0, -0.0, -0.0]])
-    found = ActionBounds(space, True).within(drawn)
+    found = ActionBounds(space, True).apply(drawn)
     assert found.dtype == drawn.dtype
     for column in (0, 2, 3):
         np.testing.assert_array_equal(found[:, column].numpy().view(np.int32), drawn[:, column].numpy().view(np.int32))
     assert found[:, 1].tolist() == [3.0, 2.0]
-    assert not ActionBounds(spaces.Box(-1, 1, (2, 3)), True).stretches
-    assert not ActionBounds(space, False).stretches
+    assert not ActionBounds(spaces.Box(-1, 1, (2, 3)), True).rescales
+    assert not ActionBounds(space, False).rescales
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 def test_the_largest_number_there_is_is_no_bound(dtype: Any) -> None:
     largest = float(np.finfo(dtype).max)
     bounds = ActionBounds(spaces.Box(dtype(-largest), dtype(largest), (2,), dtype), True)
-    assert not bounds.stretches
+    assert not bounds.rescales
     assert not bounds.bounded.any()
 
 
 def test_beyond_are_the_numbers_that_are_clipped_of_those_with_a_bound() -> None:
     space = spaces.Box(np.float32([100, -np.inf, -np.inf]), np.float32([1000, np.inf, 2]))
     drawn = torch.tensor([[1.5, 1e9, 1.5], [0.5, 1e9, 2.5]])
-    assert ActionBounds(space, True).beyond(drawn).tolist() == [[True, False], [False, True]]
-    assert ActionBounds(space, False).beyond(drawn).tolist() == [[True, False], [True, True]]
+    assert ActionBounds(space, True).clipped(drawn).tolist() == [[True, False], [False, True]]
+    assert ActionBounds(space, False).clipped(drawn).tolist() == [[True, False], [True, True]]
 
 
 # ---- everyone agrees --------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_training_predicting_evaluating_and_exported_files_all_stretch_alike(tmp
     theirs = onnxruntime.InferenceSession(tmp_path / "a.onnx").run(["action"], {"observation": seen})[0]
     np.testing.assert_allclose(theirs, action, rtol=1e-5, atol=1e-9)
     compiled, starts = CompiledActor(agent), np.ones(50, bool)
-    assert compiled.agent.sender()(mean).tolist() == action.tolist()
+    assert compiled.agent.action_converter()(mean).tolist() == action.tolist()
     _, sent, _ = agent.actor(torch.Generator().manual_seed(1))({"observation": seen}, None, starts)
     assert all(FAR.contains(each) for each in sent)
     world.close()

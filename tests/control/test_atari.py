@@ -138,7 +138,7 @@ def test_a_lost_life_ends_the_value_and_only_the_last_one_the_game() -> None:
         step = environments.step(np.zeros(1, int))
         assert step.life_lost is not None
         if step.terminated[0]:
-            ends.append((before, bool(step.life_lost[0]), bool(step.over[0])))
+            ends.append((before, bool(step.life_lost[0]), bool(step.done[0])))
     assert ends == [(5, True, False), (4, True, False), (3, True, False), (2, True, False), (1, False, True)]
 
 
@@ -150,7 +150,7 @@ def test_in_evaluation_or_when_switched_off_only_whole_games_end() -> None:
             step = environments.step(np.zeros(1, int))
             ends += int(step.terminated[0])
         assert ends == 1
-        assert step.over.all()
+        assert step.done.all()
 
 
 # ---- what is learned from, and what is counted ------------------------------------------------------------------------
@@ -271,8 +271,8 @@ def test_vector_environments_of_games_see_learn_and_count_alike(backend: str) ->
         assert step.scores is not None
         if backend == "native":  # resets at the end of a game only
             assert np.array_equal(step.ignored, resting)
-        resting = step.over
-        lives, games = lives + int(step.life_lost.sum()), games + int(step.over.sum())
+        resting = step.done
+        lives, games = lives + int(step.life_lost.sum()), games + int(step.done.sum())
         score += float(step.scores.sum())
         learned |= set(step.rewards.tolist())
         if games >= 2:
@@ -302,7 +302,7 @@ def test_preprocessing_can_be_switched_off() -> None:
 
 @pytest.mark.parametrize("arguments", [{"frameskip": 4}, {"obs_type": "ram"}])
 def test_arguments_that_would_undo_the_preprocessing_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(SurefootError, match=rf"environment.{next(iter(arguments))}=.*use environment.(frame_skip|preprocess)"):
+    with pytest.raises(SurefootError, match=rf"environment.{next(iter(arguments))}=.*set environment.(frame_skip|preprocess)"):
         looped(BREAKOUT, **arguments)
 
 

@@ -104,7 +104,7 @@ def test_an_envpool_of_mujoco_has_the_same_shapes() -> None:
 # ---- lives and scores -------------------------------------------------------------------------------------------------
 
 
-class EpisodicLife(Endless):
+class Lives(Endless):
     """Three lives of two steps each; a step is learned from as 1 and scores 5."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -120,9 +120,9 @@ class EpisodicLife(Endless):
 def in_mode(mode: str) -> Callable[[], Any]:
     def lives() -> Any:
         return (
-            EpisodicLife()
+            Lives()
             if mode == "looped"
-            else SyncVectorEnv([EpisodicLife, EpisodicLife], autoreset_mode=AutoresetMode[mode])
+            else SyncVectorEnv([Lives, Lives], autoreset_mode=AutoresetMode[mode])
         )
 
     return lives
@@ -142,25 +142,25 @@ def test_a_lost_life_ends_the_value_and_the_episode_goes_on_to_its_true_score(mo
 
 
 def test_a_lost_life_is_no_end_for_algorithms_of_whole_episodes() -> None:
-    world = world_of(EpisodicLife, surefoot.REINFORCE, rollout={"environments": 2, "episodes": 2})
+    world = world_of(Lives, surefoot.REINFORCE, rollout={"environments": 2, "episodes": 2})
     assert world.collector.collect(fresh_state()).mask.shape == (2, 12)
 
 
 def test_an_evaluation_counts_whole_episodes_and_their_true_scores() -> None:
     """Where the task is one function, evaluation gets what training gets: changed rewards and lives."""
-    agent = surefoot.train(EpisodicLife, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
-    judged = surefoot.evaluate(agent, EpisodicLife, episodes=3)
+    agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
+    judged = surefoot.evaluate(agent, Lives, episodes=3)
     assert judged.returns == [30.0] * 3
     assert judged.lengths == [6] * 3
 
 
 def test_a_film_counts_the_true_score() -> None:
-    agent = surefoot.train(EpisodicLife, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
-    *_, end = greedy_episode(agent, EpisodicLife(), "lives", 0, 0, 100)
+    agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
+    *_, end = greedy_episode(agent, Lives(), "lives", 0, 0, 100)
     assert (end.step, end.reward, end.total) == (6, 5.0, 30.0)
 
 
-class PoolLives(EpisodicLife):
+class PoolLives(Lives):
     """As EnvPool tells of lives: the step that loses one says terminated, and the reset after it goes on with the game."""
 
     going = False
@@ -191,7 +191,7 @@ def test_a_life_that_is_told_of_by_a_reset_does_not_make_an_lstm_forget_its_game
 
 
 def test_a_lost_life_does_not_disturb_the_replay_of_an_episode() -> None:
-    world, again = (world_of(EpisodicLife, rollout={"environments": 2, "steps": 9}) for _ in range(2))
+    world, again = (world_of(Lives, rollout={"environments": 2, "steps": 9}) for _ in range(2))
     world.collector.collect(fresh_state())
     again.collector.load_state_dict(world.collector.state_dict())
     assert again.collector.lost == []
@@ -212,7 +212,7 @@ def test_sub_environments_that_state_other_modes_are_named() -> None:
     modes = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
     mixed = SyncVectorEnv([partial(Stated, mode) for mode in modes])
     with pytest.raises(
-        SurefootError, match=r"mixed autoreset modes: .* says NEXT_STEP, its environments 1 SAME_STEP, 2 DISABLED"
+        SurefootError, match=r"mixed autoreset modes: .* has NEXT_STEP, its environments 1 SAME_STEP, 2 DISABLED"
     ):
         VectorEnvironments(mixed, 1, "tiny")
 
@@ -234,9 +234,9 @@ def test_a_mode_that_is_stated_by_its_value_is_understood() -> None:
 @pytest.mark.parametrize(
     ("does", "says", "said"),
     [
-        ("SAME_STEP", "NEXT_STEP", r"says NEXT_STEP, but its environments \[0\] gave info\['final_obs'\]"),
-        ("SAME_STEP", "DISABLED", r"says DISABLED, but its environments \[0\] gave info\['final_obs'\]"),
-        ("NEXT_STEP", "SAME_STEP", r"says SAME_STEP, but its environments \[0\] ended without info\['final_obs'\]"),
+        ("SAME_STEP", "NEXT_STEP", r"has NEXT_STEP, but its environments \[0\] gave info\['final_obs'\]"),
+        ("SAME_STEP", "DISABLED", r"has DISABLED, but its environments \[0\] gave info\['final_obs'\]"),
+        ("NEXT_STEP", "SAME_STEP", r"has SAME_STEP, but its environments \[0\] ended without info\['final_obs'\]"),
     ],
 )
 def test_a_vector_environment_that_does_not_do_what_it_says_is_found_at_the_first_end(does: str, says: str, said: str) -> None:
@@ -278,7 +278,7 @@ def test_rows_that_reset_in_different_ways_are_named_at_the_first_end(first: str
     environments = VectorEnvironments(Both(AutoresetMode[first], AutoresetMode[second]), 1, "tiny")
     environments.reset()
     environments.step(np.zeros(2, int))
-    with pytest.raises(SurefootError, match=rf"mixed autoreset modes: .* says {first}, but its environments \[1\]"):
+    with pytest.raises(SurefootError, match=rf"mixed autoreset modes: .* has {first}, but its environments \[1\]"):
         environments.step(np.zeros(2, int))
 
 
@@ -300,11 +300,11 @@ def test_a_next_step_environment_that_leaves_the_reset_to_others_is_found() -> N
     environments = VectorEnvironments(vector, 1, "tiny")
     environments.reset()
     steps: list[Step] = [environments.step(np.zeros(1, int)) for _ in range(2)]
-    assert steps[-1].over.all()
+    assert steps[-1].done.all()
     with pytest.raises(SurefootError, match=r"AssertionError.*which resets \[0\], says metadata\['autoreset_mode'\]=NEXT_STEP"):
         environments.step(np.zeros(1, int))
     vector._autoreset_envs[:] = False  # Gymnasium's own asserts, another's need not
-    with pytest.raises(SurefootError, match=r"says NEXT_STEP, but its environments \[0\] ended again"):
+    with pytest.raises(SurefootError, match=r"has NEXT_STEP, but its environments \[0\] ended again"):
         environments.step(np.zeros(1, int))
 
 
@@ -319,12 +319,12 @@ def refused(task: Any, backend: str, *parts: str, **fields: Any) -> None:
 
 
 def test_an_id_without_a_vector_environment_of_its_own_is_refused_with_the_alternatives() -> None:
-    refused("Pendulum-v1", "native", "'Pendulum-v1' has no vector environment of its own", "'workers', or 'loop'")
+    refused("Pendulum-v1", "native", "'Pendulum-v1' has no vector environment of its own", "'workers' or 'loop'")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_task_that_makes_its_own_environments_has_no_other_backend(backend: str) -> None:
-    refused(Endless, backend, "is for environment ids", "Endless", "'workers' or 'loop'")
+    refused(Endless, backend, "needs an environment id", "Endless", "'workers' or 'loop'")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -34,7 +34,7 @@ PARTS = {
 }
 
 
-class RawRollout(BaseCallback):
+class Seen(BaseCallback):
     """What each step gave, before the peer adds the value of a truncated episode's last observation to its reward."""
 
     def _on_rollout_start(self) -> None:
@@ -52,7 +52,7 @@ def weights_of(peer: PPO) -> dict[str, Tensor]:
     return found | ({"log_std": theirs["log_std"]} if "log_std" in theirs else {})
 
 
-def rollout_of(peer: PPO, seen: RawRollout, learner: Learner) -> Rollout:
+def rollout_of(peer: PPO, seen: Seen, learner: Learner) -> Rollout:
     """What the peer collected, as a collector of Surefoot's tells it."""
     buffer = peer.rollout_buffer
 
@@ -114,7 +114,7 @@ def test_an_iteration_ends_at_the_weights_of_stable_baselines3(task: str, monkey
             ours.pop(name).copy_(value)
     assert not ours, "parameters that the peer does not have"
     seen, orders = (
-        RawRollout(),
+        Seen(),
         [torch.randperm(STEPS, generator=torch.Generator().manual_seed(epoch)) for epoch in range(EPOCHS)],
     )
     _, callback = peer._setup_learn(10_000, seen)

@@ -329,7 +329,7 @@ def assert_sound(world: ControlWorld, rollout: Rollout) -> None:
 
 def test_a_reward_too_large_for_float32_is_named_as_such() -> None:
     world = collecting(with_poison("reward", 1e300, 0, 3), steps=12)
-    with pytest.raises(NotFiniteError, match=r"the reward of environment 1 at step 3 .* not finite as float32, which ends at"):
+    with pytest.raises(NotFiniteError, match=r"the reward of environment 1 at step 3 .* not finite as float32, whose largest"):
         world.collector.collect(fresh_state())
 
 
@@ -426,7 +426,7 @@ def test_a_policy_whose_actions_are_not_finite_is_named_and_no_environment_blame
     world = collecting([Picky()], steps=4)
     with torch.no_grad():
         next(world.policy.parameters()).fill_(math.nan)
-    with pytest.raises(SurefootError, match=r"^policy: its actions are not finite, for observations that are; mend"):
+    with pytest.raises(SurefootError, match=r"^policy: its actions are not finite for finite observations; fix"):
         world.collector.collect(fresh_state())
 
 

@@ -16,7 +16,7 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import make_learner
 
 from .test_spaces import NESTED
-from .tiny import ReparameterisedSampling, fresh_state
+from .tiny import Sampled, fresh_state
 
 VECTOR = spaces.Box(-1, 1, (3,))
 
@@ -41,7 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_a_compiled_actor_does_what_the_agent_does_whatever_was_learned_in_between(
     seen: spaces.Space[Any], action: spaces.Space[Any], masked: bool, normalised: bool
 ) -> None:
-    make = partial(ReparameterisedSampling, seen, action, masked=masked)
+    make = partial(Sampled, seen, action, masked=masked)
     table = {
         "task": "of:the-test",
         "rollout": {"environments": 2, "steps": 8},

@@ -336,7 +336,7 @@ def boom() -> Any:
     [
         (boom, "RuntimeError: the wheels came off"),
         (lambda: np.zeros(3, np.float32), "shape (3,)"),
-        (lambda: [0.0, "a"], "a list that holds other than numbers"),
+        (lambda: [0.0, "a"], "a list that contains more than numbers"),
         (lambda: None, "type NoneType"),
         (lambda: np.array(["a", "b"]), "ValueError"),
     ],
@@ -351,7 +351,7 @@ def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable
     assert said in line
     assert f"in {'step()' if at else 'reset()'}, episode 1, step {at};" in line
     assert line.endswith(", then resume from the last checkpoint")
-    assert ("mend the environment (test_environments.py:" in line) == (fault is boom)
+    assert ("fix the environment (test_environments.py:" in line) == (fault is boom)
     assert "\n" not in line
 
 
@@ -359,7 +359,7 @@ def test_before_the_first_step_there_is_nothing_to_resume_from() -> None:
     environments = LoopedEnvironments(Refusing, 1, SEED, "refusing")
     with pytest.raises(
         SurefootError,
-        match=r"wheels came off in reset\(\), episode 0, step 0; mend the environment \(test_environments.py:\d+\)$",
+        match=r"wheels came off in reset\(\), episode 0, step 0; fix the environment \(test_environments.py:\d+\)$",
     ):
         environments.reset()
 
@@ -467,7 +467,7 @@ def test_a_fault_inside_a_vector_environment_is_said_in_one_line(mode: str, at: 
 def test_a_vector_environment_whose_first_reset_fails_is_named() -> None:
     environments = together("NEXT_STEP", [Faulty(None, 0)])
     environments.environments.reset = lambda **_: boom()  # type: ignore[union-attr]
-    with pytest.raises(SurefootError, match=r"^tiny: raised RuntimeError: the wheels came off, in reset\(\); mend"):
+    with pytest.raises(SurefootError, match=r"^tiny: raised RuntimeError: the wheels came off, in reset\(\); fix"):
         environments.reset()
 
 
@@ -506,7 +506,7 @@ def test_a_missing_package_is_answered_with_the_extra_to_install(error: Exceptio
 @pytest.mark.parametrize("old", ["Hopper-v2", "Walker2d-v3"])
 def test_an_id_that_moved_out_of_gymnasium_is_answered_with_the_one_to_take(old: str) -> None:
     """Gymnasium lists it, and no package that could be installed brings it back."""
-    with pytest.raises(SurefootError, match=rf"^task='{old}': is no longer in Gymnasium; take '{old[:-3]}-v5'$"):
+    with pytest.raises(SurefootError, match=rf"^task='{old}': was removed from Gymnasium; use '{old[:-3]}-v5'$"):
         make_environments(old, {}, 1, SEED)
 
 
@@ -524,7 +524,7 @@ def test_an_environment_that_can_not_be_made_is_named_whichever_of_them_it_is(nt
 
 def test_the_line_that_fails_while_an_environment_is_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(legs=2):\n    assert legs == 4\n")
-    with pytest.raises(SurefootError, match=r"could not be made \(AssertionError\); mend it \(mine\.py:2\)$"):
+    with pytest.raises(SurefootError, match=r"could not be made \(AssertionError\); fix it \(mine\.py:2\)$"):
         make_environments(f"{tmp_path / 'mine.py'}:make", {}, 1, SEED)
     (tmp_path / "worse.py").write_text("legs = 2\nassert legs == 4\n")
     with pytest.raises(SurefootError, match=r"can't be imported \(AssertionError in worse\.py:2\)"):
@@ -625,8 +625,8 @@ NODES = spaces.Graph(spaces.Box(0, 1, (2,)), None)
         (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
         (spaces.OneOf([spaces.Discrete(2)]), "OneOf"),
         (spaces.Box(0, 1, (0,)), r"Box\(0,\) is not supported \(it has no entries\)"),
-        (spaces.Dict({"camera": spaces.Dict({"depth": NODES}), "x": spaces.Discrete(2)}), r'leaf "camera\.depth": Graph'),
-        (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), 'leaf "1": Text'),
+        (spaces.Dict({"camera": spaces.Dict({"depth": NODES}), "x": spaces.Discrete(2)}), r'part "camera\.depth": Graph'),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), 'part "1": Text'),
     ],
     ids=["text", "graph", "sequence", "one of", "empty", "in a dict", "in a tuple"],
 )
@@ -640,9 +640,9 @@ def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any
     [
         (
             spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}),
-            r'leaf "a\.b": .* two of that name',
+            r'part "a\.b": two parts have this name',
         ),
-        (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), r'leaf "action_mask": .*info\["action_mask"\]'),
+        (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), r'part "action_mask": .*info\["action_mask"\]'),
         (spaces.Dict({}), "Dict is empty"),
     ],
     ids=["the same path twice", "a mask among the observations", "nothing"],
@@ -683,6 +683,6 @@ def test_leaves_of_a_vector_environment_lie_in_memory_as_they_are_read_whatever_
     reader = Reader(space, spaces.Discrete(2), 3, "rows")
     table = np.arange(6, dtype=np.float32).reshape(3, 2)
     for seen in (table, np.asfortranarray(table), np.ascontiguousarray(table.T).T):
-        found = reader.all(seen)["observation"]
+        found = reader.batch(seen)["observation"]
         assert found.flags.c_contiguous
         assert np.array_equal(found, table)

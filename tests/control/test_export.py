@@ -18,15 +18,15 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.environments.looped import episode_seed
 from surefoot.control import export
+from surefoot.control.environments.looped import episode_seed
 from surefoot.control.export import export_agent, export_probes
 from surefoot.control.spaces import BARE, MASK
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 from .test_masks import MANY, SEEN, at
 from .test_masks import masks as random_masks
-from .tiny import QUIET, Clockwork, ReparameterisedSampling
+from .tiny import QUIET, Clockwork, Sampled
 
 QUICK: dict[str, Any] = {
     "evaluation": {"episodes": 0},
@@ -204,7 +204,7 @@ def test_discrete_actions_are_counted_from_their_start(tmp_path: Path) -> None:
     actions = action_of(program(made.path)(observations))
     assert set(actions.tolist()) == {-5, -4, -3}
     assert np.array_equal(actions, agent.predict(observations, deterministic=True)[0])
-    assert "random observations alone, as " in made.line(), "a local function can't be made again"
+    assert "random observations only, as " in made.line(), "a local function can't be made again"
 
 
 def test_box_actions_are_kept_within_their_bounds_and_without_a_critic_there_is_no_value(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_program_that_differs_in_one_entry_is_found_out(
         observations.sort(key=lambda observation: agent.predict(observation, deterministic=True)[0])
     situations = [export.ExportProbe(observation) for observation in observations]
     export._compare(agent, acting, altered(acting, name, 0), situations, "it")
-    with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
+    with pytest.raises(SurefootError, match=f"it: acts differently from the agent \\({name} is off by up to"):
         export._compare(agent, acting, altered(acting, name, by), situations, "it")
 
 
@@ -281,7 +281,7 @@ def test_nothing_is_written_when_the_file_differs(
         return loaded
 
     monkeypatch.setattr(torch.export, "load", spoiled)
-    with pytest.raises(SurefootError, match=r"a\.pt2: acts otherwise than the agent"):
+    with pytest.raises(SurefootError, match=r"a\.pt2: acts differently from the agent"):
         export_agent(agents["CartPole-v1"], tmp_path / "out" / "a.pt2", "torch")
     assert list(tmp_path.iterdir()) == []
 
@@ -427,7 +427,7 @@ def test_an_agent_with_a_network_of_ones_own_is_exported(
     vector = spaces.Box(-1, 1, (3,), np.float32)
     space = spaces.Dict({"arm": spaces.Box(-1, 1, (2, 2), np.float32), "eye": vector}) if parts else vector
     fields = {**QUICK, "network": {"custom": "owned:Own", "lstm": lstm}, "objective": {"reuse": {"minibatches": 2}}}
-    agent = surefoot.train(lambda: ReparameterisedSampling(space, spaces.Discrete(3)), steps=512, **fields)
+    agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(3)), steps=512, **fields)
     exported = export_agent(agent, tmp_path / f"own{export.SUFFIXES[format]}", format)
     assert "acts as the agent does" in exported.line()
 
@@ -463,10 +463,10 @@ def test_a_part_may_be_called_as_a_step_of_the_graph_is(names: tuple[str, str], 
     assert {value.name for value in onnxruntime.InferenceSession(path).get_inputs()} >= set(names)
 
 
-def counted(kind: str) -> ReparameterisedSampling:
+def counted(kind: str) -> Sampled:
     """Actions of a kind of number that is not the usual one."""
     several = spaces.MultiDiscrete([2, 3], dtype=np.dtype(kind))
-    return ReparameterisedSampling(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
+    return Sampled(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch"])
@@ -571,7 +571,7 @@ def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
     acting, (situations, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
     assert {situation.start for situation in situations} == {True, False}
     export._compare(agent, acting, altered(acting, name, 0), situations, "it")
-    with pytest.raises(SurefootError, match=f"it: acts otherwise than the agent \\({name} is off by up to"):
+    with pytest.raises(SurefootError, match=f"it: acts differently from the agent \\({name} is off by up to"):
         export._compare(agent, acting, altered(acting, name, 0.01), situations, "it")
 
 
@@ -585,14 +585,14 @@ def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten
         kept = [np.zeros_like(part) if at == index else part for at, part in enumerate(given)]
         return [output.numpy() for output in acting(*map(torch.from_numpy, kept))]
 
-    with pytest.raises(SurefootError, match="it: acts otherwise than the agent"):
+    with pytest.raises(SurefootError, match="it: acts differently from the agent"):
         export._compare(agent, acting, blind, situations, "it")
 
 
 # ---- action masks -----------------------------------------------------------------------------------------------------
 
 
-class Forbidding(ReparameterisedSampling):
+class Forbidding(Sampled):
     """Of 1,000 actions few are allowed, a forbidden one is an error, and what is said at an episode's end means nothing."""
 
     def __init__(self, kind: str, masked: bool = True) -> None:
@@ -673,7 +673,7 @@ def test_a_program_that_does_not_look_at_masks_is_found_out(kind: str, lstm: int
         return [output.numpy() for output in acting(*map(torch.from_numpy, kept))]
 
     export._compare(agent, acting, altered(acting, "action", 0), situations, "it")
-    with pytest.raises(SurefootError, match="it: acts otherwise than the agent \\(action is off by up to inf"):
+    with pytest.raises(SurefootError, match="it: acts differently from the agent \\(action is off by up to inf"):
         export._compare(agent, acting, blind, situations, "it")
 
 
@@ -709,7 +709,7 @@ def test_where_nobody_knows_whether_a_task_masks_a_mask_is_taken_where_there_can
 ) -> None:
     surefoot.train(lambda: gymnasium.make(task), surefoot.A2C, steps=1, **QUIET).save(tmp_path / "new")
     made = export_agent(surefoot.load(forgetting(tmp_path / "new", tmp_path / "old")), tmp_path / "a.pt2", "torch")
-    assert "random observations alone, as " in made.compared
+    assert "random observations only, as " in made.compared
     assert ("action_mask" in made.signature) is taken
 
 

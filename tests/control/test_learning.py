@@ -39,7 +39,7 @@ def test_cartpole_with_its_tuned_recipe_is_solved_after_100000_steps() -> None:
 
 @pytest.mark.parametrize("algorithm", [*LADDER, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO], ids=algorithm_name)
 def test_every_rung_and_every_trust_region_improves_over_its_start_in_a_few_thousand_steps(algorithm: Any) -> None:
-    """ReparameterisedSampling returns, because at the start the likeliest action says little. Measured: 2 to 10 times the start."""
+    """Sampled returns, because at the start the likeliest action says little. Measured: 2 to 10 times the start."""
     once = {"learning_rate": 3e-3, "schedule": "constant"}
     again = {"learning_rate": 1e-3, "schedule": "constant"}
     fields: dict[str, Any] = {

@@ -21,7 +21,7 @@ from surefoot.functional import fisher_vector_product
 from surefoot.recipes.control import Network
 from surefoot.runs.events import Message
 
-from .tiny import Endless, ReparameterisedSampling, fresh_state, small, world_of
+from .tiny import Endless, Sampled, fresh_state, small, world_of
 
 SEEN = spaces.Box(-1, 1, (3,))
 MANY = {
@@ -142,7 +142,7 @@ def test_an_only_choice_is_certain_and_has_no_entropy() -> None:
 
 def test_a_rollout_keeps_the_mask_of_every_step_and_scores_actions_under_it() -> None:
     world = world_of(
-        lambda: ReparameterisedSampling(SEEN, spaces.Discrete(6), masked=True),
+        lambda: Sampled(SEEN, spaces.Discrete(6), masked=True),
         PPO_CLIP,
         rollout={"environments": 2, "steps": 30},
     )
@@ -164,7 +164,7 @@ def test_a_masking_vector_environment_trains_without_a_forbidden_action(mode: st
     """The fake fails when it is sent one."""
 
     def vector() -> SyncVectorEnv:
-        makers = [partial(ReparameterisedSampling, SEEN, spaces.MultiDiscrete([3, 4]), True, b) for b in range(3)]
+        makers = [partial(Sampled, SEEN, spaces.MultiDiscrete([3, 4]), True, b) for b in range(3)]
         return SyncVectorEnv(makers, autoreset_mode=AutoresetMode[mode])
 
     fields: dict[str, Any] = {"rollout": {"environments": 3, "steps": 16}, "evaluation": {"episodes": 0}}
@@ -174,7 +174,7 @@ def test_a_masking_vector_environment_trains_without_a_forbidden_action(mode: st
 
 
 def test_whole_episodes_of_unequal_length_are_masked_too() -> None:
-    class Uneven(ReparameterisedSampling):
+    class Uneven(Sampled):
         def step(self, action: Any) -> Any:
             *rest, truncated, info = super().step(action)
             return *rest, truncated or (self.t == 2 and self.generator.random() < 0.5), info
@@ -189,14 +189,14 @@ def test_whole_episodes_of_unequal_length_are_masked_too() -> None:
 @cache
 def masked_agent() -> surefoot.Agent:
     return surefoot.train(
-        lambda: ReparameterisedSampling(SEEN, spaces.MultiDiscrete([3, 4]), True), PPO_CLIP, steps=1, objective=small(PPO_CLIP)
+        lambda: Sampled(SEEN, spaces.MultiDiscrete([3, 4]), True), PPO_CLIP, steps=1, objective=small(PPO_CLIP)
     )
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_predict_and_evaluate_obey_masks(deterministic: bool) -> None:
     agent = masked_agent()
-    make = partial(ReparameterisedSampling, SEEN, spaces.MultiDiscrete([3, 4]), True)
+    make = partial(Sampled, SEEN, spaces.MultiDiscrete([3, 4]), True)
     surefoot.evaluate(agent, make, episodes=12, deterministic=deterministic)  # the fake would say so
     mask = np.array([0, 0, 1, 0, 1, 1, 0], np.int8)
     rows = np.stack([SEEN.sample() for _ in range(200)])
@@ -212,7 +212,7 @@ def test_predict_and_evaluate_obey_masks(deterministic: bool) -> None:
     ("mask", "said"),
     [
         ([1, 1], "length 2 where its action space needs length 7"),
-        ([0, 0, 0, 1, 1, 1, 1], "allows nothing"),
+        ([0, 0, 0, 1, 1, 1, 1], "allows no action"),
         ([[1] * 7], r"shape \(1, 7\) where"),
     ],
 )
@@ -247,7 +247,7 @@ class Odd(Endless):
 
 
 FAULTS = [
-    ([RIGHT, {"action_mask": np.zeros(3, np.int8)}], r"an action mask that allows nothing \(all false\)"),
+    ([RIGHT, {"action_mask": np.zeros(3, np.int8)}], r"an action mask that allows no action \(all false\)"),
     ([RIGHT, {"action_mask": np.ones(4, np.int8)}], "an action mask of length 4 where its action space needs length 3"),
     ([RIGHT, {}], "no action mask, unlike at its first reset"),
     ([{}, RIGHT], "an action mask, unlike at its first reset"),
@@ -272,7 +272,7 @@ def test_a_wrong_mask_of_a_vector_environment_names_environment_and_call(infos: 
 
 def test_a_wrong_mask_at_the_first_reset_is_named() -> None:
     with pytest.raises(
-        SurefootError, match=r"environment 0 gave an action mask that allows nothing .* in reset\(\), episode 0"
+        SurefootError, match=r"environment 0 gave an action mask that allows no action .* in reset\(\), episode 0"
     ):
         surefoot.train(lambda: Odd({"action_mask": [0, 0, 0]}), PPO_CLIP, steps=100)
 
@@ -331,18 +331,18 @@ def test_a_run_of_nested_observations_and_masks_resumes_to_the_same_weights(tmp_
     assert surefoot.load(tmp_path / "cut").recipe == whole.recipe
 
 
-def nested_and_masked() -> ReparameterisedSampling:
-    return ReparameterisedSampling(NESTED, spaces.MultiDiscrete([2, 3], start=[1, -1]), True)
+def nested_and_masked() -> Sampled:
+    return Sampled(NESTED, spaces.MultiDiscrete([2, 3], start=[1, -1]), True)
 
 
 def test_an_environment_that_masks_otherwise_when_replayed_is_lost() -> None:
-    environments = LoopedEnvironments(lambda: ReparameterisedSampling(SEEN, spaces.Discrete(3), True), 2, 1, "sampled")
+    environments = LoopedEnvironments(lambda: Sampled(SEEN, spaces.Discrete(3), True), 2, 1, "sampled")
     seen = environments.reset()
     for _ in range(2):
         seen = environments.step(seen["action_mask"].argmax(-1)).observations
     state = environments.state_dict()
     state["observations"]["action_mask"][1] ^= True
-    again = LoopedEnvironments(lambda: ReparameterisedSampling(SEEN, spaces.Discrete(3), True), 2, 1, "sampled")
+    again = LoopedEnvironments(lambda: Sampled(SEEN, spaces.Discrete(3), True), 2, 1, "sampled")
     restored, lost = again.load_state_dict(state)
     assert lost == [1]
     for path, values in seen.items():

@@ -193,10 +193,10 @@ def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
     with pytest.raises(SurefootError, match=r"episode_start: has 3 flags for 2 observations"):
         agent.predict(np.stack([one, one]), episode_start=[True, False, True])
     for state, flags in (("abc", None), ([10**400], None), (fresh, [[True], [True, False]])):
-        with pytest.raises(SurefootError, match=r"state, episode_start: .*; give what predict returned, and flags"):
+        with pytest.raises(SurefootError, match=r"state, episode_start: .*; pass the state that predict returned, and flags"):
             agent.predict(one, state, flags)
     assert agent.predict(one, np.ascontiguousarray(fresh[::-1])[::-1])[0] is not None  # an array turned round
-    with pytest.raises(SurefootError, match=r"state: has shape \(1, 2, 2, 6\); for these observations it is \(2, 2, 2, 6\)"):
+    with pytest.raises(SurefootError, match=r"state: has shape \(1, 2, 2, 6\); these observations need \(2, 2, 2, 6\)"):
         agent.predict(np.stack([one, one]), fresh)
 
 

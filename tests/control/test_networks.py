@@ -20,7 +20,7 @@ from surefoot.control.policies.networks import CustomTrunk, NatureCNN, OneHot, T
 from surefoot.core.seeding import stream
 from surefoot.recipes.control import Network
 
-from .tiny import ReparameterisedSampling, small
+from .tiny import Sampled, small
 
 TINY: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 8},
@@ -157,7 +157,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def trained(space: Any = PAIR, path: str = "mine:Mine", **network: Any) -> surefoot.Agent:
     fields = {**TINY, "network": {"custom": path, **network}}
-    return surefoot.train(lambda: ReparameterisedSampling(space, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
+    return surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -215,10 +215,10 @@ def boom(x: Any) -> Any:
 BAD = {
     "not there": (None, r"can't be imported \(AttributeError"),
     "raises": (lambda space: boom(space), r"called with the observation space, it raised RuntimeError: the wheels came off"),
-    "no module": (lambda space: {}, r"made a dict; it must make a torch\.nn\.Module"),
+    "no module": (lambda space: {}, r"returned a dict; it must return a torch\.nn\.Module"),
     "wrong input": (lambda space: nn.Linear(2, 2), r"forward raised TypeError: .*\(for where \[2\] torch\.int64, x \[2, 2\]"),
     "wrong width": (lambda space: Passing(nn.Linear(3, 2)), r"forward raised RuntimeError: .*shapes cannot be multiplied"),
-    "no tensor": (lambda space: Passing(lambda x: [x]), r"forward gave a list; it must give a tensor of features \[N, k\]"),
+    "no tensor": (lambda space: Passing(lambda x: [x]), r"forward returned a list; it must return a tensor of features \[N, k\]"),
     "one number": (lambda space: Passing(lambda x: x.sum(-1)), r"shape \[2\] for 2 observations, not \[2, k\]"),
     "a sum over rows": (lambda space: Passing(lambda x: x.sum(0, True)), r"shape \[1, 4\] for 2 observations, not \[2, k\]"),
     "nothing": (lambda space: Passing(lambda x: x[:, :0]), r"shape \[2, 0\] for 2 observations"),
@@ -228,11 +228,11 @@ BAD = {
     ),
     "fewer axes for one alone": (
         lambda space: Passing(lambda x: x.sum(-1, True).expand(-1, 3).squeeze()),
-        r"gave features of shape \[3\] for 1 observations, not \[1, 3\]",
+        r"returned features of shape \[3\] for 1 observations, not \[1, 3\]",
     ),
     "rows that know of each other": (
         lambda space: Passing(lambda x: (y := nn.functional.layer_norm(x, x.shape[1:])) - y.mean(0)),
-        "gave an observation other features beside another one than alone; rows must be independent",
+        "returned different features for an observation alone and in a batch; rows must be independent",
     ),
     "doubles": (lambda space: Passing(lambda x: x.double()), r"features of torch\.float64; they must be float32"),
     "double weights": (
@@ -287,7 +287,7 @@ def test_parameters_that_are_frozen_stay_as_they_are(mine: ModuleType) -> None:
 
     mine.frozen = frozen  # type: ignore[attr-defined]
     fields = {**TINY, "network": {"custom": "mine:frozen"}, "optimizer": {"critic_learning_rate": 1e-2}}
-    agent = surefoot.train(lambda: ReparameterisedSampling(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
+    agent = surefoot.train(lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=32, seed=1, **fields)
     first = ActorCritic(PAIR, spaces.Discrete(2), agent.recipe.network, True, stream(1, "weights"))
     for before, after in ((first.actor_trunk, agent.policy.actor_trunk), (first.critic_trunk, agent.policy.critic_trunk)):
         assert torch.equal(before.module.table.weight, after.module.table.weight)

@@ -113,7 +113,7 @@ def test_a_vector_environment_that_cannot_be_replayed_has_no_film(tmp_path: Path
     settings = {**SHORT, "rollout": {**SHORT["rollout"], "backend": "native"}}
     surefoot.train("CartPole-v1", steps=64, seed=1, run_dir=tmp_path / "run", **settings)
     assert [row.about for row in rows_of(tmp_path / "run")][:2] == [{}, {}]
-    with pytest.raises(SurefootError, match=r"no traced episode could be filmed; traces/\d+.safetensors, row 1: .*vector"):
+    with pytest.raises(SurefootError, match=r"no traced episode could be recorded; traces/\d+.safetensors, row 1: .*vector"):
         list(record_traces(tmp_path / "run"))
     assert not (tmp_path / "run" / "videos").exists()
 
@@ -138,7 +138,7 @@ def test_a_film_has_a_frame_before_every_step_and_one_after_the_last(run: Path) 
         of_both = [np.interp(across, np.linspace(0, 1, len(x)), 255 - x) for x in (drawn, shown)]
         centres = [float((across * x).sum() / x.sum()) for x in of_both]
         assert centres[0] == pytest.approx(centres[1], abs=0.02), "the cart stands elsewhere"
-    assert all(line.endswith("is there already") for line in record_traces(run, "last", size=(96, 64)))
+    assert all(line.endswith("exists already") for line in record_traces(run, "last", size=(96, 64)))
     assert not list((run / "videos" / "traces").glob(".*"))
 
 
@@ -153,8 +153,8 @@ def test_what_did_not_happen_is_not_filmed(run: Path, tmp_path: Path, command: A
     code, said, _ = command("watch", str(other), "--traced", "all", "--size", "96x80")
     assert code == 0
     first, second = said.strip().split("\n")
-    assert "row 0: not filmed; " in first
-    assert "replayed; " in second
+    assert "row 0: not recorded; " in first
+    assert ", replayed from its step " in second
     films = other / "videos" / "traces"
     (note,) = films.glob("*.txt")
     assert len(list(films.iterdir())) == 2

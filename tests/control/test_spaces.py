@@ -25,13 +25,13 @@ from surefoot.control.spaces import (
     channels_last,
     choices,
     image_shape,
-    leaves,
+    observation_parts,
     read_mask,
     space_from_json,
     space_to_json,
 )
 
-from .tiny import Endless, ReparameterisedSampling, fresh_state, small, world_of
+from .tiny import Endless, Sampled, fresh_state, small, world_of
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
 NESTED = spaces.Dict(
@@ -86,7 +86,7 @@ def assert_trained(agent: surefoot.Agent) -> None:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_algorithm_trains_every_kind_of_action(algorithm: str, action: str) -> None:
     objective = ALGORITHMS[algorithm]
-    make = partial(ReparameterisedSampling, OBSERVATIONS["vector"], ACTIONS[action])
+    make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action])
     agent = surefoot.train(lambda: make(), objective, steps=40, objective=small(objective), **TINY)
     assert_trained(agent)
     sent, _ = agent.predict(OBSERVATIONS["vector"].sample())
@@ -97,7 +97,7 @@ def test_every_algorithm_trains_every_kind_of_action(algorithm: str, action: str
 @pytest.mark.parametrize("seen", OBSERVATIONS)
 def test_every_algorithm_trains_every_kind_of_observation(algorithm: str, seen: str) -> None:
     objective = ALGORITHMS[algorithm]
-    make = partial(ReparameterisedSampling, OBSERVATIONS[seen], spaces.Discrete(2))
+    make = partial(Sampled, OBSERVATIONS[seen], spaces.Discrete(2))
     network = {"shared_trunk": objective.constraint is None}
     agent = surefoot.train(lambda: make(), objective, steps=24, objective=small(objective), network=network, **TINY)
     assert_trained(agent)
@@ -107,7 +107,7 @@ def test_every_algorithm_trains_every_kind_of_observation(algorithm: str, seen: 
 @pytest.mark.parametrize("action", [name for name, space in ACTIONS.items() if not isinstance(space, spaces.Box)])
 def test_every_algorithm_trains_every_kind_of_choice_under_masks(algorithm: str, action: str) -> None:
     objective = ALGORITHMS[algorithm]
-    make = partial(ReparameterisedSampling, OBSERVATIONS["vector"], ACTIONS[action], masked=True)
+    make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action], masked=True)
     seen: list[Any] = []
     agent = surefoot.train(lambda: make(), objective, steps=64, objective=small(objective), callback=seen.append, **TINY)
     assert_trained(agent)
@@ -117,9 +117,9 @@ def test_every_algorithm_trains_every_kind_of_choice_under_masks(algorithm: str,
 @pytest.mark.parametrize("action", ACTIONS)
 def test_what_was_stored_is_what_was_sent_and_both_belong_to_the_space(action: str) -> None:
     space = ACTIONS[action]
-    single = [ReparameterisedSampling(OBSERVATIONS["vector"], space) for _ in range(2)]
+    single = [Sampled(OBSERVATIONS["vector"], space) for _ in range(2)]
     rollout = world_of(lambda: single.pop(0), PPO_CLIP, **TINY).collector.collect(fresh_state())
-    environment = rollout and ReparameterisedSampling.latest
+    environment = rollout and Sampled.latest
     sent = np.stack(environment.taken).reshape(8, -1)
     stored = rollout.actions[1].reshape(8, -1).numpy()
     if isinstance(space, spaces.Box):
@@ -135,17 +135,17 @@ def test_what_was_stored_is_what_was_sent_and_both_belong_to_the_space(action: s
 
 
 def test_leaves_are_named_by_their_way_and_kept_in_the_spaces_order() -> None:
-    found = leaves(NESTED)
+    found = observation_parts(NESTED)
     assert list(found) == ["camera.front", "camera.size", "type.0", "type.1", "values"]
     assert [leaf.dtype.name for leaf in found.values()] == ["uint8", "float32", "int64", "int8", "float32"]
-    assert list(leaves(spaces.Discrete(3))) == ["observation"]
+    assert list(observation_parts(spaces.Discrete(3))) == ["observation"]
     ordered = spaces.Dict(OrderedDict([("b", spaces.Discrete(2)), ("a", spaces.Discrete(2))]))
-    assert list(leaves(ordered)) == ["b", "a"]
+    assert list(observation_parts(ordered)) == ["b", "a"]
 
 
 @pytest.mark.parametrize("mode", ["looped", *(mode.name for mode in AutoresetMode)])
 def test_every_leaf_of_every_step_is_what_the_environment_showed(mode: str) -> None:
-    single = [ReparameterisedSampling(NESTED, spaces.Discrete(2), masked=True, seed=b) for b in range(3)]
+    single = [Sampled(NESTED, spaces.Discrete(2), masked=True, seed=b) for b in range(3)]
     if mode == "looped":
         environments: Any = LoopedEnvironments(iter(single).__next__, 3, 1, "sampled")
     else:
@@ -154,8 +154,8 @@ def test_every_leaf_of_every_step_is_what_the_environment_showed(mode: str) -> N
     observations, finals = environments.reset(), 0
     for _ in range(12):
         for b, env in enumerate(single):
-            for path, leaf in leaves(NESTED).items():
-                assert np.array_equal(observations[path][b], np.asarray(leaf.part_of(env.shown), leaf.dtype)), path
+            for path, leaf in observation_parts(NESTED).items():
+                assert np.array_equal(observations[path][b], np.asarray(leaf.select(env.shown), leaf.dtype)), path
             if not env.over or mode == "looped":
                 assert np.array_equal(observations["action_mask"][b], env.mask)
             assert observations["action_mask"][b].any()
@@ -163,14 +163,14 @@ def test_every_leaf_of_every_step_is_what_the_environment_showed(mode: str) -> N
         observations = step.observations
         for b, final in step.final_observations.items():
             finals += 1
-            assert set(final) == set(leaves(NESTED))
+            assert set(final) == set(observation_parts(NESTED))
             assert final["type.0"] == single[b].last["type"][0]
             assert np.array_equal(final["camera.front"], single[b].last["camera"]["front"])
     assert (finals > 0) == (mode != "NEXT_STEP")
 
 
 def test_images_and_choices_are_kept_as_they_are_and_only_numbers_are_normalised() -> None:
-    make = partial(ReparameterisedSampling, NESTED, spaces.Discrete(2))
+    make = partial(Sampled, NESTED, spaces.Discrete(2))
     world = world_of(lambda: make(), PPO_CLIP, **TINY)
     for part in range(3):
         rollout = world.collector.collect(fresh_state(part))
@@ -183,7 +183,7 @@ def test_images_and_choices_are_kept_as_they_are_and_only_numbers_are_normalised
     assert set(rollout.inputs["type.1"].unique().tolist()) == {0, 1}
     assert rollout.inputs["camera.size"].shape == (2, 8, 2, 2)
     assert rollout.inputs["camera.size"].abs().max() > 1  # scaled by their own deviation
-    only_images = world_of(lambda: ReparameterisedSampling(IMAGE, spaces.Discrete(2)), PPO_CLIP, **TINY)
+    only_images = world_of(lambda: Sampled(IMAGE, spaces.Discrete(2)), PPO_CLIP, **TINY)
     assert only_images.agent.observation_normaliser is None
 
 
@@ -225,14 +225,14 @@ class Wrong(Endless):
 PAIR = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3)})
 WRONG = [
     (PAIR, {"a": np.zeros(2)}, 'an observation without "b"'),
-    (PAIR, {"a": np.zeros(3), "b": 1}, r'an observation "a" of shape \(3,\) where its space says shape \(2,\)'),
+    (PAIR, {"a": np.zeros(3), "b": 1}, r'an observation "a" of shape \(3,\) where its space has shape \(2,\)'),
     (PAIR, {"a": np.zeros(2), "b": 3}, r'an observation "b" 3 outside Discrete\(3\)'),
-    (PAIR, {"a": np.zeros(2), "b": np.float64(1.0)}, r'an observation "b" of float64 where its space counts in whole numbers'),
+    (PAIR, {"a": np.zeros(2), "b": np.float64(1.0)}, r'an observation "b" of float64 where its space has integers'),
     (PAIR, np.zeros(2), 'an observation without "a"'),
     (spaces.Discrete(3), None, "an observation of type NoneType"),
     (spaces.MultiDiscrete([2, 2]), np.array([0, 2]), r"an observation \[0 2\] outside MultiDiscrete"),
     (spaces.MultiBinary(2), np.array([0, 2], np.int8), r"an observation \[0 2\] outside MultiBinary\(2\)"),
-    (IMAGE, np.zeros((36, 40, 3)), "an observation of float64 where its space says uint8"),
+    (IMAGE, np.zeros((36, 40, 3)), "an observation of float64 where its space has uint8"),
 ]
 
 
@@ -248,7 +248,7 @@ def test_an_observation_that_is_not_of_its_space_names_leaf_environment_and_step
 @pytest.mark.parametrize(("space", "shown", "said"), WRONG[1:2] + WRONG[6:])
 def test_predict_refuses_what_is_not_of_the_space(space: Any, shown: Any, said: str) -> None:
     agent = surefoot.train(
-        lambda: ReparameterisedSampling(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
+        lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
     )
     for ask in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"a: has shape \(3,\)" if space is PAIR else said):
@@ -257,7 +257,7 @@ def test_predict_refuses_what_is_not_of_the_space(space: Any, shown: Any, said: 
 
 def test_leaves_of_different_batch_sizes_are_refused() -> None:
     agent = surefoot.train(
-        lambda: ReparameterisedSampling(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
+        lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
     )
     with pytest.raises(SurefootError, match="2 batch sizes"):
         agent.predict({"a": np.zeros((3, 2)), "b": np.zeros(2, int)})
@@ -268,7 +268,7 @@ def test_leaves_of_different_batch_sizes_are_refused() -> None:
 
 def test_predict_reads_one_observation_or_many_of_any_space_and_rows_do_not_depend_on_one_another() -> None:
     for space in (NESTED, IMAGE, spaces.Discrete(4, start=2)):
-        make = partial(ReparameterisedSampling, space, spaces.Discrete(2))
+        make = partial(Sampled, space, spaces.Discrete(2))
         agent = surefoot.train(make, PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
         rows = [space.sample() for _ in range(5)]
         many = concatenate(space, rows, create_empty_array(space, 5))
@@ -280,7 +280,7 @@ def test_predict_reads_one_observation_or_many_of_any_space_and_rows_do_not_depe
 
 
 def test_a_nested_agent_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
-    make = partial(ReparameterisedSampling, NESTED, ACTIONS["table"], masked=True)
+    make = partial(Sampled, NESTED, ACTIONS["table"], masked=True)
     agent = surefoot.train(lambda: make(), PPO_CLIP, steps=32, objective=small(PPO_CLIP), **TINY)
     agent.save(tmp_path / "agent")
     again = surefoot.load(tmp_path / "agent")
@@ -299,7 +299,7 @@ def test_spaces_survive_json(space: Any) -> None:
     again = space_from_json(json.loads(json.dumps(space_to_json(space))))
     assert again == space
     assert again.dtype == space.dtype
-    assert list(leaves(again)) == list(leaves(space))
+    assert list(observation_parts(again)) == list(observation_parts(space))
 
 
 def test_a_dict_keeps_its_order_in_a_file() -> None:
@@ -328,16 +328,16 @@ def test_choices_are_counted_per_part_of_an_action() -> None:
 @pytest.mark.parametrize(
     ("mask", "sizes", "said"),
     [
-        ([0, 0, 0], (3,), "allows nothing"),
-        ([True, True, False, False], (2, 2), "allows nothing"),
+        ([0, 0, 0], (3,), "allows no action"),
+        ([True, True, False, False], (2, 2), "allows no action"),
         ([1, 1], (3,), "length 2 where its action space needs length 3"),
         ([[1, 1, 1]], (3,), r"shape \(1, 3\) where its action space needs shape \(3,\)"),
         (1, (3,), r"shape \(\)"),
-        ([0.5, 1, 1], (3,), "other values than 0 and 1"),
-        ([math.nan, 1, 1], (3,), "other values than 0 and 1"),
-        ([2, 0, 1], (3,), "other values than 0 and 1"),
-        (["yes", "no", "no"], (3,), "other values than 0 and 1"),
-        ([[1, 1], [1]], (3,), "no array"),
+        ([0.5, 1, 1], (3,), "values other than 0 and 1"),
+        ([math.nan, 1, 1], (3,), "values other than 0 and 1"),
+        ([2, 0, 1], (3,), "values other than 0 and 1"),
+        (["yes", "no", "no"], (3,), "values other than 0 and 1"),
+        ([[1, 1], [1]], (3,), "not an array"),
         (None, (3,), r"shape \(\)"),
         ([1, 1], None, "Box actions can't be masked"),
     ],
@@ -387,8 +387,8 @@ def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_films_a
     [
         ([0.5, -1, 3], r"shape \(3,\)"),
         ([[0.5], [0.5, 1]], "lists that differ in length"),
-        (["0.5", "1"], "a list that holds other than numbers"),
-        ([None, 1], "a list that holds other than numbers"),
+        (["0.5", "1"], "a list that contains more than numbers"),
+        ([None, 1], "a list that contains more than numbers"),
     ],
 )
 def test_other_lists_are_refused_by_environments_and_predict_alike(shown: Any, said: str) -> None:
@@ -410,13 +410,13 @@ class Huge(Listing):
 @pytest.mark.parametrize("task", [Huge, lambda: SyncVectorEnv([Huge])], ids=["looped", "vector"])
 def test_what_is_too_large_for_float32_is_refused_in_those_words(task: Any) -> None:
     world = world_of(lambda: Listing([0, 0]))
-    with pytest.raises(NotFiniteError, match=r"observation of environment 0 at step 0 .* not finite as float32, which ends at"):
+    with pytest.raises(NotFiniteError, match=r"observation of environment 0 at step 0 .* not finite as float32, whose largest"):
         world_of(task, rollout={"environments": 1, "steps": 8}).collector.collect(fresh_state())
-    with pytest.raises(SurefootError, match="observation: is not finite as float32, which ends at"):
+    with pytest.raises(SurefootError, match="observation: is not finite as float32, whose largest"):
         world.agent.predict([1e300, 0])
     world.close()
 
 
 def test_lists_of_whole_numbers_are_no_image() -> None:
-    with pytest.raises(SpaceError, match="int64 where its space says uint8"):
-        leaves(spaces.Box(0, 255, (36, 36), np.uint8))["observation"].read(np.zeros((36, 36), int).tolist())
+    with pytest.raises(SpaceError, match="int64 where its space has uint8"):
+        observation_parts(spaces.Box(0, 255, (36, 36), np.uint8))["observation"].read(np.zeros((36, 36), int).tolist())

@@ -86,7 +86,7 @@ def test_the_twelfth_episode_is_the_twelfth_that_evaluate_judges(agent: surefoot
     judged = surefoot.evaluate(agent, episodes=12, seed=5)
     assert [end.step for end in ends] == judged.lengths
     assert [end.total for end in ends] == judged.returns
-    assert all(end.over for end in ends)
+    assert all(end.done for end in ends)
 
 
 def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def go_on(environments: Environments) -> None:
         ("leaves", 2, "ended its worker process (exit code 7) in step(), episode 1, step 2;"),
         ("segfaults", 2, "ended its worker process (SIGSEGV) in step(), episode 1, step 2;"),
         ("is killed", 0, "ended its worker process (SIGKILL, perhaps out of memory) in reset(), episode 1, step 0;"),
-        ("sleeps", 1, "did not come back within 1 s (rollout.deadline) in step(), episode 1, step 1;"),
-        ("spins", 0, "did not come back within 1 s (rollout.deadline) in reset(), episode 1, step 0;"),
+        ("sleeps", 1, "did not return within 1 s (rollout.deadline) in step(), episode 1, step 1;"),
+        ("spins", 0, "did not return within 1 s (rollout.deadline) in reset(), episode 1, step 0;"),
     ],
 )
 def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(how: str, at: int, said: str) -> None:
@@ -175,8 +175,8 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
     with pytest.raises(SurefootError) as caught:
         go_on(environments)
     line = str(caught.value)
-    mend = r"mend the environment \(misbehaving\.py:\d+\)" if "raised" in said else "mend the environment"
-    told = rf"Misbehaving: environment 2 {re.escape(said)} {mend}, then resume from the last checkpoint"
+    fix = r"fix the environment \(misbehaving\.py:\d+\)" if "raised" in said else "fix the environment"
+    told = rf"Misbehaving: environment 2 {re.escape(said)} {fix}, then resume from the last checkpoint"
     assert re.fullmatch(told, line), line
     assert time.monotonic() - begun < 20
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

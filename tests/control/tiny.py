@@ -131,13 +131,13 @@ class Endless(gymnasium.Env[np.ndarray, Any]):
         return np.zeros(2, np.float32), 1.0, False, False, {}
 
 
-class ReparameterisedSampling(gymnasium.Env[Any, Any]):
+class Sampled(gymnasium.Env[Any, Any]):
     """Shows samples of its space; episodes are cut after four steps. Keeps what it showed, what it masked, what it was sent.
 
     A mask allows one random choice per part of an action, and sometimes all; an action it forbids is an error.
     """
 
-    latest: "ReparameterisedSampling"
+    latest: "Sampled"
 
     def __init__(self, observation_space: Any, action_space: Any, masked: bool = False, seed: int = 0) -> None:
         # Spaces of its own: they hold the generator that samples are drawn from.
@@ -150,7 +150,7 @@ class ReparameterisedSampling(gymnasium.Env[Any, Any]):
         self.mask: Any = None
         self.t, self.over = 0, False
         self.taken: list[Any] = []
-        ReparameterisedSampling.latest = self
+        Sampled.latest = self
 
     def show(self) -> tuple[Any, dict[str, Any]]:
         self.shown = copy.deepcopy(self.observation_space.sample())
