@@ -218,7 +218,7 @@ BAD = {
     "no module": (lambda space: {}, r"returned a dict; it must return a torch\.nn\.Module"),
     "wrong input": (lambda space: nn.Linear(2, 2), r"forward raised TypeError: .*\(for where \[2\] torch\.int64, x \[2, 2\]"),
     "wrong width": (lambda space: Passing(nn.Linear(3, 2)), r"forward raised RuntimeError: .*shapes cannot be multiplied"),
-    "no tensor": (lambda space: Passing(lambda x: [x]), r"forward returned a list; it must return a tensor of features \[N, k\]"),
+    "no tensor": (lambda space: Passing(lambda x: [x]), r"forward returned a list; it must return a tensor of features"),
     "one number": (lambda space: Passing(lambda x: x.sum(-1)), r"shape \[2\] for 2 observations, not \[2, k\]"),
     "a sum over rows": (lambda space: Passing(lambda x: x.sum(0, True)), r"shape \[1, 4\] for 2 observations, not \[2, k\]"),
     "nothing": (lambda space: Passing(lambda x: x[:, :0]), r"shape \[2, 0\] for 2 observations"),

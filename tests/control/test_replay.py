@@ -166,7 +166,7 @@ def test_what_did_not_happen_is_not_filmed(run: Path, tmp_path: Path, command: A
     assert sorted(file.suffix for file in films.iterdir()) == [".mp4", ".mp4"]
     for flags, remedy in (
         (["--traced", "7"], "must be last, all, or the steps of a trace: 512"),
-        (["--episodes", "1"], "leave --episodes out"),
+        (["--episodes", "1"], "leave it out"),
     ):
         code, _, said = command("watch", str(other), "--traced", "last", *flags)
         assert code == 2

@@ -122,7 +122,7 @@ def test_a_run_learns_the_same_in_workers_as_in_one_process() -> None:
 
 def test_environments_are_spread_as_evenly_as_can_be_over_at_most_as_many_processes() -> None:
     environments = in_workers(Misbehaving, 3, 2)
-    assert [worker.count for worker in environments._crew] == [2, 1]
+    assert [worker.count for worker in environments._workers] == [2, 1]
     environments.close()
     environments.close()
 
@@ -170,7 +170,7 @@ def go_on(environments: Environments) -> None:
 def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(how: str, at: int, said: str) -> None:
     workers = 2 if how in ("raises", "segfaults", "sleeps") else 1
     environments = in_workers(Misbehaving, 3, workers, 1.0, how=how, at=at, doom=episode_seed(SEED, 2, 1))
-    pids = [worker.process.pid for worker in environments._crew]
+    pids = [worker.process.pid for worker in environments._workers]
     begun = time.monotonic()
     with pytest.raises(SurefootError) as caught:
         go_on(environments)
@@ -195,8 +195,8 @@ def test_a_slow_environment_is_no_hanging_one_as_long_as_each_call_comes_back() 
 def test_a_worker_that_is_killed_between_two_steps_is_said_to_be_so() -> None:
     environments = in_workers(Misbehaving, 3, 2)
     environments.reset()
-    os.kill(environments._crew[0].process.pid or 0, signal.SIGKILL)
-    with pytest.raises(SurefootError, match=r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) while"):
+    os.kill(environments._workers[0].process.pid or 0, signal.SIGKILL)
+    with pytest.raises(SurefootError, match=r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) between two calls"):
         environments.step(np.zeros(3, int))
 
 
@@ -300,7 +300,7 @@ def test_workers_end_when_their_parent_is_killed_even_the_one_that_hangs(tmp_pat
         from surefoot.control.environments.workers import WorkerEnvironments
         how = {"how": "spins", "doom": DOOM, "at": 1}
         environments = WorkerEnvironments(Misbehaving, how, 2, SEED, 2, 60)
-        print(*[worker.process.pid for worker in environments._crew], flush=True)
+        print(*[worker.process.pid for worker in environments._workers], flush=True)
         environments.reset()
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         environments.step(np.zeros(2, int))
@@ -353,7 +353,7 @@ def test_an_environment_that_no_other_process_can_import_is_refused_with_the_rem
     text = textwrap.dedent(OWN) + "go(Own)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     line = next(line for line in done.stderr.splitlines() if "can't be imported by a worker process" in line)
-    assert "module of its own" in line
+    assert "its own module" in line
 
 
 def test_loops_do_not_know_that_they_are_parts() -> None:
@@ -361,5 +361,5 @@ def test_loops_do_not_know_that_they_are_parts() -> None:
     environments = LoopedEnvironments(Misbehaving, 2, SEED, "tiny")
     environments.first = 4
     environments.reset()
-    assert list(environments.place) == [5, 0, 0]
+    assert list(environments.position) == [5, 0, 0]
     assert environments.environments[1].np_random_seed == episode_seed(SEED, 5, 0)

@@ -230,7 +230,7 @@ def _earned(rewards: Array, returns: Array, ends: int) -> Finding:
 
 
 def _read(reader: Reader, observation: Any, info: Any) -> None:
-    """Read an observation as training does, with its mask if an action follows; raises SpaceError for what would stop training."""
+    """Read an observation as training does, with its mask if an action follows; raises SpaceError if training would stop."""
     arrays = reader.empty()
     reader.store(arrays, 0, observation, info, info is not None)
     for what in non_finite(arrays, None, {}).values():
