@@ -119,11 +119,7 @@ class Lives(Endless):
 
 def in_mode(mode: str) -> Callable[[], Any]:
     def lives() -> Any:
-        return (
-            Lives()
-            if mode == "looped"
-            else SyncVectorEnv([Lives, Lives], autoreset_mode=AutoresetMode[mode])
-        )
+        return Lives() if mode == "looped" else SyncVectorEnv([Lives, Lives], autoreset_mode=AutoresetMode[mode])
 
     return lives
 

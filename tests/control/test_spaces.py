@@ -247,18 +247,14 @@ def test_an_observation_that_is_not_of_its_space_names_leaf_environment_and_step
 
 @pytest.mark.parametrize(("space", "shown", "said"), WRONG[1:2] + WRONG[6:])
 def test_predict_refuses_what_is_not_of_the_space(space: Any, shown: Any, said: str) -> None:
-    agent = surefoot.train(
-        lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
-    )
+    agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
     for ask in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"a: has shape \(3,\)" if space is PAIR else said):
             ask(shown)
 
 
 def test_leaves_of_different_batch_sizes_are_refused() -> None:
-    agent = surefoot.train(
-        lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY
-    )
+    agent = surefoot.train(lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
     with pytest.raises(SurefootError, match="2 batch sizes"):
         agent.predict({"a": np.zeros((3, 2)), "b": np.zeros(2, int)})
 

@@ -206,7 +206,7 @@ def test_mujoco_that_cannot_be_imported_for_want_of_egl_is_the_same_line(
     failing = compile("raise AttributeError('no eglQueryString')", "site-packages/mujoco/egl/__init__.py", "exec")
     monkeypatch.setenv("MUJOCO_GL", "egl")
     agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
-    with pytest.raises(SurefootError, match=r"MuJoCo can't render with MUJOCO_GL='egl' \(no eglQueryString\); install libegl1 "):
+    with pytest.raises(SurefootError, match=r"MuJoCo can't render with MUJOCO_GL='egl' \(no eglQueryString\); install libegl1"):
         record_video(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
     failing = compile("raise AttributeError('no wheel')", "site-packages/mine/car.py", "exec")
     with pytest.raises(SurefootError, match=r"could not be made \(AttributeError: no wheel\)"):

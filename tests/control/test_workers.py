@@ -196,7 +196,8 @@ def test_a_worker_that_is_killed_between_two_steps_is_said_to_be_so() -> None:
     environments = in_workers(Misbehaving, 3, 2)
     environments.reset()
     os.kill(environments._workers[0].process.pid or 0, signal.SIGKILL)
-    with pytest.raises(SurefootError, match=r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) between two calls"):
+    said = r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) between two calls"
+    with pytest.raises(SurefootError, match=said):
         environments.step(np.zeros(3, int))
 
 
