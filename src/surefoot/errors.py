@@ -1,4 +1,4 @@
-"""The errors a user can cause, or be told of. Each message is one line: what is wrong, why, and the remedy."""
+"""The errors that users see. Each message is one line: what is wrong, why, and the remedy."""
 
 import difflib
 import shlex
@@ -8,26 +8,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LONGEST_CAUSE = 500
-"""characters of a foreign exception that still make a line"""
+"""longest text of another library's exception, in characters"""
 
 
 class SurefootError(ValueError):
-    """Something the user can mend. The command line prints its one line and exits with 2."""
+    """Something the user can fix. The command line prints its one line and exits with 2."""
 
 
 class NotFiniteError(SurefootError):
-    """An observation, reward, loss or gradient is NaN or infinite: the update it belongs to is not taken."""
+    """An observation, reward, loss or gradient is NaN or infinite: its update is skipped."""
 
 
 class Interrupted(BaseException):
-    """The run was asked to stop and has stopped; it resumes exactly.
+    """A signal has stopped the run, which resumes exactly.
 
-    No Exception, so that nothing on the way (an environment, a callback) takes it for an error of its own.
+    Not an Exception, so that no handler on the way (in an environment, in a callback) catches it.
     """
 
 
 def cause_of(error: BaseException) -> str:
-    """An exception of any kind as one line, ``RuntimeError: the wheels came off``; its own text may fail to be made."""
+    """An exception of any kind as one line, ``RuntimeError: the wheels came off``; making its text may fail."""
     try:
         text = " ".join(str(error).split())
     except Exception:
@@ -37,7 +37,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """``robot.py:32``, the line of the user's own code that an exception comes from; empty where none is known."""
+    """``robot.py:32``, the line of the user's code that raised an exception; empty if there is none."""
     ours = (str(Path(__file__).parent), *sysconfig.get_paths().values())
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
@@ -45,7 +45,7 @@ def place_of(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A clause such as ``; did you mean 'CartPole-v1'?`` for a word that is not among the known ones, or nothing."""
+    """A clause such as ``; did you mean 'CartPole-v1'?`` for an unknown word; empty if nothing is similar."""
     lowered = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     close = close or [name for name in lowered if word and name.startswith(word.lower())][-1:]
@@ -53,16 +53,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> SurefootError:
-    """The one line for an optional package that is not installed."""
+    """The error for an optional package that is not installed."""
     return SurefootError(f"{purpose} needs {package}, which is not installed; run: {to_install(extra)}")
 
 
 def to_install(extras: str, code: Path = Path(__file__), here: Path | None = None) -> str:
-    """The command that adds extras to Surefoot as it is installed: by its name, or from the checkout that it runs from.
+    """The command that installs extras: from the package index, or from the checkout that is running.
 
     extras  such as ``"mujoco"`` or ``"mujoco,plots"``
-    code    of Surefoot: a file of ``src/surefoot``, if it is a checkout's
-    here    where the command is to be typed; none: the working folder
+    code    a file of Surefoot; in ``src/surefoot`` if this is a checkout
+    here    the folder to type the command in; default: the working folder
     """
     root = code.resolve().parents[2]
     if not ((root / "pyproject.toml").is_file() and (root / "src" / "surefoot").is_dir()):

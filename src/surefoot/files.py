@@ -1,6 +1,6 @@
-"""Files of a run or an agent, whoever wrote them: what can't be read is one line that names it, and nothing is waited for.
+"""Read and write files of any origin: what can't be read is an error of one line that names the file.
 
-No torch is imported here.
+This module imports no torch.
 """
 
 import json
@@ -16,13 +16,13 @@ from typing import Any
 from surefoot.errors import SurefootError, cause_of
 
 DEEPEST = 64
-"""tables in tables"""
+"""levels of nested tables"""
 
 
 def read_text(path: Path) -> str:
-    """The text of a plain file, or of a link to one; a pipe or a device could keep a reader waiting, and is not opened.
+    """The text of a plain file, or of a link to one. Pipes and devices, which could block, are not opened.
 
-    Raises SurefootError when there is none, or it is no UTF-8.
+    Raises SurefootError when there is none, or it is not UTF-8.
     """
     try:
         check_plain(path)
@@ -34,16 +34,15 @@ def read_text(path: Path) -> str:
 
 
 def check_plain(path: Path) -> None:
-    """Raise SurefootError for a folder, a pipe or a device, FileNotFoundError for nothing at all."""
+    """Raise SurefootError for a folder, a pipe or a device, FileNotFoundError if there is nothing."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise SurefootError(f"{path}: is no plain file")
 
 
 def parsed(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
-    """What a text of JSON, or of another form, says.
+    """The value of a text of JSON, or of another format.
 
-    Raises ValueError, as ``parse`` does, also for what is nested deeper than anything we write: functions that call themselves
-    may follow the rest.
+    Raises ValueError, as ``parse`` does, also for deeper nesting than Surefoot writes, so that recursive functions are safe.
     """
     found, too_deep = None, True
     with suppress(RecursionError):
@@ -60,7 +59,7 @@ def _deeper_than(levels: int, value: Any) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """What is in a file of JSON. Raises SurefootError when it is none, or nested too deep."""
+    """The value in a JSON file. Raises SurefootError when it is not JSON, or nested too deep."""
     text = read_text(path)
     try:
         return parsed(text)
@@ -69,7 +68,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The table in a file of JSON. Raises SurefootError when it is anything else."""
+    """The table in a JSON file. Raises SurefootError when it is anything else."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise SurefootError(f"{path}: can't be read (it holds a {type(found).__name__} instead of a table)")
@@ -90,7 +89,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A flag's text as TOML would read it (0.9, true, [64, 64]); a bare word is a string."""
+    """The value of a flag, read as TOML (0.9, true, [64, 64]); a bare word is a string."""
     try:
         return parsed(f"value = {text}", tomllib.loads)["value"]
     except ValueError:
@@ -98,28 +97,26 @@ def parse_value(text: str) -> Any:
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise SurefootError unless a name is that of one folder, in letters that a terminal shows as they are."""
+    """Raise SurefootError unless a name is that of one folder, in printable characters."""
     check_shown(field, name)
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise SurefootError(f"{field}={name!r}: is no name of a folder; use letters, digits, - and _, and --run-dir for a path")
 
 
 def check_shown(field: str, name: str) -> None:
-    """Raise SurefootError for a name in which something is no letter, such as a line break."""
+    """Raise SurefootError for a name with an unprintable character, such as a line break."""
     if not name.isprintable():
         raise SurefootError(f"{field}={name!r}: is no name of a folder, since it can't be shown; use letters, digits, - and _")
 
 
 def steps_named(name: str) -> int | None:
-    """The steps that a name such as ``5120`` stands for, as a run writes it; None for any other name."""
+    """The steps in a name such as ``5120``; None for any other name."""
     return int(name) if re.fullmatch("[0-9]{1,18}", name) else None
 
 
 @contextmanager
 def made_from(where: Path, remedy: str = "take another checkpoint") -> Iterator[None]:
-    """Making something of what a file holds. Its hash may be right and its content of any shape: whatever goes wrong is one
-    line that names the file.
-    """
+    """Turn any error in using the content of a file, whose hash may be right, into one line that names the file."""
     try:
         yield
     except SurefootError:

@@ -1,4 +1,4 @@
-"""Text of others on a terminal: whatever would move a cursor or change a colour is shown as what it is."""
+"""Untrusted text on a terminal: characters that would move the cursor or change colours are shown as visible codes."""
 
 import json
 import unicodedata
@@ -8,23 +8,23 @@ MARKS = {"\n": "⏎", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
-    """The same text in one line, in which what is not printed has a mark or a number: ``⏎``, ``\\x1b``, ``\\u202e``."""
+    """The text in one line; unprintable characters become ``⏎``, ``\\x1b``, ``\\u202e``."""
     return "".join(c if c.isprintable() else _mark(c) for c in text)
 
 
 def visible_lines(text: str) -> str:
-    """The same with its line breaks and tabs as they are: what may go to a terminal in more than one line."""
+    """The same, but line breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else _mark(c) for c in text)
 
 
 def shown_on(stream: Any, text: str) -> str:
-    """The same for a stream, which may have no letter for all that a model or a name holds."""
+    """The same for a stream, with escapes for characters that its encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible_lines(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def visible_json(value: Any) -> str:
-    """JSON of one line that says the same and can be printed: what is not printed in it is escaped."""
+    """A value as one line of JSON, with unprintable characters escaped."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(value, ensure_ascii=False))
 
 

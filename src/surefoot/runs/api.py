@@ -38,18 +38,20 @@ def train(
     display: Listener | None = None,
     **fields: Any,
 ) -> Any:
-    """Train an agent, or a model of language, and return it.
+    """Train an agent or a language model, and return it.
 
     task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env; or the name of a recipe
                 (``"sft"``, ``"reward"``, ``"dpo"``, ``"language"``), or a ``.toml`` file
     algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm has its own
                 switches and all other settings of the task's preset; a value of your own is taken as it stands
-    preset      the preset that gives what you don't; default: the one tuned for the task. ``"none"``: the plain defaults
+    preset      the preset for all other settings; default: the one tuned for the task. ``"none"``: the plain defaults
     run_dir     the run's folder; None writes nothing
     callback    called with each iteration's metrics; returning True stops the run
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``
 
-    Raises SurefootError for anything the user can mend, before training where that can be known.
+    display     a listener that shows the run, such as ``surefoot.runs.display.Lines``; None shows nothing
+
+    Raises SurefootError for anything the user can fix, before training if possible.
     """
     found = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
@@ -64,10 +66,12 @@ def start(
     display: Listener | None = None,
     origin: Origin | None = None,
 ) -> Any:
-    """Train by a recipe from the beginning; ``task`` makes the environments where the recipe's can't be imported, and
-    ``origin`` is what the recipe has from a preset.
+    """Train a recipe from the beginning.
 
-    Raises SurefootError for what can't be trained, and where a launcher has started several processes for one ``run_dir``.
+    task     makes the environments, if the recipe's task can't be imported
+    origin   the settings that the recipe has from a preset
+
+    Raises SurefootError for what can't be trained, and if a launcher has started several processes for one ``run_dir``.
     """
     if run_dir is not None:
         check_single_process(run_dir)
@@ -94,12 +98,12 @@ def resume(
     callback: Callback | None = None,
     display: Listener | None = None,
 ) -> Any:
-    """Continue an interrupted run exactly as if it had not been, or extend a finished one to ``steps``.
+    """Continue an interrupted run as if it had not stopped, or extend a finished one to ``steps``.
 
     A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
     changes the schedule from here on.
-    Raises SurefootError when the folder is no run, is in use, is finished, is damaged, or when its config.toml was changed
-    since the checkpoint and ``allow_changes`` is False; and where a launcher has started several processes.
+    Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
+    since the checkpoint and ``allow_changes`` is False; and if a launcher has started several processes.
     """
     check_single_process(Path(run_dir))
     folder = RunFolder.open(Path(run_dir))
@@ -130,7 +134,7 @@ def resume(
 
 
 def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
-    torch.set_num_threads(recipe.threads)  # first of all: even the initial weights' last bits depend on it
+    torch.set_num_threads(recipe.threads)  # first: even the last bits of the initial weights depend on it
     return make_world(recipe, task)
 
 
@@ -139,8 +143,8 @@ def _listeners(display: Listener | None, callback: Callback | None) -> list[List
 
 
 def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environments: int | None = None) -> World:
-    """The world that a recipe asks for; ``task`` makes the environments of control where the recipe's can't be imported, and
-    ``environments`` says how many are enough to look at it.
+    """The world of a recipe. For control, ``task`` makes the environments if the recipe's task can't be imported, and
+    ``environments`` limits their number, to inspect a recipe without training.
     """
     if isinstance(recipe, ControlRecipe):
         from surefoot.control.world import ControlWorld
@@ -157,9 +161,9 @@ def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environme
 
 
 def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:
-    """What a checkpoint's trees hold, as training gave it back: an agent, or a model of language.
+    """The agent or language model in the trees of a checkpoint.
 
-    Raises SurefootError where they are not those of such a thing, or don't fit each other.
+    Raises SurefootError when the trees hold neither, or don't fit each other.
     """
     require(trees, ("agent", "recipe"), where)
     if trees["recipe"].get("kind", "control") == "control":
@@ -172,11 +176,11 @@ def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = Fa
 
 
 def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The agent, or the model of language, in a folder: one that was saved, a checkpoint, or a run (its best, else its latest).
+    """The agent or language model in a folder: a saved one, a checkpoint, or a run (its best checkpoint, else its latest).
 
-    trust_remote_code   let the own code of an adapter's base run
+    trust_remote_code   allow the custom code of an adapter's base model
 
-    Raises SurefootError when there is none, or when a file is damaged; pickles are never read.
+    Raises SurefootError when there is none, or when a file is damaged. Pickles are never read.
     """
     checkpoint = checkpoint_to_load(Path(folder))
     return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code)
@@ -185,9 +189,9 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
 def evaluate(
     agent: Agent, task: Task | None = None, *, episodes: int = 20, seed: int = 0, deterministic: bool = True
 ) -> EvaluationResult:
-    """Whole episodes of an agent, greedy unless ``deterministic`` is False; the same seed gives the same result.
+    """Evaluate an agent over whole episodes, greedy unless ``deterministic`` is False. The same seed gives the same result.
 
-    ``task`` defaults to the one the agent was trained on.
+    ``task`` defaults to the training task.
     """
     if not hasattr(agent, "recipe"):
         raise SurefootError(f"agent={agent!r}: is no agent; load one with surefoot.load(RUN)")
@@ -208,7 +212,7 @@ def _name(task: Task) -> str:
 
 
 def _tables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as recipe tables; a section or an objective may be given as a value too."""
+    """Keyword arguments as recipe tables; sections and objectives may be values too."""
     plain = dict(fields)
     for key, value in fields.items():
         if isinstance(value, Section):

@@ -28,7 +28,7 @@ from surefoot.files import read_json, read_table, steps_named
 FORMAT = 1
 MANIFEST = "manifest.json"
 AT_ONCE = 16
-"""threads that wait for the disk"""
+"""threads for file operations"""
 Trees = Mapping[str, Any]
 
 
@@ -37,7 +37,7 @@ def save_checkpoint(folder: Path, trees: Trees, written: Mapping[str, Any] | Non
 
     written   size and SHA-256 of the metrics before it, which the manifest keeps
 
-    Raises SurefootError when the disk refuses; whatever was there before is then still there.
+    Raises SurefootError when the disk refuses; the older checkpoint then stays.
     """
     folder = folder.absolute()
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -68,7 +68,7 @@ def save_checkpoint(folder: Path, trees: Trees, written: Mapping[str, Any] | Non
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The trees of a checkpoint, every file checked against the manifest.
 
-    Raises SurefootError when a file is missing, truncated, changed, or is not what the manifest says.
+    Raises SurefootError when a file is missing, truncated, or differs from the manifest.
     """
     problem = fault_of(folder)
     if problem:
@@ -107,7 +107,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def _fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
-    if not path.is_file():  # nor is a pipe one, or a device
+    if not path.is_file():  # a pipe or a device is not plain either
         return "is no plain file" if path.exists() else "is missing"
     if _is_pickle(path):
         return "is a pickle, which is never read"
@@ -117,16 +117,15 @@ def _fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
 
 
 def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
-    """The files that a manifest lists, all of them beside it, with what it says of each.
+    """The files of a manifest, all in its folder, with size and SHA-256.
 
-    Raises SurefootError for what is no manifest, or one of another format.
+    Raises SurefootError for anything but a manifest of this format.
     """
     table = read_table(manifest)
     found, files = table.get("format"), table.get("files")
     if found != FORMAT:
-        said = str(found)[:20]
         raise SurefootError(
-            f"{manifest}: format {said} is not {FORMAT}, the one this version reads; use the version that wrote it"
+            f"{manifest}: format {str(found)[:20]} is not {FORMAT}, the one this version reads; use the version that wrote it"
         )
     if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
         raise SurefootError(f"{manifest}: can't be read (its files are no table of tables)")
@@ -161,7 +160,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def written_before(checkpoint: Path) -> dict[str, Any] | None:
-    """Size and SHA-256 of the metrics that a run had written before a checkpoint; None where it does not say."""
+    """Size and SHA-256 of the metrics that a run had written before a checkpoint; None if the manifest lacks them."""
     try:
         metrics = json.loads((checkpoint / MANIFEST).read_text())["metrics"]
         return {"size": int(metrics["size"]), "sha256": str(metrics["sha256"])}
@@ -178,7 +177,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def keep_only_this(checkpoint: Path) -> None:
-    """Remove every other checkpoint beside this one, later ones too: a resumed run may have gone another way."""
+    """Remove every other checkpoint in the folder, even later ones: a resumed run may differ from before."""
     for path in checkpoints_in(checkpoint.parent):
         if path != checkpoint:
             _remove(path)
@@ -206,7 +205,7 @@ def require(trees: Trees, names: tuple[str, ...], where: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder. First it takes a name that counts for nothing, so that a kill on the way leaves no part of it."""
+    """Remove a folder. It is renamed first, so that a kill on the way leaves no partial checkpoint."""
     gone = folder.with_name(f".{folder.name}.{os.getpid()}.gone.tmp")
     _erase(gone)
     with contextlib.suppress(OSError):
@@ -215,7 +214,7 @@ def _remove(folder: Path) -> None:
 
 
 def _erase(path: Path) -> None:
-    """Remove a file, or a folder with all that it holds, as far as that is possible; nothing where there is none."""
+    """Remove a file or a folder, as far as possible; do nothing if there is none."""
     if not os.path.lexists(path):
         return
     with contextlib.suppress(OSError):
@@ -224,7 +223,7 @@ def _erase(path: Path) -> None:
 
 
 def _at_once(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
-    """Do what waits for the disk to many paths: all wait together about as long as one."""
+    """Run a file operation on many paths at once, so that all together take about as long as one."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for _ in pool.map(work, paths):
             pass
@@ -273,7 +272,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

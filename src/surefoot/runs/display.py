@@ -1,5 +1,5 @@
-"""What training looks like on a terminal: a live table with unhealthy values explained, and what a model says; plain lines when
-piped.
+"""Displays of a run: a live table on a terminal, plain lines in a pipe. Both explain metrics outside their healthy range, and
+show a few samples of a language model.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ FEW = 3
 """samples that are shown of each evaluation"""
 SCORES = ("reward", "gold")
 ARROW = " → "
-LEFT, BESIDE, LONGEST = 72, 48, 4
-"""columns that the metrics need and that samples get at least when they stand side by side; lines of a sample at most"""
+METRIC_COLUMNS, SAMPLE_COLUMNS, SAMPLE_LINES = 72, 48, 4
+"""columns of the metrics and least columns of the samples when side by side; most lines of a sample"""
 
 
 class Display:
@@ -82,7 +82,7 @@ class Lines(Quiet):
         now = time.monotonic()
         if now - self.last < self.every and state.steps < state.total_steps:
             return
-        if self.last == -float("inf"):  # not before: a run may be refused until now
+        if self.last == -float("inf"):  # not earlier: until now the recipe could be rejected
             self.message(self.title)
         self.last = now
         parts = [f"step {state.steps:,}/{state.total_steps:,}"]
@@ -96,7 +96,7 @@ class Lines(Quiet):
 
 
 class Dashboard(Display):
-    """A table redrawn in place. What is unhealthy turns yellow and says why."""
+    """A table redrawn in place. Metrics outside their healthy range are yellow, with the reason."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self.title = visible(title)
@@ -109,7 +109,7 @@ class Dashboard(Display):
         self.live = Live(Text(self.title), console=console or Console(), refresh_per_second=8, transient=False)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
-        self.live.start()  # not before: a run may be refused until now. Once is enough, more does nothing
+        self.live.start()  # not earlier: until now the recipe could be rejected
         self.clock.tick(state)
         self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(EVALUATION)}
         drawn = self._draw(state, {**metrics, **self.evaluated})
@@ -117,7 +117,7 @@ class Dashboard(Display):
             self.live.update(drawn)
             return
         page = _Page(drawn, *self.latest)
-        if self.new and page.room(self.live.console)[0] == "above":
+        if self.new and page.layout(self.live.console)[0] == "above":
             self.live.console.print(page.table(self.live.console, self.live.console.width, 2))
         self.new = False
         self.live.update(page)
@@ -132,7 +132,7 @@ class Dashboard(Display):
         table.add_column(justify="right", min_width=10)
         table.add_column(style="yellow", max_width=70)
         for name, (label, form) in SHOWN.items():
-            if name not in metrics:  # this algorithm has no such thing
+            if name not in metrics:  # this algorithm has no such metric
                 continue
             value = metrics[name]
             text = "–" if value is None else form.format(value)
@@ -155,35 +155,35 @@ class Dashboard(Display):
 
 
 class _Page:
-    """The table of metrics with what was said below it, or beside it where the terminal is low and wide. Where it is neither
-    high nor wide enough, that has been printed above.
+    """The table of metrics with samples below it, or beside it on a low and wide terminal. On a small terminal, the samples
+    have been printed above.
     """
 
     def __init__(self, metrics: Group, steps: int, samples: Sequence[Sample]) -> None:
         self.metrics, self.steps, self.samples = metrics, steps, samples
 
-    def room(self, console: Console) -> tuple[Literal["below", "beside", "above"], int]:
-        """Where there is room, and for how many lines of each sample."""
+    def layout(self, console: Console) -> tuple[Literal["below", "beside", "above"], int]:
+        """Where the samples fit, and how many lines of each."""
         width, height = console.size
         free = height - len(console.render_lines(self.metrics, pad=False)) - 3  # a blank line, a heading, the cursor's line
         if free >= FEW:
-            return "below", min(LONGEST, free // FEW)
-        if width >= BESIDE + LEFT:
-            return "beside", min(LONGEST, max(1, (height - 3) // FEW))
+            return "below", min(SAMPLE_LINES, free // FEW)
+        if width >= SAMPLE_COLUMNS + METRIC_COLUMNS:
+            return "beside", min(SAMPLE_LINES, max(1, (height - 3) // FEW))
         return "above", 0
 
     def table(self, console: Console, width: int, lines: int) -> Table:
-        """What was said."""
+        """The samples as a table."""
         return sample_table(console, self.steps, self.samples, width, lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        where, lines = self.room(console)
+        where, lines = self.layout(console)
         if where == "below":
             yield Group(self.metrics, "", self.table(console, console.width, lines))
         elif where == "beside":
-            width = console.width - LEFT - 2
+            width = console.width - METRIC_COLUMNS - 2
             grid = Table.grid(padding=(0, 2, 0, 0))
-            grid.add_column(width=LEFT)
+            grid.add_column(width=METRIC_COLUMNS)
             grid.add_column(width=width)
             grid.add_row(self.metrics, self.table(console, width, lines))
             yield grid
@@ -240,8 +240,8 @@ def sample_table(console: Console, steps: int, samples: Sequence[Sample], width:
         table.add_column(name, justify="right", style="bold")
     table.add_column(Text(f"prompt{ARROW}response, at step {steps:,}"))
     for row, sample in enumerate(chosen):
-        said = _fitted(_text_of(sample, width - taken), console, width - taken, lines)
-        table.add_row(*(Text(numbers[name][row]) for name in names), said)
+        text = _fitted(_text_of(sample, width - taken), console, width - taken, lines)
+        table.add_row(*(Text(numbers[name][row]) for name in names), text)
     return table
 
 
@@ -252,7 +252,7 @@ def _text_of(sample: Sample, width: int) -> Text:
 
 
 def _fitted(text: Text, console: Console, width: int, lines: int) -> Text:
-    """Broken at words into lines, of which the last that fits ends in … where there are more."""
+    """The text wrapped at words; the last line that fits ends in … if there are more."""
     width = max(8, width)
     found = text[: width * lines + 1].wrap(console, width, overflow="fold")
     if len(found) > lines:
@@ -262,7 +262,7 @@ def _fitted(text: Text, console: Console, width: int, lines: int) -> Text:
 
 
 def _shortened(text: str, length: int) -> str:
-    """Beginning and end: either may be what a prompt asks."""
+    """Start and end of a text, since either may hold the question of a prompt."""
     if len(text) <= length:
         return text
     end = length // 2

@@ -1,16 +1,16 @@
-"""A run folder: who may write to it, and what it holds.
+"""A run folder: its files, its lock, and the checkpoints in it.
 
 config.toml        the resolved recipe, re-runnable
-environment.json   versions, seed, threads: what the numbers depend on besides the recipe; what it has from which preset
+environment.json   versions, seed, threads: all that results depend on besides the recipe; settings from a preset
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
 metrics.damaged.jsonl   lines of it that could not be read on resume
 events.*           the same for TensorBoard
-samples/<steps>.*  what a model of language said at an evaluation; cut back as well
+samples/<steps>.*  responses of a language model at an evaluation; cut back as well
 traces/<steps>.*   every number behind some of the updates, cut back as well
 checkpoints/<step> the last few; best/<step> the best evaluated
-model/             of a run of language: what was trained, for transformers and other runs
-adapter/           of one with an [adapter]: the same for peft, beside its base
-finished.json      after how many steps that was written
+model/             of a language run: the trained model, for transformers and other runs
+adapter/           of a run with an [adapter]: the same for peft
+finished.json      the steps after which these were written
 """
 
 import contextlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     pass
 
 FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
-"""fields of a recipe that change no number that a run produces, only whether it goes on"""
+"""recipe fields that change no result, only whether a run continues"""
 MEASURES = (
     "task",
     "environment",
@@ -59,9 +59,9 @@ MEASURES = (
     "reference.target",
     "preference",
 )
-"""fields that say what the score of an evaluation means"""
+"""recipe fields that define the score of an evaluation"""
 ASKING = ("batch", "retries", "token_from")
-"""fields of a reward's term that say how it is asked, and not what it says"""
+"""fields of a reward term that change how it is computed, not its value"""
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
 
@@ -123,7 +123,7 @@ class RunFolder:
 
     @property
     def began_in(self) -> str | None:
-        """The working folder that a recipe's relative paths are from; None where it isn't known."""
+        """The working folder for the recipe's relative paths; None if unknown."""
         try:
             return str(read_table(self.path / "environment.json")["working_folder"])
         except (SurefootError, KeyError):
@@ -131,14 +131,14 @@ class RunFolder:
 
     @property
     def finished_at(self) -> int | None:
-        """The steps after which what a run leaves was written; None where it has not been."""
+        """The steps after which the trained model was exported; None if it was not."""
         try:
             return int(read_table(self.path / FINISHED)["steps"])
         except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     def finish(self, steps: int) -> None:
-        """Note that all a run leaves is there."""
+        """Record that the export is complete."""
         write_text(self.path / FINISHED, json.dumps({"steps": steps}))
 
     def latest(self) -> Path | None:
@@ -146,7 +146,7 @@ class RunFolder:
         return latest_checkpoint(self.checkpoints)
 
     def close(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         self._lock.release()
 
 
@@ -236,12 +236,12 @@ def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:
 
 
 def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether the scores of evaluations under two recipe tables can be compared."""
+    """Whether evaluation scores under two recipe tables are comparable."""
 
     def measure(table: dict[str, Any]) -> dict[str, Any]:
         found = {name: _at(table, name) for name in MEASURES}
         if found["reference.target"] not in (None, "none"):
-            found["reference.beta"] = None  # where it is adapted, the price of KL has no part in the score
+            found["reference.beta"] = None  # with an adaptive β, the KL penalty is not part of the score
         terms = found["reward.terms"] or ()
         return found | {"reward.terms": [{key: value for key, value in term.items() if key not in ASKING} for term in terms]}
 
@@ -256,7 +256,7 @@ def _at(table: Any, path: str) -> Any:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """What a number depends on besides the recipe."""
+    """All that results depend on besides the recipe."""
     versions = {}
     for package in PACKAGES:
         try:
