@@ -29,7 +29,7 @@ import torch
 from surefoot.compare.statistics import markdown_table
 from surefoot.demos.sorting import Sizes, in_groups, write_data
 from surefoot.language import tasks
-from surefoot.language.analysis.best_of import Drawing, best_of_n, reward_from
+from surefoot.language.analysis.best_of import BestOfSettings, best_of_n, load_flag_reward
 from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.models.language_model import load_language_model
@@ -117,9 +117,13 @@ def pairs(folder: Path, seed: int) -> None:
         return
     selected, count = folder / "selected.jsonl", Sizes().problems // PAIRED
     write_rows(selected, [row.columns for row in read_rows(folder / "data" / "problems.jsonl")[:count]])
-    drawing = Drawing(PAIRED, max_tokens=8, seed=seed)
+    drawing = BestOfSettings(PAIRED, max_tokens=8, seed=seed)
     kept = best_of_n(
-        load_language_model(str(folder / "sft")), selected, reward_from(["surefoot.language.tasks:verify"]), drawing, worst=True
+        load_language_model(str(folder / "sft")),
+        selected,
+        load_flag_reward(["surefoot.language.tasks:verify"]),
+        drawing,
+        worst=True,
     )
     write_rows(folder / "pairs.jsonl", kept.rows)
 

@@ -8,7 +8,7 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.attempts import Attempts, attempted, ks_from_text, majority
+from surefoot.language.analysis.accuracy import Attempts, majority, measure_attempts, parse_ks
 from surefoot.language.data.rows import write_rows
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.terms import FunctionReward
@@ -52,7 +52,7 @@ def made(folder: Path, where: Path, **reward: Any) -> tuple[LanguageWorld, list[
 
 def test_each_number_is_what_the_written_responses_say(folders: dict[str, Path], tmp_path: Path) -> None:
     world, asked = made(folders["llama"], tmp_path, missing_eos="none")
-    told = attempted(world, Attempts(4, (1, 4)))
+    told = measure_attempts(world, Attempts(4, (1, 4)))
     assert [len(responses) for responses in asked] == [2, 8] * 3, "no more responses at a time than training samples"
     greedy = [response for responses in asked[::2] for response in responses]
     drawn = [response for responses in asked[1::2] for response in responses]
@@ -82,14 +82,14 @@ def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_
             return answer(prompts, seeds, count, greedy)
 
         world.collector.answer = watching  # type: ignore[method-assign]
-        attempted(world, Attempts(samples))
+        measure_attempts(world, Attempts(samples))
     assert len(set(seen[1])) == 6
     assert seen[1] == seen[4] == seen[8]
 
 
 def test_the_same_attempts_are_made_again(folders: dict[str, Path], tmp_path: Path) -> None:
     world, asked = made(folders["llama"], tmp_path)
-    assert attempted(world, Attempts(4)) == attempted(world, Attempts(4))
+    assert measure_attempts(world, Attempts(4)) == measure_attempts(world, Attempts(4))
     assert asked[:6] == asked[6:]
 
 
@@ -98,7 +98,7 @@ def test_a_cut_response_is_wrong_and_has_no_vote_where_the_recipe_punishes_it(fo
     for treatment in ("none", "penalty"):
         world, _ = made(folders["llama"], tmp_path, missing_eos=treatment)
         world.reward = FunctionReward(lambda responses: [float(len(text) == 3) for text in responses])
-        found[treatment] = attempted(world, Attempts(4))
+        found[treatment] = measure_attempts(world, Attempts(4))
     assert found["none"]["greedy_accuracy"] == 1, "three letters are as many tokens as there may be"
     assert found["none"]["sampled_accuracy"] > 0
     assert found["penalty"]["greedy_accuracy"] == found["penalty"]["sampled_accuracy"] == 0
@@ -109,11 +109,11 @@ def test_a_reward_between_needs_a_threshold_and_missing_scores_are_wrong(folders
     world, _ = made(folders["llama"], tmp_path, missing_eos="none")
     world.reward = FunctionReward(lambda responses: [len(text) / 4 for text in responses])
     with pytest.raises(SurefootError, match=r"the reward gave 0.75, and a verifier gives 0 or 1; say with --threshold T"):
-        attempted(world, Attempts(4))
-    assert attempted(world, Attempts(4, threshold=0.75))["greedy_accuracy"] == 1
-    assert attempted(world, Attempts(4, threshold=0.8))["greedy_accuracy"] == 0
+        measure_attempts(world, Attempts(4))
+    assert measure_attempts(world, Attempts(4, threshold=0.75))["greedy_accuracy"] == 1
+    assert measure_attempts(world, Attempts(4, threshold=0.8))["greedy_accuracy"] == 0
     world.reward = FunctionReward(lambda responses: [None] * len(responses), tolerated=1.0)
-    silent = attempted(world, Attempts(2, threshold=0.0))
+    silent = measure_attempts(world, Attempts(2, threshold=0.0))
     assert (silent["greedy_accuracy"], silent["without_score"]) == (0, 1)
 
 
@@ -129,7 +129,7 @@ def test_a_vote_goes_to_the_text_that_most_give_and_a_tie_to_the_first() -> None
 def test_pass_at_powers_of_two_and_n_unless_told() -> None:
     assert Attempts(12).all_ks == [1, 2, 4, 8, 12]
     assert Attempts(1).all_ks == [1]
-    assert Attempts(8, ks_from_text("8, 3,3")).all_ks == [3, 8]
+    assert Attempts(8, parse_ks("8, 3,3")).all_ks == [3, 8]
 
 
 def test_evaluate_tells_attempts_of_the_trained_model_and_its_start(command: Any, folders: dict[str, Path]) -> None:
@@ -152,9 +152,9 @@ def test_evaluate_tells_attempts_of_the_trained_model_and_its_start(command: Any
 
 def test_a_vote_reads_what_follows_the_marker(folders: dict[str, Path], tmp_path: Path) -> None:
     world, asked = made(folders["llama"], tmp_path, missing_eos="none")
-    attempted(world, Attempts(1))
+    measure_attempts(world, Attempts(1))
     drawn = [response for responses in asked[1::2] for response in responses]
     world.reward = FunctionReward(lambda responses: [float(text.endswith("a")) for text in responses])
-    found = attempted(world, Attempts(1, after="b"))["majority_accuracy"]
+    found = measure_attempts(world, Attempts(1, after="b"))["majority_accuracy"]
     assert found == sum("b" in text and text.endswith("a") for text in drawn) / 6
     assert found != sum(text.endswith("a") for text in drawn) / 6

@@ -9,7 +9,7 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.best_of import Drawing, best_of_n, chosen_row, reward_from, term_from
+from surefoot.language.analysis.best_of import BestOfSettings, best_of_n, chosen_row, load_flag_reward, parse_term
 from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.data.tokens import Tokens
@@ -20,7 +20,7 @@ from surefoot.language.rewards.terms import FunctionReward
 from .tiny import say
 
 Command = Callable[..., tuple[int, str, str]]
-DRAWING = Drawing(4, max_tokens=3)
+DRAWING = BestOfSettings(4, max_tokens=3)
 REWARDS = """
 def letters(responses):
     return [float(text.count("a")) for text in responses]
@@ -84,14 +84,14 @@ def test_the_first_of_the_best_that_ended_is_chosen(writer: LanguageModel, promp
 
 def test_what_was_cut_may_be_chosen_if_asked_for(writer: LanguageModel, prompts: Path) -> None:
     watching = Watching()
-    found = best_of_n(writer, prompts, FunctionReward(watching), Drawing(4, max_tokens=3, keep_cut=True))
+    found = best_of_n(writer, prompts, FunctionReward(watching), BestOfSettings(4, max_tokens=3, keep_cut=True))
     assert [row["reward"] for row in found.rows] == [max(text.count("a") for text in group) for group in groups_of(watching)]
     assert any(len(row["completion"]) == 3 for row in found.rows)
 
 
 def test_pairs_are_the_best_and_the_worst_and_none_where_they_earn_the_same(writer: LanguageModel, prompts: Path) -> None:
     watching = Watching()
-    found = best_of_n(writer, prompts, FunctionReward(watching), Drawing(3, max_tokens=2, keep_cut=True), worst=True)
+    found = best_of_n(writer, prompts, FunctionReward(watching), BestOfSettings(3, max_tokens=2, keep_cut=True), worst=True)
     counts = [[text.count("a") for text in group] for group in groups_of(watching, 3)]
     differ = [each for each in counts if max(each) > min(each)]
     assert 0 < len(differ) < 8
@@ -103,7 +103,7 @@ def test_pairs_are_the_best_and_the_worst_and_none_where_they_earn_the_same(writ
 def test_a_seed_gives_the_same_rows_whatever_the_batch_and_another_gives_others(writer: LanguageModel, prompts: Path) -> None:
     reward = FunctionReward(Watching())
     one, again, parts, other = (
-        best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, seed=seed, batch=batch))
+        best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, seed=seed, batch=batch))
         for seed, batch in ((1, 256), (1, 256), (1, 4), (2, 256))
     )
     assert one == again == parts
@@ -113,12 +113,15 @@ def test_a_seed_gives_the_same_rows_whatever_the_batch_and_another_gives_others(
 def test_rows_that_earn_too_little_are_left_out(writer: LanguageModel, prompts: Path) -> None:
     reward = FunctionReward(Watching())
     everything = best_of_n(writer, prompts, reward, DRAWING).rows
-    some = best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, at_least=1.0)).rows
+    some = best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=1.0)).rows
     assert some == [row for row in everything if row["reward"] >= 1]
     assert 0 < len(some) < len(everything)
-    assert "rows left out go further" in best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, at_least=1.0)).lines()[2]
-    with pytest.raises(SurefootError, match="none may earn less than --at-least 9: lower it"):
-        best_of_n(writer, prompts, reward, Drawing(4, max_tokens=3, at_least=9.0))
+    assert (
+        "leaving rows out adds more"
+        in best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=1.0)).lines()[2]
+    )
+    with pytest.raises(SurefootError, match="no reward reaches --at-least 9: lower it"):
+        best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=9.0))
 
 
 def test_rows_of_conversations_are_conversations() -> None:
@@ -143,7 +146,7 @@ def test_where_there_is_no_checkpoint_nothing_is_said_of_one(tmp_path: Path) -> 
     said = []
     for name, term in (("raises", ""), ("slow", ""), ("url", "{ url = 'http://127.0.0.1:9/x', retries = 0 }")):
         with pytest.raises(SurefootError) as raised:
-            reward_from([term or f"{tmp_path}/bad.py:{name}"], deadline=0.2)(["p"], ["r"], {})
+            load_flag_reward([term or f"{tmp_path}/bad.py:{name}"], deadline=0.2)(["p"], ["r"], {})
         said.append(str(raised.value))
         assert said[-1].startswith("--reward=")
         assert "checkpoint" not in said[-1]
@@ -152,12 +155,12 @@ def test_where_there_is_no_checkpoint_nothing_is_said_of_one(tmp_path: Path) -> 
 
 
 def test_a_term_is_a_folder_a_function_or_a_table(tmp_path: Path) -> None:
-    assert term_from("runs/judge").model == "runs/judge"
-    assert term_from("mine.py:score").function == "mine.py:score"
+    assert parse_term("runs/judge").model == "runs/judge"
+    assert parse_term("mine.py:score").function == "mine.py:score"
     odd = tmp_path / "a:b"
     odd.mkdir()
-    assert term_from(str(odd)).model == str(odd), "a folder that is there is a folder"
-    table = term_from('{ function = "surefoot.verifiers:exact", arguments = { case = false }, weight = 2 }')
+    assert parse_term(str(odd)).model == str(odd), "a folder that is there is a folder"
+    table = parse_term('{ function = "surefoot.verifiers:exact", arguments = { case = false }, weight = 2 }')
     assert (table.function, table.arguments, table.weight) == ("surefoot.verifiers:exact", {"case": False}, 2)
 
 

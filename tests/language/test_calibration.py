@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.rollout import LearnerState
-from surefoot.language.analysis.calibration import calibration, lines, returns, success
+from surefoot.language.analysis.evaluate import calibration, calibration_lines, returns, success
 from surefoot.language.data import datasets as data
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
@@ -86,7 +86,7 @@ def test_a_critic_that_is_trained_for_another_return_is_not_read_as_a_probabilit
     changes = {} if reward else {"objective": {"gamma": 0.9}}
     made = world(tmp_path, folders["llama"], "brief", **changes)
     prompt = data.repeat_prompts(made.collector.prompts, [0])
-    drawn = (made.collector.answer(prompt, [seed]) for seed in range(1000))
+    drawn = (made.collector.respond(prompt, [seed]) for seed in range(1000))
     short = next(one for one in drawn if bool(one.samples.ended.all()) and len(one.responses[0]) < 3)
     assert (found := calibration(made, short)) is not None
     assert found["first"]["kind"] == ("success" if reward else "returns")
@@ -100,7 +100,7 @@ def test_scores_of_steps_are_no_success_unless_they_all_come_at_the_end(
     function: str, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
     made = world(tmp_path, folders["llama"], function)
-    answers = made.answers()
+    answers = made.sample_held_out()
     assert set(answers.scores(made.reward).total.tolist()) == {0.0, 1.0}
     assert (found := calibration(made, answers)) is not None
     assert found["first"]["kind"] == ("success" if function == "brief" else "returns")
@@ -115,8 +115,8 @@ def test_a_critic_is_judged_at_the_price_of_kl_that_it_was_trained_for(tmp_path:
     for _ in range(2):
         made.collector.collect(state)
     assert made.trees()["beta"] == pytest.approx(0.5 * 1.2), "what the second rollout paid, and not what the third will"
-    answers = made.answers()
-    judged, found = made.judge(answers), calibration(made, answers)
+    answers = made.sample_held_out()
+    judged, found = made.evaluate_responses(answers), calibration(made, answers)
     assert found is not None
     wanted = [row["reward"] - 0.6 * row["kl"] for row in judged.samples[1:]]
     assert found["first"]["observed"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
@@ -124,19 +124,19 @@ def test_a_critic_is_judged_at_the_price_of_kl_that_it_was_trained_for(tmp_path:
 
 def test_a_verifiers_critic_is_asked_before_the_first_token_and_in_the_middle(tmp_path: Path, folders: dict[str, Path]) -> None:
     made = world(tmp_path, folders["llama"], "brief")
-    answers = made.answers()
+    answers = made.sample_held_out()
     found = calibration(made, answers)
     assert found is not None
     prompts, tokens = answers.samples.prompt_mask.sum(-1), answers.samples.lengths
     assert found["first"]["predicted"] == pytest.approx(float((prompts.double() / 100).mean()))
     assert found["middle"]["predicted"] == pytest.approx(float(((prompts + tokens // 2).double() / 100).mean()))
-    right = [len(text) < 6 and ended for text, ended in zip(answers.responses, answers.samples.ended.tolist(), strict=True)]
+    right = [len(text) < 6 and ended for text, ended in zip(answers.texts, answers.samples.ended.tolist(), strict=True)]
     assert 0 < sum(right) < len(right), "some of each"
-    assert any(len(text) < 6 for text, ended in zip(answers.responses, answers.samples.ended.tolist(), strict=True) if ended)
+    assert any(len(text) < 6 for text, ended in zip(answers.texts, answers.samples.ended.tolist(), strict=True) if ended)
     for moment in ("first", "middle"):
         assert found[moment]["observed"] == pytest.approx(sum(right) / len(right))
         assert sum(row["count"] for row in found[moment]["bins"]) == 24
-    told = lines(found)
+    told = calibration_lines(found)
     assert told[0].startswith("critic as P(success)")
     assert any(line.startswith("Brier score") for line in told)
 
@@ -145,7 +145,7 @@ def test_other_rewards_have_the_return_that_the_critic_is_trained_for(tmp_path: 
     made = world(tmp_path, folders["llama"], "length", reference={"beta": 0.3})
     with torch.no_grad():  # otherwise the reference is the policy and the KL 0
         made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
-    answers = made.answers()
+    answers = made.sample_held_out()
     judged, found = made.evaluate(answers), calibration(made, answers)
     assert judged is not None
     assert found is not None
@@ -159,4 +159,4 @@ def test_other_rewards_have_the_return_that_the_critic_is_trained_for(tmp_path: 
 
 def test_without_a_critic_there_is_nothing_to_tell(tmp_path: Path, folders: dict[str, Path]) -> None:
     made = world(tmp_path, folders["llama"], "brief", algorithm="REINFORCE", critic={})
-    assert calibration(made, made.answers()) is None
+    assert calibration(made, made.sample_held_out()) is None

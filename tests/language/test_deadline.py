@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from surefoot.language.rewards.deadline import Overdue, within
+from surefoot.language.deadline import DeadlineExceeded, with_deadline
 
 SOON = 0.3
 needs_alarms = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no alarms on this system")
@@ -35,8 +35,8 @@ def backtrack():
 
 def seconds_until_overdue(call):
     started = time.monotonic()
-    with pytest.raises(Overdue):
-        within(SOON, call)
+    with pytest.raises(DeadlineExceeded):
+        with_deadline(SOON, call)
     return time.monotonic() - started
 
 
@@ -58,8 +58,8 @@ def test_a_hang_is_interrupted(call):
 def test_a_hang_is_interrupted_in_another_thread(call):
     def elsewhere():
         try:
-            within(SOON, call)
-        except Overdue:
+            with_deadline(SOON, call)
+        except DeadlineExceeded:
             return "overdue"
         return "went through"
 
@@ -83,8 +83,8 @@ def test_code_that_catches_the_interruption_is_interrupted_again():
 
 
 def test_a_call_in_time_gives_its_result_and_leaves_no_alarm():
-    assert within(60, lambda: "done") == "done"
-    assert in_another_thread(lambda: within(60, lambda: "done")) == "done"
+    assert with_deadline(60, lambda: "done") == "done"
+    assert in_another_thread(lambda: with_deadline(60, lambda: "done")) == "done"
 
 
 @pytest.mark.parametrize("run", [lambda call: call(), in_another_thread], ids=["main", "thread"])
@@ -94,7 +94,7 @@ def test_errors_pass_through(run):
 
     def attempt():
         try:
-            within(60, fails)
+            with_deadline(60, fails)
         except KeyError as error:
             return error.args
 
@@ -110,8 +110,8 @@ def test_an_alarm_that_was_set_before_still_rings():
         signal.signal(signal.SIGALRM, lambda *_: heard.append(time.monotonic()))
         signal.setitimer(signal.ITIMER_REAL, 1.0)
         started = time.monotonic()
-        with pytest.raises(Overdue):
-            within(SOON, spin)
+        with pytest.raises(DeadlineExceeded):
+            with_deadline(SOON, spin)
         assert heard == []
         while not heard and time.monotonic() - started < 20:
             time.sleep(0.05)
@@ -133,7 +133,7 @@ def test_an_alarm_that_is_set_meanwhile_is_kept():
         return "done"
 
     try:
-        assert within(60, stopped_meanwhile) == "done"
+        assert with_deadline(60, stopped_meanwhile) == "done"
         deadline = time.monotonic() + 20
         while not heard and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -14,14 +14,14 @@ import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.calibration import calibration
+from surefoot.language.analysis.evaluate import calibration
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.rewards.scores import Scores
-from surefoot.language.rewards.steps import pieces, steps_of
-from surefoot.language.rewards.terms import FunctionReward, ModelReward, WeightedSum
+from surefoot.language.rewards.model import ModelReward
+from surefoot.language.rewards.scores import Scores, split_steps, token_texts
+from surefoot.language.rewards.terms import FunctionReward, WeightedSum
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.paths import traces_in
 from surefoot.runs.traces import read_trace
@@ -88,18 +88,18 @@ def refusal(function: Any, **options: Any) -> str:
 
 
 def test_a_step_ends_with_its_separator_and_white_space_is_none() -> None:
-    found = [[(step.text, step.end) for step in steps_of(text, ";")] for text in TEXTS]
+    found = [[(step.text, step.end) for step in split_steps(text, ";")] for text in TEXTS]
     assert found[0] == [("a", 2), ("bb", 5), ("c", 6)]
     assert found[1] == [("été", 4), ("日本", 7), ("🙂!", 9)]
     assert found[2:4] == [[], []]
     assert found[4] == [("no separator", 12)]
     assert found[6] == [("end", 4)]
-    assert [(step.text, step.end) for step in steps_of("a\n\nb\n\n\nc", "\n\n")] == [("a", 3), ("b", 6), ("\nc", 8)]
+    assert [(step.text, step.end) for step in split_steps("a\n\nb\n\n\nc", "\n\n")] == [("a", 3), ("b", 6), ("\nc", 8)]
 
 
 @given(st.text(alphabet="ab; \n", max_size=20), st.sampled_from([";", "\n\n", " "]))
 def test_what_is_not_white_space_is_in_one_step(text: str, separator: str) -> None:
-    steps = steps_of(text, separator)
+    steps = split_steps(text, separator)
     assert "".join("".join(step.text for step in steps).split()) == "".join(text.replace(separator, "").split())
     for step in steps:
         assert text[: step.end].endswith((step.text, step.text + separator))
@@ -108,9 +108,9 @@ def test_what_is_not_white_space_is_in_one_step(text: str, separator: str) -> No
 
 
 @given(data=st.data())
-def test_pieces_joined_are_the_text_whatever_was_sampled(tokens: Tokens, data: st.DataObject) -> None:
+def test_texts_of_tokens_joined_are_the_text_whatever_was_sampled(tokens: Tokens, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, len(tokens.tokenizer) - 1), max_size=12))
-    found = pieces(tokens.decode, ids)
+    found = token_texts(tokens.decode, ids)
     assert len(found) == len(ids)
     assert "".join(found) == tokens.decode(ids)
 
@@ -120,9 +120,9 @@ def test_the_reward_of_a_step_is_on_the_token_that_writes_its_last_character(tex
     """By the law itself: that token is the first with which the text so far, decoded, holds the step."""
     ids = tokens.encode_completion(text)
     written = tokens.decode(ids)  # pocket knows no é and says nothing in its place
-    steps = steps_of(written, ";")
+    steps = split_steps(written, ";")
     values = [float(2**number) for number in range(len(steps))]
-    found = score(marking(values), [written], [pieces(tokens.decode, ids)], per="step", separator=";")
+    found = score(marking(values), [written], [token_texts(tokens.decode, ids)], per="step", separator=";")
     expected = torch.zeros(len(ids))
     for step, value in zip(steps, values, strict=True):
         so_far = [tokens.decode(ids[: place + 1]).startswith(written[: step.end]) for place in range(len(ids))]
@@ -136,8 +136,8 @@ def test_characters_of_several_tokens_and_tokens_of_several_characters_are_met_i
     tokens = Tokens(byte_tokenizer())
     ids = tokens.encode_completion("日;the step")
     assert len(ids) < len("日;the step"), "some token writes several"
-    assert pieces(tokens.decode, ids)[:3] == ["", "", "日"]
-    assert pieces(tokens.decode, ids)[-1] == "", "the end writes nothing"
+    assert token_texts(tokens.decode, ids)[:3] == ["", "", "日"]
+    assert token_texts(tokens.decode, ids)[-1] == "", "the end writes nothing"
 
 
 def test_a_score_per_token_is_there_and_the_function_may_see_the_tokens() -> None:
@@ -201,7 +201,7 @@ def test_one_bad_number_masks_its_response() -> None:
         (
             marking([1.0], [1.0]),
             {"per": "token"},
-            "returned 1 scores for the 4 tokens (its end is one too) of response 0, 'a;bb;c'",
+            "returned 1 scores for the 4 tokens (EOS is one too) of response 0, 'a;bb;c'",
         ),
         (lambda responses: np.zeros((2, 5)), {"per": "token"}, "returned 5 scores for the 4 tokens"),
         (
@@ -213,7 +213,7 @@ def test_one_bad_number_masks_its_response() -> None:
         (
             marking(1.0, 2.0),
             {"per": "step", "separator": ";"},
-            "returned a float where a list was due, with a score for every step",
+            "returned a float instead of a list with a score for every step",
         ),
         (marking("abc", []), {"per": "token"}, "returned a str where a list was due"),
         (marking([1.0], []), {"per": "step"}, "returned 1.0 where (end, score) was due; or set separator"),
@@ -402,24 +402,22 @@ def test_a_stop_string_writes_nothing_as_eos_does(files: dict[str, str], folders
         seen.extend(zip(responses, tokens, strict=True))
         return [[0.0] * len(row) for row in tokens]
 
-    answers = made.collector.answer(made.collector.prompts, range(40))
+    answers = made.collector.respond(made.collector.prompts, range(40))
     answers.scores(FunctionReward(joined, per="token"))
-    assert [text for text, _ in seen] == answers.responses == ["".join(pieces) for _, pieces in seen]
+    assert [text for text, _ in seen] == answers.texts == ["".join(pieces) for _, pieces in seen]
     assert [len(pieces) for _, pieces in seen] == answers.samples.lengths.tolist()
-    assert (
-        sum(len(said) > len(made.tokens.decode(ids)) for said, ids in zip(answers.responses, answers.scored, strict=True)) == 0
-    )
-    cut = [len(made.tokens.decode(ids)) - len(said) for said, ids in zip(answers.responses, answers.scored, strict=True)]
+    assert sum(len(said) > len(made.tokens.decode(ids)) for said, ids in zip(answers.texts, answers.scored, strict=True)) == 0
+    cut = [len(made.tokens.decode(ids)) - len(said) for said, ids in zip(answers.texts, answers.scored, strict=True)]
     assert any(cut), "some had one"
     dense = answers.scores(made.reward).dense
     assert dense is not None
-    for row, text in enumerate(answers.responses):
+    for row, text in enumerate(answers.texts):
         assert float(dense[row].sum()) == sum(letter in "aeiou " for letter in text)
 
 
 def test_a_critic_is_held_against_what_is_still_to_be_earned(files: dict[str, str], folders: dict[str, Path]) -> None:
     made, _ = collected(files, folders["llama"], "places", reference={"beta": 0.0})
-    answers = made.collector.answer(made.collector.prompts, range(40))
+    answers = made.collector.respond(made.collector.prompts, range(40))
     found = calibration(made, answers)
     assert found is not None
     lengths = answers.samples.lengths.tolist()

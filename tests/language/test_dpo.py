@@ -23,7 +23,7 @@ from surefoot.errors import SurefootError
 from surefoot.functional import dpo_loss, ipo_loss
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.supervised.demonstrations import Rows
-from surefoot.language.supervised.dpo import AnchoredPairPolicy, answer_log_probs
+from surefoot.language.supervised.preferences import DpoPolicy, answer_log_probs
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import make_learner
@@ -114,7 +114,7 @@ def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_
     world = SupervisedWorld(recipe(folder, uneven(tmp_path / "p.jsonl")))
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
     with torch.no_grad():
-        assert float(world.policy.moved(rollout.inputs).abs().max()) < 1e-4
+        assert float(world.policy.log_ratios(rollout.inputs).abs().max()) < 1e-4
         assert float(answer_log_probs(world.policy.writer, rollout.inputs).max()) < -0.1
 
 
@@ -152,7 +152,7 @@ def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0)
             inputs[f"{side}_mask"] = torch.ones_like(inputs[side], dtype=torch.bool)
         return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
 
-    policy = AnchoredPairPolicy(Arms(), beta, ipo)
+    policy = DpoPolicy(Arms(), beta, ipo)
     objective = recipe(Path("m"), "p.jsonl").objective
     learner = Learner(policy, objective, AdamSettings(0.1, max_grad_norm=None), schedule="cosine")
     collector = RowCollector(Rows(tensors, both, [1] * len(both), [1] * len(both)), len(both), 1, worth=worth)
@@ -226,7 +226,7 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_asks_the_reference_aga
     fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
     whole = surefoot.train("dpo", run_dir=tmp_path / "whole", **fields)
     surefoot.train("dpo", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
-    monkeypatch.setattr("surefoot.language.supervised.dpo.Reference.ask", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr("surefoot.language.supervised.preferences.Reference.log_probs", lambda *_: pytest.fail("asked again"))
     resumed = surefoot.resume(tmp_path / "cut")
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, resumed.model.state_dict()[name]), name

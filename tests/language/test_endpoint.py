@@ -134,7 +134,7 @@ def test_steps_and_tokens_go_along_where_they_are_scored(server: Server) -> None
 def test_a_column_that_json_has_no_word_for_is_named(server: Server) -> None:
     with pytest.raises(SurefootError, match="'when' can't be sent as JSON"):
         reward(server.url)([""], [""], {"when": [datetime.now(UTC)]})
-    with pytest.raises(SurefootError, match="argument 'answer' is a column of the rows too"):
+    with pytest.raises(SurefootError, match="argument 'answer' is also a column of the rows"):
         score(server.url, arguments={"answer": 1})
     assert server.bodies == []
 
@@ -160,7 +160,7 @@ def test_a_server_that_repeats_the_token_has_it_hidden(server: Server, monkeypat
     server.answer = lambda body: (401, b"no such user: Basic czNjcmV0, or czNjcmV0")
     text = refusal(server.url, token_from="REWARD_TOKEN")
     assert "czNjcmV0" not in text
-    assert text.startswith("answered 401 Unauthorized ('no such user: ***, or ***'); renew its token")
+    assert text.startswith("returned 401 Unauthorized ('no such user: ***, or ***'); renew its token")
 
 
 def test_a_token_that_is_missing_or_can_t_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +168,10 @@ def test_a_token_that_is_missing_or_can_t_be_sent_is_refused_without_being_shown
     assert "token_from='REWARD_TOKEN': this environment variable is not set" in refusal("http://x", token_from="REWARD_TOKEN")
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     text = refusal("http://rewards.example/score", token_from="REWARD_TOKEN")
-    assert "token_from='REWARD_TOKEN': would send the token unencrypted to another machine; give an https:// url" in text
+    assert "token_from='REWARD_TOKEN': would send the token unencrypted to another machine; use an https:// url" in text
     monkeypatch.setenv("REWARD_TOKEN", "two\nlines")
     text = refusal("http://x", token_from="REWARD_TOKEN")
-    assert "must be printable ASCII" in text
+    assert "use printable ASCII characters only" in text
     assert "lines" not in text
 
 
@@ -183,7 +183,7 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
     with pytest.raises(SurefootError) as raised:
         reward("http://me:s3cret@host/score")
-    assert "holds a user or a password" in str(raised.value)
+    assert "contains a user or a password" in str(raised.value)
     assert "s3cret" not in str(raised.value)
 
 
@@ -205,8 +205,8 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
 def test_a_secret_in_the_query_of_an_address_is_refused_and_not_repeated(query: str) -> None:
     with pytest.raises(SurefootError) as raised:
         reward(f"https://host/score?{query}")
-    assert str(raised.value).startswith("reward.terms[0].url='https://host/score': its query holds ")
-    assert "name an environment variable by token_from" in str(raised.value)
+    assert str(raised.value).startswith("reward.terms[0].url='https://host/score': its query contains ")
+    assert "use token_from with an environment variable" in str(raised.value)
     assert "s3cret" not in str(raised.value)
 
 
@@ -219,7 +219,7 @@ def test_what_is_no_secret_may_stand_in_a_query(query: str) -> None:
 
 
 def test_what_no_server_gets_is_refused() -> None:
-    with pytest.raises(SurefootError, match=r"url='https://host/score': has a part behind '#', which no server gets") as raised:
+    with pytest.raises(SurefootError, match=r"url='https://host/score': has a fragment after '#', which is never sent") as raised:
         reward("https://host/score#s3cret")
     assert "s3cret" not in str(raised.value)
 
@@ -231,7 +231,7 @@ def test_a_server_that_is_down_is_tried_again_and_named(server: Server) -> None:
     server.close()
     text = refusal(server.url, retries=2)
     assert "can't be reached (ConnectError: " in text
-    assert ", 3 times; see whether the server runs, then resume from the last checkpoint" in text
+    assert ", 3 times; check that the server runs, then resume from the last checkpoint" in text
 
 
 @pytest.mark.parametrize("trouble", [(503, b"busy"), (500, b""), (429, b""), (0, b"")], ids=str)
@@ -244,13 +244,13 @@ def test_a_server_that_is_flaky_is_asked_until_it_answers(trouble: Answer, serve
 
 def test_tries_are_numbered(server: Server) -> None:
     server.in_turn((503, b""))
-    assert refusal(server.url, retries=3).startswith("answered 503 Service Unavailable, 4 times; see whether the server runs")
+    assert refusal(server.url, retries=3).startswith("returned 503 Service Unavailable, 4 times; check that the server runs")
     assert len(server.bodies) == 4
 
 
 def test_waiting_doubles_at_random_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.5)
-    drawn = {tried: [endpoint.waiting(tried) for _ in range(50)] for tried in (1, 2, 4, 2000)}
+    drawn = {tried: [endpoint.backoff(tried) for _ in range(50)] for tried in (1, 2, 4, 2000)}
     for tried, longest in ((1, 0.5), (2, 1.0), (4, 4.0), (2000, endpoint.LONGEST_WAIT)):
         assert longest / 2 <= min(drawn[tried]) < max(drawn[tried]) <= longest
 
@@ -260,15 +260,15 @@ def test_retry_after_is_waited_for(server: Server) -> None:
     begun = time.monotonic()
     assert score(server.url).total.tolist() == [1, 2, 3]
     assert time.monotonic() - begun >= 1
-    assert endpoint.seconds_asked(format_datetime(datetime.now(UTC) + timedelta(seconds=100))) == pytest.approx(100, abs=3)
-    assert [endpoint.seconds_asked(text) for text in (None, "", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 5
+    assert endpoint.retry_after(format_datetime(datetime.now(UTC) + timedelta(seconds=100))) == pytest.approx(100, abs=3)
+    assert [endpoint.retry_after(text) for text in (None, "", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 5
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun(server: Server) -> None:
     server.in_turn((503, b"", {"Retry-After": "3600"}))
     begun = time.monotonic()
     text = refusal(server.url)
-    assert text.startswith("answered 503 Service Unavailable, and waiting 3.6e+03 s to try again would pass reward.deadline")
+    assert text.startswith("returned 503 Service Unavailable, and waiting 3.6e+03 s for a retry would exceed reward.deadline")
     assert time.monotonic() - begun < 5
 
 
@@ -289,21 +289,21 @@ def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
 @pytest.mark.parametrize(
     ("answer", "what"),
     [
-        ((200, [1, 2]), "answered 2 scores for 3 responses, and not one for each; mend what answers there"),
-        ((200, b"<html>\n hello"), "answered what is no JSON ('<html> hello'); it must answer a list of 3 scores"),
-        ((200, b""), "answered what is no JSON; it must answer"),
-        ((200, b"[" * 100_000), "answered what is no JSON"),
-        ((200, {"rewards": [1, 2, 3]}), "answered no scores ("),
-        ((200, "123"), "answered no scores ("),
+        ((200, [1, 2]), "returned 2 scores for 3 responses; return a list of 3 scores"),
+        ((200, b"<html>\n hello"), "returned no JSON ('<html> hello'); return a list of 3 scores"),
+        ((200, b""), "returned no JSON; return a list"),
+        ((200, b"[" * 100_000), "returned no JSON"),
+        ((200, {"rewards": [1, 2, 3]}), "returned no scores ("),
+        ((200, "123"), "returned no scores ("),
         (
             (404, b"nothing here"),
-            "answered 404 Not Found ('nothing here'); mend the address, or what answers there, then",
+            "returned 404 Not Found ('nothing here'); correct the url, or fix the server, then",
         ),
-        ((401, b""), "answered 401 Unauthorized; name the environment variable with its token by token_from"),
-        ((302, b"", {"Location": "/elsewhere"}), "answered 302 Found; give the address that it redirects to"),
-        ((200, ["1", "2", "3"]), "gave no number for 3 of 3 responses (str 3)"),
-        ((200, b"[NaN, NaN, Infinity]"), "gave no number for 3 of 3 responses (NaN 2, infinite 1)"),
-        ((200, b"this was never packed", {"Content-Encoding": "gzip"}), "gave no answer that can be read (DecodingError"),
+        ((401, b""), "returned 401 Unauthorized; set token_from to the environment variable with its token"),
+        ((302, b"", {"Location": "/elsewhere"}), "returned 302 Found; use the url that it redirects to"),
+        ((200, ["1", "2", "3"]), "returned no number for 3 of 3 responses (str 3)"),
+        ((200, b"[NaN, NaN, Infinity]"), "returned no number for 3 of 3 responses (NaN 2, infinite 1)"),
+        ((200, b"this was never packed", {"Content-Encoding": "gzip"}), "returned an unreadable response (DecodingError"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -9,8 +9,7 @@ import torch
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.evaluate import evaluate_run
-from surefoot.language.analysis.evaluate import table as evaluation_table
+from surefoot.language.analysis.evaluate import evaluate_run, report_table
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
@@ -100,7 +99,7 @@ def test_what_a_run_forgets_is_in_its_metrics_and_in_its_evaluation(files: Path,
     at_best = next(row for row in rows if row["steps"] == told["steps"])
     assert told["trained"]["log_likelihood"] == pytest.approx(at_best[LIKELIHOOD], rel=1e-6)
     assert rows[-1][LIKELIHOOD] < told["start"]["log_likelihood"] - 0.1, "without an anchor the start's language is lost"
-    assert "log π of demonstrations" in evaluation_table(told)
+    assert "log π of demonstrations" in report_table(told)
 
 
 def test_it_is_measured_without_held_out_prompts_too_and_decides_nothing(files: Path, folders: dict[str, Path]) -> None:

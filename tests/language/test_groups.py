@@ -13,7 +13,7 @@ from surefoot import DR_GRPO, GRPO, SurefootError
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.language.data.batches import EpochSampler
-from surefoot.language.online.groups import filling, joined_samples, rows_of_batch, with_signal
+from surefoot.language.online.groups import choose_groups, concat_samples, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import Samples
 from surefoot.recipes.language import LanguageRecipe
@@ -171,8 +171,8 @@ def test_a_group_has_signal_where_two_scores_differ() -> None:
 
 
 def test_the_first_groups_with_signal_make_the_batch_and_others_fill_it_up() -> None:
-    assert filling([True, False, True, True, False, True], 3) == [0, 2, 3]
-    assert filling([False, False, True, False], 3) == [0, 1, 2]
+    assert choose_groups([True, False, True, True, False, True], 3) == [0, 2, 3]
+    assert choose_groups([False, False, True, False], 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -250,7 +250,7 @@ def test_responses_without_a_score_are_left_out_of_their_group(files: dict[str, 
         both = credit[[row, row + 2]].abs().amax(-1)
         torch.testing.assert_close(both, torch.full((2,), 0.5**0.5), rtol=1e-3, atol=0)
     assert credit[1::2].eq(0).all()
-    assert [said["kl"] is None for said in made.collector.said] == [False, True] * 12  # what is not known is not 0
+    assert [said["kl"] is None for said in made.collector.last_samples] == [False, True] * 12  # what is not known is not 0
 
 
 def test_joined_rounds_hold_the_same_tokens() -> None:
@@ -266,7 +266,7 @@ def test_joined_rounds_hold_the_same_tokens() -> None:
         return Samples(ids[:, :prompt], real, torch.where(mask, ids[:, prompt:], 0), mask, log_probs, ended, "fast")
 
     parts = [drawn(3, 5), drawn(5, 2), drawn(4, 4)]
-    whole = joined_samples(parts, pad_id=0)
+    whole = concat_samples(parts, pad_id=0)
     assert whole.responses() == [row for part in parts for row in part.responses()]
     prompts = [ids[real].tolist() for part in parts for ids, real in zip(part.prompt, part.prompt_mask, strict=True)]
     assert [ids[real].tolist() for ids, real in zip(whole.prompt, whole.prompt_mask, strict=True)] == prompts

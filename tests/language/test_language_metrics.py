@@ -40,7 +40,7 @@ def test_distinct_n_of_a_batch_twice_is_half(batch, n):
 
 
 def test_distinct_0_is_refused():
-    with pytest.raises(ValueError, match="n=0: must be at least 1"):
+    with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
         distinct_n(["a"], 0)
 
 
@@ -134,5 +134,5 @@ def test_the_kl_of_best_of_n_is_what_many_distinct_rewards_come_to_and_a_bound_f
 
 
 def test_the_kl_of_the_best_of_none_is_refused():
-    with pytest.raises(ValueError, match="n=0: must be at least 1"):
+    with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
         best_of_n_kl(0)

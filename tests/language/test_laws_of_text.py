@@ -232,13 +232,13 @@ def test_where_beta_is_adapted_the_best_policy_is_one_within_reach_of_the_target
 def test_a_stop_string_is_no_part_of_the_text_that_is_scored(world: LanguageWorld) -> None:
     """As in best-of-n, chat and generate: a reward sees the same answer everywhere."""
     world.collector.collect(LearnerState.seeded(1, 64))
-    said = [row["response"] for row in world.collector.said]
+    said = [row["response"] for row in world.collector.last_samples]
     assert not any(stop in text for text in said for stop in "eo")
     prompts = repeat_prompts(world.collector.prompts, range(8))
-    answers = world.collector.answer(prompts, list(range(8)))
+    answers = world.collector.respond(prompts, list(range(8)))
     whole = [world.tokens.decode(ids) for ids in answers.samples.responses()]
     assert any(stop in text for text in whole for stop in "eo"), "the tokens have it"
-    assert answers.responses == [cut_at_stop(text, "eo") for text in whole]
+    assert answers.texts == [cut_at_stop(text, "eo") for text in whole]
 
 
 def test_what_several_rounds_sampled_is_told_without_stop_strings(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_what_several_rounds_sampled_is_told_without_stop_strings(folders: dict[
     world.reward = world.collector.reward = FunctionReward(lambda responses: [1.0] * len(responses))  # no group has a signal
     rollout = collected(world)
     assert rollout.metrics["sampling_rounds"] > 1  # type: ignore[operator]
-    said = [row["response"] for row in world.collector.said]
+    said = [row["response"] for row in world.collector.last_samples]
     assert len(said) > 8, "of both rounds"
     assert not any(stop in text for text in said for stop in "eo")
 

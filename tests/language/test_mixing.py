@@ -13,7 +13,6 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.core.traces import Recorder, Trace
 from surefoot.errors import SurefootError
-from surefoot.language.online.mixing import NAME
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
@@ -87,7 +86,7 @@ def test_the_gradient_is_that_of_the_reward_and_coefficient_times_that_of_plain_
     wanted = dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
     metrics, _ = updated(made)
     updated(alone)
-    assert metrics[NAME] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert metrics["sft_loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     base = gradients(alone)
     for name, found in gradients(made).items():
         own = torch.zeros_like(found) if wanted[name] is None else wanted[name]
@@ -112,7 +111,7 @@ def test_with_coefficient_0_nothing_is_read_and_no_bit_changes(files: Path, fold
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
     kept = [[{k: v for k, v in row.items() if "second" not in k} for row in rows] for rows in told]
     assert kept[0] == kept[1]
-    assert NAME not in kept[0][0]
+    assert "sft_loss" not in kept[0][0]
 
 
 def test_an_interrupted_run_goes_on_with_the_next_demonstrations_and_learns_them(
@@ -125,7 +124,7 @@ def test_an_interrupted_run_goes_on_with_the_next_demonstrations_and_learns_them
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
     rows = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "cut")]
-    losses = [[row[NAME] for row in run] for run in rows]
+    losses = [[row["sft_loss"] for row in run] for run in rows]
     assert losses[0] == losses[1]
     assert losses[0][-1] < 0.7 * losses[0][0]
 

@@ -9,7 +9,8 @@ from surefoot.language.data.tokens import Dialogue
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.rewards.terms import ModelReward, load_reward
+from surefoot.language.rewards.model import ModelReward
+from surefoot.language.rewards.terms import load_reward
 from surefoot.recipes.reading import make_recipe
 
 from .test_rewards import Term

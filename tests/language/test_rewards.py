@@ -66,8 +66,8 @@ def test_arguments_of_a_term_reach_its_function():
     ("arguments", "what"),
     [
         ({"tolerence": 1}, "takes no argument 'tolerence'; did you mean 'tolerance'"),
-        ({"answer": ["a"] * 3}, "argument 'answer' is a column of the rows too"),
-        ({"responses": ["a"] * 3}, "argument 'responses' is a column"),
+        ({"answer": ["a"] * 3}, "argument 'answer' is also a column of the rows"),
+        ({"responses": ["a"] * 3}, "argument 'responses' is also a column"),
     ],
 )
 def test_arguments_that_a_function_does_not_take_are_refused(arguments, what):
@@ -93,7 +93,7 @@ def test_a_function_with_two_stars_gets_everything():
 def test_a_column_that_is_not_there_takes_its_default_or_is_refused():
     assert score(lambda responses, style=None: [style is None] * len(responses)).total.tolist() == [1, 1, 1]
     text = refusal(lambda responses, style: [0] * len(responses))
-    assert "asks for 'style'; what there is: answer, prompts, responses, weight" in text
+    assert "requires 'style'; available: answer, prompts, responses, weight" in text
 
 
 def test_what_a_function_does_to_its_lists_stays_there():
@@ -168,7 +168,7 @@ def test_what_is_no_number_is_masked_up_to_the_tolerated_share(bad, kind):
     assert scores.total.tolist() == [2, 0, 6]
     assert scores.parts["mine"].tolist() == [1, 0, 3]
     text = refusal(giving([1.0, bad, 3.0]), tolerated=0.33)
-    assert f"gave no number for 1 of 3 responses ({kind}), more than reward.tolerated=0.33 of them; the first: 'bb'" in text
+    assert f"returned no number for 1 of 3 responses ({kind}), more than reward.tolerated=0.33 allows; the first: 'bb'" in text
 
 
 def test_the_tolerated_share_itself_is_tolerated():
@@ -213,7 +213,7 @@ def test_a_function_that_raises_or_exits_is_named_with_its_error():
     def exits(responses):
         raise SystemExit(3)
 
-    mend = r" \(test_rewards\.py:\d+\); mend the function, then resume from the last checkpoint"
+    mend = r" \(test_rewards\.py:\d+\); fix the function, then resume from the last checkpoint"
     assert re.search(rf"fails': raised RuntimeError: no network{mend}$", refusal(fails))
     assert re.search(rf"exits': raised SystemExit: 3{mend}$", refusal(exits))
 

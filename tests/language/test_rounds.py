@@ -20,7 +20,7 @@ from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs.folder import RunFolder
-from surefoot.runs.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, table
+from surefoot.runs.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, rounds_table
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
@@ -143,7 +143,7 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
 
     code, shown, _ = command(*words[:-1])
     assert code == 0
-    assert table(told) in shown
+    assert rounds_table(told) in shown
     code, _, err = command(*words, "--noise", "1")
     assert code == 2
     assert "holds other rounds (noise: 0.0 -> 1.0)" in err
@@ -235,7 +235,7 @@ def test_without_noise_the_better_answer_is_chosen_and_with_it_as_bradley_and_te
 
 
 def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
-    from surefoot.language.rewards.terms import Scores
+    from surefoot.language.rewards.scores import Scores
 
     def length(prompts: Any, responses: Any, columns: Any) -> Scores:
         total = torch.tensor([float(len(text)) for text in responses])

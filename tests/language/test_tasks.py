@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
 from surefoot.language import tasks
-from surefoot.language.analysis.accuracy import accuracy
+from surefoot.language.analysis.accuracy import measure_accuracy
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.rewards.terms import FunctionReward
@@ -152,9 +152,9 @@ def test_expressions_have_the_value_that_exact_arithmetic_gives(text: str) -> No
     try:
         wanted = eval(re.sub(r"(\d+)", r"Fraction(\1)", text), {"Fraction": Fraction})
     except ZeroDivisionError:
-        assert countdown.evaluated(text) is None
+        assert countdown.evaluate(text) is None
         return
-    found = countdown.evaluated(text)
+    found = countdown.evaluate(text)
     assert found is not None
     assert found[0] == wanted
     assert found[1] == [int(number) for number in re.findall(r"\d+", text)]
@@ -166,7 +166,7 @@ LONG = ("(" * 300 + "1" + ")" * 90, "9" * 30, "1+" * 300 + "1", "(" * 399)
 
 @pytest.mark.parametrize("text", ["", "1 2", *NONE, *LONG])
 def test_what_is_no_expression_has_no_value(text: str) -> None:
-    assert countdown.evaluated(text) is None
+    assert countdown.evaluate(text) is None
 
 
 def test_each_number_is_used_once() -> None:
@@ -186,11 +186,11 @@ def test_each_number_is_used_once() -> None:
     ("make", "what"),
     [
         (lambda: rows("sortin", 1), "task='sortin': is unknown; did you mean 'sorting'"),
-        (lambda: rows("sorting", 1, difficulty=99), "difficulty=99: sorting has 2 to 40"),
+        (lambda: rows("sorting", 1, difficulty=99), "difficulty=99: out of range for sorting; choose 2 to 40"),
         (lambda: rows("brackets", 99, difficulty=1, test=True), r"rows=99: brackets of difficulty 1 has \d test problems"),
         (lambda: demonstrations("sorting", 1, sloppy=2), "sloppy=2: is a share"),
-        (lambda: verify(["3 4=7:"], ["3+4"], ["countdown"]), "rows of countdown have a column 'target', which is missing"),
-        (lambda: verify([""], [""], ["none"]), "task='none': is unknown; there are sorting,"),
+        (lambda: verify(["3 4=7:"], ["3+4"], ["countdown"]), "task='countdown': its rows need a column 'target', which is missing"),
+        (lambda: verify([""], [""], ["none"]), "task='none': is unknown; choose one of sorting,"),
     ],
 )
 def test_what_can_not_be_made_is_refused_in_one_line(make, what: str) -> None:  # type: ignore[no-untyped-def]
@@ -239,30 +239,30 @@ def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:  # type
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": "3"}])
     reward = FunctionReward("surefoot.verifiers:exact")
-    found = accuracy(Writer(), path, reward, samples=4)  # type: ignore[arg-type]
+    found = measure_accuracy(Writer(), path, reward, samples=4)  # type: ignore[arg-type]
     assert [found.greedy, found.sampled, found.mixed] == pytest.approx([1 / 3, 1 / 3, 2 / 3])
     assert len(found.lines()) == 2
-    found = accuracy(Writer(), path, reward, samples=1, prompts=1)  # type: ignore[arg-type]
+    found = measure_accuracy(Writer(), path, reward, samples=1, prompts=1)  # type: ignore[arg-type]
     assert (found.sampled, found.mixed) == (1, 0)
-    assert "take harder problems" in found.lines()[-1]
+    assert "use harder problems" in found.lines()[-1]
 
 
 def test_a_response_that_was_cut_is_wrong_unless_it_is_kept(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": "a", "answer": "1"}] * 4)
     reward = FunctionReward("surefoot.verifiers:exact")
-    found = accuracy(Writer(cut=4), path, reward, samples=4)  # type: ignore[arg-type]
+    found = measure_accuracy(Writer(cut=4), path, reward, samples=4)  # type: ignore[arg-type]
     assert (found.cut, found.sampled, found.greedy) == (0.25, 0.25, 0.75)
-    assert "25% of the samples were cut at 64 tokens: wrong" in found.lines()
-    kept = accuracy(Writer(cut=4), path, reward, samples=4, keep_cut=True)  # type: ignore[arg-type]
+    assert "25% of the samples were truncated at 64 tokens: wrong" in found.lines()
+    kept = measure_accuracy(Writer(cut=4), path, reward, samples=4, keep_cut=True)  # type: ignore[arg-type]
     assert (kept.cut, kept.sampled, kept.greedy) == (0.25, 0.5, 1.0)
     assert kept.mixed == 1
     ends = Writer(cut=2)
-    found = accuracy(ends, path, reward, samples=2, stop=["#"])  # type: ignore[arg-type]
+    found = measure_accuracy(ends, path, reward, samples=2, stop=["#"])  # type: ignore[arg-type]
     assert (found.sampled, found.mixed) == (0, 0), "the right one of every two was cut, so there is nothing to compare"
     assert ends.options["stop"] == ["#"]
-    never = accuracy(Writer(cut=1), path, reward, samples=4)  # type: ignore[arg-type]
-    assert "next to no sample ends" in never.lines()[-1]
+    never = measure_accuracy(Writer(cut=1), path, reward, samples=4)  # type: ignore[arg-type]
+    assert "almost every sample is truncated" in never.lines()[-1]
 
 
 def test_a_response_without_a_score_is_neither_wrong_nor_a_difference(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -272,7 +272,7 @@ def test_a_response_without_a_score_is_neither_wrong_nor_a_difference(tmp_path) 
     def all_right_but_one_unknown(prompts: list[str], responses: list[str]) -> list[float | None]:
         return [None if number == 5 else 1.0 for number in range(len(responses))]
 
-    found = accuracy(Writer(), path, FunctionReward(all_right_but_one_unknown), samples=4)  # type: ignore[arg-type]
+    found = measure_accuracy(Writer(), path, FunctionReward(all_right_but_one_unknown), samples=4)  # type: ignore[arg-type]
     assert [found.greedy, found.sampled, found.mixed] == [1, 1, 0]
 
 
@@ -281,7 +281,7 @@ def test_no_signal_is_said_before_training(command) -> None:  # type: ignore[no-
     code, out, _ = command(*["data", "accuracy", "rows.jsonl", "--model", "pocket", "--rows", "4", "--max-tokens", "6"])
     assert code == 0
     assert out.startswith("greedy 0.000, sampled 0.000 (4 samples to each of 4 prompts)")
-    assert "next to no sample ends: begin with SFT" in out
+    assert "almost every sample is truncated: start with SFT" in out
 
 
 # ---- reasoning-gym ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens, left_padded, positions, right_padded
+from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.models.loading import ALPHABET, character_tokenizer, pocket
-from surefoot.language.rewards.deadline import Overdue, within
 
 from . import tiny
 
@@ -350,8 +350,8 @@ def test_a_template_without_end_is_one_line_in_every_thread(monkeypatch: pytest.
 def test_a_deadline_around_a_rendering_stays_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.language.data.tokens.RENDERING", 30.0)
     tokens = tokens_with(ENDLESS)
-    with pytest.raises(Overdue):
-        within(0.2, lambda: tokens.encode_prompt(BEGUN))
+    with pytest.raises(DeadlineExceeded):
+        with_deadline(0.2, lambda: tokens.encode_prompt(BEGUN))
 
 
 def byte_tokenizer() -> Any:

@@ -18,14 +18,13 @@ from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
 from surefoot.functional import gae
 from surefoot.language import tasks
-from surefoot.language.analysis.calibration import place_of
-from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.analysis.evaluate import evaluate_run, place_of
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
-from surefoot.language.online.conversations import Conversation, with_earned
+from surefoot.language.online.turns import Conversation, add_turn_rewards
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.rewards.scores import Scores, scattered
+from surefoot.language.rewards.scores import Scores, scatter_scores
 from surefoot.language.sampling.sampler import cut_at_stop
 from surefoot.language.tasks.guess import Guess
 from surefoot.recipes.reading import make_recipe
@@ -253,10 +252,10 @@ def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     made, tokens = world(files, folders["llama"]), Tokens(load_model(folders["llama"])[1])
-    answers = made.collector.answer(made.collector.prompts, range(24))
-    assert answers.talks is not None
+    answers = made.collector.respond(made.collector.prompts, range(24))
+    assert answers.conversations is not None
     whole = cut = 0
-    for talk, history, said in zip(answers.talks, answers.prompts.prompts, answers.responses, strict=True):
+    for talk, history, said in zip(answers.conversations, answers.prompts.prompts, answers.texts, strict=True):
         assert said == judged(tokens, [talk.ids[place] for place in talk.last])
         written = [message["content"] for message in history if message["role"] == "assistant"]  # type: ignore[index]
         assert written == [cut_at_stop(turn, STOP) for turn in talk.turns[:-1]]
@@ -264,7 +263,7 @@ def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_
         whole, cut = whole + len(written), cut + (written != talk.turns[:-1])
     assert whole > cut > 0
     plain = world(files, folders["llama"], "Plain")
-    talks = plain.collector.answer(plain.collector.prompts, range(24)).talks
+    talks = plain.collector.respond(plain.collector.prompts, range(24)).talks
     assert talks is not None
     talk = next(talk for talk in talks if len(talk.turns) > 1 and talk.turns[0] != talk.answers[0])
     assert talk.history.startswith(talk.start + talk.turns[0]), "text stays as the model read it"  # type: ignore[operator, union-attr]
@@ -387,7 +386,7 @@ def test_text_follows_as_it_stands_without_a_template(files: dict[str, str], fol
     made.tokens.tokenizer.chat_template = None
     r = collected(made)
     assert r.metrics["turns"] > 1.5  # type: ignore[operator]
-    for row, said in enumerate(made.collector.said):
+    for row, said in enumerate(made.collector.last_samples):
         length = pieces(r.mask[row])[-1][-1] + 1
         assert said["response"].startswith(made.tokens.decode(r.actions[row, :length]))
 
@@ -432,7 +431,7 @@ def test_a_cut_conversation_is_bootstrapped_by_v_of_all_that_was_said_the_last_r
     r, widths = collected(made), set()
     for row in range(len(r.mask)):
         own = pieces(r.mask[row])
-        place, said = own[-1][-1], made.collector.said[row]["response"]
+        place, said = own[-1][-1], made.collector.last_samples[row]["response"]
         ended = bool(made.tokens.decode(r.actions[row][own[-1]]).endswith(tuple(STOP))) or r.actions[row, place] == 1
         prompt = r.inputs["prompt"][row][r.inputs["prompt_mask"][row]].tolist()
         ids = prompt + r.actions[row, : place + 1].tolist()
@@ -523,7 +522,7 @@ def test_nothing_is_learned_from_a_conversation_whose_environment_fails_and_the_
     assert 0 < failed.sum() <= 4, "those of two turns, of which some are cut in the first"
     assert torch.isfinite(r.rewards).all()
     assert torch.isfinite(r.next_values).all()
-    assert [said["reward"] is None for said in made.collector.said] == failed.tolist()
+    assert [said["reward"] is None for said in made.collector.last_samples] == failed.tolist()
 
 
 def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
@@ -539,8 +538,8 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
     assert made.gold is not None
     failed = ~r.mask.any(-1)
     assert 0 < failed.sum() < 6
-    assert [said["gold"] is None for said in made.collector.said] == failed.tolist()
-    known = [said["gold"] for said in made.collector.said if said["gold"] is not None]
+    assert [said["gold"] is None for said in made.collector.last_samples] == failed.tolist()
+    known = [said["gold"] for said in made.collector.last_samples if said["gold"] is not None]
     assert r.metrics["gold"] == pytest.approx(sum(known) / len(known))
     assert set(made.gold.function.__globals__["seen"]) == {12 - int(failed.sum())}, "nor is it asked about them"  # type: ignore[attr-defined]
 
@@ -550,9 +549,9 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
     [
         ("Raises", "RuntimeError: no network"),
         ("NotANumber", "a reward that is no finite number (nan)"),
-        ("Pair", "step gave a tuple, and not messages, reward and done"),
-        ("Silent", "gave nothing, and not text or a list of messages"),
-        ("Unsure", "step gave a str for done"),
+        ("Pair", "step returned a tuple instead of reply, reward and done"),
+        ("Silent", "returned nothing instead of text or a list of messages"),
+        ("Unsure", "step returned a str for done"),
         ("Wordy", "a prompt of 302 tokens and there is room for 24"),
         ("Hangs", "took longer than reward.deadline=0.3 s"),
         ("Headless", "has no method step"),
@@ -575,7 +574,7 @@ def test_the_last_turn_of_what_has_failed_may_be_longer_than_any_that_steps_were
     failed = Conversation({}, 2, ids=[7] * 5, own=[True] * 5, ends=[4], failure="raised")
     one = torch.ones(1)
     scores = Scores(one, {"steps": one}, one.bool(), torch.tensor([[0.5, 0.5]]))
-    found = with_earned(scattered(scores, [0], 2), [fine, failed], (2, 6))
+    found = add_turn_rewards(scatter_scores(scores, [0], 2), [fine, failed], (2, 6))
     assert found.total.tolist() == [1.25, 0.0]
     assert found.valid.tolist() == [True, False]
     assert found.dense is not None

@@ -21,7 +21,7 @@ from surefoot.files import read_toml
 
 if TYPE_CHECKING:
     from surefoot.control.agent import Agent
-    from surefoot.language.analysis.attempts import Attempts
+    from surefoot.language.analysis.accuracy import Attempts
 
 
 @click.command()
@@ -60,13 +60,13 @@ def evaluate(
     if kind != "control":
         unused = ("episodes", "task") if kind == "language" else ("episodes", "task", "seed")  # a held-out loss draws nothing
         reject_options(unused, f"{run} is a model, evaluated on held-out rows: --data, --rows")
-        from surefoot.language.analysis.evaluate import evaluate_run, table
+        from surefoot.language.analysis.evaluate import evaluate_run, report_table
 
         result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(samples, k, threshold, after))
         if as_json:
             echo_json(result)
         else:
-            echo(table(result))
+            echo(report_table(result))
         return
     reject_options(
         ("rows_file", "rows", "samples", "k", "threshold", "after"), f"{run} is an agent, evaluated with --episodes and --task"
@@ -88,9 +88,9 @@ def attempts_from(samples: int | None, k: str | None, threshold: float | None, a
             if value is not None:
                 raise SurefootError(f"{flag} {value}: is for several responses to each prompt; add --samples N")
         return None
-    from surefoot.language.analysis.attempts import Attempts, ks_from_text
+    from surefoot.language.analysis.accuracy import Attempts, parse_ks
 
-    return Attempts(samples, () if k is None else ks_from_text(k), threshold, after or "")
+    return Attempts(samples, () if k is None else parse_ks(k), threshold, after or "")
 
 
 @click.command()

@@ -233,14 +233,16 @@ def best_of_n(
         raise SurefootError("--samples 1: the best and the worst of one response are the same; use 2 or more")
     check_stop_texts(drawing["stop"])
     from surefoot.core.distributed import check_device
-    from surefoot.language.analysis import best_of
+    from surefoot.language.analysis.best_of import BestOfSettings
+    from surefoot.language.analysis.best_of import best_of_n as choose_best
     from surefoot.language.data.rows import write_rows
+    from surefoot.language.rewards.terms import load_flag_reward
 
     check_device(device)
-    reward = best_of.reward_from(rewards, device)
+    reward = load_flag_reward(rewards, device)
     language_model = load_on(model, device, trust_remote_code)
     out.parent.mkdir(parents=True, exist_ok=True)
-    best = best_of.best_of_n(language_model, prompts, reward, best_of.Drawing(**drawing), worst=worst)
+    best = choose_best(language_model, prompts, reward, BestOfSettings(**drawing), worst=worst)
     write_rows(out, best.rows)
     if as_json:
         echo_json(best.to_json())
@@ -312,7 +314,7 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
 
     Answers the prompts greedily and by sampling, and scores them with a reward function. Run it before training.
     """
-    from surefoot.language.analysis.accuracy import accuracy as accuracy_of
+    from surefoot.language.analysis.accuracy import measure_accuracy
     from surefoot.language.models.language_model import load_language_model
     from surefoot.language.rewards.endpoint import REPEAT
     from surefoot.language.rewards.terms import FunctionReward
@@ -322,7 +324,7 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
         raise SurefootError(f"--arguments {arguments}: must be a table, such as {{ tolerance = 0.1 }}")
     reward = FunctionReward(function, arguments=table, field="--function", then=REPEAT)
     check_stop_texts(sampling["stop"])
-    result = accuracy_of(load_language_model(model, trust_remote_code), file, reward, **sampling)
+    result = measure_accuracy(load_language_model(model, trust_remote_code), file, reward, **sampling)
     for line in result.lines():
         echo(line)
 

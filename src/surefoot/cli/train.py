@@ -168,18 +168,18 @@ def rounds(
     if labeller is None:
         raise SurefootError("--judge: nothing labels the pairs; name a function or a reward model, or set reward.gold")
     from surefoot.runs.display import Display
-    from surefoot.runs.rounds import Plan, go_rounds, table
+    from surefoot.runs.rounds import Plan, rounds_table, run_rounds
 
     def display(current: Recipe, run: Path) -> "Display":
         return Display() if as_json else display_for(current, run, quiet)
 
     folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
     plan = Plan(language_recipe, labeller, **settings)
-    results = go_rounds(plan, folder, count, display, lambda line: echo(line, err=as_json))
+    results = run_rounds(plan, folder, count, display, lambda line: echo(line, err=as_json))
     if as_json:
         echo_json({"rounds": results})
     else:
-        echo(f"\n{table(results)}\nthe rounds are in {folder}")
+        echo(f"\n{rounds_table(results)}\nthe rounds are in {folder}")
 
 
 @click.command(name="list")

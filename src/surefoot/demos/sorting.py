@@ -74,7 +74,7 @@ def write_data(folder: Path, task: str, seed: int, sizes: Sizes) -> None:
     folder.mkdir(parents=True)
     write_rows(folder / "demonstrations.jsonl", tasks.demonstrations(task, sizes.demonstrations, seed))
     write_rows(folder / "problems.jsonl", tasks.rows(task, sizes.problems, seed + 1))
-    key = tasks.find(task).key
+    key = tasks.get_task(task).key
     held_out = tasks.rows(task, 3 * max(sizes.test, 2 * sizes.validation), seed, test=True)
     validates = [derived_seed("validation", key(row)) % 3 == 0 for row in held_out]
     for name, side, count in (("validation", True, sizes.validation), ("test", False, sizes.test)):
@@ -83,7 +83,7 @@ def write_data(folder: Path, task: str, seed: int, sizes: Sizes) -> None:
 
 def attempts_at(run: Path, test: Path) -> dict[str, Any]:
     """How often a run and its start solve the test problems, greedily and in several samples: {"start", "trained"}."""
-    from surefoot.language.analysis.attempts import Attempts
+    from surefoot.language.analysis.accuracy import Attempts
     from surefoot.language.analysis.evaluate import evaluate_run
 
     rows = len(read_rows(test))

@@ -20,7 +20,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics.finding import Finding, check_result, failure
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.datasets import repeat_prompts
-from surefoot.language.online.answers import settled
+from surefoot.language.online.responses import final_rewards
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
@@ -255,11 +255,11 @@ def check_reward(world: LanguageWorld) -> list[Finding]:
     seeds = [derived_seed(recipe.seed, "check", row) for row in range(len(prompts.ids))]
     begun = time.perf_counter()
     try:
-        answers = world.collector.answer(prompts, seeds, samples)
+        answers = world.collector.respond(prompts, seeds, samples)
     except SurefootError as error:  # such as an environment that fails in its turns
         return [failure("answers", error)]
     sampled = time.perf_counter() - begun
-    count = len(answers.responses)
+    count = len(answers.texts)
     ended = float(answers.samples.ended.double().mean())
     lengths = answers.samples.lengths.double()
     found = [_answers(count, ended, float(lengths.mean()), sampled, recipe)]
@@ -272,7 +272,7 @@ def check_reward(world: LanguageWorld) -> list[Finding]:
     found.append(_scored(scores.total[scores.valid], count, seconds, recipe))
     if not scores.valid.any():
         return found
-    return [*found, *_treated(world, settled(scores, answers.samples, recipe), scores.valid, ended)]
+    return [*found, *_treated(world, final_rewards(scores, answers.samples, recipe), scores.valid, ended)]
 
 
 def _scored(known: torch.Tensor, count: int, seconds: float, recipe: LanguageRecipe) -> Finding:

@@ -1,8 +1,8 @@
-"""Iterated rounds: pairs of the policy as it is, labelled by a judge; the reward model anew; PPO on from where it stood.
+"""Iterated RLHF: in each round, label pairs of the current policy, train the reward model again, and continue PPO.
 
-A reward model knows what it was shown. PPO leaves that, and the reward it earns there is worth less and less; fresh pairs of
-the policy's own answers teach the reward model about where the policy is now. Each stage is an ordinary run, and each round a
-folder: ``round-1/pairs.jsonl``, ``reward/``, ``ppo/``, ``round.json``.
+PPO moves the policy away from the data that the reward model was trained on, where its scores mean less. Fresh pairs of the
+policy's answers correct that. Each stage is an ordinary run, and each round is a folder: ``round-1/pairs.jsonl``, ``reward/``,
+``ppo/``, ``round.json``.
 """
 
 import json
@@ -19,7 +19,6 @@ from surefoot.core.distributed import check_single_process
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table, read_toml, write_text
-from surefoot.language.analysis.best_of import reward_from
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
@@ -27,7 +26,9 @@ from surefoot.language.data.pairs import answer_text, pair_row, prefers_first, s
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.models.language_model import errors_for, load_language_model, model_folder
 from surefoot.language.models.loading import context_length
-from surefoot.language.rewards.terms import FunctionReward, ModelReward, Reward, parts_of
+from surefoot.language.rewards.model import ModelReward
+from surefoot.language.rewards.scores import Reward
+from surefoot.language.rewards.terms import function_rewards, load_flag_reward
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
@@ -36,20 +37,20 @@ from surefoot.runs.folder import FREE, RunFolder, differences
 from surefoot.runs.paths import FINISHED
 
 HELD_OUT = 5
-"""one fresh pair in so many is not trained on in its round, but judges the reward models; later rounds train on it"""
-ROWS = dict[str, Any]
-Shows = Callable[[Recipe, Path], Display]
+"""one fresh pair in so many is held out in its round to evaluate the reward models; later rounds train on it"""
+DisplayFor = Callable[[Recipe, Path], Display]
+"""makes the display of a recipe's training in a folder"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every round does.
+    """The settings of every round.
 
-    recipe     of PPO. Its one reward model is a run of kind "reward", whose recipe trains the refreshed ones
-    judge      who labels pairs: a function or a reward model, as ``--reward`` of best-of-n names it
-    pairs      prompts per round that are answered twice
+    recipe     of PPO. Its one reward model is a run of kind "reward", whose recipe trains the later ones
+    judge      labels pairs: a function or a reward model, named as in ``--reward`` of best-of-n
+    pairs      prompts per round, with two answers each
     noise      of the labels: an answer is chosen with probability σ(difference of the judge's scores / noise)
-    new_only   train reward models on the pairs of their own round alone
+    new_only   train reward models only on the pairs of their own round
     """
 
     recipe: LanguageRecipe
@@ -60,79 +61,80 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.recipe.model == "pocket":
-            raise SurefootError("model='pocket': rounds begin with a model that can write; name a run of kind 'sft'")
+            raise SurefootError("model='pocket': rounds start from a trained model; name a run of kind 'sft'")
         if self.recipe.turns.environment is not None:
             raise SurefootError(
                 f"turns.environment={self.recipe.turns.environment!r}: rounds compare single answers; train this recipe alone"
             )
         if self.pairs < 2 * HELD_OUT:
-            raise SurefootError(f"pairs={self.pairs}: too few, one in {HELD_OUT} is held out; take at least {2 * HELD_OUT}")
+            raise SurefootError(
+                f"pairs={self.pairs}: is too few, since one in {HELD_OUT} is held out; set at least {2 * HELD_OUT}"
+            )
         models = [term.model for term in self.recipe.reward.terms if term.model is not None]
         if len(models) != 1:
             raise SurefootError(
-                f"reward.terms: rounds refresh one reward model, and this recipe names {len(models)}; give one term whose "
+                f"reward.terms: rounds retrain one reward model, and this recipe names {len(models)}; set one term whose "
                 "model is a run of kind 'reward'"
             )
         self._check_adapter()
         first = Path(models[0]).expanduser()
         if (first / "adapter").is_dir() and not (first / "model").is_dir():
             raise SurefootError(
-                f"reward.terms model={models[0]!r}: this run left an adapter alone, and rounds go on from its whole model; "
-                f"merge it there: surefoot merge {models[0]} --out {first / 'model'}"
+                f"reward.terms model={models[0]!r}: this run has only an adapter, and rounds need its whole model; "
+                f"merge it: surefoot merge {models[0]} --out {first / 'model'}"
             )
         with errors_for("reward.terms model"):
             model_folder(models[0])
         config = Path(models[0]).expanduser() / "config.toml"
         if not config.is_file() or read_toml(config).get("kind") != "reward":
             raise SurefootError(
-                f"reward.terms model={models[0]!r}: is no run of kind 'reward', whose recipe and pairs a refreshed one is made "
-                "of; name such a run"
+                f"reward.terms model={models[0]!r}: is no run of kind 'reward', and rounds need its recipe and pairs; name "
+                "such a run"
             )
 
     def _check_adapter(self) -> None:
-        """Refuse what the second round would: its base is the first one's result, merged."""
+        """Raise SurefootError for what would fail in the second round, whose base is the merged model of the first."""
         adapter, start = self.recipe.adapter, self.recipe.critic.start
         if adapter is not None and not adapter.merge:
-            raise SurefootError("adapter.merge=false: each round begins with the merged model of the last; set true")
+            raise SurefootError("adapter.merge=false: each round starts from the merged model of the previous one; set true")
         if adapter is not None and start is not None:
             raise SurefootError(
-                f"critic.start={start!r}: with [adapter] it is an adapter of the same base, and every round has a base of its "
-                "own; unset it"
+                f"critic.start={start!r}: with [adapter] it is an adapter of the same base, and every round has another base; "
+                "unset it"
             )
 
     @property
     def first_reward(self) -> Path:
-        """The run of the reward model that the rounds begin with."""
+        """The run of the first reward model."""
         return Path(next(term.model for term in self.recipe.reward.terms if term.model is not None)).expanduser()
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        told = {name: getattr(self, name) for name in ("judge", "pairs", "noise", "new_only")}
-        return {**told, "recipe": to_table(self.recipe)}
+        """All settings."""
+        settings = {name: getattr(self, name) for name in ("judge", "pairs", "noise", "new_only")}
+        return {**settings, "recipe": to_table(self.recipe)}
 
 
-def go_rounds(
-    plan: Plan, folder: Path, rounds: int, display_for: Shows, say: Callable[[str], None] = print
+def run_rounds(
+    plan: Plan, folder: Path, rounds: int, display_for: DisplayFor, log: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
-    """So many rounds in all; what each came to. Those that are there already are not made again, and one that stopped goes on.
+    """Run rounds until there are ``rounds`` in all; return the report of each. Finished rounds are kept, a stopped one goes on.
 
-    display_for   who shows the training of a recipe in a folder
-    say           is told of what else takes time
+    log   called with a line before sampling, which has no display
 
-    Raises SurefootError when the folder holds rounds of another plan, where there are several ranks, and what training raises.
+    Raises SurefootError when the folder has rounds of another plan, on several ranks, and what training raises.
     """
     check_single_process(folder)
     if not (folder / "rounds.json").is_file():
-        _judge(plan)  # one that can't be loaded claims no folder
+        _load_judge(plan)  # before the folder is made
     _claim(plan, folder)
     try:
-        return [_round(plan, folder, number, display_for, say) for number in range(1, rounds + 1)]
+        return [_round(plan, folder, number, display_for, log) for number in range(1, rounds + 1)]
     except Interrupted as stop:
-        raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to go on") from None
+        raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to continue") from None
 
 
 def ppo_recipe(plan: Plan, folder: Path, number: int) -> LanguageRecipe:
-    """The recipe of a round's PPO: from the last policy, against the refreshed reward model, anchored to the start of all."""
+    """The recipe of a round's PPO: from the last policy, with the new reward model. The first policy is the reference."""
     table, new = to_table(plan.recipe), str(folder / f"round-{number}" / "reward")
     table["seed"] = plan.recipe.seed + number - 1  # other prompts and responses than in the rounds before
     table["model"] = str(policy_before(plan, folder, number))
@@ -150,114 +152,115 @@ def ppo_recipe(plan: Plan, folder: Path, number: int) -> LanguageRecipe:
 
 
 def _same_model(name: str, run: Path) -> bool:
-    """Whether a name means the model of a run, however it is spelled: by another path, or as the folder that the run left."""
+    """Whether a name means the model of a run: by any path, or by the folder that the run wrote."""
     place, run = Path(name).expanduser().resolve(), run.resolve()
     return place == run or (place.parent == run and place.name in ("model", "adapter"))
 
 
 def reward_recipe(plan: Plan, here: Path, pairs: int) -> Recipe:
-    """The recipe of a round's reward model: the first one's, on as many passes over the pairs that there are now."""
+    """The recipe of a round's reward model: the first one's, with as many epochs over the present pairs."""
     table = to_table(make_recipe(read_toml(plan.first_reward / "config.toml")))
     before = len(read_rows(table["data"]["train"]))
     if isinstance(table.get("adapter"), dict):
-        table["adapter"]["merge"] = True  # the next round goes on from its whole model
+        table["adapter"]["merge"] = True  # the next round starts from its whole model
     table["data"] |= {"train": str(here / "all_pairs.jsonl"), "held_out": str(here / "held_out_pairs.jsonl")}
     table["steps"] = max(1, round(table["steps"] * pairs / before))
     return make_recipe(table)
 
 
 def policy_before(plan: Plan, folder: Path, number: int) -> str | Path:
-    """The model that a round begins with."""
+    """The model that a round starts from."""
     return plan.recipe.model if number == 1 else folder / f"round-{number - 1}" / "ppo"
 
 
 def reward_before(plan: Plan, folder: Path, number: int) -> Path:
-    """The reward model that a round refreshes."""
+    """The reward model before a round."""
     return plan.first_reward if number == 1 else folder / f"round-{number - 1}" / "reward"
 
 
 def _claim(plan: Plan, folder: Path) -> None:
-    """Write what the rounds are, or compare with what is written."""
-    path, told = folder / "rounds.json", plan.to_json()
+    """Write the plan into the folder, or compare it with the one there."""
+    path, settings = folder / "rounds.json", plan.to_json()
     try:
         if path.is_file():
             before = read_table(path)
-            found = differences(before, json.loads(json.dumps(told)))
-            if changed := [line for line in found if not line.startswith(tuple(f"recipe.{name}: " for name in FREE))]:
-                raise SurefootError(f"{folder}: holds other rounds ({'; '.join(changed)}); undo that, or choose another --name")
+            lines = differences(before, json.loads(json.dumps(settings)))
+            if changed := [line for line in lines if not line.startswith(tuple(f"recipe.{name}: " for name in FREE))]:
+                raise SurefootError(
+                    f"{folder}: has rounds with other settings ({'; '.join(changed)}); restore them, or choose another --name"
+                )
             return
         if folder.exists() and any(folder.iterdir()):
-            raise SurefootError(f"{folder}: holds other files; choose another --name")
+            raise SurefootError(f"{folder}: has other files; choose another --name")
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(told, indent=1))
+        write_text(path, json.dumps(settings, indent=1))
     except (OSError, ValueError) as error:
         if isinstance(error, SurefootError):
             raise
         raise SurefootError(f"{path}: can't be read or written ({error}); choose another --run-dir") from None
 
 
-def _round(plan: Plan, folder: Path, number: int, display_for: Shows, say: Callable[[str], None]) -> dict[str, Any]:
+def _round(plan: Plan, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None]) -> dict[str, Any]:
     here = folder / f"round-{number}"
     if (here / "round.json").is_file():
         return read_table(here / "round.json")
     here.mkdir(exist_ok=True)
     torch.set_num_threads(plan.recipe.threads)
     if not (here / "pairs.jsonl").is_file():  # written last of the three
-        say(f"round {number}: {plan.pairs} pairs by {policy_before(plan, folder, number)}, labelled by {plan.judge}")
+        log(f"round {number}: {plan.pairs} pairs by {policy_before(plan, folder, number)}, labelled by {plan.judge}")
         fresh = _fresh_pairs(plan, folder, number)
         held_out, new = fresh[::HELD_OUT], [row for index, row in enumerate(fresh) if index % HELD_OUT]
         write_rows(here / "held_out_pairs.jsonl", held_out)
         write_rows(here / "all_pairs.jsonl", [*([] if plan.new_only else _old_pairs(plan, folder, number)), *new])
         write_rows(here / "pairs.jsonl", new)
     pairs = len(read_rows(here / "all_pairs.jsonl"))
-    _trained(lambda: reward_recipe(plan, here, pairs), here / "reward", display_for)
-    _trained(lambda: ppo_recipe(plan, folder, number), here / "ppo", display_for)
-    found = {"round": number, "folder": str(here), **_judged(plan, folder, number), "training_pairs": pairs}
-    write_text(here / "round.json", json.dumps(found, indent=1))
-    return found
+    _train(lambda: reward_recipe(plan, here, pairs), here / "reward", display_for)
+    _train(lambda: ppo_recipe(plan, folder, number), here / "ppo", display_for)
+    report = {"round": number, "folder": str(here), **_evaluate(plan, folder, number), "training_pairs": pairs}
+    write_text(here / "round.json", json.dumps(report, indent=1))
+    return report
 
 
-def _trained(recipe: Callable[[], Recipe], run: Path, display_for: Shows) -> None:
-    """A run from its beginning, or from where it stopped; nothing where it is finished."""
+def _train(recipe: Callable[[], Recipe], run: Path, display_for: DisplayFor) -> None:
+    """Start a run, or resume it; do nothing if it is finished."""
     from surefoot.runs import api
 
     if (run / FINISHED).is_file():
         return
     made = recipe()
     if (run / "config.toml").is_file():
-        with closing(RunFolder.open(run)) as folder:  # refused where another process is at it
-            begun = to_table(folder.recipe())
+        with closing(RunFolder.open(run)) as folder:  # an error if another process writes to it
+            table = to_table(folder.recipe())
             if isinstance(made, LanguageRecipe):
-                begun["reward"]["deadline"] = made.reward.deadline  # raised, perhaps, because it was too short
-                folder.write_recipe(make_recipe(begun))
-        api.resume(run, display=display_for(make_recipe(begun), run))
+                table["reward"]["deadline"] = made.reward.deadline  # the user may have raised it
+                folder.write_recipe(make_recipe(table))
+        api.resume(run, display=display_for(make_recipe(table), run))
         return
     api.start(made, run, display=display_for(made, run))
 
 
-def _judge(plan: Plan) -> Reward:
-    """Who labels pairs, within the bounds of the recipe's rewards."""
+def _load_judge(plan: Plan) -> Reward:
+    """The judge, with the deadline and tolerance of the recipe's rewards."""
     settings = plan.recipe.reward
-    return reward_from(
+    return load_flag_reward(
         [plan.judge], plan.recipe.device, flag="--judge", deadline=settings.deadline, tolerated=settings.tolerated
     )
 
 
-def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
-    """Labelled pairs of the policy before the round; prompts that no earlier round had, as far as they go."""
+def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[dict[str, Any]]:
+    """Labelled pairs of the policy before the round, on prompts that no earlier round had, while there are such."""
     recipe, model = plan.recipe, load_language_model(str(policy_before(plan, folder, number)), plan.recipe.trust_remote_code)
     model.model.to(recipe.device)  # type: ignore[arg-type]
     settings = recipe.sampling
     room = data.token_limit(recipe.data.max_length, context_length(model.model), settings.max_tokens)
     prompts = data.prompts(read_rows(recipe.data.train), model.tokens, *room)
-    walk = EpochSampler(len(prompts.ids), derived_seed(recipe.seed, "pairs"))
+    order = EpochSampler(len(prompts.ids), derived_seed(recipe.seed, "pairs"))
     for _ in range(number):
-        chosen = walk.next(plan.pairs)
+        chosen = order.next(plan.pairs)
     asked = data.repeat_prompts(prompts, chosen)
-    judge = _judge(plan)
-    for part in parts_of(judge):
-        if isinstance(part, FunctionReward):
-            part.check_columns(asked.columns)
+    judge = _load_judge(plan)
+    for function in function_rewards(judge):
+        function.check_columns(asked.columns)
     both = sample_pairs(
         model,
         asked.prompts,
@@ -276,14 +279,14 @@ def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
             rows.append(pair_row(*(pair if prefers else (pair[0], pair[2], pair[1]))))
     if len(rows) < 2 * HELD_OUT:
         raise SurefootError(
-            f"round {number}: the judge tells only {len(rows)} of {plan.pairs} pairs apart; take more --pairs, add --noise, or "
-            "raise sampling.temperature"
+            f"round {number}: the judge prefers an answer in only {len(rows)} of {plan.pairs} pairs; set more --pairs, add "
+            "--noise, or raise sampling.temperature"
         )
     return rows
 
 
-def _old_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
-    """All that earlier reward models were trained on, and the pairs that judged them."""
+def _old_pairs(plan: Plan, folder: Path, number: int) -> list[dict[str, Any]]:
+    """The pairs that earlier reward models were trained and evaluated on."""
     if number == 1:
         table = read_toml(plan.first_reward / "config.toml")
         return [row.columns for row in read_rows(table["data"]["train"])]
@@ -291,30 +294,32 @@ def _old_pairs(plan: Plan, folder: Path, number: int) -> list[ROWS]:
     return [row.columns for name in ("all_pairs", "held_out_pairs") for row in read_rows(before / f"{name}.jsonl")]
 
 
-def _judged(plan: Plan, folder: Path, number: int) -> dict[str, Any]:
-    """What a round came to: both reward models on fresh pairs, and the policy before and after on held-out prompts."""
+def _evaluate(plan: Plan, folder: Path, number: int) -> dict[str, Any]:
+    """The report of a round: both reward models on fresh pairs, and the policy before and after on held-out prompts."""
     from surefoot.language.analysis.evaluate import evaluate_run
 
     here, recipe = folder / f"round-{number}", plan.recipe
     held_out = [row.columns for row in read_rows(here / "held_out_pairs.jsonl")]
     models = {"accuracy_before": reward_before(plan, folder, number), "accuracy": here / "reward"}
     accuracies = {name: accuracy(ModelReward(path, device=recipe.device), held_out) for name, path in models.items()}
-    told = evaluate_run(here / "ppo", data=recipe.data.held_out or recipe.data.train)
-    kept = {name: {when: told[when].get(name) for when in ("start", "trained")} for name in ("reward", "gold", "kl", "length")}
+    report = evaluate_run(here / "ppo", data=recipe.data.held_out or recipe.data.train)
+    kept = {
+        name: {when: report[when].get(name) for when in ("start", "trained")} for name in ("reward", "gold", "kl", "length")
+    }
     fresh = len(read_rows(here / "pairs.jsonl")) + len(held_out)
-    return {"fresh_pairs": fresh, **accuracies, **kept, "win_rate_gold": told.get("win_rate_gold")}
+    return {"fresh_pairs": fresh, **accuracies, **kept, "win_rate_gold": report.get("win_rate_gold")}
 
 
 def accuracy(reward: Reward, pairs: Iterable[Mapping[str, Any]]) -> float:
-    """Share of pairs whose chosen answer has the higher score, a draw counting half."""
+    """Share of pairs whose chosen answer has the higher score; a tie counts half."""
     rows = list(pairs)
     prompts = [row["prompt"] for row in rows]
     ours, theirs = (reward(prompts, [answer_text(row[side]) for row in rows], {}).total for side in ("chosen", "rejected"))
     return win_rate(ours, theirs)
 
 
-def table(told: list[dict[str, Any]]) -> str:
-    """The rounds, for a person."""
+def rounds_table(reports: list[dict[str, Any]]) -> str:
+    """The rounds as a table, to print."""
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("round", lambda one: str(one["round"])),
         ("pairs", lambda one: f"{one['fresh_pairs']}"),
@@ -325,12 +330,12 @@ def table(told: list[dict[str, Any]]) -> str:
         ("KL to the start", lambda one: _change(one["kl"])),
         ("length", lambda one: _change(one["length"])),
     ]
-    rows = [[name for name, _ in columns], *([shown(one) for _, shown in columns] for one in told)]
+    rows = [[name for name, _ in columns], *([shown(one) for _, shown in columns] for one in reports)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     notes = (
-        "pairs: fresh ones. last RM, new RM: how often the reward model, before and after it was refreshed, orders held-out",
-        "fresh pairs as the judge does. proxy: mean score by the round's own reward model, on a scale of its own",
+        "pairs: new ones. last RM, new RM: how often the old and the new reward model order held-out new pairs as the judge",
+        "does. proxy: mean score by the round's reward model; scales differ between rounds",
     )
     return "\n".join([*lines, *notes])
 

@@ -1,1 +1,1 @@
-"""Evaluation of language models."""
+"""Analysis of language models: accuracy, best of n, evaluation of runs, metrics."""

@@ -1,63 +1,74 @@
-"""How often a model is right before it is trained on a verifier: what is there to learn from?"""
+"""How often responses are right: of a model before training, and of a run by pass@k and a majority vote."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from surefoot.core.seeding import derived_seed
+from surefoot.errors import SurefootError
+from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import read_rows
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.online.groups import with_signal
-from surefoot.language.rewards.terms import Reward, Scores
+from surefoot.language.online.responses import Responses
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.scores import Reward, Scores
+from surefoot.verifiers.answers import following
 
-SCARCE = 0.02
-"""sampled accuracy below which next to no response teaches anything"""
+RARE = 0.02
+"""sampled accuracy below which almost no response has a learning signal"""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of a model on some prompts, by a reward that gives from 0 to 1; responses without a score don't count. Those that were
-    cut are wrong, as for training that pays a penalty for them, unless they were asked to count.
+    """A model's accuracy on some prompts, by a reward from 0 to 1. Responses without a score are left out. Truncated ones are
+    wrong, as in training with a penalty for them, unless ``keep_cut``.
     """
 
     prompts: int
     samples: int
     """responses to each prompt"""
     greedy: float
-    """mean reward of the likeliest responses"""
+    """mean reward of greedy responses"""
     sampled: float
-    """mean reward of the samples: what training begins with"""
+    """mean reward of the samples: where training starts"""
     mixed: float
-    """share of the prompts whose samples differ in reward, a cut one's being 0: the others teach a group baseline nothing"""
+    """share of the prompts whose samples differ in reward, 0 if truncated: others have no signal for a group baseline"""
     cut: float
-    """share of the samples that were cut, at ``max_tokens``"""
+    """share of the samples that were truncated at ``max_tokens``"""
     max_tokens: int
     keep_cut: bool
-    """whether these counted as what they earned"""
+    """whether these keep their reward"""
 
     def lines(self) -> list[str]:
-        """For a person, with what it means for training."""
-        told = [
+        """Lines to print, with what it means for training."""
+        lines = [
             f"greedy {self.greedy:.3f}, sampled {self.sampled:.3f} ({self.samples} samples to each of {self.prompts} prompts)",
             f"samples of one prompt differ in reward at {self.mixed:.0%} of the prompts",
         ]
         if self.cut:
-            how = "judged like the others" if self.keep_cut else "wrong"
-            told.append(f"{self.cut:.0%} of the samples were cut at {self.max_tokens} tokens: {how}")
-        if self.sampled < SCARCE and self.cut > 1 - SCARCE and not self.keep_cut:
-            told.append("next to no sample ends: begin with SFT on demonstrations, or allow more tokens")
-        elif self.sampled < SCARCE:
-            told.append("next to no sample is right: there is no signal; begin with SFT on demonstrations, or easier problems")
-        elif self.sampled > 1 - SCARCE:
-            told.append("next to every sample is right: take harder problems")
-        return told
+            how = "scored like the others" if self.keep_cut else "wrong"
+            lines.append(f"{self.cut:.0%} of the samples were truncated at {self.max_tokens} tokens: {how}")
+        if self.sampled < RARE and self.cut > 1 - RARE and not self.keep_cut:
+            lines.append("almost every sample is truncated: start with SFT on demonstrations, or allow more tokens")
+        elif self.sampled < RARE:
+            lines.append(
+                "almost no sample is right, so there is no signal: start with SFT on demonstrations, or easier problems"
+            )
+        elif self.sampled > 1 - RARE:
+            lines.append("almost every sample is right: use harder problems")
+        return lines
 
 
 @torch.no_grad()
-def accuracy(
+def measure_accuracy(
     model: LanguageModel,
     path: str | Path,
     reward: Reward,
@@ -70,26 +81,154 @@ def accuracy(
     stop: Sequence[str] = (),
     keep_cut: bool = False,
 ) -> Accuracy:
-    """Answer the first prompts of a file greedily and by sampling, and let a reward judge both.
+    """Score greedy and sampled responses to the first prompts of a file.
 
-    keep_cut   a response that the length limit cut earns what the reward says; else it is wrong
+    keep_cut   a truncated response keeps its reward; else it is wrong
 
-    Raises SurefootError for rows that are no prompts, and for what the reward can't judge.
+    Raises SurefootError for rows that are no prompts, and for responses that the reward can't score.
     """
     rows = data.prompts(read_rows(path)[:prompts], model.tokens, 2**53)
     count = len(rows.prompts)
 
-    def judged(each: int, greedy: bool) -> tuple[Scores, Tensor, Tensor]:
-        """Scores, what they come to, and which responses ended.   [N] both"""
-        written, ended = model.generate_ended(
+    def responses(each: int, greedy: bool) -> tuple[Scores, Tensor, Tensor]:
+        """Scores, rewards [N], and which responses ended [N]."""
+        texts, ends = model.generate_ended(
             rows.prompts, samples=each, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, greedy=greedy
         )
-        asked, whole = data.repeat_prompts(rows, range(count), each), torch.tensor(ended)
-        scores = reward(asked.prompts, written, asked.columns)
-        return scores, scores.total.where(whole | keep_cut, 0.0), whole
+        asked, ended = data.repeat_prompts(rows, range(count), each), torch.tensor(ends)
+        scores = reward(asked.prompts, texts, asked.columns)
+        return scores, scores.total.where(ended | keep_cut, 0.0), ended
 
-    drawn, earned, ended = judged(samples, greedy=False)
-    likeliest, best, _ = judged(1, greedy=True)
-    mixed = float(with_signal(earned, drawn.valid, samples).float().mean())
-    means = likeliest.mean_of(best) or 0.0, drawn.mean_of(earned) or 0.0
+    sampled, rewards, ended = responses(samples, greedy=False)
+    greedy, best, _ = responses(1, greedy=True)
+    mixed = float(with_signal(rewards, sampled.valid, samples).float().mean())
+    means = greedy.mean_of(best) or 0.0, sampled.mean_of(rewards) or 0.0
     return Accuracy(count, samples, *means, mixed, 1 - float(ended.float().mean()), max_tokens, keep_cut)
+
+
+# ---- several attempts at every held-out problem -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """How a run is evaluated by several responses to each problem.
+
+    samples    n, responses to each problem besides the greedy one
+    ks         of pass@k; none: 1, 2, 4, … and n
+    threshold  smallest reward of a right response; none: the reward must be 0 or 1, and 1 is right
+    after      for the vote, a response's answer is the text after the last occurrence of this one; "": the whole response
+
+    Raises SurefootError for values out of range.
+    """
+
+    samples: int
+    ks: tuple[int, ...] = ()
+    threshold: float | None = None
+    after: str = ""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise SurefootError(f"samples={self.samples}: is too few; set at least 1")
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise SurefootError(f"threshold={self.threshold}: is not finite; set a finite number")
+        for k in self.ks:
+            if not 1 <= k <= self.samples:
+                raise SurefootError(f"k={k}: pass@k needs 1 <= k <= samples, which is {self.samples}; raise samples or lower k")
+
+    @property
+    def all_ks(self) -> list[int]:
+        """``ks``, or else the powers of 2 up to n, and n; sorted, each once."""
+        powers = [2**power for power in range(self.samples.bit_length())]
+        return sorted({*(self.ks or (*powers, self.samples))})
+
+
+def parse_ks(text: str) -> tuple[int, ...]:
+    """``1,4,8`` as numbers; SurefootError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SurefootError(f"--k {text}: is no list of whole numbers; separate them by commas, such as 1,4,8") from None
+
+
+@torch.no_grad()
+def measure_attempts(world: LanguageWorld, attempts: Attempts) -> dict[str, Any]:
+    """How often the current policy solves the held-out problems: means over problems.
+
+    ``greedy_accuracy`` of greedy responses; ``sampled_accuracy`` of all samples; ``pass_at`` {k: pass@k};
+    ``majority_accuracy``, how often the most frequent answer is right; ``without_score``, the share of responses without a
+    score, which are wrong. With ``reward.missing_eos = "penalty"`` a truncated response is wrong and has no vote.
+
+    Prompts and random numbers are the same each time, so that policies can be compared.
+    Raises SurefootError for a reward that is not 0 or 1, without a threshold.
+    """
+    assert world.held_out is not None
+    n, recipe = attempts.samples, world.recipe
+    count = min(len(world.held_out.ids), recipe.evaluation.rows)
+    greedy, right, unscored, votes = [], [], 0, 0.0
+    size = max(1, recipe.responses // n)  # as many responses at a time as training samples
+    for start in range(0, count, size):
+        rows = range(start, min(start + size, count))
+        greedy_seeds = [derived_seed(recipe.evaluation.seed, "greedy", row) for row in rows]  # of the row, for any size
+        first = world.collector.respond(data.repeat_prompts(world.held_out, rows), greedy_seeds, greedy=True)
+        seeds = [derived_seed(recipe.evaluation.seed, "attempt", row * n + sample) for row in rows for sample in range(n)]
+        drawn = world.collector.respond(data.repeat_prompts(world.held_out, rows, n), seeds, n)
+        solved, missing = _right(world, first, attempts)
+        greedy.append(solved)
+        solved, more = _right(world, drawn, attempts)
+        right.append(solved.view(-1, n))
+        unscored += missing + more
+        votable = zip(drawn.texts, _may_be_right(world, drawn).tolist(), strict=True)
+        answers = [following(text, attempts.after) if may else None for text, may in votable]
+        for row, solutions in enumerate(right[-1].tolist()):
+            chosen = majority(answers[row * n : (row + 1) * n])
+            votes += chosen is not None and solutions[chosen]
+    solutions_of = torch.cat(right).sum(-1)
+    return {
+        "greedy_accuracy": float(torch.cat(greedy).double().mean()),
+        "sampled_accuracy": float(torch.cat(right).double().mean()),
+        "pass_at": {str(k): float(pass_at_k(solutions_of, n, k).mean()) for k in attempts.all_ks},
+        "majority_accuracy": votes / count,
+        "without_score": unscored / (count * (n + 1)),
+    }
+
+
+def majority(answers: Sequence[str | None]) -> int | None:
+    """Index of the first occurrence of the most frequent answer; None without any answer.
+
+    Answers are equal if their texts are, apart from white space. In a tie the first answer wins.
+    """
+    texts = [None if answer is None else " ".join(answer.split()) for answer in answers]
+    votes = Counter(text for text in texts if text is not None)  # in order of appearance, which most_common keeps
+    return texts.index(votes.most_common(1)[0][0]) if votes else None
+
+
+def attempt_lines(start: dict[str, Any], trained: dict[str, Any], samples: int) -> list[str]:
+    """Lines to print: the start beside the trained model."""
+    both = [(name.replace("_", " "), start[name], trained[name]) for name in ("greedy_accuracy", "sampled_accuracy")]
+    both += [(f"pass@{k}", start["pass_at"][k], trained["pass_at"][k]) for k in start["pass_at"]]
+    both.append((f"majority of {samples}", start["majority_accuracy"], trained["majority_accuracy"]))
+    if start["without_score"] or trained["without_score"]:
+        both.append(("without score", start["without_score"], trained["without_score"]))
+    return [f"{name:24}{before:>12.3f}{after:>12.3f}" for name, before, after in both]
+
+
+def _right(world: LanguageWorld, responses: Responses, attempts: Attempts) -> tuple[Tensor, int]:
+    """Which responses are right, and how many have no score.   -> [N] bool"""
+    scores = responses.scores(world.reward)
+    total, least = scores.total, attempts.threshold
+    if least is None:
+        other = total[scores.valid & (total != 0) & (total != 1)]
+        if len(other):
+            raise SurefootError(
+                f"--samples {attempts.samples}: the reward of a response is {float(other[0]):g}, neither 0 nor 1; set "
+                "--threshold T, the smallest reward of a right response"
+            )
+        least = 1.0
+    right = (total >= least) & scores.valid & _may_be_right(world, responses)
+    return right.cpu(), int((~scores.valid).sum())
+
+
+def _may_be_right(world: LanguageWorld, responses: Responses) -> Tensor:
+    """False for truncated responses if the recipe replaces their score by a penalty.   -> [N] bool"""
+    ended = responses.samples.ended
+    return ended if world.recipe.reward.missing_eos == "penalty" else torch.ones_like(ended)

@@ -1,20 +1,21 @@
-"""How good a finished run of language is: on held-out rows, beside the model that it started from."""
+"""Evaluates a finished language run on held-out rows: against the model it started from, and the critic's calibration."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
+from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
 from surefoot.language.adapters.files import load_trained
-from surefoot.language.analysis.attempts import Attempts, attempted
-from surefoot.language.analysis.attempts import lines as attempt_lines
-from surefoot.language.analysis.calibration import calibration
-from surefoot.language.analysis.calibration import lines as calibration_lines
+from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data.rows import check_unchanged
-from surefoot.language.online.answers import Answers
+from surefoot.language.models.policy import in_micro_batches
+from surefoot.language.online.responses import Responses, final_rewards, token_rewards
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.base import Recipe
@@ -25,7 +26,10 @@ from surefoot.runs.folder import checkpoint_to_load, recipe_differences
 from surefoot.runs.paths import check_is_run
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
-"""what the table calls what the metric's name does not tell"""
+"""labels of metrics whose name is no good label"""
+BINS = 10
+MOMENTS = ("first", "middle")
+"""when V is read: before the first token of a response, and after half of its tokens"""
 
 
 def evaluate_run(
@@ -36,28 +40,28 @@ def evaluate_run(
     seed: int | None = None,
     attempts: Attempts | None = None,
 ) -> dict[str, Any]:
-    """Judge the best checkpoint of a run (the last, where there is no best) on held-out rows.
+    """Evaluate the best checkpoint of a run (the last, if there is no best) on held-out rows.
 
     data       other rows than the recipe's held-out ones
-    rows       how many of them; default as the recipe says
+    rows       how many of them; default: as in the recipe
     seed       of the samples
-    attempts   also answer each prompt so many times, and tell accuracy, pass@k and a majority vote: for online runs
+    attempts   also sample several responses to each prompt, for accuracy, pass@k and a majority vote: online runs only
 
-    Of SFT and reward models the held-out loss, and accuracy. Of an online run reward, gold, KL, length and diversity of both
-    the trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins; and
-    the mean log π of a token of the demonstrations that ``evaluation.demonstrations`` names. Where there is a critic, how well
-    it foretells what its answers earn (``calibration``).
-    Raises SurefootError when the folder is no run of language, there are no rows to judge on, or its reward tells of no
-    attempt whether it is right.
+    Of SFT and reward models: held-out loss, and accuracy. Of an online run: reward, gold, KL, length and diversity of both the
+    trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins; with
+    ``evaluation.demonstrations``, the mean log π of a demonstrated token; with a critic, how well it predicts rewards
+    (``calibration``).
+    Raises SurefootError when the folder is no language run, there are no rows to evaluate on, or attempts have a reward that
+    does not decide whether a response is right.
     """
     check_is_run(run)
     checkpoint = checkpoint_to_load(run)
     written = make_recipe(read_toml(run / "config.toml"))
-    recipe = changed(written, data, rows, seed)
+    recipe = with_evaluation_rows(written, data, rows, seed)
     if attempts is not None and recipe.kind != "language":
         raise SurefootError(
-            f"--samples {attempts.samples}: needs a reward, which a run of kind = {recipe.kind!r} has not; see surefoot data "
-            "accuracy, or judge an online run"
+            f"--samples {attempts.samples}: needs a reward, and a run of kind = {recipe.kind!r} has none; use surefoot data "
+            "accuracy, or evaluate an online run"
         )
     if isinstance(recipe, LanguageRecipe):
         world: LanguageWorld | SupervisedWorld = LanguageWorld(recipe)
@@ -66,78 +70,212 @@ def evaluate_run(
         world = SupervisedWorld(recipe)
     trees = load_checkpoint(checkpoint)
     require(trees, ("agent", "recipe"), checkpoint)
-    told: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
+    report: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
     if differences := recipe_differences(trees["recipe"], written):
-        told["config_changed"] = differences
-    if not isinstance(world, LanguageWorld):
-        if isinstance(world, SupervisedWorld):
-            check_unchanged(trees.get("sources", {}), world.frozen)
-        load_trained(world.policy, trees["agent"], checkpoint)
-        judged = world.evaluate()
-        assert judged is not None
-        return told | dict(judged.metrics)
+        report["config_changed"] = differences
     check_unchanged(trees.get("sources", {}), world.frozen)
-    # The policy as it was loaded is the model that training started from. A reward that is no verifier is refused first.
-    solved = {} if attempts is None else {"samples": attempts.samples, "start": attempted(world, attempts)}
-    before, start = _judged(world, world.answers())
+    if isinstance(world, LanguageWorld):
+        return report | _against_start(world, trees, checkpoint, attempts)
     load_trained(world.policy, trees["agent"], checkpoint)
-    world.collector.beta = trees.get("beta", world.collector.beta)  # what the critic was trained for
-    answers = world.answers()
-    after, trained = _judged(world, answers)
-    foretold = calibration(world, answers)
+    evaluation = world.evaluate()
+    assert evaluation is not None
+    return report | dict(evaluation.metrics)
+
+
+def _against_start(world: LanguageWorld, trees: dict[str, Any], checkpoint: Path, attempts: Attempts | None) -> dict[str, Any]:
+    """The model that training started from, which the world has loaded, and then the trained one."""
+    # Attempts of the start come first: they reject a reward that is no verifier.
+    solved = {} if attempts is None else {"samples": attempts.samples, "start": measure_attempts(world, attempts)}
+    before, start = _metrics_and_samples(world, world.sample_held_out())
+    load_trained(world.policy, trees["agent"], checkpoint)
+    world.collector.beta = trees.get("beta", world.collector.beta)  # the β that the critic was trained with
+    responses = world.sample_held_out()
+    after, trained = _metrics_and_samples(world, responses)
+    calibrated = calibration(world, responses)
+    report: dict[str, Any] = {}
     if attempts is not None:
-        told["attempts"] = {**solved, "trained": attempted(world, attempts)}
+        report["attempts"] = {**solved, "trained": measure_attempts(world, attempts)}
     samples = [{**row, "start": old["response"]} for row, old in zip(trained, start, strict=True)]
-    told |= {"rows": len(samples), "start": before, "trained": after}
+    report |= {"rows": len(samples), "start": before, "trained": after}
     for name in ("reward", "gold"):
         if name in trained[0]:
             both = [(new[name], old[name]) for new, old in zip(trained, start, strict=True)]
             scored = [pair for pair in both if None not in pair]
             ours, theirs = torch.tensor(scored).reshape(-1, 2).unbind(-1)
-            told[f"win_rate_{name}"] = win_rate(ours, theirs) if scored else None
-    if foretold is not None:
-        told["calibration"] = foretold
-    return told | {"samples": samples}
+            report[f"win_rate_{name}"] = win_rate(ours, theirs) if scored else None
+    if calibrated is not None:
+        report["calibration"] = calibrated
+    return report | {"samples": samples}
 
 
-def _judged(world: LanguageWorld, answers: Answers) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    judged = world.evaluate(answers)
-    assert judged is not None
-    return {name.removeprefix("held_out_"): value for name, value in judged.metrics.items()}, judged.samples
+def _metrics_and_samples(world: LanguageWorld, responses: Responses) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    evaluation = world.evaluate(responses)
+    assert evaluation is not None
+    return {name.removeprefix("held_out_"): value for name, value in evaluation.metrics.items()}, evaluation.samples
 
 
-def changed(recipe: Recipe, data: str | None, rows: int | None, seed: int | None) -> Recipe:
-    """A run's recipe with other rows to judge on."""
+def with_evaluation_rows(recipe: Recipe, data: str | None, rows: int | None, seed: int | None) -> Recipe:
+    """A run's recipe with other rows to evaluate on."""
     table = to_table(recipe)
     held_out = data or table.get("data", {}).get("held_out", "none")
     if held_out == "none":
-        raise SurefootError("data.held_out='none': this run holds nothing out to judge on; name a file with --data FILE")
+        raise SurefootError("data.held_out='none': this run has no held-out rows; name a file with --data FILE")
     table["data"]["held_out"] = held_out
-    wanted = {"rows": rows, "seed": seed}
-    table["evaluation"] |= {name: value for name, value in wanted.items() if value is not None}
+    table["evaluation"] |= {name: value for name, value in (("rows", rows), ("seed", seed)) if value is not None}
     table["evaluation"]["rows"] = table["evaluation"]["rows"] or 256
-    table["check_memory"] = False  # it is training's that would be checked
+    table["check_memory"] = False  # it would check the memory of training
     return make_recipe(table)
 
 
-def table(told: dict[str, Any]) -> str:
-    """What ``evaluate_run`` found, for a person."""
-    lines = [f"{told['kind']} run after {told['steps']:,} steps; checkpoint {told['checkpoint']}"]
-    if "config_changed" in told:
-        lines.append(f"config.toml was changed since the checkpoint: {'; '.join(told['config_changed'])}")
-    if "trained" not in told:
-        found = {name: value for name, value in told.items() if name.startswith("held_out_")}
-        return "\n".join([*lines, *(f"{name.replace('_', ' '):24}{value:>12.4f}" for name, value in found.items())])
-    lines.append(f"{'':24}{'start':>12}{'trained':>12}   on {told['rows']} held-out prompts")
-    for name, before in told["start"].items():
-        shown = ("–" if value is None else f"{value:.3f}" for value in (before, told["trained"][name]))
+def report_table(report: dict[str, Any]) -> str:
+    """The report of ``evaluate_run``, to print."""
+    lines = [f"{report['kind']} run after {report['steps']:,} steps; checkpoint {report['checkpoint']}"]
+    if "config_changed" in report:
+        lines.append(f"config.toml has changed since the checkpoint: {'; '.join(report['config_changed'])}")
+    if "trained" not in report:
+        metrics = {name: value for name, value in report.items() if name.startswith("held_out_")}
+        return "\n".join([*lines, *(f"{name.replace('_', ' '):24}{value:>12.4f}" for name, value in metrics.items())])
+    lines.append(f"{'':24}{'start':>12}{'trained':>12}   on {report['rows']} held-out prompts")
+    for name, before in report["start"].items():
+        shown = ("–" if value is None else f"{value:.3f}" for value in (before, report["trained"][name]))
         label = LABELS.get(name, name.replace("_", " "))
         lines.append(f"{label:24}" + "".join(f"{value:>12}" for value in shown))
-    if "attempts" in told:
-        lines += attempt_lines(told["attempts"]["start"], told["attempts"]["trained"], told["attempts"]["samples"])
-    for name in (name for name in told if name.startswith("win_rate_")):
-        share = "–" if told[name] is None else f"{told[name]:.1%}"
+    if "attempts" in report:
+        lines += attempt_lines(report["attempts"]["start"], report["attempts"]["trained"], report["attempts"]["samples"])
+    for name in (name for name in report if name.startswith("win_rate_")):
+        share = "–" if report[name] is None else f"{report[name]:.1%}"
         lines.append(f"{'wins by ' + name.removeprefix('win_rate_'):24}{'':>12}{share:>12}")
-    if "calibration" in told:
-        lines += calibration_lines(told["calibration"])
+    if "calibration" in report:
+        lines += calibration_lines(report["calibration"])
     return "\n".join(lines)
+
+
+# ---- the critic ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def calibration(world: LanguageWorld, responses: Responses) -> dict[str, Any] | None:
+    """V of responses against their outcome, at the ``MOMENTS``; None for a policy without a critic.
+
+    V is read as the probability of success, clipped to [0, 1], if all responses earn 0 or 1 as a whole (``success``): truncated
+    ones too (``reward.missing_eos_value`` is 0, or ``missing_eos`` is none), without length penalty or discount. Otherwise V is
+    compared with the return that it is trained on, KL included (``returns``). Responses without a score are left out; for
+    returns, bootstrapped ones too.
+    """
+    recipe, samples = world.recipe, responses.samples
+    inputs, mask = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}, samples.mask
+    evaluation = in_micro_batches(world.policy, inputs, samples.actions, mask, *world.collector.budget)
+    if evaluation.values is None:
+        return None
+    scores = responses.scores(world.reward)
+    places = {"first": place_of(mask, torch.zeros_like(samples.lengths)), "middle": place_of(mask, samples.lengths // 2)}
+    values = {name: evaluation.values.gather(-1, at.unsqueeze(-1)).squeeze(-1) for name, at in places.items()}
+    total = final_rewards(scores, samples, recipe)
+    valid = total[scores.valid]
+    at_end = scores.dense is None or bool((scores.dense == place_scores(scores.total, mask)).all())
+    binary = keeps_binary(recipe) and at_end and bool(((valid == 0) | (valid == 1)).all())
+    if binary and recipe.objective.gamma == 1:
+        return {name: success(values[name][scores.valid], valid == 1) for name in MOMENTS}
+    ref_log_probs = in_micro_batches(world.reference.log_probs, inputs, samples.actions, mask, *world.collector.budget)
+    rewards = kl_shaped_rewards(
+        token_rewards(scores, total, samples, recipe), evaluation.log_probs, ref_log_probs, mask, world.collector.beta
+    )
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
+    earned = discounted_returns(rewards, torch.zeros_like(rewards), terminated=last, truncated=none, gamma=gamma, mask=mask)
+    kept = scores.valid & (samples.ended | (recipe.reward.missing_eos != "bootstrap"))
+    return {
+        name: returns(values[name][kept], earned.gather(-1, at.unsqueeze(-1)).squeeze(-1)[kept]) for name, at in places.items()
+    }
+
+
+def keeps_binary(recipe: LanguageRecipe) -> bool:
+    """Whether a reward of 0 or 1 stays so for truncated and long responses, by the recipe: independent of the samples."""
+    treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
+    return recipe.reward.overlong is None and (treatment is None or (treatment != "bootstrap" and value == 0))
+
+
+def place_of(mask: Tensor, number: Tensor) -> Tensor:
+    """The index in each row of its sampled token with a number, counted from 0.   [N, T], [N] -> [N]"""
+    return (mask & (mask.cumsum(-1) == number.unsqueeze(-1) + 1)).int().argmax(-1)
+
+
+def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any]:
+    """How well predicted probabilities of success fit the outcomes.   [N], [N] bool
+
+    ``brier`` is mean (p − right)²; ``brier_baseline`` that of always predicting the share of successes (Brier 1950);
+    ``bins`` the reliability table: per tenth of [0, 1] the count, the mean prediction and the share of successes there.
+    """
+    p, right = predicted.double().clamp(0, 1), right.double()
+    share = right.mean()
+    which = (p * bins).long().clamp(max=bins - 1)
+    table = []
+    for index in range(bins):
+        here = which == index
+        count = int(here.sum())
+        table.append(
+            {
+                "from": index / bins,
+                "to": (index + 1) / bins,
+                "count": count,
+                "predicted": float(p[here].mean()) if count else None,
+                "observed": float(right[here].mean()) if count else None,
+            }
+        )
+    known = len(p) > 0
+    return {
+        "kind": "success",
+        "count": len(p),
+        "predicted": float(p.mean()) if known else None,
+        "observed": float(share) if known else None,
+        "brier": float(((p - right) ** 2).mean()) if known else None,
+        "brier_baseline": float(share * (1 - share)) if known else None,
+        "bins": table,
+    }
+
+
+def returns(predicted: Tensor, earned: Tensor) -> dict[str, Any]:
+    """How values fit returns: root mean squared error, beside that of the mean return, and explained variance.   [N], [N]"""
+    v, r = predicted.double(), earned.double()
+    if not len(v):
+        return {"kind": "returns", "count": 0, "rmse": None, "rmse_baseline": None, "explained_variance": None}
+    spread = float(r.std(correction=0))
+    return {
+        "kind": "returns",
+        "count": len(v),
+        "predicted": float(v.mean()),
+        "observed": float(r.mean()),
+        "rmse": math.sqrt(float(((v - r) ** 2).mean())),
+        "rmse_baseline": spread,
+        "explained_variance": float(explained_variance(v, r)) if spread > 0 else None,
+    }
+
+
+def calibration_lines(report: dict[str, Any]) -> list[str]:
+    """Lines to print: both moments side by side, and the reliability table of the first."""
+    both = [report[name] for name in MOMENTS]
+    names = {
+        "predicted": "mean V",
+        "observed": "share of successes" if both[0]["kind"] == "success" else "mean return",
+        "brier": "Brier score",
+        "brier_baseline": "  of the share alone",
+        "rmse": "RMSE of V",
+        "rmse_baseline": "  of the mean return",
+        "explained_variance": "explained variance",
+    }
+    title = "critic as P(success)" if both[0]["kind"] == "success" else "critic"
+    lines = [f"{title:24}{'first token':>12}{'middle':>12}   on {both[0]['count']} responses with a score"]
+    for name, label in names.items():
+        if name in both[0]:
+            lines.append(f"{label:24}" + "".join(f"{_number(one[name]):>12}" for one in both))
+    if both[0]["kind"] == "success":
+        lines.append(f"{'V at the first token':24}{'mean V':>12}{'successes':>12}{'responses':>12}")
+        for row in both[0]["bins"]:
+            if row["count"]:
+                span = f"  {row['from']:.1f} to {row['to']:.1f}"
+                lines.append(f"{span:24}{_number(row['predicted']):>12}{_number(row['observed']):>12}{row['count']:>12}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,4 +1,4 @@
-"""Numbers that tell how a language model's training goes; each says what is healthy."""
+"""Metrics of language models; each docstring says which values are healthy."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -11,21 +11,21 @@ from surefoot.functional.masking import masked_mean
 
 
 def distinct_n(responses: Iterable[Sequence[Hashable]], n: int) -> float | None:
-    """Different n-grams / all n-grams over a batch of responses (token ids, or text for characters). None without any.
+    """Distinct n-grams / all n-grams over a batch of responses (token ids, or text for characters). None without any.
 
     Li et al. 2016 (arXiv 1510.03055). It falls as a batch grows and as responses lengthen, so compare it with the start of the
-    same run: steady or slowly falling is healthy; a fall to half is a policy that has found a few phrases. Raise β or entropy.
+    same run: constant or slowly falling is healthy. After a fall to half, the policy repeats a few phrases: raise β or entropy.
     """
     if n < 1:
-        raise ValueError(f"n={n}: must be at least 1")
+        raise ValueError(f"n={n}: is too small; set at least 1")
     grams = list(chain.from_iterable(_grams(response, n) for response in responses))
     return len(set(grams)) / len(grams) if grams else None
 
 
 def repeated_share(responses: Sequence[Sequence[Hashable]]) -> float:
-    """Share of responses that another one of the batch is equal to, beyond the first: 0 all differ, (N − 1)/N all alike.
+    """Share of responses that repeat an earlier one of the batch: 0 if all differ, (N − 1)/N if all are equal.
 
-    Near 0 is healthy where answers are free; a rise towards 1 is mode collapse. Answers with one truth repeat rightly.
+    Near 0 is healthy for open-ended responses; a rise towards 1 is mode collapse. If one answer is right, repeats are fine.
     """
     return 1 - len({tuple(response) for response in responses}) / len(responses) if responses else 0.0
 
@@ -33,17 +33,17 @@ def repeated_share(responses: Sequence[Sequence[Hashable]]) -> float:
 def mean_length(mask: Tensor) -> float:
     """Mean tokens per response, EOS included.   mask [N, T]
 
-    A steady rise without a rise of gold or of a held-out score is a reward that likes length; a fall to a few tokens is a
-    policy that flees a penalty, or a supervised model that was trained too little.
+    A steady rise without a rise of gold or of a held-out score means that the reward favours length. A fall to a few tokens
+    means that the policy avoids a penalty, or that the supervised model was trained too little.
     """
     return float(mask.sum(-1).to(torch.float64).mean()) if len(mask) else 0.0
 
 
 def eos_rate(ended: Tensor) -> float:
-    """Share of responses that ended by themselves, and were not cut by the length limit.   [N] of bool
+    """Share of responses that ended by themselves, and were not truncated by the length limit.   [N] of bool
 
-    Above 0.9 is healthy. Low from the start: the limit is too short, or EOS was not learned; falling: the reward does not mind
-    a missing end, see ``reward.missing_eos``.
+    Above 0.9 is healthy. Low from the start: the limit is too short, or EOS was not learned. Falling: the reward does not
+    penalise a missing EOS; see ``reward.missing_eos``.
     """
     return float(ended.to(torch.float64).mean()) if len(ended) else 0.0
 
@@ -51,10 +51,10 @@ def eos_rate(ended: Tensor) -> float:
 def mean_log_likelihood(batches: Iterable[tuple[Tensor, Tensor]]) -> float | None:
     """Mean log-probability of a demonstrated token, in nats: Σ log π / Σ tokens over all batches. None without any.
 
-    batches   pairs of log-probabilities [B, T] and mask [B, T], as a policy's forward gives them
+    batches   pairs of log-probabilities [B, T] and mask [B, T], of a policy's forward pass
 
-    On held-out rows: what the model still knows of the text it was supervised on. A fall of some tenths of a nat is what a new
-    taste costs; a fall by several is a model that has forgotten the language.
+    On held-out rows: how much the model still knows of its supervised data. A fall of a few tenths of a nat is normal when
+    preferences change; a fall of several nats means that the model has forgotten the language.
     """
     total, count = 0.0, 0
     for log_probs, mask in batches:
@@ -65,24 +65,24 @@ def mean_log_likelihood(batches: Iterable[tuple[Tensor, Tensor]]) -> float | Non
 
 
 def win_rate(ours: Tensor, theirs: Tensor) -> float:
-    """Share of prompts on which our score is the higher, a draw counting half.   [N], [N]
+    """Share of prompts on which our score is the higher; a tie counts half.   [N], [N]
 
-    Against the model that training started from, 0.5 is no change, above it is better. By a score that was trained on it says
-    little: look at it by gold, or by a score that was not.
+    Against the model that training started from, 0.5 is no change, above it is better. Use gold or another score that was not
+    trained on: the trained score proves little.
     """
     if ours.shape != theirs.shape or not len(ours):
-        raise ValueError(f"scores of shapes {list(ours.shape)} and {list(theirs.shape)}: need one each for at least one prompt")
+        raise ValueError(f"scores of shapes {list(ours.shape)} and {list(theirs.shape)}: pass one of each for every prompt")
     return float(((ours > theirs).to(torch.float64) + 0.5 * (ours == theirs).to(torch.float64)).mean())
 
 
 def pass_at_k(right: Tensor, samples: int, k: int) -> Tensor:
     """1 − C(n−c, k) / C(n, k), the unbiased estimate of P(one of k samples is right), float64.   [N] -> [N]
 
-    right     c, how many of the samples are right, problem by problem
+    right     c, how many of the samples are right, for each problem
     samples   n ≥ k
 
-    Chen et al. 2021 (arXiv 2107.03374), equation 1. As a product of k factors in [0, 1], which neither overflows nor takes the
-    difference of large numbers. 1 − (1 − c/n)^k would be biased downwards.
+    Chen et al. 2021 (arXiv 2107.03374), equation 1. A product of k factors in [0, 1], which neither overflows nor subtracts
+    large numbers. 1 − (1 − c/n)^k would be biased downwards.
     Raises ValueError unless 1 ≤ k ≤ n and every 0 ≤ c ≤ n.
     """
     if not 1 <= k <= samples:
@@ -95,13 +95,13 @@ def pass_at_k(right: Tensor, samples: int, k: int) -> Tensor:
 
 
 def best_of_n_kl(n: int) -> float:
-    """log n − (n − 1)/n, in nats: at most so far is the best of n samples from the policy that they were drawn from.
+    """log n − (n − 1)/n, in nats: an upper bound on KL(best of n ‖ policy) of a response.
 
-    KL(best of n ‖ policy) of a response, exact where no two responses earn the same and none is likely, and an upper bound
-    otherwise (Stiennon et al. 2020, arXiv 2009.01325, appendix G.3; the bound: Beirami et al. 2024, arXiv 2401.01879).
+    Exact if no two responses have the same reward and none is likely (Stiennon et al. 2020, arXiv 2009.01325,
+    appendix G.3; the bound: Beirami et al. 2024, arXiv 2401.01879).
     """
     if n < 1:
-        raise ValueError(f"n={n}: must be at least 1")
+        raise ValueError(f"n={n}: is too small; set at least 1")
     return math.log(n) - (n - 1) / n
 
 

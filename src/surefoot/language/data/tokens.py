@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.core.rollout import Rollout
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.rows import SETTINGS, TOOLS, WEIGHT
-from surefoot.language.rewards.deadline import Overdue, within
+from surefoot.language.deadline import DeadlineExceeded, with_deadline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -234,10 +234,10 @@ class Tokens:
         plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
         started = time.monotonic()
         try:
-            return within(RENDERING, lambda: self.tokenizer.apply_chat_template(plain, **own_options, **options))
+            return with_deadline(RENDERING, lambda: self.tokenizer.apply_chat_template(plain, **own_options, **options))
         except Exception as error:
             raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
-        except Overdue:
+        except DeadlineExceeded:
             if time.monotonic() - started < RENDERING:  # the deadline of a caller
                 raise
             raise SurefootError(

@@ -30,7 +30,7 @@ from surefoot.language.memory.passes import BatchShape, count_parameters, layer_
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import load_config
 from surefoot.language.models.policy import CHUNK
-from surefoot.language.rewards.terms import BATCH_TOKENS
+from surefoot.language.rewards.model import BATCH_TOKENS
 from surefoot.recipes.language import AdapterSettings, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe, SupervisedRecipe
 
 Measure = Callable[[Workload], int]

@@ -26,7 +26,7 @@ from surefoot.core.algorithms import REINFORCE, Objective
 from surefoot.language.memory import passes
 from surefoot.language.memory.passes import BatchShape, ParameterCounts, PassMemory, PassOptions, adapter_size, count_parameters
 from surefoot.language.models.policy import CHUNK
-from surefoot.language.rewards.terms import BATCH_TOKENS
+from surefoot.language.rewards.model import BATCH_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

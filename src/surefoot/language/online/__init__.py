@@ -1,1 +1,1 @@
-"""Online training: sample, score, learn."""
+"""Online training: sample responses, score them, evaluate the policy."""

@@ -1,6 +1,6 @@
-"""Responses and what they earn, as a rollout: sample, score, and take the KL to the reference off the reward.
+"""Collects rollouts of text: samples responses, scores them, and subtracts the KL to the reference from the reward.
 
-The four roles of PPO on text meet here: the policy samples, the critic says V, the reference is the anchor, the reward scores.
+It uses the four models of PPO on text: policy, critic, reference and reward.
 """
 
 import time
@@ -30,40 +30,39 @@ from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy, in_micro_batches
-from surefoot.language.online.answers import Answers, length_penalty, placed, settled, texts
-from surefoot.language.online.conversations import as_samples, mean_turns
-from surefoot.language.online.groups import joined_prompts, joined_samples, over_ranks, rows_of_batch, with_signal
-from surefoot.language.online.turns import Environments
-from surefoot.language.rewards.scores import joined_scores, over_all_ranks
-from surefoot.language.rewards.terms import FunctionReward, Reward, Scores
+from surefoot.language.online.groups import concat_prompts, concat_samples, gather_signal, rows_of_batch, with_signal
+from surefoot.language.online.responses import Responses, final_rewards, length_penalty, token_rewards
+from surefoot.language.online.turns import Environments, as_samples, mean_turns
+from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
+from surefoot.language.rewards.terms import FunctionReward
 from surefoot.language.sampling.sampler import Samples, sample
 from surefoot.recipes.language import LanguageRecipe
 
-ANCHOR = "reference_beta"
-"""where ``LearnerState.coefficients`` keeps an adapted β"""
+ADAPTED_BETA = "reference_beta"
+"""key of an adapted β in ``LearnerState.coefficients``"""
 
 
 @dataclass(frozen=True)
-class Harvest:
+class SampledBatch:
     """All that this rank sampled in an iteration: N rows, all samples of a prompt side by side."""
 
-    answers: Answers
+    responses: Responses
     scores: Scores
     total: Tensor
-    """[N] what is optimised, before the KL"""
+    """[N] the final rewards, before the KL"""
     rows: Tensor
-    """those that make the batch"""
-    taught: Tensor
-    """[rows] whether one is learned from"""
+    """the rows that make the batch"""
+    trained: Tensor
+    """[rows] whether a row is trained on"""
     rounds: int
-    silent: float
+    without_signal: float
     """share of the sampled groups, on all ranks, without signal"""
     seconds_sampling: float
     seconds_scoring: float
 
 
 class LanguageCollector:
-    """Prompts from a walk over the data, responses by the policy as it is."""
+    """Samples responses to the next prompts with the current policy, and scores them."""
 
     def __init__(
         self,
@@ -80,72 +79,48 @@ class LanguageCollector:
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
         self.walk = EpochSampler(len(prompts.ids), recipe.seed)
-        self.said: list[dict[str, Any]] = []
-        """what was answered last, and what it earned"""
+        self.last_samples: list[dict[str, Any]] = []
+        """the rows sampled last: prompt, response, reward, KL"""
         self.beta = recipe.reference.beta
-        """what the KL cost in the last rollout, per nat"""
+        """the KL coefficient of the last rollout, per nat"""
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
 
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
         recipe = self.recipe
-        found = self._sampled(state.steps)
-        samples = found.answers.samples
-        everything = (samples, found.scores.valid, placed(found.scores, found.total, samples, recipe))
-        drawn, valid, earned = everything if len(found.rows) == len(found.total) else select_rows(everything, found.rows)
-        valid = valid & found.taught
+        batch = self._sample_batch(state.steps)
+        drawn = batch.responses.samples
+        everything = (drawn, batch.scores.valid, token_rewards(batch.scores, batch.total, drawn, recipe))
+        samples, valid, earned = everything if len(batch.rows) == len(batch.total) else select_rows(everything, batch.rows)
+        valid = valid & batch.trained
 
-        inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
-        mask = drawn.mask & valid.unsqueeze(-1)  # nothing is learned from what has no score
-        actions = drawn.actions
+        inputs = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}
+        mask = samples.mask & valid.unsqueeze(-1)  # a row without a score is not trained on
+        actions = samples.actions
         old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
         ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
+        log_probs, gap = self._old_log_probs(samples, old.log_probs, mask)
         if recipe.reference.target is None:
-            state.coefficients.pop(ANCHOR, None)  # a run may be resumed with its β fixed
-        beta = self.beta = state.coefficients.get(ANCHOR, recipe.reference.beta)
+            state.coefficients.pop(ADAPTED_BETA, None)  # a run may be resumed with a fixed β
+        beta = self.beta = state.coefficients.get(ADAPTED_BETA, recipe.reference.beta)
         earned = keep_only(earned, mask)
-        gap = float((drawn.log_probs - old.log_probs)[mask].abs().max()) if mask.any() else 0.0
-        log_probs = old.log_probs
-        if recipe.sampling.old_log_probs == "sampler":
-            log_probs = torch.where(mask, drawn.log_probs, 0.0)
-            if self.policy.exact and gap > START_TOLERANCE:
-                raise SurefootError(
-                    f"sampling.old_log_probs='sampler': what was sampled has other log-probabilities in training, by up to "
-                    f"{gap:.2g} (in float32 at most {START_TOLERANCE:g}); set 'trainer'"
-                )
         rewards = kl_shaped_rewards(earned, log_probs, ref_log_probs, mask, beta)
+        kl = kl_k1(log_probs, ref_log_probs)
 
-        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-        cut = ~drawn.ended.unsqueeze(-1) if recipe.reward.missing_eos == "bootstrap" else torch.zeros_like(mask[:, :1])
         values = torch.zeros_like(rewards) if old.values is None else old.values
         beyond = torch.zeros_like(rewards[:, 0])
+        truncated = torch.zeros_like(mask)
+        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         if recipe.reward.missing_eos == "bootstrap":
-            said = mask if drawn.real is None else drawn.real & valid.unsqueeze(-1)
-            beyond = in_micro_batches(self.policy.values_after, inputs, actions, said, *self.budget)
-        truncated = last & cut
-        kl = kl_k1(log_probs, ref_log_probs)
-        spent, counted = all_sum(torch.stack([kl.sum(), valid.sum()]).double()).tolist()  # the same β on every rank
-        per_response = spent / counted if counted else 0.0
-        if recipe.reference.target is not None and counted:
-            state.coefficients[ANCHOR] = proportional_kl_control(
-                beta, per_response, recipe.reference.target, recipe.responses, recipe.reference.horizon
-            )
-        gold = None if self.gold is None else found.answers.scores(self.gold, earned=False)
-        scored = zip(found.rows.tolist(), kl.sum(-1).tolist(), valid.tolist(), strict=True)
-        spent_on = {row: spent for row, spent, known in scored if known}
-        columns = {"reward": found.scores.column(found.total), "kl": [spent_on.get(row) for row in range(len(found.total))]}
-        self.said = texts(found.answers, columns if gold is None else columns | {"gold": gold.column(gold.total)})
-        metrics: Metrics = {
-            **self._told(found, gold),
+            read = mask if samples.real is None else samples.real & valid.unsqueeze(-1)
+            beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
+            truncated = last & ~samples.ended.unsqueeze(-1)
+        metrics = self._describe(batch, kl.sum(-1), valid) | {
             "kl_reference": float(masked_mean(kl, mask)),
-            "kl_reference_response": per_response,
+            "kl_reference_response": self._adapt_beta(state, kl, valid),
             "reference_beta": beta,
             "sampler_gap": gap,
-            "data_epochs": self.walk.epochs,
-            "seconds_sampling": found.seconds_sampling,
-            "seconds_scoring": found.seconds_scoring,
-            "tokens_per_second": float(found.answers.samples.mask.sum()) / found.seconds_sampling,
         }
         return Rollout(
             inputs=inputs,
@@ -157,40 +132,62 @@ class LanguageCollector:
                 values, beyond, truncated=truncated, final_values=beyond.unsqueeze(-1).expand_as(values), mask=mask
             ),
             rewards=rewards,
-            terminated=last & ~cut,
+            terminated=last & ~truncated,
             truncated=truncated,
             unit="row",
             ref_log_probs=ref_log_probs,
             group=torch.arange(len(mask) // recipe.sampling.samples).repeat_interleave(recipe.sampling.samples),
             reward_parts={"score": earned, "kl": kl},
-            steps=len(found.total),
+            steps=len(batch.total),
             metrics=metrics,
         )
 
-    def answer(self, prompts: Prompts, seeds: Sequence[int], samples: int = 1, greedy: bool = False) -> Answers:
-        """One response to each of the prompts, of which so many that stand side by side are the same and are read once.
+    def _old_log_probs(self, samples: Samples, trainer: Tensor, mask: Tensor) -> tuple[Tensor, float]:
+        """log π_old by ``sampling.old_log_probs``, and the largest gap between sampler and trainer.   [N, T]"""
+        gap = float((samples.log_probs - trainer)[mask].abs().max()) if mask.any() else 0.0
+        if self.recipe.sampling.old_log_probs != "sampler":
+            return trainer, gap
+        if self.policy.exact and gap > START_TOLERANCE:
+            raise SurefootError(
+                f"sampling.old_log_probs='sampler': log-probabilities differ between sampling and training by up to {gap:.2g} "
+                f"(at most {START_TOLERANCE:g} in float32); set 'trainer'"
+            )
+        return torch.where(mask, samples.log_probs, 0.0), gap
 
-        seeds   one each, also where the policy is greedy: an environment may draw from them
+    def _adapt_beta(self, state: LearnerState, kl: Tensor, valid: Tensor) -> float:
+        """Adapt β for the next rollout if the KL has a target; return the KL per response on all ranks."""
+        spent, count = all_sum(torch.stack([kl.sum(), valid.sum()]).double()).tolist()  # the same β on every rank
+        per_response = spent / count if count else 0.0
+        settings = self.recipe.reference
+        if settings.target is not None and count:
+            state.coefficients[ADAPTED_BETA] = proportional_kl_control(
+                self.beta, per_response, settings.target, self.recipe.responses, settings.horizon
+            )
+        return float(per_response)
+
+    def respond(self, prompts: Prompts, seeds: Sequence[int], samples: int = 1, greedy: bool = False) -> Responses:
+        """One response to each of the prompts; every ``samples`` consecutive prompts are equal and are read once.
+
+        seeds   one each, also if greedy: an environment may draw from them
         """
         if self.environments is not None:
-            return self._conversations(prompts, seeds, greedy)
+            return self._converse(self.environments, prompts, seeds, greedy)
         drawn = self._sample(prompts.ids[::samples], seeds, samples, greedy)
-        return Answers(drawn, prompts, self.tokens, stop=self.recipe.sampling.stop)
+        return Responses(drawn, prompts, self.tokens, stop=self.recipe.sampling.stop)
 
-    def _conversations(self, prompts: Prompts, seeds: Sequence[int], greedy: bool) -> Answers:
+    def _converse(self, environments: Environments, prompts: Prompts, seeds: Sequence[int], greedy: bool) -> Responses:
         """One conversation about each of the rows."""
-        assert self.environments is not None
         names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
         rows = [dict(zip(names, values, strict=True)) for values in columns] if names else [{} for _ in prompts.ids]
-        talks = self.environments.converse(
+        conversations = environments.converse(
             rows,
             seeds,
-            lambda ids, own: self._sample(ids, () if greedy else own, 1, greedy),
+            lambda ids, of_turn: self._sample(ids, of_turn, 1, greedy),
             self.tokens,
             self.recipe.sampling.stop,
         )
         device = next(self.policy.parameters()).device
-        return Answers(as_samples(talks, self.tokens, device), prompts, self.tokens, talks)
+        return Responses(as_samples(conversations, self.tokens, device), prompts, self.tokens, conversations)
 
     def _sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool) -> Samples:
         settings = self.recipe.sampling
@@ -208,12 +205,13 @@ class LanguageCollector:
             greedy=greedy,
         )
 
-    def _sampled(self, done: int) -> Harvest:
-        """Responses to this rank's share of the next prompts, and in further rounds to as many more as groups without signal
-        are to be replaced: a quarter of a batch at least, for a few at a time would take many rounds. ``done`` were before.
+    def _sample_batch(self, done: int) -> SampledBatch:
+        """Responses to this rank's share of the next prompts; ``done`` responses were sampled before.
+
+        Further rounds replace groups without signal, with at least a quarter of a batch each: fewer would take many rounds.
         """
         settings, world = self.recipe.sampling, world_size()
-        parts: list[tuple[Answers, Scores, Tensor]] = []
+        parts: list[tuple[Responses, Scores, Tensor]] = []
         signal: list[bool] = []
         places: list[int] = []
         seconds = [0.0, 0.0]
@@ -221,74 +219,82 @@ class LanguageCollector:
             missing, least = settings.prompts - sum(signal), -(-settings.prompts // 4)
             wanted = max(missing, least, world) if parts else settings.prompts
             begun = time.perf_counter()
-            answers = self._answers_to_next(wanted, done + len(signal) * settings.samples)
+            responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
             sampled = time.perf_counter()
-            scores = answers.scores(self.reward)
-            total = settled(scores, answers.samples, self.recipe)
+            scores = responses.scores(self.reward)
+            total = final_rewards(scores, responses.samples, self.recipe)
             seconds = [seconds[0] + sampled - begun, seconds[1] + time.perf_counter() - sampled]
             at = range(rank(), wanted, world)
             places += [len(signal) + place for place in at]
-            signal += over_ranks(with_signal(total, scores.valid, settings.samples), at, wanted)
-            parts.append((answers, scores, total))
+            signal += gather_signal(with_signal(total, scores.valid, settings.samples), at, wanted)
+            parts.append((responses, scores, total))
         share = len(range(rank(), settings.prompts, world))
-        rows, taught = rows_of_batch(signal, places, settings.prompts, share, settings.samples)
-        answers, scores, total = parts[0] if len(parts) == 1 else self._joined(parts)
-        silent = 1 - sum(signal) / len(signal)
-        return Harvest(answers, scores, total, rows, taught.to(total.device), len(parts), silent, *seconds)
+        rows, trained = rows_of_batch(signal, places, settings.prompts, share, settings.samples)
+        responses, scores, total = parts[0] if len(parts) == 1 else self._concat(parts)
+        without = 1 - sum(signal) / len(signal)
+        return SampledBatch(responses, scores, total, rows, trained.to(total.device), len(parts), without, *seconds)
 
-    def _answers_to_next(self, count: int, done: int) -> Answers:
-        """Responses to this rank's share of the next ``count`` prompts. By its number in the whole run, of which ``done`` were
-        before, a response gets a random stream of its own.
+    def _respond_to_next(self, count: int, done: int) -> Responses:
+        """Responses to this rank's share of the next ``count`` prompts.
+
+        A response's random stream is that of its number in the whole run, in which ``done`` responses were sampled before.
         """
         samples = self.recipe.sampling.samples
         prompts = repeat_prompts(self.prompts, self.walk.next(count), samples)
         places = range(rank(), count, world_size())
         numbers = [done + place * samples + sample for place in places for sample in range(samples)]
-        return self.answer(prompts, [derived_seed(self.recipe.seed, "response", number) for number in numbers], samples)
+        return self.respond(prompts, [derived_seed(self.recipe.seed, "response", number) for number in numbers], samples)
 
-    def _joined(self, parts: Sequence[tuple[Answers, Scores, Tensor]]) -> tuple[Answers, Scores, Tensor]:
+    def _concat(self, parts: Sequence[tuple[Responses, Scores, Tensor]]) -> tuple[Responses, Scores, Tensor]:
         """Several rounds as one."""
-        drawn = joined_samples([answers.samples for answers, _, _ in parts], self.tokens.pad_id)
-        prompts = joined_prompts([answers.prompts for answers, _, _ in parts])
-        talks = [talk for answers, _, _ in parts for talk in answers.talks or ()]
-        scores = [scores for _, scores, _ in parts]
+        samples = concat_samples([responses.samples for responses, _, _ in parts], self.tokens.pad_id)
+        prompts = concat_prompts([responses.prompts for responses, _, _ in parts])
+        conversations = [one for responses, _, _ in parts for one in responses.conversations or ()]
         return (
-            Answers(drawn, prompts, self.tokens, talks or None, self.recipe.sampling.stop),
-            joined_scores(scores),
+            Responses(samples, prompts, self.tokens, conversations or None, self.recipe.sampling.stop),
+            concat_scores([scores for _, scores, _ in parts]),
             torch.cat([total for _, _, total in parts]),
         )
 
-    def _told(self, found: Harvest, gold: Scores | None) -> Metrics:
-        """What all sampled responses are like, and what they earned, whether they are learned from or not."""
-        answers, scores, total = found.answers, found.scores, found.total
-        drawn = answers.samples
-        mean, spread = over_all_ranks(scores, total)
-        told: Metrics = {"reward": mean, "score_std": spread}
+    def _describe(self, batch: SampledBatch, kl: Tensor, valid: Tensor) -> Metrics:
+        """Metrics of all sampled responses, trained on or not; keep their text as ``last_samples``.   kl, valid [rows]"""
+        responses, scores, total = batch.responses, batch.scores, batch.total
+        kl_of = {row: x for row, x, known in zip(batch.rows.tolist(), kl.tolist(), valid.tolist(), strict=True) if known}
+        columns = {"reward": scores.column(total), "kl": [kl_of.get(row) for row in range(len(total))]}
+        mean, std = mean_and_std(scores, total)
+        metrics: Metrics = {"reward": mean, "score_std": std}
         if len(scores.parts) > 1:
-            told |= {f"reward_{name}": over_all_ranks(scores, part)[0] for name, part in scores.parts.items()}
-        if gold is not None:
-            told["gold"] = over_all_ranks(gold, gold.total)[0]
-        if answers.talks is not None:
-            told["turns"] = mean_turns(answers.talks)
+            metrics |= {f"reward_{name}": mean_and_std(scores, part)[0] for name, part in scores.parts.items()}
+        if self.gold is not None:
+            gold = responses.scores(self.gold, turn_rewards=False)
+            columns["gold"] = gold.column(gold.total)
+            metrics["gold"] = mean_and_std(gold, gold.total)[0]
+        self.last_samples = responses.rows(columns)
+        if responses.conversations is not None:
+            metrics["turns"] = mean_turns(responses.conversations)
         if self.recipe.reward.overlong is not None:
-            told["overlong_penalty"] = float(length_penalty(drawn, self.recipe).mean())
+            metrics["overlong_penalty"] = float(length_penalty(responses.samples, self.recipe).mean())
         if self.recipe.objective.compares_in_groups:
-            told["groups_without_signal"] = found.silent
+            metrics["groups_without_signal"] = batch.without_signal
         if self.recipe.sampling.rounds > 1:
-            told["sampling_rounds"] = float(found.rounds)
-        ids = drawn.responses()
-        return told | {
-            "response_length": mean_length(drawn.mask),
-            "eos_rate": eos_rate(drawn.ended),
+            metrics["sampling_rounds"] = float(batch.rounds)
+        ids = responses.samples.responses()
+        return metrics | {
+            "response_length": mean_length(responses.samples.mask),
+            "eos_rate": eos_rate(responses.samples.ended),
             "distinct_2": distinct_n(ids, 2),
             "repeated": repeated_share(ids),
             "without_score": 1 - float(scores.valid.float().mean()),
+            "data_epochs": self.walk.epochs,
+            "seconds_sampling": batch.seconds_sampling,
+            "seconds_scoring": batch.seconds_scoring,
+            "tokens_per_second": float(responses.samples.mask.sum()) / batch.seconds_sampling,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the walk stands; randomness is derived from the seed and the number of responses."""
+        """The position in the data; random numbers are derived from the seed and the number of responses."""
         return self.walk.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from a position."""
         self.walk.load_state_dict(state)

@@ -1,58 +1,207 @@
-"""Responses of several turns: the model writes, an environment answers, the model goes on, until one of them is done.
+"""Responses of several turns: the model writes, an environment replies, and so on until one of them ends the conversation.
 
-A conversation is one row of a rollout: the first prompt, then all tokens, the model's own and those of others. What was sampled
-keeps its ids; only what others say is encoded, behind it.
+A conversation is one row of a rollout: the first prompt, then all tokens of both; the mask is True at the model's. Sampled
+tokens keep their ids; only the replies are encoded.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.data.tokens import Messages, Tokens
-from surefoot.language.online.conversations import PART, Conversation
-from surefoot.language.rewards.deadline import Overdue, within
-from surefoot.language.sampling.sampler import Samples
+from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
+from surefoot.language.deadline import DeadlineExceeded, with_deadline
+from surefoot.language.rewards.scores import Prompt, Scores
+from surefoot.language.sampling.sampler import DecodingPath, Samples, cut_at_stop
 from surefoot.recipes.import_object import import_object
 from surefoot.recipes.language import TurnSettings
 
 T = TypeVar("T")
 Draw = Callable[[Sequence[Sequence[int]], Sequence[int]], Samples]
-"""one response to each prompt of token ids, each by the random numbers of its seed"""
+"""samples one response to each prompt of token ids, each with its seed"""
 
-MEND = "mend the environment, then resume from the last checkpoint"
 FIELD = "turns.environment"
+PART = "environment"
+"""name of the turns' rewards among the parts of a reward"""
 
 
-class Environment(Protocol):
-    """The other side of one conversation. Text follows as it stands; messages are written by the chat template."""
+@dataclass
+class Conversation:
+    """One conversation, which grows turn by turn."""
 
-    def reset(self, row: Mapping[str, Any]) -> str | Messages:
-        """The prompt. ``row`` has the columns of the row, and ``seed``, a number of this conversation's own."""
-        ...
+    row: Mapping[str, Any]
+    seed: int
+    environment: Any = None
+    start: Prompt = ""
+    prompt: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    """all tokens after the prompt"""
+    own: list[bool] = field(default_factory=list)
+    """which of them the model wrote"""
+    log_probs: list[float] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    """the model's turns as text"""
+    answers: list[str] = field(default_factory=list)
+    """the same without the stop string that ended them"""
+    replies: list[str | Messages] = field(default_factory=list)
+    """the environment's reply to each turn"""
+    rewards: list[float] = field(default_factory=list)
+    """the reward of each turn"""
+    ends: list[int] = field(default_factory=list)
+    """index in ``ids`` of each turn's last token"""
+    ended: bool = False
+    """by the environment, after a turn that was not truncated"""
+    failure: str | None = None
+    """why the environment failed, in a few words"""
+    path: DecodingPath = "cached"
+    """how the last turn was decoded"""
 
-    def step(self, response: str) -> tuple[str | Messages, float, bool]:
-        """What is answered to a turn of the model's, what the turn earns, and whether the conversation is over."""
-        ...
+    @property
+    def answer(self) -> str:
+        """The last turn, as rewards score it."""
+        return self.answers[-1] if self.answers else ""
+
+    @property
+    def last(self) -> range:
+        """The indices in ``ids`` of the last turn."""
+        if not self.ends:
+            return range(0)
+        start = self.ends[-1]
+        while start > 0 and self.own[start - 1]:
+            start -= 1
+        return range(start, self.ends[-1] + 1)
+
+    @property
+    def history(self) -> Prompt:
+        """Everything before the last turn. Text unchanged; the answers in messages are without stop strings."""
+        if isinstance(self.start, str):
+            pairs = zip(self.turns[:-1], self.replies, strict=False)
+            return self.start + "".join(turn + str(reply) for turn, reply in pairs)
+        messages = list(self.start)
+        for answer, reply in zip(self.answers[:-1], self.replies, strict=False):
+            messages += [{"role": "assistant", "content": answer}, *_messages(reply)]
+        return messages
+
+    @property
+    def transcript(self) -> str:
+        """Everything after the prompt, for display: text unchanged; messages one per line, without the role of the first."""
+        if isinstance(self.start, str):
+            return "".join(turn + str(reply) for turn, reply in self._pairs(self.turns))
+        lines: list[str] = []
+        for answer, reply in self._pairs(self.answers):
+            lines.append(f"assistant: {answer}" if lines else answer)
+            lines += [f"{message['role']}: {message['content']}" for message in _messages(reply)]
+        return "\n".join(lines)
+
+    def _pairs(self, turns: Sequence[str]) -> Iterable[tuple[str, str | Messages]]:
+        nothing = "" if isinstance(self.start, str) else ()
+        return zip(turns, [*self.replies, *[nothing] * (len(turns) - len(self.replies))], strict=True)
+
+    def add_turn(
+        self, ids: list[int], log_probs: list[float], tokens: Tokens, path: DecodingPath, stop: Sequence[str] = ()
+    ) -> None:
+        """Add a turn of the model, which may end with one of the stop strings."""
+        self.path = path
+        self.ids += ids
+        self.own += [True] * len(ids)
+        self.log_probs += log_probs
+        self.turns.append(tokens.decode(ids))
+        self.answers.append(cut_at_stop(self.turns[-1], stop))
+        self.ends.append(len(self.ids) - 1)
+
+    def add_reply(self, ids: list[int]) -> None:
+        """Add tokens of the environment."""
+        self.ids += ids
+        self.own += [False] * len(ids)
+        self.log_probs += [0.0] * len(ids)
 
 
-class Unfit(Exception):
-    """What an environment gave can't be used; in a few words."""
+def as_samples(conversations: Sequence[Conversation], tokens: Tokens, device: torch.device) -> Samples:
+    """Conversations as rows, with the mask True at the model's tokens; one that never began is an empty row."""
+    prompt, prompt_mask = left_padded([conversation.prompt or [tokens.eos_id] for conversation in conversations], tokens.pad_id)
+    actions, said = right_padded([conversation.ids or [tokens.pad_id] for conversation in conversations], tokens.pad_id)
+    said &= torch.tensor([bool(conversation.ids) for conversation in conversations]).unsqueeze(-1)
+    mask, log_probs = torch.zeros_like(said), torch.zeros(said.shape)
+    for row, conversation in enumerate(conversations):
+        mask[row, : len(conversation.ids)] = torch.tensor(conversation.own, dtype=torch.bool)
+        log_probs[row, : len(conversation.ids)] = torch.tensor(conversation.log_probs)
+    return Samples(
+        prompt=prompt.to(device),
+        prompt_mask=prompt_mask.to(device),
+        actions=actions.to(device),
+        mask=mask.to(device),
+        log_probs=log_probs.to(device),
+        ended=torch.tensor([conversation.ended for conversation in conversations], device=device),
+        path=conversations[0].path,
+        real=said.to(device),
+    )
+
+
+def last_turn(mask: Tensor) -> Tensor:
+    """The model's tokens that no token of the environment separates from its last one.   [N, T] -> [N, T]"""
+    mask = mask.bool()
+    after = mask.flip(-1).cumsum(-1).flip(-1)  # the model's tokens from here on
+    others = (
+        (~mask & (after > 0)).flip(-1).cumsum(-1).flip(-1)
+    )  # the environment's from here on that one of the model's follows
+    return mask & (others == 0)
+
+
+def add_turn_rewards(scores: Scores, conversations: Sequence[Conversation], shape: Sequence[int]) -> Scores:
+    """The scores of the last turns plus the rewards of all turns, each on the last token of its turn; valid where no
+    environment failed.
+
+    shape  of the samples: N, T
+    """
+    fine = torch.tensor([conversation.failure is None for conversation in conversations])
+    earned = torch.tensor([sum(conversation.rewards) for conversation in conversations]).where(fine, 0.0)
+    valid, dense = scores.valid & fine, torch.zeros(tuple(shape))
+    for row, conversation in enumerate(conversations):
+        if conversation.failure is not None:  # it has no score, so ``scores.dense`` may be too narrow for its last turn
+            continue
+        for place, reward in zip(conversation.ends, conversation.rewards, strict=False):
+            dense[row, place] += reward
+        if (last := conversation.last) and scores.dense is None:
+            dense[row, last[-1]] += scores.total[row]
+        elif last and scores.dense is not None:
+            dense[row, last.start : last.stop] += scores.dense[row, : len(last)]
+    return Scores(
+        (scores.total + earned).where(valid, 0.0), {PART: earned, **scores.parts}, valid, dense.where(valid.unsqueeze(-1), 0.0)
+    )
+
+
+def mean_turns(conversations: Sequence[Conversation]) -> float:
+    """The model's turns per conversation."""
+    return sum(len(conversation.turns) for conversation in conversations) / len(conversations)
+
+
+def _messages(reply: str | Messages) -> Messages:
+    return [] if isinstance(reply, str) else reply
+
+
+class InvalidReply(Exception):
+    """What an environment returned can't be used; in a few words."""
 
 
 class Environments:
-    """Makes an environment for each conversation, and calls it as code that may be broken is called.
+    """Makes an environment for each conversation, and guards every call of it: environments are user code.
 
-    room        tokens that a prompt may have, and that a conversation may have before its last turn begins
-    deadline    seconds that all calls for a turn of all conversations may take
-    tolerated   share of the conversations whose environment may fail; nothing is learned from those
+    An environment has ``reset(row)``, which returns the prompt; ``row`` has the columns of the row and ``seed``, a number of
+    this conversation alone. ``step(response)`` returns the reply, the reward of the turn, and whether the conversation is over.
+    Prompt and replies are text, which follows unchanged, or messages, which the chat template writes. It may have ``close()``.
 
-    Raises SurefootError when there is no such class, or it can't be made.
+    room        the most tokens of a prompt, and of a conversation before its last turn
+    deadline    seconds for one turn's calls of all conversations together
+    tolerated   share of the conversations whose environment may fail; those are not trained on
+
+    Raises SurefootError when the class can't be imported, or an object of it can't be made or closed.
     """
 
     def __init__(
@@ -63,162 +212,171 @@ class Environments:
         self.settings, self.path, self.deadline, self.tolerated = settings, settings.environment, deadline, tolerated
         self.make = import_object(FIELD, self.path)
         if not callable(self.make):
-            raise self.refusal(f"is a {type(self.make).__name__}; it must be a class with reset and step")
-        try:
-            found = self._timed(self._made, "one object")
-        except (Exception, SystemExit) as error:
-            raise error if isinstance(error, SurefootError) else self.refusal(f"can't be made ({cause_of(error)})") from None
-        missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+            raise self._error(f"is a {type(self.make).__name__}; name a class with reset and step")
+        first = self._checked(self._make, "can't be made: {}; check turns.arguments")
+        missing = [name for name in ("reset", "step") if not callable(getattr(first, name, None))]
         if missing:
-            raise self.refusal(f"has no method {missing[0]}; it needs reset(row) and step(response)")
-        try:
-            self._timed(lambda: _close(found), "one object")
-        except (Exception, SystemExit) as error:
-            if isinstance(error, SurefootError):
-                raise
-            raise self.refusal(f"close before any reset raised {cause_of(error)}; let it close what was never begun") from None
+            raise self._error(f"has no method {missing[0]}; add reset(row) and step(response)")
+        self._checked(lambda: _close(first), "close before any reset raised {}; make close safe without reset")
 
     def converse(
         self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], draw: Draw, tokens: Tokens, stop: Sequence[str] = ()
     ) -> list[Conversation]:
-        """One conversation for each row; those that still go on take their turns together.
+        """One conversation for each row; those that go on take each turn together.
 
         seeds   one for each: of its sampling, and of its environment
         draw    samples turns
-        stop    strings that end a turn, and are no part of what an environment is told
+        stop    strings that end a turn; environments get it without them
 
-        Raises SurefootError where more fail than are tolerated, a call takes too long, or the chat template refuses messages.
+        Raises SurefootError when more fail than are tolerated, a call takes too long, or the chat template rejects messages.
         """
-        talks = [Conversation(row, seed) for row, seed in zip(rows, seeds, strict=True)]
-        self._each(talks, lambda talk: self._begin(talk, tokens))
-        going = [talk for talk in talks if talk.failure is None]
+        conversations = [Conversation(row, seed) for row, seed in zip(rows, seeds, strict=True)]
+        self._each(conversations, lambda conversation: self._begin(conversation, tokens))
+        going = [conversation for conversation in conversations if conversation.failure is None]
         for turn in range(self.settings.max_turns):
             if not going:
                 break
-            contexts = [talk.prompt + talk.ids for talk in going]
-            drawn = draw(contexts, [talk.seed if turn == 0 else derived_seed(talk.seed, "turn", turn) for talk in going])
-            for talk, ids, log_probs in zip(going, drawn.responses(), drawn.log_probs.tolist(), strict=True):
-                talk.write(ids, log_probs[: len(ids)], tokens, drawn.path, stop)
+            contexts = [conversation.prompt + conversation.ids for conversation in going]
+            drawn = draw(
+                contexts,
+                [conversation.seed if turn == 0 else derived_seed(conversation.seed, "turn", turn) for conversation in going],
+            )
+            for conversation, ids, log_probs in zip(going, drawn.responses(), drawn.log_probs.tolist(), strict=True):
+                conversation.add_turn(ids, log_probs[: len(ids)], tokens, drawn.path, stop)
             self._each(going, _step)
-            whole = zip(going, drawn.ended.tolist(), strict=True)
-            going = [talk for talk, ended in whole if self._goes_on(talk, ended, turn + 1, tokens)]
-        self._close_all(talks)
-        self._check(talks)
-        return talks
+            ends = zip(going, drawn.ended.tolist(), strict=True)
+            going = [conversation for conversation, ended in ends if self._goes_on(conversation, ended, turn + 1, tokens)]
+        self._close_all(conversations)
+        self._check(conversations)
+        return conversations
 
-    def refusal(self, what: str) -> SurefootError:
-        """One line about the environment."""
+    def _error(self, what: str) -> SurefootError:
         return SurefootError(f"{FIELD}={self.path!r}: {what}")
 
-    def _made(self) -> Any:
+    def _make(self) -> Any:
         return self.make(**self.settings.arguments)
 
-    def _begin(self, talk: Conversation, tokens: Tokens) -> None:
-        talk.environment = self._made()
-        start = _said(talk.environment.reset({"seed": derived_seed(talk.seed, PART), **talk.row}), "reset")
-        if not start or (not isinstance(start, str) and start[-1]["role"] == "assistant"):
-            raise Unfit("reset gave no prompt that an answer can follow")
-        talk.start = start
-        talk.prompt = self._encoded(lambda: tokens.encode_prompt(talk.start))
-        if len(talk.prompt) > self.room[0]:
-            raise Unfit(f"reset gave a prompt of {len(talk.prompt)} tokens and there is room for {self.room[0]}")
+    def _checked(self, call: Callable[[], T], message: str) -> T:
+        """A call for one object; the cause of an error takes the place of ``{}`` in the message."""
+        try:
+            return self._timed(call, "one object")
+        except SurefootError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._error(message.format(cause_of(error))) from None
 
-    def _goes_on(self, talk: Conversation, whole: bool, turn: int, tokens: Tokens) -> bool:
-        """Whether there is another turn; where one could have been, what was answered is there to be read."""
-        if talk.failure is not None or talk.ended or not whole:
-            talk.ended = talk.ended and whole
+    def _begin(self, conversation: Conversation, tokens: Tokens) -> None:
+        conversation.environment = self._make()
+        start = _text_or_messages(
+            conversation.environment.reset({"seed": derived_seed(conversation.seed, PART), **conversation.row}), "reset"
+        )
+        if not start or (not isinstance(start, str) and start[-1]["role"] == "assistant"):
+            raise InvalidReply("reset returned no prompt that an answer can follow")
+        conversation.start = start
+        conversation.prompt = self._encoded(lambda: tokens.encode_prompt(conversation.start))
+        if len(conversation.prompt) > self.room[0]:
+            raise InvalidReply(
+                f"reset returned a prompt of {len(conversation.prompt)} tokens and there is room for {self.room[0]}"
+            )
+
+    def _goes_on(self, conversation: Conversation, ended: bool, turn: int, tokens: Tokens) -> bool:
+        """Whether there is another turn; add the reply's tokens if there could be. ``ended``: the turn was not truncated."""
+        if conversation.failure is not None or conversation.ended or not ended:
+            conversation.ended = conversation.ended and ended
             return False
-        closed = talk.ids[-1] in tokens.eos_ids
-        new = self._encoded(lambda: tokens.encode_reply(talk.replies[-1], closed))
-        length = len(talk.prompt) + len(talk.ids) + len(new)
-        if length > self.room[1]:  # what does not fit is not read for V either: it may not fit into the context
+        has_eos = conversation.ids[-1] in tokens.eos_ids
+        new = self._encoded(lambda: tokens.encode_reply(conversation.replies[-1], has_eos))
+        length = len(conversation.prompt) + len(conversation.ids) + len(new)
+        if length > self.room[1]:  # not added for V either: it may not fit into the context
             return False
-        talk.hear(new)
+        conversation.add_reply(new)
         return turn < self.settings.max_turns
 
     def _encoded(self, encode: Callable[[], list[int]]) -> list[int]:
         try:
             return encode()
         except SurefootError as error:
-            raise self.refusal(str(error)) from None
+            raise self._error(str(error)) from None
 
-    def _each(self, talks: Sequence[Conversation], call: Callable[[Conversation], None]) -> None:
-        """The call for every conversation whose environment has not failed, within the deadline."""
+    def _each(self, conversations: Sequence[Conversation], call: Callable[[Conversation], None]) -> None:
+        """Make the call for every conversation whose environment has not failed, within the deadline."""
 
         def all_of_them() -> None:
-            for talk in talks:
-                if talk.failure is None:
+            for conversation in conversations:
+                if conversation.failure is None:
                     try:
-                        call(talk)
+                        call(conversation)
                     except SurefootError as error:
-                        said = str(error)
-                        raise error if said.startswith(FIELD) else self.refusal(said) from None
+                        raise error if str(error).startswith(FIELD) else self._error(str(error)) from None
                     except (Exception, SystemExit) as error:
-                        talk.failure = str(error) if isinstance(error, Unfit) else f"raised {cause_of(error)}"
+                        conversation.failure = str(error) if isinstance(error, InvalidReply) else f"raised {cause_of(error)}"
 
-        self._timed(all_of_them, f"{len(talks)} conversations")
+        self._timed(all_of_them, f"{len(conversations)} conversations")
 
-    def _close_all(self, talks: Sequence[Conversation]) -> None:
-        """Close every environment; those that have failed too, as far as they still can."""
-        failed = [talk for talk in talks if talk.failure is not None]
+    def _close_all(self, conversations: Sequence[Conversation]) -> None:
+        """Close every environment; errors of those that have failed are ignored."""
+        failed = [conversation for conversation in conversations if conversation.failure is not None]
 
         def the_failed() -> None:
-            for talk in failed:
+            for conversation in failed:
                 with suppress(Exception, SystemExit):
-                    _close(talk.environment)
+                    _close(conversation.environment)
 
-        self._each(talks, lambda talk: _close(talk.environment))
+        self._each(conversations, lambda conversation: _close(conversation.environment))
         self._timed(the_failed, f"{len(failed)} conversations")
 
     def _timed(self, call: Callable[[], T], what: str) -> T:
         try:
-            return within(self.deadline, call)
-        except Overdue:
-            raise self.refusal(
-                f"took longer than reward.deadline={self.deadline:g} s for {what}; make it faster, or raise that, then resume "
-                "from the last checkpoint"
+            return with_deadline(self.deadline, call)
+        except DeadlineExceeded:
+            raise self._error(
+                f"took longer than reward.deadline={self.deadline:g} s for {what}; make it faster, or raise reward.deadline, "
+                "then resume from the last checkpoint"
             ) from None
 
-    def _check(self, talks: Sequence[Conversation]) -> None:
-        failures = Counter(talk.failure for talk in talks if talk.failure is not None)
-        if failures.total() > self.tolerated * len(talks) + 1e-9:
-            raise self.refusal(
-                f"failed in {failures.total()} of {len(talks)} conversations, more than reward.tolerated={self.tolerated:g} of "
-                f"them; most often: {failures.most_common(1)[0][0]}; {MEND}"
+    def _check(self, conversations: Sequence[Conversation]) -> None:
+        failures = Counter(conversation.failure for conversation in conversations if conversation.failure is not None)
+        if failures.total() > self.tolerated * len(conversations) + 1e-9:
+            raise self._error(
+                f"failed in {failures.total()} of {len(conversations)} conversations, more than "
+                f"reward.tolerated={self.tolerated:g} allows; most often: {failures.most_common(1)[0][0]}; fix the "
+                "environment, then resume from the last checkpoint"
             )
 
 
-def _step(talk: Conversation) -> None:
-    """Have the environment answer the last turn."""
-    given = talk.environment.step(talk.answer)
-    if not isinstance(given, (tuple, list)) or len(given) != 3:
-        raise Unfit(f"step gave {_kind(given)}, and not messages, reward and done")
-    reply, reward, done = given
+def _step(conversation: Conversation) -> None:
+    """Pass the last turn to the environment and record its reply."""
+    returned = conversation.environment.step(conversation.answer)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        raise InvalidReply(f"step returned {_kind(returned)} instead of reply, reward and done")
+    reply, reward, done = returned
     number = math.nan if isinstance(reward, (str, bytes)) else float(reward)
     if not abs(number) <= torch.finfo(torch.float32).max:
-        raise Unfit(f"step gave a reward that is no finite number ({reward!r:.40})")
+        raise InvalidReply(f"step returned a reward that is no finite number ({reward!r:.40})")
     if done not in (True, False):
-        raise Unfit(f"step gave {_kind(done)} for done, and not True or False")
-    reply = _said("" if reply is None and done else reply, "step") or ("" if isinstance(talk.start, str) else [])
+        raise InvalidReply(f"step returned {_kind(done)} for done instead of True or False")
+    reply = _text_or_messages("" if reply is None and done else reply, "step") or (
+        "" if isinstance(conversation.start, str) else []
+    )
     if not done and not reply:
-        raise Unfit("step gave no message and is not done")
-    if reply and isinstance(reply, str) != isinstance(talk.start, str):
-        raise Unfit("reset and step gave text and messages; give one of them")
-    talk.replies.append(reply)
-    talk.rewards.append(number)
-    talk.ended = bool(done)
+        raise InvalidReply("step returned no message and is not done")
+    if reply and isinstance(reply, str) != isinstance(conversation.start, str):
+        raise InvalidReply("one of reset and step returned text, the other messages; return the same kind")
+    conversation.replies.append(reply)
+    conversation.rewards.append(number)
+    conversation.ended = bool(done)
 
 
-def _said(given: Any, who: str) -> str | list[dict[str, Any]]:
-    """Text or messages, checked."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, Sequence):
-        raise Unfit(f"{who} gave {_kind(given)}, and not text or a list of messages")
-    for message in given:
+def _text_or_messages(value: Any, method: str) -> str | list[dict[str, Any]]:
+    """Text or messages; InvalidReply, naming the method, for anything else."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence):
+        raise InvalidReply(f"{method} returned {_kind(value)} instead of text or a list of messages")
+    for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise Unfit(f"{who} gave a message that is not an object with a role and a content of text")
-    return [dict(message) for message in given]
+            raise InvalidReply(f"{method} returned a message without a role and a content of text")
+    return [dict(message) for message in value]
 
 
 def _kind(value: Any) -> str:
@@ -226,6 +384,6 @@ def _kind(value: Any) -> str:
 
 
 def _close(environment: Any) -> None:
-    """Environments that hold something may have ``close``."""
+    """``close`` is optional."""
     if callable(close := getattr(environment, "close", None)):
         close()

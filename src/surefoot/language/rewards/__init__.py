@@ -1,1 +1,1 @@
-"""What responses earn: functions, servers, reward models, and sums of them."""
+"""Rewards of responses: functions, servers, reward models, and sums of them."""

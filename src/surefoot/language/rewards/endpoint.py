@@ -1,6 +1,6 @@
-"""A reward that is asked for over HTTP: JSON there, numbers back, again where that may help, and one line where it does not.
+"""Gets rewards from an HTTP server: sends JSON, reads numbers, and retries when the server is busy.
 
-A request holds what a function would get, under the same names, so the server's side is ``{"scores": function(**body)}``.
+A request has a reward function's arguments under the same names, so a server returns ``{"scores": function(**body)}``.
 """
 
 import ipaddress
@@ -16,45 +16,45 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.deadline import DeadlineExceeded
 from surefoot.language.extras import require_package
-from surefoot.language.rewards.deadline import Overdue
 
 if TYPE_CHECKING:
     import httpx2
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
-"""seconds before the first further try, which double from try to try; and at most, where the server asks for no more"""
-TRY_AGAIN = (408, 425, 429)
-"""answers of a server that is busy, besides 5xx"""
-SHOWN = 80
-"""characters of an answer that still make a line"""
+"""seconds before the first retry, doubled for each further one; and at most, unless the server requests more"""
+RETRY_STATUS = (408, 425, 429)
+"""statuses of a busy server, besides 5xx"""
+EXCERPT = 80
+"""characters of a response that a message quotes"""
 RESUME, REPEAT = "then resume from the last checkpoint", "then repeat the command"
-"""what remains to be done once a reward is mended: in a run, and in a command that has no checkpoint"""
+"""what to do once a reward is fixed: in a run, and in a command without checkpoints"""
 SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "pwd", "auth", "authorization", "credential", "credentials"}
 SECRET |= {"sig", "signature", "sas", "jwt", "bearer", "accesskey", "accesstoken", "subscriptionkey"}
-"""words that name a secret in the query of an address"""
+"""words that name a secret in the query of a URL"""
 HARMLESS = re.compile(r"\b(?:cache|column|foreign|group|index|order|partition|public|row|sort)[\W_]*key\b")
-"""names of keys that open nothing"""
-RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{20,}")
-"""a value that nobody chose: so long a run of letters and digits, with both of them"""
+"""names of keys that are no secret"""
+RANDOM_VALUE = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{20,}")
+"""a generated value: a run of 20 or more letters and digits, with at least one of each"""
 
 
 class Endpoint:
-    """A function whose numbers come from a server, for ``FunctionReward``.
+    """A function whose scores come from a server, for ``FunctionReward``.
 
     url         http or https
-    batch       responses per request; requests follow each other
-    token_from  environment variable with the token of the Authorization header: ``Bearer`` and its value, or its value alone
-                where that names a scheme itself. Nothing but the name is ever written
-    retries     further tries of a request that does not get through, or is answered with 408, 425, 429 or 5xx
-    deadline    seconds that all requests of a call may take, waiting included
+    batch       responses per request; requests are sent one after another
+    token_from  environment variable with the token of the Authorization header: sent as ``Bearer`` and its value, or as the
+                value alone when it names a scheme itself. Only the name is ever written
+    retries     further attempts of a request that fails to connect, or gets status 408, 425, 429 or 5xx
+    deadline    seconds for all requests of a call, waits included
     arguments   sent with every request
-    then        what messages say is to be done once all is mended
+    then        the end of every remedy: how to continue once the problem is fixed
 
-    A server on this machine is never asked through a proxy that the environment names. Redirections are not followed.
+    A server on this machine is never reached through a proxy from the environment. Redirects are not followed.
     """
 
-    mend = "mend what answers there"
+    remedy = "fix the server"
 
     def __init__(
         self,
@@ -74,18 +74,13 @@ class Endpoint:
         self.__qualname__ = re.sub(r"//[^/@]*@", "//", re.split(r"[?#]", url)[0])  # for messages
 
     @property
-    def mended(self) -> str:
-        """What is to be done where an answer is wrong."""
-        return f"{self.mend}, {self.then}"
-
-    @property
     def name(self) -> str:
-        """For a part of the reward: the last word of the address."""
+        """The name of the reward's part: the last word of the URL's path."""
         words: list[str] = re.findall(r"[A-Za-z]\w*", self.__qualname__.partition("//")[2].partition("/")[2])
         return words[-1] if words else "url"
 
     def ready(self) -> None:
-        """Raise SurefootError where nothing can be asked: the package, the address or the token is missing."""
+        """Raise SurefootError when the package is missing, or the URL or the token is missing or invalid."""
         require_package("httpx2", "a reward from a url")
         if complaint := url_complaint(self.url):
             raise SurefootError(complaint)
@@ -96,149 +91,149 @@ class Endpoint:
                     f"token_from={self.token_from!r}: this environment variable is not set; set it to the token"
                 )
             if not (token.isascii() and token.isprintable()):
-                raise SurefootError(f"token_from={self.token_from!r}: its value can't be sent: it must be printable ASCII")
+                raise SurefootError(
+                    f"token_from={self.token_from!r}: its value can't be sent; use printable ASCII characters only"
+                )
             if not (self.url.startswith("https:") or is_local(self.url)):
                 raise SurefootError(
-                    f"token_from={self.token_from!r}: would send the token unencrypted to another machine; give an https:// url"
+                    f"token_from={self.token_from!r}: would send the token unencrypted to another machine; use an https:// url"
                 )
             self.secrets = (token, token.rpartition(" ")[2])
             self.headers = {"Authorization": token if " " in token else f"Bearer {token}"}
 
     def __call__(self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]) -> list[Any]:
-        """What the server gives for each response, whatever that is.
+        """What the server returns for each response, unchecked.
 
-        Raises SurefootError when it can't be reached, refuses, answers no list or one of another length; Overdue when it is
-        slow.
+        Raises SurefootError when the server can't be reached, rejects the request, or returns no list of the right length;
+        DeadlineExceeded when it is too slow.
         """
         import httpx2
 
         ends = time.monotonic() + self.deadline
-        given = {"prompts": prompts, "responses": responses, **columns}
-        if doubled := [name for name in self.arguments if name in given]:
-            raise SurefootError(f"argument {doubled[0]!r} is a column of the rows too; take it from one of them")
-        bodies = [self._body(given, slice(start, start + self.batch)) for start in range(0, len(responses), self.batch)]
-        found: list[Any] = []
+        arguments = {"prompts": prompts, "responses": responses, **columns}
+        if doubled := [name for name in self.arguments if name in arguments]:
+            raise SurefootError(f"argument {doubled[0]!r} is also a column of the rows; remove one of them")
+        bodies = [self._body(arguments, slice(start, start + self.batch)) for start in range(0, len(responses), self.batch)]
+        scores: list[Any] = []
         with httpx2.Client(headers=self.headers, trust_env=not is_local(self.url)) as client:
             for body in bodies:
-                count = min(self.batch, len(responses) - len(found))
-                found += self._read(self._asked(client, body, ends), count)
-        return found
+                count = min(self.batch, len(responses) - len(scores))
+                scores += self._scores_in(self._post(client, body, ends), count)
+        return scores
 
-    def _body(self, given: Mapping[str, Sequence[Any]], rows: slice) -> bytes:
-        body = {name: list(column[rows]) for name, column in given.items()} | self.arguments
+    def _body(self, arguments: Mapping[str, Sequence[Any]], rows: slice) -> bytes:
+        body = {name: list(column[rows]) for name, column in arguments.items()} | self.arguments
         for name, values in body.items():
             try:
                 json.dumps(values, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise SurefootError(f"{name!r} can't be sent as JSON ({cause_of(error)}); leave that column out") from None
+                raise SurefootError(f"{name!r} can't be sent as JSON ({cause_of(error)}); remove that column") from None
         return json.dumps(body).encode()
 
-    def _asked(self, client: "httpx2.Client", body: bytes, ends: float) -> "httpx2.Response":
-        """The answer to a request, at last."""
+    def _post(self, client: "httpx2.Client", body: bytes, ends: float) -> "httpx2.Response":
+        """The server's response to a request, retried until it succeeds, the retries are used up or the deadline is near."""
         import httpx2
 
-        tried = 0
+        attempts = 0
         while True:
-            tried, asked = tried + 1, 0.0
+            attempts, requested_wait = attempts + 1, 0.0
             left = ends - time.monotonic()
             if left <= 0:
-                raise Overdue
+                raise DeadlineExceeded
             try:
-                answer = client.post(self.url, content=body, headers={"Content-Type": "application/json"}, timeout=left)
+                response = client.post(self.url, content=body, headers={"Content-Type": "application/json"}, timeout=left)
             except httpx2.TimeoutException:
-                raise Overdue from None
+                raise DeadlineExceeded from None
             except httpx2.TransportError as error:
-                trouble = f"can't be reached ({self._hidden(cause_of(error))})"
+                problem = f"can't be reached ({self._redacted(cause_of(error))})"
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 raise SurefootError(
-                    f"gave no answer that can be read ({self._hidden(cause_of(error))}); {self.mended}"
+                    f"returned an unreadable response ({self._redacted(cause_of(error))}); {self.remedy}, {self.then}"
                 ) from None
             else:
-                if answer.is_success:
-                    return answer
-                trouble = self._hidden(f"answered {answer.status_code} {answer.reason_phrase}".rstrip())
-                if answer.status_code < 500 and answer.status_code not in TRY_AGAIN:
-                    raise SurefootError(f"{trouble}{self._said(answer)}; {self._remedy(answer.status_code)}, {self.then}")
-                asked = seconds_asked(answer.headers.get("Retry-After"))
-            if tried > self.retries:
-                raise SurefootError(f"{trouble}, {tried} times; see whether the server runs, {self.then}")
-            pause = max(asked, waiting(tried))
+                if response.is_success:
+                    return response
+                problem = self._redacted(f"returned {response.status_code} {response.reason_phrase}".rstrip())
+                if response.status_code < 500 and response.status_code not in RETRY_STATUS:
+                    remedy = self._status_remedy(response.status_code)
+                    raise SurefootError(f"{problem}{self._excerpt(response)}; {remedy}, {self.then}")
+                requested_wait = retry_after(response.headers.get("Retry-After"))
+            if attempts > self.retries:
+                raise SurefootError(f"{problem}, {attempts} times; check that the server runs, {self.then}")
+            pause = max(requested_wait, backoff(attempts))
             if time.monotonic() + pause >= ends:
                 raise SurefootError(
-                    f"{trouble}, and waiting {pause:.3g} s to try again would pass reward.deadline={self.deadline:g} s; "
-                    f"see to the server, {self.then}"
+                    f"{problem}, and waiting {pause:.3g} s for a retry would exceed reward.deadline={self.deadline:g} s; "
+                    f"check the server, {self.then}"
                 )
             time.sleep(pause)
 
-    def _read(self, answer: "httpx2.Response", count: int) -> list[Any]:
-        """The scores in an answer."""
-        form = f'a list of {count} scores, or {{"scores": [...]}}'
+    def _scores_in(self, response: "httpx2.Response", count: int) -> list[Any]:
+        expected = f'return a list of {count} scores, or {{"scores": [...]}}, {self.then}'
         try:
-            found = answer.json()
+            content = response.json()
         except (ValueError, RecursionError):
-            raise SurefootError(f"answered what is no JSON{self._said(answer)}; it must answer {form}; {self.mended}") from None
-        scores = found.get("scores") if isinstance(found, dict) else found
+            raise SurefootError(f"returned no JSON{self._excerpt(response)}; {expected}") from None
+        scores = content.get("scores") if isinstance(content, dict) else content
         if not isinstance(scores, list):
-            raise SurefootError(f"answered no scores{self._said(answer)}; it must answer {form}; {self.mended}")
+            raise SurefootError(f"returned no scores{self._excerpt(response)}; {expected}")
         if len(scores) != count:
-            raise SurefootError(f"answered {len(scores)} scores for {count} responses, and not one for each; {self.mended}")
+            raise SurefootError(f"returned {len(scores)} scores for {count} responses; {expected}")
         return scores
 
-    def _said(self, answer: "httpx2.Response") -> str:
-        text = self._hidden(" ".join(answer.text.split()))
-        return f" ({text[:SHOWN]!r}{' …' if len(text) > SHOWN else ''})" if text else ""
+    def _excerpt(self, response: "httpx2.Response") -> str:
+        text = self._redacted(" ".join(response.text.split()))
+        return f" ({text[:EXCERPT]!r}{' …' if len(text) > EXCERPT else ''})" if text else ""
 
-    def _remedy(self, status: int) -> str:
+    def _status_remedy(self, status: int) -> str:
         if status in (401, 403):
-            return (
-                "name the environment variable with its token by token_from" if self.token_from is None else "renew its token"
-            )
+            return "set token_from to the environment variable with its token" if self.token_from is None else "renew its token"
         if 300 <= status < 400:
-            return "give the address that it redirects to"
-        return "mend the address, or what answers there"
+            return "use the url that it redirects to"
+        return "correct the url, or fix the server"
 
-    def _hidden(self, text: str) -> str:
-        """Without the token, should a server or an error repeat it."""
+    def _redacted(self, text: str) -> str:
+        """The text without the token, in case a server or an error repeats it."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
 
 
 def url_complaint(url: str) -> str:
-    """What is wrong with an address, without repeating a password; "" where nothing is."""
+    """What is wrong with a URL, without repeating a password; "" if nothing is."""
     try:
         parts = urlsplit(url)
         host, secret, _ = parts.hostname, parts.username or parts.password, parts.port
     except ValueError as error:
-        return f"is no address ({error}); give one such as http://localhost:8000/score"
+        return f"is no valid address ({error}); use one such as http://localhost:8000/score"
     if secret:
-        return "holds a user or a password, which would be written into every run; name an environment variable by token_from"
+        return "contains a user or a password, which every run would store; use token_from with an environment variable"
     if parts.scheme not in ("http", "https") or not host:
-        return "is no address of a server; give one such as http://localhost:8000/score"
+        return "is no address of a server; use one such as http://localhost:8000/score"
     if (name := secret_in(parts.query)) is not None:
         return (
-            f"its query holds {name!r}, which looks like a secret and would be written into every run; name an environment "
-            "variable by token_from, and what is no secret in arguments"
+            f"its query contains {name!r}, which looks like a secret that every run would store; use token_from with an "
+            "environment variable, and arguments for what is not secret"
         )
     if parts.fragment:
-        return "has a part behind '#', which no server gets; leave it out"
+        return "has a fragment after '#', which is never sent; remove it"
     return ""
 
 
 def secret_in(query: str) -> str | None:
-    """The first name in a query that is a word for a secret, or whose value looks like one; None where there is none."""
+    """The first name in a query that is a word for a secret, or whose value looks like one; None without any."""
     for name, value in parse_qsl(query, keep_blank_values=True):
         words = HARMLESS.sub("", re.sub(r"([a-z\d])([A-Z])", r"\1 \2", name).lower())
         named = SECRET & {*re.findall(r"[a-z]+", words), re.sub(r"[^a-z]", "", words)}
-        if named or RANDOM.search(value):
-            return name if not RANDOM.search(name) else "…"
-        if not value and RANDOM.search(name):  # a query that is nothing but the secret
+        if named or RANDOM_VALUE.search(value):
+            return name if not RANDOM_VALUE.search(name) else "…"
+        if not value and RANDOM_VALUE.search(name):  # a query that is nothing but the secret
             return "…"
     return None
 
 
 def is_local(url: str) -> bool:
-    """Whether an address means this machine."""
+    """Whether a URL means this machine."""
     host = (urlsplit(url).hostname or "").rstrip(".")
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -249,16 +244,16 @@ def is_local(url: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def waiting(tried: int) -> float:
-    """Seconds before another try: twice as many each time, and at random between half of that and all of it.
+def backoff(attempts: int) -> float:
+    """Seconds before a retry: doubled for each attempt, times a random factor from 0.5 to 1.
 
-    Ranks that failed together don't come back together. Nothing that is learned depends on this number.
+    Ranks that failed together don't retry together. No number of the training depends on the wait.
     """
-    return float(min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(tried - 1, 30))) * random.SystemRandom().uniform(0.5, 1.0)
+    return float(min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(attempts - 1, 30))) * random.SystemRandom().uniform(0.5, 1.0)
 
 
-def seconds_asked(header: str | None) -> float:
-    """What ``Retry-After`` asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 where it says nothing that can be read."""
+def retry_after(header: str | None) -> float:
+    """The wait that ``Retry-After`` requests, in seconds or as a date (RFC 9110, 10.2.3); 0 if it can't be read."""
     text = (header or "").strip()
     if re.fullmatch(r"\d{1,9}", text):
         return float(text)

@@ -1,4 +1,4 @@
-"""What a response earns from a reward model: its score of the whole text, or of every step of it."""
+"""Scores of a reward model: one for the whole text, or one for every step."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -13,29 +13,38 @@ from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_pa
 from surefoot.language.extras import quiet_transformers
 from surefoot.language.models.language_model import errors_for, model_folder
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.rewards.scores import Columns, Pieces, Prompt, Scores
-from surefoot.language.rewards.steps import Mark, Per, dense_of, pieces, steps_of
+from surefoot.language.rewards.scores import (
+    Columns,
+    Mark,
+    Per,
+    Prompt,
+    Scores,
+    TokenTexts,
+    dense_scores,
+    split_steps,
+    token_texts,
+)
 
 BATCH_TOKENS = 16_384
 """tokens, padding included, that go through a reward model at once"""
 
 
 class ModelReward:
-    """A reward model's score of prompt and response, as whole texts that end, by the model's own tokenizer or chat template.
+    """A reward model's score of prompt and response, as whole texts with EOS, by the model's own tokenizer or chat template.
 
-    Or a process reward: its scores after every step, read in one pass at the last token of each.
+    Or a process reward: its scores after every step, from one pass, at the last token of each.
 
-    folder         what training with ``kind = "reward"`` wrote, or the run
+    folder         that training with ``kind = "reward"`` wrote, or the run
     weight         of the scores in the sum; they are standardised, mean 0 and std 1 on demonstrations
     per            "response" or "step"
     separator      what steps end with
     batch_tokens   tokens, padding included, that go through the model at once; bounds memory, changes no score
     name           of the part
-    device         where the model lives
+    device         where the model runs
     field          of the recipe that names it, for messages
-    read           gives the model where it need not be loaded as one of its own, and None elsewhere
+    read           returns a model that need not be loaded separately, and None for any other
 
-    Raises SurefootError when the folder holds no reward model, and from a call, when a text is longer than the model's
+    Raises SurefootError when the folder contains no reward model; and from a call, when a text is longer than the model's
     context or a score is not finite.
     """
 
@@ -52,30 +61,30 @@ class ModelReward:
         field: str = "reward.model",
         read: Callable[[str], RewardModel | None] | None = None,
     ) -> None:
-        assert per == "response" or (per == "step" and separator), "a term of a recipe has been looked at"
+        assert per == "response" or (per == "step" and separator), "terms are checked before"
         self.per: Per = per
         self.separator = separator
         self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
         with errors_for(field):
-            self.path, found = str(folder), None if read is None else read(str(folder))
-            if found is None:
+            self.path, model = str(folder), None if read is None else read(str(folder))
+            if model is None:
                 self.path = model_folder(self.path)
-                found = RewardModel.load(self.path)
-            self.model = found.requires_grad_(False).to(device)
-        assert self.model.tokenizer is not None, "a reward model's folder holds its tokenizer"
+                model = RewardModel.load(self.path)
+            self.model = model.requires_grad_(False).to(device)
+        assert self.model.tokenizer is not None, "a reward model's folder contains its tokenizer"
         self.tokens = Tokens(self.model.tokenizer)
         self.context: int | None = getattr(self.model.backbone.config, "max_position_embeddings", None)
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns, tokens: Pieces | None = None
+        self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns, tokens: TokenTexts | None = None
     ) -> Scores:
-        with quiet_transformers():  # a tokenizer warns of text longer than the context, which is refused here
+        with quiet_transformers():  # a tokenizer warns of text longer than the context, which is an error here
             rows = [self._ids(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         longest = max((len(before) + len(after) for before, after in rows), default=0)
         if self.context is not None and longest > self.context:
-            raise self._refusal(
-                f"prompt and response have {longest} tokens and its context is {self.context}; "
+            raise self._error(
+                f"prompt and response have {longest} tokens, more than its context of {self.context}; "
                 "lower data.max_length or sampling.max_tokens"
             )
         raw, dense = torch.zeros(len(rows)), None
@@ -85,13 +94,13 @@ class ModelReward:
         else:
             marks = self._marks(rows, responses)
             raw = torch.tensor([sum(score for _, score in of_row) for of_row in marks], dtype=torch.float32)
-            dense = None if tokens is None else self.weight * dense_of(marks, tokens, "step")
+            dense = None if tokens is None else self.weight * dense_scores(marks, tokens, "step")
         if not torch.isfinite(raw).all():
-            raise self._refusal("gave a score that is not finite; train it again, with a lower learning rate")
+            raise self._error("returned a score that is not finite; train it again with a lower learning rate")
         return Scores(self.weight * raw, {self.name: raw}, torch.ones(len(rows), dtype=torch.bool), dense)
 
     def _batches(self, rows: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Which rows, their ids and their mask."""
+        """Row indices, their ids and their mask."""
         device = self.model.mean.device
         for chosen in _packed([len(before) + len(after) for before, after in rows], self.batch_tokens):
             ids, mask = right_padded([[*rows[index][0], *rows[index][1]] for index in chosen], self.tokens.pad_id)
@@ -100,30 +109,30 @@ class ModelReward:
     def _marks(self, rows: Sequence[tuple[list[int], list[int]]], responses: Sequence[str]) -> list[list[Mark]]:
         """Where each step of each response ends, and the score there."""
         assert self.separator is not None
-        found: list[list[Mark]] = [[] for _ in rows]
+        marks: list[list[Mark]] = [[] for _ in rows]
         for chosen, ids, mask in self._batches(rows):
             everywhere = (self.model.prefix_scores(ids, mask) - self.model.mean) / self.model.std
             for at, row in zip(everywhere.float().cpu(), chosen, strict=True):
                 before, after = rows[row]
-                written = list(accumulate(map(len, pieces(self.tokens.decode, after))))
-                for step in steps_of(responses[row], self.separator):
-                    place = min(bisect_left(written, step.end), len(after) - 1)  # it may write what it does not know shorter
-                    found[row].append((step.end, float(at[len(before) + place])))
-        return found
+                written = list(accumulate(map(len, token_texts(self.tokens.decode, after))))
+                for step in split_steps(responses[row], self.separator):
+                    place = min(bisect_left(written, step.end), len(after) - 1)  # an unknown character may be decoded as fewer
+                    marks[row].append((step.end, float(at[len(before) + place])))
+        return marks
 
     def _ids(self, prompt: Prompt, response: str) -> tuple[list[int], list[int]]:
-        """Those of the prompt, and those of the response with its end; together, with the scores of whole responses."""
+        """Ids of the prompt, and of the response with EOS; of messages scored as a whole, all ids in the second list."""
         if isinstance(prompt, str) or self.per == "step":
             return self.tokens.encode_prompt(prompt), self.tokens.encode_completion(response)
         whole = Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt))
         return [], self.tokens.render(whole)
 
-    def _refusal(self, what: str) -> SurefootError:
+    def _error(self, what: str) -> SurefootError:
         return SurefootError(f"{self.field}={self.path!r}: {what}")
 
 
 def _packed(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Indices in batches of rows of like length, so that rows × longest ≤ tokens; a longer row goes alone."""
+    """Indices in batches of rows of similar length, with rows × longest ≤ tokens; a longer row is a batch alone."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[index] > tokens:

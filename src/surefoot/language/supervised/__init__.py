@@ -1,1 +1,1 @@
-"""Training on given rows: SFT, reward models, DPO."""
+"""Training on fixed rows: SFT, reward models, DPO."""

@@ -1,79 +1,150 @@
-"""Demonstrations as tensors, and how likely a policy finds them: learned from in SFT, watched in what comes after."""
+"""Demonstrations as tensors, their likelihood under a policy, and the loss on them that mixing adds to PPO."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from surefoot.core.distributed import all_sum
+from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import Policy, map_tensors
+from surefoot.functional import aggregate
 from surefoot.language.data import datasets as data
+from surefoot.language.data.batches import EpochSampler, row_lengths
 from surefoot.language.data.rows import read_rows, rows_hash
 from surefoot.language.data.tokens import Tokens, left_padded, right_padded
-from surefoot.language.models.policy import in_micro_batches
+from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 """inputs of the policy, actions [B, T], mask [B, T]"""
+RowTensors = Callable[[Sequence[int]], Batch]
+"""makes the tensors of some rows, by index"""
 
 
 class Rows:
-    """What some of a file's rows are as tensors, and by what all of them are recognised.
+    """The rows of a file: any of them as tensors, and a hash of all.
 
     lengths   tokens of each row; of a pair, the longer answer's
-    trained   those of them that are trained
-    notes     a line for each reason why something of the file is not among them
+    trained   the number of them that are trained
+    notes     a line for each reason why rows or columns of the file are left out
     """
 
     def __init__(
         self,
-        tensors: Callable[[Sequence[int]], Batch],
+        tensors: RowTensors,
         content: Iterable[object],
         lengths: Sequence[int],
         trained: Sequence[int],
         notes: Sequence[str] = (),
     ) -> None:
-        self.count, self.tensors, self.print = len(lengths), tensors, rows_hash(content)
+        self.count, self.tensors, self.hash = len(lengths), tensors, rows_hash(content)
         self.lengths, self.trained, self.notes = lengths, trained, notes
 
-    def first(self, count: int) -> tuple[int, int, int]:
-        """Of the first ``count`` rows, as far as there are so many: how many, and the most tokens and trained ones in a row."""
+    def sizes(self, count: int) -> tuple[int, int, int]:
+        """Of the first ``count`` rows, or all if fewer: how many, and the most tokens and trained tokens in a row."""
         lengths, trained = self.lengths[:count], self.trained[:count]
         return len(lengths), max(lengths, default=0), max(trained, default=0)
 
 
-def demonstration_rows(path: str, tokens: Tokens, limit: int, said: str = "") -> Rows:
-    """The demonstrations in a file that have at most ``limit`` tokens; ``said`` is how a message says that (``data.room``).
+def batches(tensors: RowTensors, count: int, batch: int, device: str) -> Iterator[Batch]:
+    """The first ``count`` rows on the device, at most ``batch`` at a time."""
+    for start in range(0, count, batch):
+        yield map_tensors(lambda x: x.to(device), tensors(range(start, min(start + batch, count))))
 
-    Raises SurefootError, with file and line, for what is not such a file, and when every row is too long.
+
+def demonstration_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "") -> Rows:
+    """The demonstrations in a file with at most ``limit`` tokens.
+
+    limit_reason   how messages call the limit (``data.token_limit``)
+
+    Raises SurefootError, with file and line, for an invalid file, and when every row is too long.
     """
-    shown = data.demonstrations(read_rows(path), tokens, limit, said)
+    demonstrations = data.demonstrations(read_rows(path), tokens, limit, limit_reason)
     return Rows(
-        partial(demonstration_tensors, shown, pad_id=tokens.pad_id),
-        zip(shown.ids, shown.trained, strict=True),
-        [len(ids) for ids in shown.ids],
-        [sum(trained) for trained in shown.trained],
-        data.drop_notes(path, limit, shown.dropped, unused=shown.unused),
+        partial(demonstration_tensors, demonstrations, pad_id=tokens.pad_id),
+        zip(demonstrations.ids, demonstrations.trained, strict=True),
+        [len(ids) for ids in demonstrations.ids],
+        [sum(trained) for trained in demonstrations.trained],
+        data.drop_notes(path, limit, demonstrations.dropped, unused=demonstrations.unused),
     )
 
 
-def demonstration_tensors(shown: data.Demonstrations, rows: Sequence[int], pad_id: int) -> Batch:
-    """All before the first trained token as the prompt, the rest as the response; masked True where trained."""
-    starts = [shown.trained[row].index(True) for row in rows]
-    prompt, prompt_mask = left_padded([shown.ids[row][:start] for row, start in zip(rows, starts, strict=True)], pad_id)
-    actions, _ = right_padded([shown.ids[row][start:] for row, start in zip(rows, starts, strict=True)], pad_id)
-    mask, _ = right_padded([shown.trained[row][start:] for row, start in zip(rows, starts, strict=True)], 0)
+def demonstration_tensors(demonstrations: data.Demonstrations, rows: Sequence[int], pad_id: int) -> Batch:
+    """The tokens before the first trained one as the prompt, the rest as the response; the mask is True where trained."""
+    ids, trained = demonstrations.ids, demonstrations.trained
+    starts = [trained[row].index(True) for row in rows]
+    prompt, prompt_mask = left_padded([ids[row][:start] for row, start in zip(rows, starts, strict=True)], pad_id)
+    actions, _ = right_padded([ids[row][start:] for row, start in zip(rows, starts, strict=True)], pad_id)
+    mask, _ = right_padded([trained[row][start:] for row, start in zip(rows, starts, strict=True)], 0)
     return {"prompt": prompt, "prompt_mask": prompt_mask}, actions, mask.bool()
 
 
 @torch.no_grad()
-def scored(
+def row_log_probs(
     policy: Policy, rows: Rows, count: int, batch: int, device: str, tokens: int | None = None, size: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Log-probabilities and mask, both [B, T], of the first ``count`` rows, padded in batches of ``batch``.
 
-    At most ``tokens`` tokens and ``size`` rows are read at a time.
+    A forward pass has at most ``tokens`` tokens and ``size`` rows.
     """
-    count = min(count, rows.count)
-    for start in range(0, count, batch):
-        inputs, actions, mask = map_tensors(lambda x: x.to(device), rows.tensors(range(start, min(start + batch, count))))
+    for inputs, actions, mask in batches(rows.tensors, min(count, rows.count), batch, device):
         yield in_micro_batches(policy, inputs, actions, mask, tokens, size, policy.costs(inputs, mask)).log_probs, mask
+
+
+class SftLoss:
+    """The loss −mean log π on the next demonstrations, added to every update (PPO-ptx).
+
+    Ouyang et al. 2022 (arXiv 2203.02155), section 3.5, with rows of the pretraining data.
+
+    policy        the trained model, at temperature 1 and without a critic, as in SFT
+    rows          the demonstrations
+    batch         demonstrations per update, on all ranks together
+    coefficient   of the mean −log π per token in the loss
+    tokens, size  of a backward pass at most, padding included; the gradient does not depend on them
+    """
+
+    def __init__(
+        self,
+        policy: LanguagePolicy,
+        rows: Rows,
+        batch: int,
+        coefficient: float,
+        seed: int,
+        device: str = "cpu",
+        tokens: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        self.policy, self.rows, self.batch, self.coefficient, self.device = policy, rows, batch, coefficient, device
+        self.tokens, self.size = tokens, size
+        self.walk = EpochSampler(rows.count, seed)
+
+    def add_gradient(self) -> dict[str, float]:
+        """Add coefficient × the gradient of the mean over all ranks' tokens; return the mean as ``sft_loss``."""
+        batch: Batch = map_tensors(lambda x: x.to(self.device), self.rows.tensors(self.walk.next(self.batch)))
+        mask = batch[2]
+        count = all_sum(mask.sum().float()).clamp(min=1)
+        total = torch.zeros((), device=mask.device)
+        for inputs, actions, kept in self._parts(batch):
+            loss = aggregate(-self.policy(inputs, actions, kept).log_probs, kept, "token-mean", count)
+            (self.coefficient * loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return {"sft_loss": float(all_sum(total))}
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        if self.tokens is None and self.size is None:
+            yield batch
+            return
+        costs: Tensor = row_lengths(batch[0], batch[2])
+        for group in groups_by_length(costs, sys.maxsize if self.tokens is None else self.tokens, self.size):
+            yield select_rows(batch, group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return self.walk.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position."""
+        self.walk.load_state_dict(state)

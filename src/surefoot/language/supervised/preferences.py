@@ -1,24 +1,50 @@
-"""A reward model as a policy over two answers, so that it is trained like every other policy.
+"""Training on pairs of answers: policies over the two answers, for reward models and for DPO.
 
-Bradley and Terry (1952) say that the chosen answer is preferred with probability σ(r_chosen − r_rejected). That is the softmax
-of the two scores: a policy with two actions. Its policy gradient with weight 1 on "the first", the chosen one, is the gradient
-of −log σ(r_chosen − r_rejected).
+Bradley and Terry (1952): the chosen answer is preferred with probability σ(r_chosen − r_rejected). That is the softmax of the
+two scores, a policy with two actions. Its policy gradient with weight 1 on the first, the chosen one, is the gradient of
+−log σ(r_chosen − r_rejected).
+
+A reward model learns the scores r. In DPO (Rafailov et al. 2023) the score is r(y) = β·(log π_θ(y) − log π_ref(y)), up to a
+term that both answers share. With label noise ε, the weights are 1 − ε and ε on the two choices, as the average label would be.
+
+IPO (Azar et al. 2023) draws the margin h = r(chosen)/β − r(rejected)/β instead of a choice: from a normal distribution around h
+with variance 1/2, in which label "first" is 1/(2β) and label "second" −1/(2β). Its log-density, without the constant, is
+−(h ∓ 1/(2β))², which is equation 17 of the paper; the weights have the same meaning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from surefoot.core.rollout import Evaluation, Policy
-from surefoot.language.models.policy import checkpoint_layers, computing
+from surefoot.core.rollout import Evaluation, Metrics, Policy
+from surefoot.language.adapters.layers import SharedBase
+from surefoot.language.data import datasets as data
+from surefoot.language.data.rows import read_rows
+from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.policy import LanguagePolicy, checkpoint_layers, computing, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
+from surefoot.language.supervised.demonstrations import Batch, Rows, RowTensors, batches, demonstration_tensors
+from surefoot.recipes.language import DpoRecipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHOSEN, REJECTED = "chosen", "rejected"
+REFERENCE = "reference"
+"""key of Σ log π_ref of both answers in the inputs   [B, 2]"""
+
+
+# ---- reward models ------------------------------------------------------------------------------------------------------
 
 
 class PairPolicy(Policy):
-    """Which of two answers is better, by a reward model's raw scores.
+    """Chooses the better of two answers by a reward model's raw scores.
 
     ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right.
     """
@@ -31,7 +57,7 @@ class PairPolicy(Policy):
         self.eval()
 
     def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
-        """Log-probability of taking answer 0 (the chosen) or 1, and the entropy of the choice.   [B, 1] -> all [B, 1]"""
+        """Log-probability of choosing answer 0 (the chosen) or 1, and the entropy of the choice.   [B, 1] -> all [B, 1]"""
         both = self.scores(inputs).log_softmax(-1)
         entropy = -(both.exp() * both).sum(-1, keepdim=True)
         return Evaluation(both.gather(-1, actions), entropy)
@@ -39,8 +65,8 @@ class PairPolicy(Policy):
     def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Raw scores of the chosen and the rejected answer.   -> [B, 2]"""
         with computing(self, self.checkpointing, self.bf16):
-            found = [self.model.raw(*_trimmed(inputs[side], inputs[f"{side}_mask"])) for side in (CHOSEN, REJECTED)]
-        return torch.stack(found, -1).float()
+            scores = [self.model.raw(*_trimmed(inputs[side], inputs[f"{side}_mask"])) for side in (CHOSEN, REJECTED)]
+        return torch.stack(scores, -1).float()
 
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         """Tokens of both answers.   [B]"""
@@ -51,7 +77,225 @@ class PairPolicy(Policy):
         return super().train(False)
 
 
+def pair_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "") -> Rows:
+    """The pairs in a file whose answers have at most ``limit`` tokens each, for a reward model.
+
+    limit_reason   how messages call the limit (``data.token_limit``)
+
+    Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
+    """
+    pairs = data.pairs(read_rows(path), tokens, limit, limit_reason)
+    both = list(zip(pairs.chosen, pairs.rejected, strict=True))
+    longest = [max(map(len, pair)) for pair in both]
+    tensors = partial(pair_tensors, pairs, pad_id=tokens.pad_id)
+    return Rows(tensors, both, longest, [0] * len(both), data.pair_drop_notes(path, limit, pairs))
+
+
+def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
+    """Both answers with their prompt, and the choice of the first in every row."""
+    inputs = {}
+    for side, ids in ((CHOSEN, pairs.chosen), (REJECTED, pairs.rejected)):
+        inputs[side], inputs[f"{side}_mask"] = right_padded([ids[row] for row in rows], pad_id)
+    return inputs, torch.zeros(len(rows), 1, dtype=torch.long), torch.ones(len(rows), 1, dtype=torch.bool)
+
+
 def _trimmed(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the columns on the right in which no row has a token."""
+    """Without the columns on the right that are padding in every row."""
     width = int(mask.sum(-1).max())
     return ids[:, :width], mask[:, :width]
+
+
+# ---- DPO and IPO --------------------------------------------------------------------------------------------------------
+
+
+class DpoPolicy(Policy):
+    """Chooses the better of two answers by the log-ratios of a language model to its reference.
+
+    model   the trained policy, without a critic
+    beta    β, the KL penalty per nat from the reference
+    ipo     draw the margin (IPO) instead of the choice (DPO)
+
+    ``inputs`` are, for each side, {"chosen_prompt" [B, P], "chosen_prompt_mask" [B, P], "chosen" [B, T], "chosen_mask" [B, T]},
+    where the mask is True at trained tokens, and {"reference" [B, 2]}.
+    """
+
+    def __init__(self, model: Policy, beta: float, ipo: bool = False) -> None:
+        super().__init__()
+        self.writer, self.beta, self.ipo, self.exact = model, beta, ipo, model.exact  # "writer" is in checkpoint keys
+        self.eval()
+
+    def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        """Log-probability of the label that answer 0 (the chosen) or 1 is better; the entropy of the choice, shared by the
+        actions of a row.   [B, K] -> all [B, K]
+        """
+        log_ratios = self.log_ratios(inputs)
+        both = (self.beta * log_ratios).log_softmax(-1)
+        entropy = -(both.exp() * both).sum(-1, keepdim=True) / actions.shape[-1]
+        return Evaluation(self.label_log_probs(log_ratios).gather(-1, actions), entropy.expand(actions.shape))
+
+    def label_log_probs(self, log_ratios: Tensor) -> Tensor:
+        """Log-probabilities of both labels; of IPO without the constant.   [B, 2] -> [B, 2]"""
+        if not self.ipo:
+            return (self.beta * log_ratios).log_softmax(-1)
+        margin, target = log_ratios[..., :1] - log_ratios[..., 1:], 1 / (2 * self.beta)
+        return -(torch.cat([margin - target, margin + target], -1) ** 2)
+
+    def log_ratios(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """log π_θ − log π_ref of the chosen and the rejected answer.   -> [B, 2]"""
+        return answer_log_probs(self.writer, inputs) - inputs[REFERENCE]
+
+    def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """Tokens of both answers, each with its prompt.   [B]"""
+        return sum(self.writer.costs(prompt, kept) for prompt, _, kept in _sides(inputs))  # type: ignore[return-value]
+
+    def train(self, mode: bool = True) -> "DpoPolicy":
+        """Stay in evaluation mode: no dropout."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def evaluate(self, rows: Rows, count: int, recipe: DpoRecipe) -> Metrics:
+        """Loss, accuracy, margin and log-probabilities on the first ``count`` rows."""
+        noise = recipe.preference.label_smoothing
+        weights = torch.tensor([1 - noise, noise], dtype=torch.float64)
+        ratios, references = [], []
+        most = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
+        for inputs, actions, mask in batches(rows.tensors, min(count, rows.count), recipe.data.batch, recipe.device):
+            costs = self.costs(inputs, mask)
+            of_batch = in_micro_batches(lambda part, *_: self.log_ratios(part), inputs, actions, mask, *most, costs)
+            ratios.append(of_batch.double().cpu())
+            references.append(inputs[REFERENCE].double().cpu())
+        log_ratios = torch.cat(ratios)
+        chosen, rejected = (log_ratios + torch.cat(references)).mean(0).tolist()
+        margin = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])
+        return {
+            "held_out_loss": -float((self.label_log_probs(log_ratios) * weights).sum(-1).mean()),
+            "held_out_accuracy": float(((margin > 0).double() + 0.5 * (margin == 0)).mean()),
+            "held_out_margin": float(margin.mean()),
+            "held_out_chosen_log_prob": chosen,
+            "held_out_rejected_log_prob": rejected,
+        }
+
+
+def _sides(inputs: Mapping[str, Tensor]) -> list[tuple[dict[str, Tensor], Tensor, Tensor]]:
+    """Prompt, answer and mask of the chosen and the rejected answer."""
+    return [
+        (
+            {"prompt": inputs[f"{side}_prompt"], "prompt_mask": inputs[f"{side}_prompt_mask"]},
+            inputs[side],
+            inputs[f"{side}_mask"],
+        )
+        for side in (CHOSEN, REJECTED)
+    ]
+
+
+def answer_log_probs(model: Policy, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Σ log π of the trained tokens of both answers.   -> [B, 2]"""
+    return torch.stack([model(*side).log_probs.masked_fill(~side[2], 0).sum(-1) for side in _sides(inputs)], -1)
+
+
+def trained_tokens(inputs: Mapping[str, Tensor]) -> float:
+    """The number of trained tokens in both answers."""
+    return float(inputs[f"{CHOSEN}_mask"].sum() + inputs[f"{REJECTED}_mask"].sum())
+
+
+def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "") -> Rows:
+    """The pairs in a file whose answers have at most ``limit`` tokens each, prompt included, for DPO.
+
+    limit_reason   how messages call the limit (``data.token_limit``)
+
+    Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
+    """
+    pairs = data.pairs(read_rows(path), tokens, limit, limit_reason)
+    sides = {
+        CHOSEN: data.Demonstrations(pairs.chosen, pairs.chosen_trained, 0),
+        REJECTED: data.Demonstrations(pairs.rejected, pairs.rejected_trained, 0),
+    }
+
+    def tensors(rows: Sequence[int]) -> Batch:
+        inputs = {}
+        for side, answers in sides.items():
+            prompt, inputs[side], inputs[f"{side}_mask"] = demonstration_tensors(answers, rows, tokens.pad_id)
+            inputs |= {f"{side}_{name}": x for name, x in prompt.items()}
+        return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
+
+    content = list(zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True))
+    longest = [max(len(chosen), len(rejected)) for chosen, rejected, *_ in content]
+    trained = [max(sum(chosen), sum(rejected)) for *_, chosen, rejected in content]
+    return Rows(tensors, content, longest, trained, data.pair_drop_notes(path, limit, pairs))
+
+
+class ReferenceLogProbs:
+    """Adds the reference's log-probabilities to rows. They are computed once, when first needed; the model is then freed.
+
+    rows      whose tensors include them from now on
+    compute   returns Σ log π_ref of both answers of the first ``count`` rows   -> [N, 2]
+    count     rows to compute; none: all
+    """
+
+    def __init__(self, rows: Rows, compute: Callable[[RowTensors, int], Tensor], count: int | None = None) -> None:
+        self._plain, self.count = rows.tensors, min(count or rows.count, rows.count)
+        self._compute = compute
+        self._values: Tensor | None = None
+        rows.tensors = self.tensors
+
+    @property
+    def values(self) -> Tensor:
+        """Σ log π_ref of both answers, on the CPU.   [N, 2]"""
+        if self._values is None:
+            self._values = self._compute(self._plain, self.count).cpu()
+        return self._values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._values = values.cpu()
+
+    def tensors(self, rows: Sequence[int]) -> Batch:
+        """The rows with their reference log-probabilities."""
+        inputs, actions, mask = self._plain(rows)
+        return {**inputs, REFERENCE: self.values[list(rows)]}, actions, mask
+
+
+class Reference:
+    """The frozen model of a recipe. Every call loads it again, so it takes no memory in between.
+
+    shared  a model with adapters and its base: unless the recipe names another, the reference is that model without adapters
+
+    Raises SurefootError when ``reference.model`` can't be read, or does not read the policy's tokens.
+    """
+
+    def __init__(
+        self, recipe: DpoRecipe, tokens: Tokens, longest: int, shared: "tuple[PreTrainedModel, SharedBase] | None" = None
+    ) -> None:
+        self.recipe, self.tokens, self.longest = recipe, tokens, longest
+        self.shared = shared if recipe.reference.model is None else None
+        if recipe.reference.model is not None:
+            self._model()
+
+    @torch.no_grad()
+    def log_probs(self, tensors: RowTensors, count: int) -> Tensor:
+        """Σ log π_ref of both answers of the first ``count`` rows.   -> [count, 2]"""
+        recipe = self.recipe
+        bf16 = recipe.precision == "bfloat16"
+        policy = LanguagePolicy(self._model(), None, self.tokens.pad_id, bf16=bf16).to(recipe.device)
+        most = recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch
+
+        def summed(inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor) -> Tensor:
+            log_probs: Tensor = policy(inputs, actions, mask).log_probs
+            return log_probs.sum(-1)
+
+        sums = []
+        with nullcontext() if self.shared is None else self.shared[1].using(None):
+            for inputs, _, _ in batches(tensors, count, recipe.data.batch, recipe.device):
+                sums.append(torch.stack([in_micro_batches(summed, *side, *most) for side in _sides(inputs)], -1).cpu())
+        return torch.cat(sums)
+
+    def _model(self) -> "PreTrainedModel":
+        name = self.recipe.reference.model
+        if self.shared is not None:
+            return self.shared[0]
+        if name is None:
+            return load_base(self.recipe)[0]
+        with errors_for("reference.model"):
+            model, tokenizer = load_model(model_folder(name), trust_remote_code=self.recipe.trust_remote_code)
+        check_compatible("reference.model", name, (model, tokenizer), self.recipe, self.tokens, self.longest)
+        return model

@@ -1,11 +1,11 @@
-"""Short product reviews from a seeded grammar, with a program, ``gold``, that knows how good a review is.
+"""Short product reviews from a seeded grammar, and a program, ``gold``, that scores them.
 
-The stand-in for people in the RLHF demo. Demonstrations are reviews of every mood, with some slips: a part of another
-product, a lost letter. Preferences are by gold, with noise. A reward model has seen only what the supervised model writes,
-so gold and reward model part where a policy goes on from there.
+It simulates human preferences in the RLHF demo. Demonstrations are reviews of every mood, with some errors: a part of another
+product, a missing letter. Preferences follow gold, with noise. A reward model is trained on text of the supervised model only,
+so gold and reward model diverge as the policy moves away from it.
 
-Demonstrations are of all products. Preferences and training prompts leave some products out: a preference learned from the
-others is held against gold on these.
+Demonstrations cover all products. Preferences and training prompts leave some products out, to test on them how well learned
+preferences generalise.
 """
 
 import random
@@ -30,7 +30,7 @@ HELD_OUT = {"tent": ("pole", "zip", "flap"), "watch": ("dial", "strap", "crown")
 PRODUCTS = TRAINED | HELD_OUT
 
 CONDITIONS = ("new", "old", "red", "big")
-"""what stands before the product in a prompt; no matter for the review"""
+"""the word before the product in a prompt; irrelevant to the review"""
 
 VERBS = ("is", "looks", "feels")
 GOOD = ("great", "superb", "solid", "lovely", "fine")
@@ -40,7 +40,7 @@ LIKES = ("love", "like")
 DISLIKES = ("hate", "dislike")
 
 LONGEST = 48
-"""characters of the longest demonstration; a limit for responses"""
+"""characters of the longest demonstration, and a limit for responses"""
 PRAISE, PRAISE_AT_MOST = 0.5, 3
 ON_TOPIC, ON_TOPIC_AT_MOST = 0.25, 2
 FAULT = -0.5
@@ -61,12 +61,12 @@ _SENTENCE = re.compile(
 
 
 def prompts(count: int, seed: int = 0, *, held_out: bool = False) -> list[str]:
-    """``count`` prompts such as ``"old bike: "``, drawn with replacement; of the held-out products alone when asked."""
+    """``count`` prompts such as ``"old bike: "``, drawn with replacement; ``held_out``: of the held-out products only."""
     return _prompts(random.Random(derived_seed(seed, "prompts")), count, HELD_OUT if held_out else TRAINED)
 
 
 def demonstrations(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """``count`` rows ``{"prompt", "completion"}`` of all products, as supervised training reads them."""
+    """``count`` rows ``{"prompt", "completion"}`` of all products, for supervised training."""
     draw = random.Random(derived_seed(seed, "demonstrations"))
     return [{"prompt": prompt, "completion": _review(draw, product_of(prompt))} for prompt in _prompts(draw, count, PRODUCTS)]
 
@@ -75,35 +75,35 @@ def label(pairs: Iterable[tuple[str, str, str]], noise: float = 0.5, seed: int =
     """Rows ``{"prompt", "chosen", "rejected"}`` from pairs (prompt, one review, another).
 
     The first is chosen with probability σ((gold of the first − gold of the second) / noise), which is the model that a
-    Bradley–Terry reward model assumes; with noise 0 the better one always is, and the first of two equals.
-    Pairs of one text twice say nothing and are left out.
+    Bradley–Terry reward model assumes; with noise 0 the better one always is, and the first of two equal ones.
+    Pairs of identical texts are left out.
     """
-    told = [pair for pair in pairs if pair[1] != pair[2]]
-    whose = [prompt for prompt, _, _ in told]
-    first, second = gold(whose, [a for _, a, _ in told]), gold(whose, [b for _, _, b in told])
+    different = [pair for pair in pairs if pair[1] != pair[2]]
+    whose = [prompt for prompt, _, _ in different]
+    first, second = gold(whose, [a for _, a, _ in different]), gold(whose, [b for _, _, b in different])
     draw = random.Random(derived_seed(seed, "labels"))
     rows = []
-    for (prompt, a, b), ours, theirs in zip(told, first, second, strict=True):
+    for (prompt, a, b), ours, theirs in zip(different, first, second, strict=True):
         chosen, rejected = (b, a) if prefers_first(ours, theirs, noise, draw) is False else (a, b)
         rows.append(pair_row(prompt, chosen, rejected))
     return rows
 
 
 def gold(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """How good each review is, at most ``BEST``; the sum of ``gold_parts``. A reward function as recipes name them."""
+    """The score of each review, at most ``BEST``: the sum of ``gold_parts``. A reward function for recipes."""
     return [sum(gold_parts(*pair).values()) for pair in zip(prompts, responses, strict=True)]
 
 
 def gold_parts(prompt: str, response: str) -> dict[str, float]:
-    """What gold is made of, by name.
+    """The parts of gold by name.
 
-    ``praise``      +0.5 for each different word of praise in a well-formed sentence, three at most
-    ``on_topic``    +0.25 for each different part of the product in such a sentence, two at most
+    ``praise``      +0.5 for each different word of praise in a well-formed sentence, at most three
+    ``on_topic``    +0.25 for each different part of the product in such a sentence, at most two
     ``blame``       −0.5 for each word of blame
     ``off_topic``   −0.5 for each part or name of another product
-    ``non_words``   −0.5 for each word, number or sign that is not in the language
-    ``malformed``   −0.5 for each sentence that is none: not of the grammar, or without its full stop
-    ``repetition``  −0.5 for each time that a word other than a function word comes again
+    ``non_words``   −0.5 for each word, number or sign that is not in the vocabulary
+    ``malformed``   −0.5 for each sentence that is not in the grammar or lacks its full stop
+    ``repetition``  −0.5 for each repetition of a word other than a function word
 
     An empty review has 0 for all but ``malformed``.
     """
@@ -113,9 +113,9 @@ def gold_parts(prompt: str, response: str) -> dict[str, float]:
     *sentences, rest = response.split(".")
     formed = [sentence for sentence in sentences if _SENTENCE.fullmatch(sentence.strip())]
     broken = len(sentences) - len(formed) + bool(rest.strip() or not sentences)
-    said = set(" ".join(formed).split())
-    praise = sum(word in _PRAISE for word in said)
-    on_topic = sum(_PARTS.get(word) == product for word in said)
+    used = set(" ".join(formed).split())
+    praise = sum(word in _PRAISE for word in used)
+    on_topic = sum(_PARTS.get(word) == product for word in used)
     foreign = sum(n for word, n in counts.items() if (_PARTS.get(word) or word) in PRODUCTS.keys() - {product})
     return {
         "praise": PRAISE * min(praise, PRAISE_AT_MOST),
@@ -129,7 +129,7 @@ def gold_parts(prompt: str, response: str) -> dict[str, float]:
 
 
 def product_of(prompt: str) -> str:
-    """``"old bike: "`` -> ``"bike"``; any text that names one product will do.   ValueError where it names none, or more."""
+    """``"old bike: "`` -> ``"bike"``; from any text that names one product.   ValueError if it names none or several."""
     words = set(re.findall("[a-z]+", prompt.lower()))
     named = [product for product in PRODUCTS if product in words]
     if len(named) != 1:
@@ -143,7 +143,7 @@ def _prompts(draw: random.Random, count: int, products: Iterable[str]) -> list[s
 
 
 def _review(draw: random.Random, product: str) -> str:
-    """One to three sentences that don't repeat a word that counts, and one time in twenty a letter lost."""
+    """One to three sentences without repeated content words; one review in twenty lacks a letter."""
     used: set[str] = set()
     review = _sentence(draw, product, used)
     for _ in range(draw.choices((0, 1, 2), (0.1, 0.5, 0.4))[0]):
@@ -174,7 +174,7 @@ def _part(draw: random.Random, product: str, used: set[str]) -> str:
 
 
 def _fresh(draw: random.Random, words: Sequence[str], used: set[str]) -> str:
-    """A word that this review has not used."""
+    """A word that this review has not used yet."""
     word = draw.choice([word for word in words if word not in used])
     used.add(word)
     return word

@@ -1,6 +1,6 @@
 """Write the digit that follows each: ``3917=`` is ``4028``. The difficulty is how many digits.
 
-Each digit can be checked by itself, so this is a task for rewards of steps.
+Every digit can be verified separately, so rewards per step suit this task.
 """
 
 import random
@@ -10,7 +10,7 @@ from surefoot.language.tasks.task import Row, Task
 
 
 def draw(draw: random.Random, difficulty: int) -> Row:
-    """Digits with repetition."""
+    """Draw random digits."""
     digits = "".join(draw.choices("0123456789", k=difficulty))
     return {"prompt": f"{digits}=", "answer": "".join(map(after, digits))}
 
@@ -21,18 +21,18 @@ def after(digit: str) -> str:
 
 
 def slip(draw: random.Random, row: Row) -> str:
-    """Every other digit is guessed."""
+    """Guess about half of the digits."""
     return "".join(draw.choice("0123456789") if draw.random() < 0.5 else right for right in row["answer"])
 
 
 def steps(prompts: Sequence[str], responses: Sequence[str]) -> list[list[tuple[int, float]]]:
-    """A reward of steps: 1 for each digit that is right at its place, 0 for another, −1 for each sign too many."""
-    found = []
+    """A reward per step: 1 for each right digit at its place, 0 for a wrong one, −1 for each extra character."""
+    scores = []
     for prompt, response in zip(prompts, responses, strict=True):
-        right = [float(after(digit) == said) for digit, said in zip(prompt.removesuffix("="), response, strict=False)]
-        worth = right + [-1.0] * (len(response) - len(right))
-        found.append([(place + 1, value) for place, value in enumerate(worth)])
-    return found
+        right = [float(after(digit) == written) for digit, written in zip(prompt.removesuffix("="), response, strict=False)]
+        values = right + [-1.0] * (len(response) - len(right))
+        scores.append([(place + 1, value) for place, value in enumerate(values)])
+    return scores
 
 
 steps.per = "step"  # type: ignore[attr-defined]

@@ -1,0 +1,117 @@
+"""Sampled responses with their text and scores: shared by collecting, evaluating and the reward check."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.core.rollout import map_tensors
+from surefoot.functional import overlong_penalty, place_scores
+from surefoot.language.data.datasets import Prompts, repeat_prompts
+from surefoot.language.data.tokens import Tokens, prompt_text
+from surefoot.language.online.turns import Conversation, add_turn_rewards, last_turn
+from surefoot.language.rewards.scores import Reward, Scores, scatter_scores, token_texts, truncate_texts
+from surefoot.language.rewards.terms import is_dense
+from surefoot.language.sampling.sampler import Samples, cut_at_stop
+from surefoot.recipes.language import LanguageRecipe
+
+
+class Responses:
+    """Samples with their text, one for each prompt.
+
+    conversations  the conversations that the samples are, with several turns: rewards then score the last turn, as a response
+                   to everything before it, and the rewards of all turns are added
+    stop           strings that end a response; its text does not contain them or anything after them
+
+    ``ids`` and ``texts`` are what rewards score: the response, or the last turn.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        prompts: Prompts,
+        tokens: Tokens,
+        conversations: Sequence[Conversation] | None = None,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self.samples, self.prompts, self.tokens, self.conversations = samples, prompts, tokens, conversations
+        if conversations is None:
+            self.ids = samples.responses()
+            self.texts = [cut_at_stop(tokens.decode(ids), stop) for ids in self.ids]
+        else:
+            self.prompts = replace(prompts, prompts=[one.history for one in conversations])
+            self.ids = [[one.ids[place] for place in one.last] for one in conversations]
+            self.texts = [one.answer for one in conversations]
+
+    def rows(self, columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+        """Prompt and response of each for display, with further columns."""
+        if self.conversations is not None:
+            both = [(prompt_text(one.start), one.transcript) for one in self.conversations]
+        else:
+            both = [(prompt_text(prompt), text) for prompt, text in zip(self.prompts.prompts, self.texts, strict=True)]
+        return [
+            {"prompt": prompt, "response": response, **{name: column[row] for name, column in columns.items()}}
+            for row, (prompt, response) in enumerate(both)
+        ]
+
+    def scores(self, reward: Reward, turn_rewards: bool = True) -> Scores:
+        """Their scores, truncated or not, on the device of the samples; ``turn_rewards`` adds those of environments.
+
+        A conversation whose environment failed is not scored, because its end is unknown.
+        """
+        tokens = None
+        if is_dense(reward):
+            both = zip(self.ids, self.texts, strict=True)
+            tokens = [truncate_texts(len(text), token_texts(self.tokens.decode, ids)) for ids, text in both]
+        everyone = range(len(self.texts))
+        valid = [row for row in everyone if self.conversations is None or self.conversations[row].failure is None]
+        rows = valid or everyone  # the parts of a reward are known from any scores
+        some, tokens = repeat_prompts(self.prompts, rows), None if tokens is None else [tokens[row] for row in rows]
+        scores = reward(some.prompts, [self.texts[row] for row in rows], some.columns, tokens)
+        if len(valid) < len(everyone):
+            scores = scatter_scores(scores, valid, len(everyone)) if valid else map_tensors(torch.zeros_like, scores)
+        if self.conversations is not None and turn_rewards:
+            scores = add_turn_rewards(scores, self.conversations, self.samples.mask.shape)
+        on_device: Scores = map_tensors(lambda x: x.to(self.samples.mask.device), scores)
+        return on_device
+
+
+def final_rewards(scores: Scores, samples: Samples, recipe: LanguageRecipe) -> Tensor:
+    """Scores after ``reward.missing_eos`` for truncated responses and the length penalty. Earlier turns keep their rewards.
+    [N]
+    """
+    treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
+    total = scores.total
+    if treatment == "penalty":
+        total = torch.where(samples.ended, total, earlier_turns(scores, samples.mask).sum(-1) + value)
+    if treatment == "subtract":
+        total = torch.where(samples.ended, total, total - abs(value))
+    return total if recipe.reward.overlong is None else total + length_penalty(samples, recipe)
+
+
+def earlier_turns(scores: Scores, mask: Tensor) -> Tensor:
+    """The rewards of turns before the last one, token by token; 0 in a response of one turn.   [N, T]"""
+    if scores.dense is None:
+        return mask.new_zeros(mask.shape, dtype=torch.float32)
+    return scores.dense.masked_fill(last_turn(mask), 0.0)
+
+
+def token_rewards(scores: Scores, total: Tensor, samples: Samples, recipe: LanguageRecipe) -> Tensor:
+    """Final rewards token by token: those of steps, tokens and turns stay in place, the rest is on the last token.   -> [N, T]
+
+    total  [N] of ``final_rewards``. A penalty for a missing EOS replaces all rewards of the last turn.
+    """
+    if scores.dense is None:
+        return place_scores(total, samples.mask)
+    replaced = ~samples.ended & (recipe.reward.missing_eos == "penalty")
+    earlier = earlier_turns(scores, samples.mask)
+    stays = torch.where(replaced.unsqueeze(-1), earlier, scores.dense)
+    return stays + place_scores(total - torch.where(replaced, earlier.sum(-1), scores.total), samples.mask)
+
+
+def length_penalty(samples: Samples, recipe: LanguageRecipe) -> Tensor:
+    """The penalty of ``reward.overlong``: 0 for responses that are short enough, −1 at the limit.   [N]"""
+    longest, share = recipe.max_response_tokens, recipe.reward.overlong or 0.0
+    return overlong_penalty(samples.lengths.to(samples.log_probs.dtype), longest, share * longest)
