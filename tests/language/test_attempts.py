@@ -42,7 +42,7 @@ def made(folder: Path, where: Path, **reward: Any) -> tuple[LanguageWorld, list[
     asked: list[list[str]] = []
     verifier = world.reward
 
-    def watching(prompts: Any, responses: Any, columns: Any) -> Any:
+    def watching(prompts: Any, responses: Any, columns: Any, tokens: Any = None) -> Any:
         asked.append(list(responses))
         return verifier(prompts, responses, columns)
 
@@ -73,7 +73,7 @@ def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_
 ) -> None:
     """Environments draw from them: the same few seeds for every part would be the same few games."""
     world, _ = made(folders["llama"], tmp_path)
-    answer, seen = world.collector.answer, dict[int, list[int]]()
+    answer, seen = world.collector.respond, dict[int, list[int]]()
     for samples in (1, 4, 8):
         given = seen.setdefault(samples, [])
 
@@ -81,7 +81,7 @@ def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_
             given.extend(seeds if greedy else ())
             return answer(prompts, seeds, count, greedy)
 
-        world.collector.answer = watching  # type: ignore[method-assign]
+        world.collector.respond = watching  # type: ignore[method-assign]
         measure_attempts(world, Attempts(samples))
     assert len(set(seen[1])) == 6
     assert seen[1] == seen[4] == seen[8]
@@ -108,7 +108,7 @@ def test_a_cut_response_is_wrong_and_has_no_vote_where_the_recipe_punishes_it(fo
 def test_a_reward_between_needs_a_threshold_and_missing_scores_are_wrong(folders: dict[str, Path], tmp_path: Path) -> None:
     world, _ = made(folders["llama"], tmp_path, missing_eos="none")
     world.reward = FunctionReward(lambda responses: [len(text) / 4 for text in responses])
-    with pytest.raises(SurefootError, match=r"the reward gave 0.75, and a verifier gives 0 or 1; say with --threshold T"):
+    with pytest.raises(SurefootError, match=r"the reward of a response is 0.75, neither 0 nor 1; set --threshold T"):
         measure_attempts(world, Attempts(4))
     assert measure_attempts(world, Attempts(4, threshold=0.75))["greedy_accuracy"] == 1
     assert measure_attempts(world, Attempts(4, threshold=0.8))["greedy_accuracy"] == 0

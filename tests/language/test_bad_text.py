@@ -231,7 +231,7 @@ def test_prompts_longer_than_the_context_are_told_before_training(command: Comma
 
 WRONG: dict[str, tuple[str, ...]] = {
     "raises": ("raised RuntimeError: no network",),
-    "hangs": ("took longer than reward.deadline=0.3 s for 4 responses", "make it faster, or raise that"),
+    "hangs": ("took longer than reward.deadline=0.3 s for 4 responses", "make it faster, or raise reward.deadline"),
     "nan": ("returned no number for 4 of 4 responses (NaN 4), more than reward.tolerated=0.1",),
     "none": ("returned a NoneType; it must return a list of 4 numbers",),
     "nones": ("returned no number for 4 of 4 responses (None 4), more than reward.tolerated=0.1",),

@@ -9,13 +9,13 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.best_of import BestOfSettings, best_of_n, chosen_row, load_flag_reward, parse_term
+from surefoot.language.analysis.best_of import BestOfSettings, best_of_n, chosen_row
 from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import load_model
-from surefoot.language.rewards.terms import FunctionReward
+from surefoot.language.rewards.terms import FunctionReward, load_flag_reward, parse_term
 
 from .tiny import say
 
@@ -151,7 +151,7 @@ def test_where_there_is_no_checkpoint_nothing_is_said_of_one(tmp_path: Path) -> 
         assert said[-1].startswith("--reward=")
         assert "checkpoint" not in said[-1]
         assert said[-1].endswith(", then repeat the command")
-    assert "took longer than 0.2 s for 1 responses; make it faster, or give it fewer at a time" in said[1]
+    assert "took longer than 0.2 s for 1 responses; make it faster, or score fewer at a time" in said[1]
 
 
 def test_a_term_is_a_folder_a_function_or_a_table(tmp_path: Path) -> None:
@@ -194,18 +194,18 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
     ("changed", "parts"),
     [
         ({"--reward": "mine.py:same", "--worst": None}, ("no prompt has a response to choose", "rewards differ")),
-        ({"--keep-cut": False, "--max-tokens": "1"}, ("were cut: raise --max-tokens, or add --keep-cut",)),
+        ({"--keep-cut": False, "--max-tokens": "1"}, ("were truncated: raise --max-tokens, or add --keep-cut",)),
         ({"--worst": None, "--samples": "1"}, ("--samples 1", "use 2 or more")),
         ({"--out": "rows.parquet"}, ("--out rows.parquet", "ends in .jsonl")),
         ({"--prompts": "nowhere.jsonl"}, ("nowhere.jsonl: no such file",)),
         ({"--reward": "nowhere"}, ("--reward=",)),
         ({"--reward": "mine.py:lettres"}, ("--reward='mine.py:lettres'", "no attribute")),
-        ({"--reward": "{ functoin = 'mine.py:letters' }"}, ("no 'functoin'", "did you mean 'function'")),
+        ({"--reward": "{ functoin = 'mine.py:letters' }"}, ("no key 'functoin'", "did you mean 'function'")),
         ({"--reward": "{ function = 'mine.py:letters', weight = nan }"}, ("weight: Input should be a finite number",)),
         ({"--reward": "{ function = 3 }"}, ("function: ",)),
         ({"--reward": "{ weight = 1.0 }"}, ("give one of model, function and url",)),
         ({"--reward": "{ model = 'judge', arguments = { a = 1 } }"}, ("arguments are for functions",)),
-        ({"--reward": "surefoot.verifiers:exact"}, ("asks for 'answer'",)),
+        ({"--reward": "surefoot.verifiers:exact"}, ("requires 'answer'",)),
         ({"--max-tokens": "100000"}, ("line 1", "--max-tokens 100000", "context")),
         ({"--temperature": "inf"}, ("not a finite number",)),
         ({"--device": "abacus"}, ("device='abacus'",)),

@@ -215,13 +215,13 @@ def test_one_bad_number_masks_its_response() -> None:
             {"per": "step", "separator": ";"},
             "returned a float instead of a list with a score for every step",
         ),
-        (marking("abc", []), {"per": "token"}, "returned a str where a list was due"),
-        (marking([1.0], []), {"per": "step"}, "returned 1.0 where (end, score) was due; or set separator"),
+        (marking("abc", []), {"per": "token"}, "returned a str instead of a list"),
+        (marking([1.0], []), {"per": "step"}, "returned 1.0 instead of (end, score); or set separator"),
         (marking([(7, 1.0)], []), {"per": "step"}, "returned the end 7 for a step; it must be a whole number from 0 to its 6"),
         (marking([(-1, 1.0)], []), {"per": "step"}, "returned the end -1 for a step"),
         (marking([(1.5, 1.0)], []), {"per": "step"}, "returned the end 1.5 for a step"),
-        (lambda responses: 3, {"per": "token"}, "it must return a list of 2 lists of numbers, one per response"),
-        (lambda tokens: tokens, {}, "asks for 'tokens'; what there is: prompts, responses"),
+        (lambda responses: 3, {"per": "token"}, "instead of a list of 2 lists of numbers, one per response"),
+        (lambda tokens: tokens, {}, "requires 'tokens'; available: prompts, responses"),
     ],
 )
 def test_another_count_or_form_is_refused_in_one_line(function: Any, options: dict[str, Any], what: str) -> None:
@@ -232,7 +232,7 @@ def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_refused() -> No
     found = score(lambda steps: [[1.0] * len(row) for row in steps], tokens=None, per="step", separator=";")
     assert found.total.tolist() == [3, 1]
     assert found.dense is None
-    assert "scores tokens, and here whole texts are scored" in refusal(lambda tokens: [[1.0] * 4], tokens=None, per="token")
+    assert "scores tokens, and only whole texts are scored here" in refusal(lambda tokens: [[1.0] * 4], tokens=None, per="token")
 
 
 def test_a_sum_puts_scores_of_whole_responses_on_their_last_tokens() -> None:
@@ -406,8 +406,8 @@ def test_a_stop_string_writes_nothing_as_eos_does(files: dict[str, str], folders
     answers.scores(FunctionReward(joined, per="token"))
     assert [text for text, _ in seen] == answers.texts == ["".join(pieces) for _, pieces in seen]
     assert [len(pieces) for _, pieces in seen] == answers.samples.lengths.tolist()
-    assert sum(len(said) > len(made.tokens.decode(ids)) for said, ids in zip(answers.texts, answers.scored, strict=True)) == 0
-    cut = [len(made.tokens.decode(ids)) - len(said) for said, ids in zip(answers.texts, answers.scored, strict=True)]
+    assert sum(len(said) > len(made.tokens.decode(ids)) for said, ids in zip(answers.texts, answers.ids, strict=True)) == 0
+    cut = [len(made.tokens.decode(ids)) - len(said) for said, ids in zip(answers.texts, answers.ids, strict=True)]
     assert any(cut), "some had one"
     dense = answers.scores(made.reward).dense
     assert dense is not None

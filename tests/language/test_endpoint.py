@@ -219,7 +219,9 @@ def test_what_is_no_secret_may_stand_in_a_query(query: str) -> None:
 
 
 def test_what_no_server_gets_is_refused() -> None:
-    with pytest.raises(SurefootError, match=r"url='https://host/score': has a fragment after '#', which is never sent") as raised:
+    with pytest.raises(
+        SurefootError, match=r"url='https://host/score': has a fragment after '#', which is never sent"
+    ) as raised:
         reward("https://host/score#s3cret")
     assert "s3cret" not in str(raised.value)
 

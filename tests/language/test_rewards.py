@@ -203,7 +203,7 @@ def test_a_list_of_a_type_of_its_own_that_raises_is_refused():
 
 @pytest.mark.parametrize("value", [None, 1.0, "1.0", {"a": 1.0, "b": 2.0, "c": 3.0}, torch.tensor(1.0), {1.0, 2.0, 3.0}])
 def test_what_is_no_list_is_refused(value):
-    assert "it must return a list of 3 numbers, one per response" in refusal(giving(value), tolerated=1.0)
+    assert "instead of a list of 3 numbers, one per response" in refusal(giving(value), tolerated=1.0)
 
 
 def test_a_function_that_raises_or_exits_is_named_with_its_error():

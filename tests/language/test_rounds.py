@@ -125,7 +125,7 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     Path("STOP").touch()
     code, _, err = command(*words)
     assert code == 130
-    assert "repeat the command to go on" in err
+    assert "repeat the command to continue" in err
     assert not (second / "round.json").exists()
     begun, recipe = (second / "ppo" / "config.toml").read_text(), (start / "ppo.toml").read_text()
     (start / "ppo.toml").write_text(recipe.replace("missing_eos", "deadline = 90\n        missing_eos"))
@@ -175,7 +175,7 @@ def test_refreshed_reward_models_are_merged_whatever_the_first_one_left(
     settings = {"model": str(folders["llama"]), "steps": 6, "data": rows, "adapter": {"rank": 2, "merge": False}}
     surefoot.train("reward", run_dir=start / "thin", **settings)
     given = {"reward": {"terms": [{"model": str(start / "thin")}]}, "critic": {}}
-    with pytest.raises(SurefootError, match=r"saved only an adapter.*surefoot merge .*thin --out .*thin/model"):
+    with pytest.raises(SurefootError, match=r"has only an adapter.*surefoot merge .*thin --out .*thin/model"):
         Plan(recipe_of(start, **given), "j:j")
     assert command("merge", str(start / "thin"), "--out", str(start / "thin" / "model"))[0] == 0
     (start / "ppo.toml").write_text(to_toml(recipe_of(start, **given)))
@@ -212,7 +212,7 @@ def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no
         if seconds < 1:
             assert code == 2
             assert "--judge='judge.py:slow': took longer than reward.deadline=0.3 s for 20 responses" in err
-            assert "raise that, then repeat the command" in err
+            assert "raise reward.deadline, then repeat the command" in err
     assert code == 0, err
 
 
@@ -251,8 +251,8 @@ def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
         ({"reward": {"terms": [{"function": "a:b"}]}}, "this recipe names 0"),
         ({"reward": {"terms": [{"model": "nowhere"}]}}, "is no run of kind 'reward'"),
         ({"model": "pocket"}, "model='pocket'"),
-        ({"adapter": {"merge": False}}, "adapter.merge=false: each round begins with the merged model"),
-        ({"adapter": {}}, "critic.start=.*every round has a base of its own; unset it"),
+        ({"adapter": {"merge": False}}, "adapter.merge=false: each round starts from the merged model"),
+        ({"adapter": {}}, "critic.start=.*every round has another base; unset it"),
     ],
 )
 def test_what_cannot_be_refreshed_is_refused(changes: dict[str, Any], said: str, start: Path) -> None:
@@ -267,7 +267,7 @@ def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Pa
         (("nobody.toml",), "--judge: nothing labels the pairs"),
         (("reward/config.toml",), "is of kind 'reward'"),
         (("sft",), "name a .toml"),
-        (("ppo.toml", "--name", "b", "--pairs", "20", "--judge", "judge.py:bored"), "tells only 0 of 20 pairs apart"),
+        (("ppo.toml", "--name", "b", "--pairs", "20", "--judge", "judge.py:bored"), "prefers an answer in only 0 of 20 pairs"),
         (("ppo.toml", "--name", "c", "--judge", "nowhere.py:judge"), "nowhere.py"),
     )
     for words, said in cases:

@@ -249,7 +249,7 @@ def test_evaluation_reads_no_more_at_a_time_than_learning_does_and_says_the_same
         table = {"kind": kind, "model": str(folders["llama"]), "steps": 96, "data": settings}
         world = SupervisedWorld(make_recipe({**table, "optimizer": {"micro_batch_tokens": most or "none"}}))
         read: list[int] = []
-        whole = world.policy.forward if kind != "dpo" else world.policy.moved
+        whole = world.policy.forward if kind != "dpo" else world.policy.log_ratios
 
         def watched(inputs: Any, *others: Any, whole: Any = whole, read: list[int] = read, world: Any = world) -> Any:
             costs = world.policy.costs(inputs, *(others[1:] or [torch.ones(len(next(iter(inputs.values()))), 1)]))

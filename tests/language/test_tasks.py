@@ -189,7 +189,10 @@ def test_each_number_is_used_once() -> None:
         (lambda: rows("sorting", 1, difficulty=99), "difficulty=99: out of range for sorting; choose 2 to 40"),
         (lambda: rows("brackets", 99, difficulty=1, test=True), r"rows=99: brackets of difficulty 1 has \d test problems"),
         (lambda: demonstrations("sorting", 1, sloppy=2), "sloppy=2: is a share"),
-        (lambda: verify(["3 4=7:"], ["3+4"], ["countdown"]), "task='countdown': its rows need a column 'target', which is missing"),
+        (
+            lambda: verify(["3 4=7:"], ["3+4"], ["countdown"]),
+            "task='countdown': its rows need a column 'target', which is missing",
+        ),
         (lambda: verify([""], [""], ["none"]), "task='none': is unknown; choose one of sorting,"),
     ],
 )

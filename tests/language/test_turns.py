@@ -263,7 +263,7 @@ def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_
         whole, cut = whole + len(written), cut + (written != talk.turns[:-1])
     assert whole > cut > 0
     plain = world(files, folders["llama"], "Plain")
-    talks = plain.collector.respond(plain.collector.prompts, range(24)).talks
+    talks = plain.collector.respond(plain.collector.prompts, range(24)).conversations
     assert talks is not None
     talk = next(talk for talk in talks if len(talk.turns) > 1 and talk.turns[0] != talk.answers[0])
     assert talk.history.startswith(talk.start + talk.turns[0]), "text stays as the model read it"  # type: ignore[operator, union-attr]
@@ -555,9 +555,9 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
         ("Wordy", "a prompt of 302 tokens and there is room for 24"),
         ("Hangs", "took longer than reward.deadline=0.3 s"),
         ("Headless", "has no method step"),
-        ("Unmade", "can't be made (OSError: no such browser)"),
+        ("Unmade", "can't be made: OSError: no such browser"),
         ("Unready", "close before any reset raised AttributeError"),
-        ("thing", "is a int; it must be a class"),
+        ("thing", "is a int; name a class"),
         ("Tlak", "can't be imported"),
     ],
 )
@@ -708,7 +708,7 @@ def test_guess_is_made_by_the_command_and_its_rows_are_needed(
     flags = ("--data.train", str(tmp_path / "other.jsonl"), "--run-dir", str(tmp_path / "runs"))
     code, _, err = command("train", "guess", "--model", str(folders["llama"]), *flags)
     assert code == 2
-    assert "rows of guess have a column 'secret'" in err
+    assert "its rows need a column 'secret'" in err
 
 
 @pytest.mark.slow
