@@ -87,7 +87,7 @@ def test_a_critic_that_is_trained_for_another_return_is_not_read_as_a_probabilit
     made = world(tmp_path, folders["llama"], "brief", **changes)
     prompt = data.repeat_prompts(made.collector.prompts, [0])
     drawn = (made.collector.respond(prompt, [seed]) for seed in range(1000))
-    short = next(one for one in drawn if bool(one.samples.ended.all()) and len(one.responses[0]) < 3)
+    short = next(one for one in drawn if bool(one.samples.ended.all()) and len(one.texts[0]) < 3)
     assert (found := calibration(made, short)) is not None
     assert found["first"]["kind"] == ("success" if reward else "returns")
     made.recipe = made.recipe.model_copy(update={"reward": made.recipe.reward.model_copy(update=reward)})

@@ -232,7 +232,9 @@ def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_refused() -> No
     found = score(lambda steps: [[1.0] * len(row) for row in steps], tokens=None, per="step", separator=";")
     assert found.total.tolist() == [3, 1]
     assert found.dense is None
-    assert "scores tokens, and only whole texts are scored here" in refusal(lambda tokens: [[1.0] * 4], tokens=None, per="token")
+    assert "scores tokens, and only whole texts are scored here" in refusal(
+        lambda tokens: [[1.0] * 4], tokens=None, per="token"
+    )
 
 
 def test_a_sum_puts_scores_of_whole_responses_on_their_last_tokens() -> None:

@@ -146,7 +146,7 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     assert rounds_table(told) in shown
     code, _, err = command(*words, "--noise", "1")
     assert code == 2
-    assert "holds other rounds (noise: 0.0 -> 1.0)" in err
+    assert "has rounds with other settings (noise: 0.0 -> 1.0)" in err
 
 
 def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_anchored_to_the_start(start: Path) -> None:
