@@ -9,7 +9,7 @@ from surefoot.functional.masking import keep_only, masked_var
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip: float | None = None) -> Tensor:
     """(V − R̂)², or with ``clip`` the larger of it and (V_old + clip(V − V_old, ±ε) − R̂)².   [...]
 
-    No factor ½: the coefficient of the value loss is where it goes. Value clipping as in OpenAI Baselines' ppo2.
+    There is no factor ½; set it in the coefficient of the value loss. Value clipping as in OpenAI Baselines' ppo2.
 
     Raises ValueError when ``clip`` is given without ``old_values``.
 
@@ -30,7 +30,7 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor | None = None
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
     """1 − Var(R̂ − V) / Var(R̂) over the kept entries; NaN where the returns are constant.   [...] -> []
 
-    1 is a perfect critic, 0 is no better than a constant, negative is worse. Blind to a constant error.
+    1 is a perfect critic, 0 is no better than a constant, negative is worse. A constant error does not change it.
 
     >>> explained_variance(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 3.0, 4.0]))
     tensor(1.)

@@ -22,7 +22,7 @@ def group_advantages(
     count = keep.sum(-1, keepdim=True).to(rewards.dtype)
     kept = keep_only(rewards, keep)
     centred = keep_only(kept - kept.sum(-1, keepdim=True) / count.clamp(min=1), keep)
-    # Once more on what is left, so that a group of equal rewards is exactly 0 and not rounding error over eps.
+    # A second pass removes the rounding of the first: a group of equal rewards is exactly 0, not rounding error over eps.
     centred = keep_only(centred - centred.sum(-1, keepdim=True) / count.clamp(min=1), keep)
     if not scale:
         return centred

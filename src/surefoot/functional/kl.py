@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence: estimates from samples, exact values from parameters, and two rules for its weight."""
+"""Kullback-Leibler divergence: estimates from samples, exact values from parameters, and two rules that adapt its weight."""
 
 from typing import TypeVar
 

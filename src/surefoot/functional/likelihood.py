@@ -30,8 +30,8 @@ def chunked_likelihood(
     tokens  [N] integer
     head    [rows, width] -> logits [rows, n], each row by itself; gradient reaches whatever it uses
 
-    Returns two [N]. The logits of a chunk are forgotten after the forward pass and computed again in the backward pass, so that
-    neither holds more than a chunk of them. Half-precision logits are taken to float32 first.
+    Returns two [N]. The logits of a chunk are dropped after the forward pass and computed again in the backward pass, so
+    that neither holds more than one chunk. Half-precision logits are converted to float32 first.
     """
 
     def of(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

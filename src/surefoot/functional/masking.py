@@ -62,7 +62,7 @@ def masked_moments(x: Tensor, mask: Tensor | None) -> Moments:
     if not axes:
         return Moments(count, kept, torch.zeros_like(kept))
     mean = kept.sum(axes) / safe
-    # Once more on what is left: a constant then has itself as mean and variance 0, whatever the first sum rounded to.
+    # A second pass removes the rounding of the first: a constant then has exactly itself as mean and variance 0.
     mean = mean + torch.where(keep, kept - mean, torch.zeros_like(x)).sum(axes) / safe
     var = torch.where(keep, kept - mean, torch.zeros_like(x)).square().sum(axes) / safe
     return Moments(count, mean, var)

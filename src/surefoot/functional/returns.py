@@ -1,7 +1,7 @@
-"""The staircase below the objective: TD residual, n-step advantage, GAE, and the successor values that they need.
+"""Advantages and returns: TD residual, n-step advantage, GAE, discounted returns, and the successor values they need.
 
-Time is the last axis. Termination ends value; truncation ends only the trace: after a terminated step there is nothing to
-come, after a truncated one the value of the true final observation is. ``next_values`` may hold anything where terminated.
+Time is the last axis. After a terminated step the value is 0. After a truncated step it is V of the true final
+observation. ``next_values`` may hold anything where terminated.
 """
 
 import torch
@@ -106,7 +106,7 @@ def gae(
     lam: float,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimation: Â_t = δ_t + γλ Â_{t+1}, begun anew before every end.   All [..., T].
+    """Generalised advantage estimation: Â_t = δ_t + γλ Â_{t+1}, restarted after each end of an episode.   All [..., T].
 
     The λ-weighted mean of the n-step advantages, written as the recursion it collapses to. Jumps from kept step to kept
     step (γλ once per kept step) and is 0 at the others. Schulman et al. 2016 (arXiv 1506.02438), equation 16.

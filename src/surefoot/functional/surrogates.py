@@ -45,7 +45,7 @@ def clipped_surrogate(
     """min(ρÂ, clip(ρ, 1−ε, 1+ε_high) Â).   [...]
 
     clip       ε below 1, and above it too unless ``clip_high`` is given (clip-higher, arXiv 2503.14476)
-    dual_clip  c > 1: where Â < 0 the result is at least cÂ (arXiv 1912.09729), which stops the push of a ratio that ran away
+    dual_clip  c > 1: where Â < 0 the result is at least cÂ (arXiv 1912.09729), which bounds the gradient of a ratio far above 1
 
     Schulman et al. 2017 (arXiv 1707.06347), equation 7.
 
@@ -63,7 +63,7 @@ def clipped_surrogate(
 def clip_active(
     ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None, dual_clip: float | None = None
 ) -> Tensor:
-    """True where a clipped branch won, so that no gradient flows: pushed far enough the right way already.   [...] bool
+    """True where the clipped branch is used, so that no gradient flows.   [...] bool
 
     Not the same as :func:`ratio_outside`: a ratio outside the band on the *wrong* side keeps its gradient.
 
@@ -79,7 +79,7 @@ def clip_active(
 
 
 def ratio_outside(ratio: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
-    """True where ρ has left [1−ε, 1+ε_high], whichever way the gradient goes.   [...] bool
+    """True where ρ is outside [1−ε, 1+ε_high], with or without a gradient.   [...] bool
 
     >>> ratio_outside(torch.tensor([0.5, 1.0, 1.5]), clip=0.2)
     tensor([ True, False,  True])
