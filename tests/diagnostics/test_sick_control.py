@@ -55,7 +55,7 @@ def test_a_learning_rate_of_nothing_leaves_clip_idle_and_return_flat() -> None:
 
 def test_a_reward_that_never_differs_is_flat_for_want_of_a_reward() -> None:
     found = trained("MountainCar-v0", steps=6_400, objective=FEW, rollout={"environments": 8, "steps": 32})
-    assert "has been −200 all the time" in found["return_flat"].what
+    assert "has been −200 throughout" in found["return_flat"].what
     assert "differs" in found["return_flat"].cause
 
 
@@ -116,7 +116,7 @@ def test_what_is_learned_and_lost_again_is_said_to_be() -> None:
 @pytest.mark.parametrize("what", ["observations", "rewards"])
 def test_a_normaliser_that_cuts_much_off_is_saturated(what: str) -> None:
     found = trained("CartPole-v1", steps=1_280, normalise={what: True, "clip": 0.05}, **SMALL)
-    assert f"normalised {what} are cut off at ±normalise.clip = 0.05" in found["normaliser_saturated"].what
+    assert f"normalised {what} are clipped at ±normalise.clip = 0.05" in found["normaliser_saturated"].what
 
 
 def test_a_normaliser_as_it_should_be_is_not() -> None:

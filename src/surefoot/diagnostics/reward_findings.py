@@ -90,7 +90,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     how = f"has hardly risen: {in_words(first)} at first, {in_words(best)} at best"
     if constant:
         how = f"has been {in_words(first)} throughout"
-        cause = "every reward so far is the same: the agent has never seen what it should do more often"
+        cause = "no reward so far differs from the others: the agent has never seen what it should do more often"
     elif still:
         cause = "the policy hardly moves: each batch changes it by almost nothing"
     else:
