@@ -10,6 +10,7 @@ import click
 
 from surefoot.cli.options import COUNT, IntRange, json_option
 from surefoot.cli.output import echo, echo_json
+from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
@@ -55,17 +56,22 @@ def check_run(folder: Path, as_json: bool) -> int:
     """Print the findings of a run; the exit code."""
     from surefoot.compare.runs import read_run
     from surefoot.diagnostics.findings import ENOUGH_ITERATIONS
+    from surefoot.terminal import visible
 
     run = read_run(folder)
     findings = run.findings
     if as_json:
         table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
+        if run.changed:
+            table["config_changed"] = list(run.changed)
         echo_json({**table, "findings": [finding.to_json() for finding in findings]})
     elif not findings:
         short = "; too few for findings" if len(run.rows) < ENOUGH_ITERATIONS else ""
         echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps{short}")
     else:
         echo("\n\n".join("\n".join(finding.text) for finding in findings))
+    if run.changed and not as_json:
+        echo(f"config.toml has changed since the checkpoint: {'; '.join(map(visible, run.changed))}")
     return int(any(finding.severity == "serious" for finding in findings))
 
 
@@ -80,7 +86,7 @@ def check_run(folder: Path, as_json: bool) -> int:
     help="A head on the policy's trunk, a separate value model, or none.",
 )
 @click.option("--reference/--no-reference", default=True, show_default=True, help="A frozen reference for the KL.")
-@click.option("--rewards", type=IntRange(min=0), default=1, show_default=True, help="Reward models of the same size.")
+@click.option("--rewards", type=IntRange(0, MAX_COUNT), default=1, show_default=True, help="Reward models of the same size.")
 @click.option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
 @click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe.")

@@ -8,7 +8,7 @@ import click
 
 from surefoot.cli.options import COUNT, PATH, IntRange, changes_from, json_option, recipe_flags
 from surefoot.cli.output import echo, echo_json
-from surefoot.core.algorithms import LADDER
+from surefoot.core.algorithms import LADDER, MAX_COUNT
 from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--jobs", type=COUNT, default=1, show_default=True, help="Trainings at a time, one process each."),
         click.option(
             "--episodes",
-            type=IntRange(min=0),
+            type=IntRange(0, MAX_COUNT),
             default=20,
             show_default=True,
             help="Greedy episodes to evaluate each final agent.",
@@ -88,7 +88,7 @@ def comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--rung", "rungs", type=IntRange(0, len(LADDER) - 1), multiple=True, help="Only this rung; repeatable.")
 @click.option(
     "--batches",
-    type=IntRange(min=2),
+    type=IntRange(2, MAX_COUNT),
     default=100,
     show_default=True,
     help="Batches for the variance, with θ frozen.",

@@ -26,6 +26,7 @@ from surefoot.cli.options import (
     trust_option,
 )
 from surefoot.cli.output import echo, echo_json, echo_result
+from surefoot.core.algorithms import MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
 from surefoot.files import parse_value
@@ -280,7 +281,7 @@ def data() -> None:
 @click.argument("file", type=PATH)
 @click.option("--model", required=True, help="Model whose tokenizer and chat template are used.")
 @click.option("--rows", type=COUNT, default=5, show_default=True, help="Rows to show.")
-@click.option("--max-length", type=IntRange(min=2), default=1024, show_default=True, help="As in data.max_length.")
+@click.option("--max-length", type=IntRange(2, MAX_COUNT), default=1024, show_default=True, help="As in data.max_length.")
 @trust_option
 def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_code: bool) -> None:
     """Show rows of FILE as tokens.
@@ -302,7 +303,7 @@ def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_cod
 @click.option("--function", default="surefoot.language.tasks:verify", show_default=True, help="As in reward.terms.")
 @click.option("--arguments", default="{}", metavar="TABLE", help="Its other arguments, such as { tolerance = 0.1 }.")
 @click.option("--rows", "prompts", type=COUNT, default=64, show_default=True, help="Number of prompts, from the first row.")
-@click.option("--samples", type=IntRange(min=2), default=4, show_default=True, help="Responses to each prompt.")
+@click.option("--samples", type=IntRange(2, MAX_COUNT), default=4, show_default=True, help="Responses to each prompt.")
 @click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens, with EOS.")
 @temperature_option
 @seed_option(1)

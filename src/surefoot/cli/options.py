@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from surefoot.core.algorithms import MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
 from surefoot.files import parse_value
@@ -133,7 +134,7 @@ def check_stop_texts(stop: Iterable[str]) -> None:
         raise SurefootError("--stop '': is empty; name a text")
 
 
-COUNT = IntRange(min=1)
+COUNT = IntRange(1, MAX_COUNT)
 PATH = click.Path(path_type=Path)
 POSITIVE = FiniteFloat(min=0, min_open=True)
 

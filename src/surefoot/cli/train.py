@@ -7,6 +7,7 @@ import click
 
 from surefoot.cli.options import COUNT, PATH, FiniteFloat, IntRange, changes_from, json_option, quiet_option, recipe_flags
 from surefoot.cli.output import display_for, echo, echo_json, echo_result, result_line
+from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 from surefoot.files import check_name
 from surefoot.recipes.base import Recipe
@@ -130,7 +131,7 @@ def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> No
     help="Labels the pairs: module:function, file.py:function, or a reward model's folder or run. [default: reward.gold]",
 )
 @click.option(
-    "--pairs", type=IntRange(min=10), default=512, show_default=True, help="Prompts per round, with two answers each."
+    "--pairs", type=IntRange(10, MAX_COUNT), default=512, show_default=True, help="Prompts per round, with two answers each."
 )
 @click.option(
     "--noise", type=FiniteFloat(min=0), default=0.0, show_default=True, help="Label noise: σ(difference / noise) chooses."

@@ -462,7 +462,14 @@ def cell_listener(on_steps: Callable[[int], None], on_line: Callable[[str], None
 
 
 def summary(rows: Results) -> dict[str, Any]:
-    """The scores of a run for results.json, from the rows of its metrics: last values, extremes, and curves."""
+    """The scores of a run for results.json, from the rows of its metrics: last values, extremes, and curves.
+
+    A score that a row lacks is unknown. Raises SurefootError without rows, or if the last one lacks a count.
+    """
+    lacking = [name for name in ("updates", "episodes") if not rows or rows[-1].get(name) is None]
+    if lacking:
+        what = f"its last row has no {' and no '.join(lacking)}" if rows else "has no row"
+        raise SurefootError(f"metrics.jsonl: {what}; remove the run's folder to train it again")
     last, late = rows[-1], rows[-max(1, len(rows) // 4) :]
     outside, explained = known(rows, "ratio_outside"), sorted(known(late, "explained_variance"))
     count = min(POINTS, len(rows))
@@ -473,16 +480,16 @@ def summary(rows: Results) -> dict[str, Any]:
         "rollouts": last["iteration"],
         "updates": last["updates"],
         "episodes": last["episodes"],
-        "last_100_mean": last["episode_return"],
+        "last_100_mean": last.get("episode_return"),
         "average_return": _mean_over_steps(rows),
         "explained_variance": explained[len(explained) // 2] if explained else None,
         "ratio_max": max(known(rows, "ratio_max"), default=None),
         "ratio_outside": sum(outside) / len(outside) if outside else None,
-        "seconds": sum(row["seconds_collecting"] + row["seconds_learning"] for row in rows),
+        "seconds": sum((row.get("seconds_collecting") or 0) + (row.get("seconds_learning") or 0) for row in rows),
         "curves": {
             "steps": [part[-1]["steps"] for part in parts],
             "rollouts": [part[-1]["iteration"] for part in parts],
-            "return": [part[-1]["episode_return"] for part in parts],
+            "return": [part[-1].get("episode_return") for part in parts],
             "ratio_max": [max(known(part, "ratio_max"), default=None) for part in parts],
         },
     }
@@ -492,7 +499,7 @@ def _mean_over_steps(rows: Results) -> float | None:
     """The area under the curve of the return, divided by its length. Steps before the end of the first episode don't count."""
     total, counted, before = 0.0, 0, 0
     for row in rows:
-        if row["episode_return"] is not None:
+        if row.get("episode_return") is not None:
             total += row["episode_return"] * (row["steps"] - before)
             counted += row["steps"] - before
         before = row["steps"]

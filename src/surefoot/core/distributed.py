@@ -102,17 +102,19 @@ def process_group(backend: str = "gloo", timeout: float = 600.0) -> Iterator[int
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "start one process, without torchrun"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "start one process: srun --ntasks=1"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "start one process: srun --ntasks=1"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "start one process, without mpirun"),
 )
-"""for each launcher, the variables with the rank and the number of processes, and the remedy; the first that is set counts"""
+"""for each launcher, the variables with the rank and the number of processes, and the remedy.
+
+Launchers can be nested, so any of them counts. SLURM_NTASKS does not: a batch script with several tasks has it, and is one
+process; srun sets SLURM_STEP_NUM_TASKS."""
 
 
 def check_single_process(folder: Path) -> None:
     """Raise SurefootError if a launcher started several processes, each of which would train the same run."""
     field, count, remedy = "torch.distributed", world_size(), "call init_process_group only in your own training program"
     for rank_name, size_name, instead in LAUNCHERS if count == 1 else ():
-        if rank_name in os.environ and (size := os.environ.get(size_name, "")).isdecimal():
+        if rank_name in os.environ and (size := os.environ.get(size_name, "")).isdecimal() and int(size) > 1:
             field, count, remedy = size_name, int(size), instead
             break
     if count > 1:

@@ -72,7 +72,18 @@ class History:
             faults.append(f"has {len(self.text):,} of the {self.written['size']:,} bytes that the run wrote")
         elif self.written is not None and self.as_written is None and not damaged:
             faults.append("is not what the run wrote, so any of its numbers may be wrong")
+        if not faults and (gap := self.missing_iterations()):
+            faults.append(gap)
         return " and ".join(faults) or None
+
+    def missing_iterations(self, until: int = 0) -> str | None:
+        """The iterations without a row before the last row, and up to ``until``, in words; None if there are none."""
+        iterations = [row["iteration"] for row in self.rows]
+        count = max([until, *iterations[-1:]]) - len(iterations)
+        if count <= 0:
+            return None
+        first = next((n for n, iteration in enumerate(iterations, 1) if n != iteration), len(iterations) + 1)
+        return f"lacks iteration {first:,}" if count == 1 else f"lacks {count:,} iterations, the first of them {first:,}"
 
 
 def row_of(line: bytes) -> Row | None:

@@ -173,7 +173,7 @@ class Session:
         if self.folder is None:
             return [monitor]
         path, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
-        self.metrics_file = MetricsFile(path, self.state.iteration, self.message)
+        self.metrics_file = MetricsFile(path, self.state.iteration - (self.pending is not None), self.message)
         if traces.rows:
             self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.describe)
         return [
