@@ -101,6 +101,8 @@ CASES = [
         ["epochs", "is off in A2C"],
     ),
     (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C", "--jobs", "0"], ["--jobs", "1<=x"]),
+    (["train", "CartPole-v1", "--total_timesteps", "5"], ["'--total_timesteps'", "Did you mean '--steps'?"]),
+    (["train", "CartPole-v1", "--batch-size=5"], ["'--batch-size'", "'--data.batch', '--objective.reuse.minibatches'"]),
     (["resume", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none", "--episodes", "0"], ["--episodes"]),
@@ -332,7 +334,8 @@ def test_three_updates_in_a_row_that_are_not_finite_end_the_run_with_its_last_go
 
     fields = {"steps": 1024, "rollout": {"environments": 1, "steps": 8}, "objective": {"reuse": {"minibatches": 4}}}
     with pytest.raises(
-        SurefootError, match=r"the reward of environment 0 at step \d+ of its episode is not finite.*3 consecutive updates were skipped.*then resume"
+        SurefootError,
+        match=r"the reward of environment 0 at step \d+ of its episode is not finite.*3 consecutive updates were skipped.*then resume",
     ):
         api.train(lambda: Rotting(None), run_dir=tmp_path / "run", checkpoint={"every": 8}, **fields)
     trees = load_checkpoint(tmp_path / "run" / "checkpoints" / "16")

@@ -164,7 +164,7 @@ def answers(rank: int) -> Answers:
     for unit in ("step", "row"):
         found[f"natural {unit}"] = trained(share(rank, unit), NATURAL, seed=rank, micro_batch=4 if rank else None)
     rewards, kept = share(rank).rewards, share(rank).mask
-    found["at limit"] = RewardNormaliser(gamma=0.99, clip=1.0).at_limit(rewards, kept)
+    found["at limit"] = RewardNormaliser(gamma=0.99, clip=1.0).clipped_fraction(rewards, kept)
     found["loop"] = looped(share(rank), total=100)
     broken = share(rank)
     found["broken"] = refusal(replace(broken, rewards=broken.rewards * (torch.inf if rank else 1.0)), policy())
@@ -302,7 +302,9 @@ def test_explained_variance_is_that_of_one_process(ranks: list[Answers]) -> None
 
 
 def test_the_share_that_is_clipped_is_that_of_both_ranks(ranks: list[Answers]) -> None:
-    shares = [RewardNormaliser(gamma=0.99, clip=1.0).at_limit(share(rank).rewards, share(rank).mask) for rank in range(RANKS)]
+    shares = [
+        RewardNormaliser(gamma=0.99, clip=1.0).clipped_fraction(share(rank).rewards, share(rank).mask) for rank in range(RANKS)
+    ]
     assert shares[0] != shares[1]
     whole = float((both().rewards[both().mask].abs() >= 1.0).double().mean())
     assert [found["at limit"] for found in ranks] == [whole, whole]

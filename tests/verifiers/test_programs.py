@@ -80,14 +80,14 @@ def test_how_long_hanging_responses_may_take_is_known_and_said_where_it_is_too_l
     reward = FunctionReward(f"surefoot.verifiers:{name}")
     assert reward.longest(9, {}) == 5 * 5.0
     assert FunctionReward(f"surefoot.verifiers:{name}", arguments={"seconds": 2, "workers": 9}).longest(10, {}) == 2 * 2.0
-    assert reward.late((24, {})) == []
-    (said,) = reward.late((24, {}), (64, {}), (8, {}))
-    assert "64 responses that all hang would take 160 s, and end the run at reward.deadline=60 s" in said
+    assert reward.deadline_notes((24, {})) == []
+    (said,) = reward.deadline_notes((24, {}), (64, {}), (8, {}))
+    assert "if all 64 responses hang, a call takes 160 s and the run ends at reward.deadline=60 s" in said
     assert "set reward.deadline = 200, or lower arguments.seconds" in said
-    assert FunctionReward("surefoot.verifiers:exact").late((10**9, {})) == []
+    assert FunctionReward("surefoot.verifiers:exact").deadline_notes((10**9, {})) == []
     for wrong in ({"workers": "2"}, {"seconds": "long"}, {"seconds": float("inf")}):
         with pytest.raises(SurefootError, match=rf"surefoot\.verifiers:{name}'.*longest"):
-            FunctionReward(f"surefoot.verifiers:{name}", arguments=wrong).late((64, {}))
+            FunctionReward(f"surefoot.verifiers:{name}", arguments=wrong).deadline_notes((64, {}))
 
 
 def test_where_all_tests_count_a_response_may_hang_in_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +99,14 @@ def test_where_all_tests_count_a_response_may_hang_in_every_script(monkeypatch: 
     assert of_all.longest(10, {"tests": [ADD]}) == 5 * 5.0
     assert FunctionReward("surefoot.verifiers:code", arguments={"workers": 2}).longest(10, columns) == 5 * 5.0
     with pytest.raises(SurefootError, match=r"verifiers:code': tests \(of row 2\): must be a list with at least one test"):
-        of_all.late((10, {"tests": [ADD, []]}))
+        of_all.deadline_notes((10, {"tests": [ADD, []]}))
 
 
 @pytest.mark.usefixtures("sandboxed")
 def test_it_is_a_reward_function_with_arguments() -> None:
     reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True})
     assert reward(["add: "], ["def add(a, b): return 3"], {"tests": [ADD]}).total.tolist() == [0.5]
-    with pytest.raises(SurefootError, match="asks for 'tests'; what there is: answer, partial, prompts, responses"):
+    with pytest.raises(SurefootError, match="requires 'tests'; available: answer, partial, prompts, responses"):
         reward.check_columns(["answer"])
 
 

@@ -52,12 +52,23 @@ def main() -> NoReturn:
         sys.exit(2)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "surefoot"
+        if isinstance(error, click.NoSuchOption):
+            error.possibilities = of_other_libraries(error) or error.possibilities
         fail(f"{error.format_message()} (see: {command} --help)", 2)
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
     except OSError as error:
         what, why = error.filename or "writing", error.strerror or error
         fail(f"{what}: {why}; fix that, then repeat the command, or resume the run", 2)
+
+
+def of_other_libraries(error: click.NoSuchOption) -> list[str]:
+    """The options for a name from another library, such as ``--total_timesteps``; click would suggest a similar spelling."""
+    from surefoot.recipes.reading import OTHER_LIBRARIES
+
+    known = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
+    fields = OTHER_LIBRARIES.get(error.option_name.lstrip("-").replace("-", "_"), ())
+    return [flag for field in fields if (flag := "--" + field.replace("_", "-")) in known]
 
 
 def fail(message: str, code: int) -> NoReturn:
