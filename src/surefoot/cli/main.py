@@ -52,8 +52,8 @@ def main() -> NoReturn:
         sys.exit(2)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "surefoot"
-        if isinstance(error, click.NoSuchOption):
-            error.possibilities = of_other_libraries(error) or error.possibilities
+        if isinstance(error, click.NoSuchOption) and (options := of_other_libraries(error)):
+            error = click.NoSuchOption(error.option_name, possibilities=options, ctx=error.ctx)
         fail(f"{error.format_message()} (see: {command} --help)", 2)
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
