@@ -53,7 +53,8 @@ def main() -> NoReturn:
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "surefoot"
         if isinstance(error, click.NoSuchOption) and (options := of_other_libraries(error)):
-            error = click.NoSuchOption(error.option_name, possibilities=options, ctx=error.ctx)
+            meant = ", ".join(map(repr, options))
+            error = click.UsageError(f"No such option {error.option_name!r}. Did you mean {meant}?", error.ctx)
         fail(f"{error.format_message()} (see: {command} --help)", 2)
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
