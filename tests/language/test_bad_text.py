@@ -233,10 +233,10 @@ WRONG: dict[str, tuple[str, ...]] = {
     "raises": ("raised RuntimeError: no network",),
     "hangs": ("took longer than reward.deadline=0.3 s for 4 responses", "make it faster, or raise reward.deadline"),
     "nan": ("returned no number for 4 of 4 responses (NaN 4), more than reward.tolerated=0.1",),
-    "none": ("returned a NoneType; it must return a list of 4 numbers",),
+    "none": ("returned a NoneType instead of a list of 4 numbers",),
     "nones": ("returned no number for 4 of 4 responses (None 4), more than reward.tolerated=0.1",),
     "strings": ("returned no number for 4 of 4 responses (str 4), more than reward.tolerated=0.1",),
-    "text": ("returned a str; it must return a list of 4 numbers",),
+    "text": ("returned a str instead of a list of 4 numbers",),
     "count": ("returned 5 numbers for 4 responses",),
 }
 
@@ -265,4 +265,4 @@ def test_single_responses_without_a_number_are_masked_and_counted_up_to_the_set_
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["without_score"] for row in rows] == [0.25] * 4
     shutil.rmtree(tmp_path / "run")
-    refused(command(*words, "0.2"), "returned no number for 1 of 4 responses (None 1), more than reward.tolerated=0.2 of them")
+    refused(command(*words, "0.2"), "returned no number for 1 of 4 responses (None 1), more than reward.tolerated=0.2 allows")

@@ -123,7 +123,7 @@ def test_dry_run_tells_parameters_rows_and_updates_of_each_kind(command: Command
         (("evaluate", "RUNS/sft", "--seed", "4"), ("--seed", "on held-out rows: --data, --rows; leave it out")),
         (("evaluate", "RUNS/sft", "--task", "CartPole-v1"), ("--task", "on held-out rows: --data, --rows; leave it out")),
         (("evaluate", "RUNS/sft", "--samples", "4"), ("--samples 4", "kind = 'sft'", "data accuracy")),
-        (("evaluate", "RUNS/ppo", "--samples", "2"), ("a verifier gives 0 or 1", "--threshold T")),
+        (("evaluate", "RUNS/ppo", "--samples", "2"), ("neither 0 nor 1", "--threshold T")),
         (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "4"), ("k=4", "1 <= k <= samples, which is 2")),
         (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "1;2"), ("--k 1;2", "such as 1,4,8")),
         (("evaluate", "RUNS/ppo", "--samples", "2", "--threshold", "nan"), ("not a finite number",)),

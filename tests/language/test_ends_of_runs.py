@@ -114,7 +114,7 @@ def test_where_no_policy_was_within_reach_of_the_target_the_last_one_is_left_and
     code, out, err = command("train", str(files / "far.toml"), "--run-dir", str(files), "--name", "far", "--quiet")
     assert code == 0, err
     assert (
-        "no evaluation had a score within 1.5 times reference.target=1e-06: the policy that is left is the last one"
+        "no evaluation had a score within 1.5 times reference.target=1e-06; model/ is the last policy, not a best one"
         in out + err
     )
     assert not list((files / "far" / "best").glob("[0-9]*"))

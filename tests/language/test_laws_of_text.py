@@ -262,7 +262,8 @@ def test_reinforce_without_a_baseline_has_none() -> None:
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_groups_are_of_undiscounted_responses(baseline: str, tmp_path: Path, folders: dict[str, Path]) -> None:
     name = "GRPO" if baseline == "group" else "RLOO"
-    with pytest.raises(SurefootError, match=rf"objective\.gamma=0: baseline '{baseline}' compares what whole responses earned"):
+    said = rf"objective\.gamma=0: baseline '{baseline}' compares the undiscounted rewards of whole responses"
+    with pytest.raises(SurefootError, match=said):
         made(folders["llama"], tmp_path, algorithm=name, objective={"gamma": 0.0})
 
 

@@ -199,7 +199,7 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
     assert setup.rounds == 3
     found, alone = estimate(setup), estimate(replace(setup, rounds=1))
     world = surefoot.runs.api.make_world(make_recipe(table))
-    drawn = world.collector._answers_to_next(4, 0).samples  # type: ignore[attr-defined]
+    drawn = world.collector._respond_to_next(4, 0).samples  # type: ignore[attr-defined]
     held = [drawn.prompt, drawn.prompt_mask, drawn.actions, drawn.mask, drawn.log_probs]
     for phase in ("sampling", "scoring"):
         assert found.at(phase) - alone.at(phase) == pytest.approx(2 * sum(x.nbytes for x in held), rel=0.15)

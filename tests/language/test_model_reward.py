@@ -109,7 +109,7 @@ def test_a_text_longer_than_the_context_is_refused(folders, tmp_path):
     new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     reward = ModelReward(tmp_path / "reward")
     assert reward(["x"], ["y" * (reward.context - 2)], {}).valid.all()
-    with pytest.raises(SurefootError, match=rf"have {reward.context + 1} tokens and its context is {reward.context}"):
+    with pytest.raises(SurefootError, match=rf"have {reward.context + 1} tokens, more than its context of {reward.context};"):
         reward(["x"], ["y" * (reward.context - 1)], {})
 
 
@@ -118,7 +118,7 @@ def test_a_score_that_is_not_finite_is_refused(folders, tmp_path):
     scorer = new_reward_model(model, 1, tokenizer)
     scorer.head.weight.data.fill_(float("nan"))
     scorer.save(tmp_path / "reward")
-    with pytest.raises(SurefootError, match="gave a score that is not finite"):
+    with pytest.raises(SurefootError, match="returned a score that is not finite"):
         ModelReward(tmp_path / "reward")(["x"], ["y"], {})
 
 

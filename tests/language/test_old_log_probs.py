@@ -96,7 +96,7 @@ def test_in_float32_a_sampler_that_scores_otherwise_than_training_is_refused(fil
     made = world(files, folders["llama"], "sampler")
     made.policy.temperature *= 1.01  # what training divides logits by, and the sampler does not
     with pytest.raises(
-        SurefootError, match=r"sampling\.old_log_probs='sampler': .*\(in float32 at most 0\.0001\); set 'trainer'"
+        SurefootError, match=r"sampling\.old_log_probs='sampler': .*\(at most 0\.0001 in float32\); set 'trainer'"
     ):
         made.collector.collect(LearnerState.seeded(1, 64))
 

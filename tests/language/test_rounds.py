@@ -276,4 +276,4 @@ def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Pa
         assert said in err
     assert not (start / "runs" / "c").exists(), "a judge that is none claims no folder"
     code, _, err = command("rounds", "ppo.toml", "--run-dir", str(start / "reward"))
-    assert (code, "holds other files" in err) == (2, True)
+    assert (code, "has other files" in err) == (2, True)

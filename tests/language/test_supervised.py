@@ -256,7 +256,7 @@ def test_evaluation_reads_no_more_at_a_time_than_learning_does_and_says_the_same
             read.append(len(costs) * int(costs.max()) if len(costs) > 1 else 0)  # a row by itself may be longer
             return whole(inputs, *others)
 
-        setattr(world.policy, "forward" if kind != "dpo" else "moved", watched)
+        setattr(world.policy, "forward" if kind != "dpo" else "log_ratios", watched)
         judged = world.evaluate()
         assert judged is not None
         told.append(judged.metrics["held_out_loss"])
