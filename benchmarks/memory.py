@@ -141,21 +141,22 @@ class Watched:
             learner = make_learner(self.recipe, world.policy)
             learner.auxiliary_loss = world.auxiliary_loss
             state = LearnerState.seeded(self.recipe.seed, self.recipe.steps)
-            held = [world.policy, *(getattr(world, name) for name in ("reference",) if hasattr(world, name))]
+            reference = getattr(world, "reference", None)  # of DPO: log-probabilities, and no module
+            held = [world.policy, *([reference] if isinstance(reference, torch.nn.Module) else [])]
             for part in getattr(getattr(world, "reward", None), "rewards", [getattr(world, "reward", None)]):
                 held += [part.model] if hasattr(part, "model") else []
             self.tracker.count([t for module in held for t in (*module.parameters(), *module.buffers())])
             collector = world.collector
-            if hasattr(collector, "answer"):
-                answer = collector.answer
+            if hasattr(collector, "respond"):
+                respond = collector.respond
 
                 def sampling(*args: Any) -> Any:
                     with self.phase("sampling"):
-                        output = answer(*args)
+                        output = respond(*args)
                     self.tracker.restart()  # what follows in collect is scoring
                     return output
 
-                collector.answer = sampling
+                collector.respond = sampling
             for _ in range(iterations):
                 with self.phase("scoring"):
                     rollout = collector.collect(state)
