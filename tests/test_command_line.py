@@ -465,3 +465,21 @@ def test_what_an_error_quotes_can_not_move_the_cursor(capsys):
     with pytest.raises(SystemExit):
         fail("it said \x1b[2J\n\u202e", 2)
     assert capsys.readouterr().err == "surefoot: it said \\x1b[2J \\u202e\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "CartPole-v1", "--seeds", "1000000000000"),
+        ("compare-algorithms", "CartPole-v1", "--algorithms", "A2C,PPO_CLIP", "--seeds", "1000000000000"),
+        ("ladder", "CartPole-v1", "--batches", "1000000000000"),
+        ("evaluate", "run", "--episodes", "1000000000000"),
+        ("compare-algorithms", "CartPole-v1", "--algorithms", "A2C,PPO_CLIP", "--jobs", "1000000000000"),
+    ],
+    ids=" ".join,
+)
+def test_every_count_on_the_command_line_has_an_upper_bound(words, command):
+    code, _, err = command(*words)
+    assert code == 2
+    assert "is not in the range" in err
+    assert err.count("\n") == 1

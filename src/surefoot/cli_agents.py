@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surefoot.algorithms import MAX_COUNT
 from surefoot.cli_attempts import attempt_flags, attempts_from, refuse_for_agents
 from surefoot.cli_echo import echo, echo_json
 from surefoot.errors import SurefootError
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--episodes", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--episodes", type=click.IntRange(1, MAX_COUNT), default=20, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of episodes, or of responses.")
 @click.option("--task", help="Evaluate an agent on another task than the one trained on.")
 @click.option("--data", "rows_file", help="Language: judge on these rows instead of the run's held-out ones.")
-@click.option("--rows", type=click.IntRange(min=1), help="Language: how many rows; as the recipe says if not given.")
+@click.option("--rows", type=click.IntRange(1, MAX_COUNT), help="Language: how many rows; as the recipe says if not given.")
 @attempt_flags
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
@@ -66,12 +67,14 @@ def evaluate(
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--episodes", type=click.IntRange(1, MAX_COUNT), default=1, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="As in surefoot evaluate.")
 @click.option("--out", type=click.Path(path_type=Path), help="The MP4; RUN/videos/TASK-STEP-seedSEED.mp4 if not given.")
 @click.option("--size", metavar="WIDTHxHEIGHT", default="320x240", show_default=True)
 @click.option("--fps", type=click.FloatRange(1, 240), metavar="N", help="Frames a second, if not the environment's own.")
-@click.option("--max-steps", type=click.IntRange(min=1), default=10_000, show_default=True, help="Cut episodes off there.")
+@click.option(
+    "--max-steps", type=click.IntRange(1, MAX_COUNT), default=10_000, show_default=True, help="Cut episodes off there."
+)
 @click.option("--checkpoint", metavar="best|last|STEP", help="Which agent; the best, else the last, if not given.")
 @click.option("--task", help="Watch it on another task than the one trained on.")
 @click.option("--no-caption", is_flag=True, help="Leave out the small print: step, reward, return so far.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surefoot.algorithms import MAX_COUNT
 from surefoot.cli_echo import echo, echo_json
 from surefoot.errors import SurefootError
 from surefoot.seeding import MAX_SEED
@@ -30,7 +31,10 @@ def attempt_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """What ``surefoot evaluate`` takes for several responses to each prompt."""
     for flag, options in reversed(
         (
-            ("--samples", {"type": click.IntRange(min=1), "help": "Online runs: so many attempts at each prompt, for pass@k."}),
+            (
+                "--samples",
+                {"type": click.IntRange(1, MAX_COUNT), "help": "Online runs: so many attempts at each prompt, for pass@k."},
+            ),
             ("--k", {"metavar": "1,4,8", "help": "Of pass@k; the powers of 2 up to --samples if not given."}),
             (
                 "--threshold",
@@ -72,7 +76,7 @@ def rows_to(out: Path) -> str:
 @click.command(name="best-of-n")
 @click.argument("model")
 @click.option("--prompts", type=click.Path(path_type=Path), required=True, help="JSONL or Parquet file, or a datasets folder.")
-@click.option("--samples", type=click.IntRange(min=1), required=True, help="n, responses to each prompt.")
+@click.option("--samples", type=click.IntRange(1, MAX_COUNT), required=True, help="n, responses to each prompt.")
 @click.option(
     "--reward",
     "rewards",
@@ -85,11 +89,13 @@ def rows_to(out: Path) -> str:
 @click.option("--worst", is_flag=True, help="Pairs of the best and the worst, for reward models, instead of demonstrations.")
 @click.option("--at-least", type=Finite(), metavar="R", help="Only where the best earns R or more.")
 @click.option("--keep-cut", is_flag=True, help="Responses that --max-tokens cut may be chosen too.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="As in sampling.max_tokens.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1, MAX_COUNT), default=64, show_default=True, help="As in sampling.max_tokens."
+)
 @click.option("--temperature", type=Finite(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--stop", multiple=True, help="Text that ends a response, besides EOS; repeatable.")
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
-@click.option("--batch", type=click.IntRange(min=1), default=256, show_default=True, help="Responses at a time.")
+@click.option("--batch", type=click.IntRange(1, MAX_COUNT), default=256, show_default=True, help="Responses at a time.")
 @click.option("--device", default="cpu", show_default=True, help="Where the models compute.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

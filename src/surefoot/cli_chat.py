@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surefoot.algorithms import MAX_COUNT
 from surefoot.cli_attempts import Finite
 from surefoot.cli_echo import echo
 from surefoot.errors import SurefootError
@@ -21,7 +22,9 @@ ASK = "> "
 
 @click.command()
 @click.argument("model")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of an answer, EOS included.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1, MAX_COUNT), default=256, show_default=True, help="Of an answer, EOS included."
+)
 @click.option("--temperature", type=Finite(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--greedy", is_flag=True, help="The likeliest token each time, instead of sampling.")
 @click.option("--stop", multiple=True, help="Text that ends an answer, besides EOS; repeatable.")

@@ -42,14 +42,19 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 def _run(folder: Path, as_json: bool) -> int:
     """Print a run's findings; the exit code."""
     from surefoot.compare.runs import read_run
+    from surefoot.run.visible import visible
 
     run = read_run(folder)
     found = run.findings
     if as_json:
         table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
+        if run.changed:
+            table["config_changed"] = list(run.changed)
         echo_json({**table, "findings": [finding.to_json() for finding in found]})
     elif not found:
         echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
     else:
         echo("\n\n".join("\n".join(finding.text) for finding in found))
+    if run.changed and not as_json:
+        echo(f"config.toml was changed since the checkpoint: {'; '.join(map(visible, run.changed))}")
     return int(any(finding.severity == "serious" for finding in found))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.algorithms import LADDER
+from surefoot.algorithms import LADDER, MAX_COUNT
 from surefoot.cli_echo import echo, echo_json
 from surefoot.cli_train import changes_from, recipe_flags
 
@@ -26,14 +26,18 @@ def comparison_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         ("--episodes", 20, 0, "Greedy episodes that judge each final agent."),
         ("--seeds", 3, 1, "Train this many seeds of each: seed, seed + 1, …"),
     ):
-        command = click.option(flag, type=click.IntRange(min=least), default=default, show_default=True, help=text)(command)
+        command = click.option(flag, type=click.IntRange(least, MAX_COUNT), default=default, show_default=True, help=text)(
+            command
+        )
     return command
 
 
 @click.command()
 @click.argument("task")
 @click.option("--rung", "rungs", type=click.IntRange(0, len(LADDER) - 1), multiple=True, help="Only this one; repeatable.")
-@click.option("--batches", type=click.IntRange(min=2), default=100, show_default=True, help="Under a frozen θ, for variance.")
+@click.option(
+    "--batches", type=click.IntRange(2, MAX_COUNT), default=100, show_default=True, help="Under a frozen θ, for variance."
+)
 @comparison_flags
 def ladder(
     task: str,

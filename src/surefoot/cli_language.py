@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from surefoot.algorithms import MAX_COUNT
 from surefoot.cli_attempts import rows_to
 from surefoot.cli_echo import echo, echo_json
 from surefoot.cli_words import Group
@@ -17,8 +18,8 @@ from surefoot.seeding import MAX_SEED
 @click.argument("model")
 @click.option("--prompt", "prompts", multiple=True, help="A prompt; repeatable.")
 @click.option("--file", type=click.Path(path_type=Path), help="Prompts from a JSONL or Parquet file, or a datasets folder.")
-@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Responses to each prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--samples", type=click.IntRange(1, MAX_COUNT), default=1, show_default=True, help="Responses to each prompt.")
+@click.option("--max-tokens", type=click.IntRange(1, MAX_COUNT), default=128, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--greedy", is_flag=True, help="The likeliest token each time, instead of sampling.")
 @click.option("--stop", multiple=True, help="Text that ends a response, besides EOS; repeatable.")
@@ -90,8 +91,8 @@ def data() -> None:
 @data.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--model", required=True, help="The model whose tokenizer and chat template read them.")
-@click.option("--rows", type=click.IntRange(min=1), default=5, show_default=True, help="How many rows to show.")
-@click.option("--max-length", type=click.IntRange(min=2), default=1024, show_default=True, help="As in data.max_length.")
+@click.option("--rows", type=click.IntRange(1, MAX_COUNT), default=5, show_default=True, help="How many rows to show.")
+@click.option("--max-length", type=click.IntRange(2, MAX_COUNT), default=1024, show_default=True, help="As in data.max_length.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a model's own code from the hub run.")
 def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_code: bool) -> None:
     """Show rows of FILE with their tokens coloured by what is trained, lengths, and what would be dropped."""
@@ -109,9 +110,13 @@ def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_cod
 @click.option("--model", required=True, help="What answers: a run, a checkpoint, a transformers folder or a hub id.")
 @click.option("--function", default="surefoot.language.tasks:verify", show_default=True, help="As in reward.terms.")
 @click.option("--arguments", default="{}", metavar="TABLE", help="The function's other arguments, such as { tolerance = 0.1 }.")
-@click.option("--rows", type=click.IntRange(min=1), default=64, show_default=True, help="How many prompts, from the first on.")
-@click.option("--samples", type=click.IntRange(min=2), default=4, show_default=True, help="Responses to each.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="As in sampling.max_tokens.")
+@click.option(
+    "--rows", type=click.IntRange(1, MAX_COUNT), default=64, show_default=True, help="How many prompts, from the first on."
+)
+@click.option("--samples", type=click.IntRange(2, MAX_COUNT), default=4, show_default=True, help="Responses to each.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1, MAX_COUNT), default=64, show_default=True, help="As in sampling.max_tokens."
+)
 @click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
 @click.option("--stop", multiple=True, help="Text that ends a response, besides EOS; repeatable. As in sampling.stop.")
@@ -153,7 +158,7 @@ def accuracy(
 
 @data.command()
 @click.argument("task")
-@click.option("--rows", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("--rows", type=click.IntRange(1, MAX_COUNT), default=1000, show_default=True)
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=1, show_default=True)
 @click.option("--difficulty", type=int, help="As the task counts it (surefoot data tasks); its usual one if not given.")
 @click.option("--test", is_flag=True, help="Problems that no training rows have, of any seed; of games, other plays.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from surefoot.algorithms import MAX_COUNT
 from surefoot.cli_echo import echo_json
 from surefoot.errors import SurefootError
 
@@ -25,18 +26,24 @@ if TYPE_CHECKING:
     help="A head on the policy's trunk, a value model of its own, or none.",
 )
 @click.option("--reference/--no-reference", default=True, show_default=True, help="A frozen copy for the KL.")
-@click.option("--rewards", type=click.IntRange(min=0), default=1, show_default=True, help="Reward models of the same size.")
-@click.option("--adapter", type=click.IntRange(min=1), metavar="RANK", help="All roles as adapters of one frozen base.")
+@click.option(
+    "--rewards", type=click.IntRange(0, MAX_COUNT), default=1, show_default=True, help="Reward models of the same size."
+)
+@click.option("--adapter", type=click.IntRange(1, MAX_COUNT), metavar="RANK", help="All roles as adapters of one frozen base.")
 @click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--gradient-checkpointing", is_flag=True, help="As in a recipe.")
-@click.option("--micro-batch", type=click.IntRange(min=1), metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
-@click.option("--micro-batch-tokens", type=click.IntRange(min=1), metavar="TOKENS", help="As in a recipe.")
-@click.option("--prompts", type=click.IntRange(min=1), default=64, show_default=True, help="Prompts per iteration.")
-@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Responses to each prompt.")
-@click.option("--minibatches", type=click.IntRange(min=1), default=4, show_default=True, help="Updates per epoch.")
-@click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Rows per update of sft and reward.")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of the longest prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of a response.")
+@click.option("--micro-batch", type=click.IntRange(1, MAX_COUNT), metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
+@click.option("--micro-batch-tokens", type=click.IntRange(1, MAX_COUNT), metavar="TOKENS", help="As in a recipe.")
+@click.option("--prompts", type=click.IntRange(1, MAX_COUNT), default=64, show_default=True, help="Prompts per iteration.")
+@click.option("--samples", type=click.IntRange(1, MAX_COUNT), default=1, show_default=True, help="Responses to each prompt.")
+@click.option("--minibatches", type=click.IntRange(1, MAX_COUNT), default=4, show_default=True, help="Updates per epoch.")
+@click.option(
+    "--batch", type=click.IntRange(1, MAX_COUNT), default=64, show_default=True, help="Rows per update of sft and reward."
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1, MAX_COUNT), default=512, show_default=True, help="Of the longest prompt."
+)
+@click.option("--max-tokens", type=click.IntRange(1, MAX_COUNT), default=64, show_default=True, help="Of a response.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; sizes are bytes.")
 def memory(
     model: str,

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from surefoot.algorithms import MAX_COUNT
 from surefoot.cli_attempts import Finite
 from surefoot.cli_echo import echo, echo_json
 from surefoot.cli_runs import display_for
@@ -16,13 +17,15 @@ from surefoot.run.places import check_name
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--rounds", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many, in all.")
+@click.option("--rounds", "count", type=click.IntRange(1, MAX_COUNT), default=3, show_default=True, help="How many, in all.")
 @click.option(
     "--judge",
     metavar="TERM",
     help="Who labels pairs: module:function, file.py:function, or a reward model's folder or run. [default: reward.gold]",
 )
-@click.option("--pairs", type=click.IntRange(min=10), default=512, show_default=True, help="Prompts per round, answered twice.")
+@click.option(
+    "--pairs", type=click.IntRange(10, MAX_COUNT), default=512, show_default=True, help="Prompts per round, answered twice."
+)
 @click.option("--noise", type=Finite(min=0), default=0.0, show_default=True, help="Of labels: σ(difference / noise) chooses.")
 @click.option("--new-only", is_flag=True, help="Train reward models on their own round's pairs alone, without older ones.")
 @click.option("--name", help="The folder is runs/NAME. [default: the recipe's name, and -rounds]")

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from surefoot.algorithms import MAX_COUNT
 from surefoot.cli_echo import echo
 from surefoot.cli_runs import display_for, final_line, run_folder, spread, tell
 from surefoot.cli_words import Switch
@@ -49,7 +50,7 @@ def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
 
 @click.command()
 @click.argument("what")
-@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Train this many seeds in turn: seed, seed + 1, …")
+@click.option("--seeds", type=click.IntRange(1, MAX_COUNT), default=1, help="Train this many seeds in turn: seed, seed + 1, …")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run; with --name, the folder above it.")
 @click.option("--name", help="Name of the run; its folder is runs/NAME unless --run-dir says otherwise.")
 @click.option(

@@ -45,7 +45,7 @@ def states(task: Any) -> dict[str, tuple[str, str]]:
 
 def test_every_extra_is_known() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev"}
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
 
 
 def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
@@ -202,6 +202,11 @@ def test_the_command_tells_a_runs_findings(command: Any) -> None:
     assert "  try: a higher optimizer.learning_rate" in out
     told = json.loads(command("check", "runs/idle", "--json")[1])
     assert told["findings"][0]["evidence"][0]["metric"] == "episode_return"
+    assert "config_changed" not in told
+    config = Path("runs/idle/config.toml")
+    config.write_text(config.read_text().replace("learning_rate = 1e-09", "learning_rate = 0.5"))
+    assert "config.toml was changed since the checkpoint: optimizer.learning_rate: " in command("check", "runs/idle")[1]
+    assert json.loads(command("check", "runs/idle", "--json")[1])["config_changed"]
     (Path("runs/idle") / "metrics.jsonl").write_text("")
     assert command("check", "runs/idle")[0] == 2
 

@@ -232,6 +232,14 @@ def test_a_summary_does_without_what_an_algorithm_does_not_measure():
     assert (found["ratio_max"], found["ratio_outside"], found["average_return"]) == (None, None, None)
 
 
+def test_a_summary_of_rows_that_were_edited_is_refused_in_one_line_or_does_without():
+    row = {"iteration": 1, "steps": 5, "updates": 1, "episodes": 0}
+    assert (summary([row])["seconds"], summary([row])["last_100_mean"], summary([row])["average_return"]) == (0, None, None)
+    for rows, part in (([], "has no row"), ([{"iteration": 1, "steps": 5}], "has no updates and no episodes")):
+        with pytest.raises(SurefootError, match=part):
+            summary(rows)
+
+
 LONGER = [*TINY, "--steps", "2560"]
 
 

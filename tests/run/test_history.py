@@ -140,6 +140,23 @@ def test_a_damaged_line_is_kept_beside_and_told_and_no_other_is_lost(nonsense, k
     assert "kept in metrics.damaged.jsonl" in told[0]
 
 
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ([], "lacks 3 iterations, the first of them 1"),
+        ([line(1), line(2)], "lacks iteration 3"),
+        ([line(3)], "lacks 2 iterations, the first of them 1"),
+        ([line(1), line(3)], "lacks iteration 2"),
+    ],
+)
+def test_rows_that_are_gone_are_told_where_no_checksum_can_tell(lines, fault, tmp_path):
+    kept, told = cut(tmp_path, text_of(*lines), 3)
+    assert kept == text_of(*lines)
+    assert len(told) == 1
+    assert told[0].endswith(fault)
+    assert History(text_of(*lines, line(4))).fault == fault, "and so they are when the run has gone on"
+
+
 def test_what_a_kill_sets_aside_twice_is_there_once(tmp_path):
     text = text_of(line(1), b"nonsense", b"more", line(4))
     cut(tmp_path, text, 4)

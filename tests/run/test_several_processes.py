@@ -10,12 +10,18 @@ from surefoot.errors import SurefootError
 SMALL = ("--steps", "64", "--rollout.environments", "2", "--rollout.steps", "8", "--algorithm", "A2C")
 LAUNCHERS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "2"},
-    "srun": {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+    "srun": {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"},
     "mpirun": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    "mpirun, whose daemons srun has started, one on each machine": {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+    },
 }
 ALONE = {
     "torchrun with one": {"RANK": "0", "WORLD_SIZE": "1"},
-    "a batch script of SLURM": {"SLURM_NTASKS": "4"},
+    "a batch script of SLURM": {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
     "one step of a larger job": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
 }
 COMMANDS = {

@@ -23,10 +23,12 @@ from surefoot.functional import Moments, merge_moments
 LAUNCHED = (
     ("RANK", "WORLD_SIZE", "start one process, without torchrun"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "start one process: srun --ntasks=1"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "start one process: srun --ntasks=1"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "start one process, without mpirun"),
 )
-"""variables that say which process this is and how many there are, and what to do instead; the first that is set counts"""
+"""variables that say which process this is and how many there are, and what to do instead.
+
+Launchers may be nested, so any that says several counts. SLURM_NTASKS is no such size: a batch script of several tasks has
+it, and is one process; srun sets SLURM_STEP_NUM_TASKS."""
 
 
 def rank() -> int:
@@ -43,7 +45,7 @@ def check_alone(folder: Path) -> None:
     """Raise SurefootError where a launcher has started this program several times: each would train the same run."""
     field, count, remedy = "torch.distributed", world_size(), "call init_process_group only in a program of your own"
     for which, size, instead in LAUNCHED if count == 1 else ():
-        if which in os.environ and (told := os.environ.get(size, "")).isdecimal():
+        if which in os.environ and (told := os.environ.get(size, "")).isdecimal() and int(told) > 1:
             field, count, remedy = size, int(told), instead
             break
     if count > 1:

@@ -75,7 +75,18 @@ class History:
             faults.append(f"has {len(self.text):,} of the {self.written['size']:,} bytes that the run wrote")
         elif self.written is not None and self.as_written is None and not damaged:
             faults.append("is not what the run wrote, so any of its numbers may be wrong")
+        if not faults and (lacking := self.lacking()):
+            faults.append(lacking)
         return " and ".join(faults) or None
+
+    def lacking(self, until: int = 0) -> str | None:
+        """Which iterations before the last row, and up to ``until``, have none, in words; None where none lacks."""
+        there = [row["iteration"] for row in self.rows]
+        count = max([until, *there[-1:]]) - len(there)
+        if count <= 0:
+            return None
+        first = next((n for n, found in enumerate(there, 1) if n != found), len(there) + 1)
+        return f"lacks iteration {first:,}" if count == 1 else f"lacks {count:,} iterations, the first of them {first:,}"
 
 
 def row_of(line: bytes) -> Row | None:

@@ -72,9 +72,9 @@ def cut_back(run: Path, iteration: int, say: Callable[[str], None]) -> bytes:
             kept = b"".join(
                 history.whole[n - 1] + b"\n" for n, row in history.numbered.items() if row["iteration"] <= iteration
             )
-            if history.fault is not None:
+            if (fault := history.fault or history.lacking(iteration)) is not None:
                 aside = _set_aside(run / DAMAGED, [history.whole[n - 1] for n in history.damaged])
-                say(f"! {path}: {history.fault}{aside}")
+                say(f"! {path}: {fault}{aside}")
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_bytes(kept)
         os.replace(temporary, path)
