@@ -70,7 +70,8 @@ class Campaign:
             return Outcome(where, words, "refused" if error.count("\n") == 1 else "not one line", error[:300])
         if (code, out) == self.sound[" ".join(words)]:
             return Outcome(where, words, "the same")
-        noticed = "config.toml has changed" in out or "config_changed" in out or where.startswith(UNSIGNED[1:])
+        reported = ("config.toml has changed", "config_changed", "metrics.jsonl")
+        noticed = any(words in out + error for words in reported) or where.startswith(UNSIGNED[1:])
         return Outcome(where, words, "noticed" if noticed else "another answer", out[:300])
 
     def _copy(self, scratch: Path, source: Path | None = None) -> Path:

@@ -1,6 +1,7 @@
 """Bits flipped and files cut off anywhere in a run: no traceback, no hang, and no other answer that nobody notices."""
 
 import json
+import os
 
 import pytest
 from damage import Campaign
@@ -8,6 +9,7 @@ from damage import Campaign
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 
+CASES = int(os.environ.get("SUREFOOT_DAMAGE", "60"))
 BAD = {"traceback", "hang", "not one line", "another answer"}
 
 
@@ -55,4 +57,4 @@ def test_damage_to_a_run_of_language_is_noticed(language, tmp_path, monkeypatch,
 @pytest.mark.parametrize("kind", ["control", "language"])
 def test_much_damage_is_noticed(request, tmp_path, monkeypatch, kind, flips):
     monkeypatch.chdir(tmp_path)
-    assert unnoticed(request.getfixturevalue(kind), 300, flips, 7, tmp_path) == []
+    assert unnoticed(request.getfixturevalue(kind), CASES, flips, 7, tmp_path) == []
