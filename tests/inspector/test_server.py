@@ -3,6 +3,7 @@
 import http.client
 import json
 import math
+import re
 import shutil
 import socket
 import subprocess
@@ -59,6 +60,15 @@ def inside(store: RunFolders) -> TestClient:
     made = client(store)
     assert made.get(f"/enter?token={TOKEN}").status_code == 303
     return made
+
+
+def test_every_page_of_ours_names_its_icon_so_that_no_browser_guesses_one(store: RunFolders) -> None:
+    browser = client(store, **{"sec-fetch-site": "cross-site"})
+    forwarding = browser.get(f"/enter?token={TOKEN}")
+    browser.headers.pop("sec-fetch-site")
+    for page in (forwarding, browser.get("/")):
+        (icon,) = re.findall(r'<link rel="icon" href="/?([^"]+)"', page.text)
+        assert browser.get(f"/{icon}").status_code == 200
 
 
 def test_the_token_works_once_and_leaves_a_cookie_that_scripts_cannot_read(store: RunFolders) -> None:

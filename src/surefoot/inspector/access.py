@@ -32,6 +32,8 @@ PAGE = """<!doctype html>
 <meta charset="utf-8"><meta name="referrer" content="no-referrer"><meta http-equiv="refresh" content="0;url={address}">
 <title>Surefoot</title><a href="{address}">Open the inspector</a>
 """
+FORWARD = '<!doctype html><link rel="icon" href="/icon.svg"><meta http-equiv="refresh" content="0;url=/">'
+"""a page without an icon makes a slow browser request /favicon.ico"""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; connect-src 'self'; "
@@ -93,7 +95,7 @@ class Guard:
     def enter(self, token: str, known: bool, elsewhere: bool) -> Response:
         """Set the cookie in exchange for the token, once."""
         # Browsers send no strict cookie after a redirect that began elsewhere, such as in a file, but do after a page of ours.
-        inside = HTMLResponse('<!doctype html><meta http-equiv="refresh" content="0;url=/">') if elsewhere else None
+        inside = HTMLResponse(FORWARD) if elsewhere else None
         answer: Response = inside or RedirectResponse("/", 303)
         if known:
             return answer
