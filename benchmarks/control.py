@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -30,8 +31,16 @@ RESULTS = HERE / "results"
 
 
 def cells(task: str, args: argparse.Namespace) -> str:
-    """The folder name shared by the cells of a task."""
-    return "-".join([task, str(args.steps), *([Path(args.recipe).stem] if args.recipe else [])])
+    """The folder name shared by the cells of a task: task, steps, preset, algorithm and changed settings."""
+    changed = [setting.replace(" ", "") for setting in args.set]
+    return "-".join([task, str(args.steps), *([Path(args.recipe).stem] if args.recipe else []), *args.algorithm, *changed])
+
+
+def changes_for(task: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What a cell changes in its preset."""
+    changes: dict[str, Any] = {"task": task, "steps": args.steps, "seed": seed, "engine": args.engine}
+    settings = tomllib.loads("\n".join(["evaluation.episodes = 0", *args.set]))
+    return {**changes, **({"algorithm": args.algorithm[0]} if args.algorithm else {}), **settings}
 
 
 def cell_file(library: str, task: str, seed: int, args: argparse.Namespace) -> Path:
@@ -50,8 +59,7 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
     run = HERE / "runs" / f"{cells(task, args)}-{seed}"
-    changes = {"task": task, "steps": args.steps, "seed": seed, "engine": args.engine, "evaluation": {"episodes": 0}}
-    wanted = find_recipe(args.recipe or task, changes)
+    wanted = find_recipe(args.recipe or task, changes_for(task, seed, args))
     if (run / "config.toml").exists():
         if changed := recipe_differences(to_table(RunFolder(run).recipe()), wanted):
             sys.exit(f"{run}: was started with another recipe ({'; '.join(changed)}); move it away")
@@ -72,6 +80,8 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
         "seed": seed,
         "steps": args.steps,
         "recipe": args.recipe or "the id's own",
+        "algorithm": recipe.algorithm,
+        "changed": args.set,
         "engine": recipe.engine,
         "environments": rollout.environments,
         "horizon": rollout.steps,
@@ -147,6 +157,7 @@ def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> st
     if library == "surefoot":
         command = [sys.executable, __file__, "cell", "--engine", args.engine, "--greedy-episodes", str(args.greedy_episodes)]
         command += ["--task", task, "--seeds", str(seed), "--steps", str(args.steps), "--recipe", args.recipe]
+        command += ["--algorithm", *args.algorithm, *(word for setting in args.set for word in ("--set", setting))]
     else:
         command = [args.python, str(HERE / "peers" / "sb3.py"), "--task", task, "--seed", str(seed)]
         command += ["--steps", str(args.steps), "--out", str(out)]
@@ -168,6 +179,10 @@ def main() -> None:
     parser.add_argument("--engine", choices=["eager", "compiled"], default="eager", help="Surefoot's engine")
     parser.add_argument("--greedy-episodes", type=int, default=20)
     parser.add_argument("--recipe", default="", help="Surefoot's preset, instead of the one tuned for the task's id")
+    parser.add_argument("--algorithm", nargs="*", default=[], help="Surefoot's algorithm, instead of the preset's")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe field, as a line of TOML; repeatable"
+    )
     parser.add_argument("--bar", type=float, help="table: the return that greedy agents must reach; prints each agent's result")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; at most one per core, and 1 to measure speed")
     args = parser.parse_args()
