@@ -1,5 +1,7 @@
 """Write docs/reference/ and docs/troubleshooting.md from the code: docstrings, fields, metrics, options, findings.
 
+Also write src/surefoot/recipes/arguments.py, the types of the keyword arguments of ``surefoot.train``.
+
     python docs/generate.py            write the pages
     python docs/generate.py --check    write nothing; exit 1 and list the stale pages
 
@@ -482,6 +484,9 @@ def pages() -> dict[Path, str]:
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "clip-table.html": clip_table_page(),
         ROOT / "docs" / "troubleshooting.md": troubleshooting_page(),
+        ROOT / "src" / "surefoot" / "recipes" / "arguments.py": runpy.run_path(str(ROOT / "docs" / "arguments.py"))[
+            "arguments_module"
+        ](),
     }
 
 

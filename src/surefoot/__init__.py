@@ -71,6 +71,10 @@ def __getattr__(name: str) -> Any:
     return module if name == "functional" else getattr(module, name)
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 __all__ = [
     "A2C",
     "ACTOR_CRITIC",

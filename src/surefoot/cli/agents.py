@@ -17,7 +17,6 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.output import echo, echo_json
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
 
 if TYPE_CHECKING:
     from surefoot.control.agent import Agent
@@ -53,7 +52,7 @@ def evaluate(
 
     An agent plays whole greedy episodes. A language model is evaluated on held-out rows.
     """
-    from surefoot.runs.folder import checkpoint_to_load
+    from surefoot.runs.folder import checkpoint_to_load, kind_of
 
     checkpoint = checkpoint_to_load(run)
     kind = kind_of(run)
@@ -169,9 +168,3 @@ def agent_in(checkpoint: Path) -> "Agent":
     if not isinstance(loaded, Agent):
         raise SurefootError(f"{checkpoint}: has a language model and no agent; use surefoot evaluate RUN or surefoot generate")
     return loaded
-
-
-def kind_of(run: Path) -> str:
-    """The kind of a run; "control" for a saved agent, which has no recipe file."""
-    config = run / "config.toml"
-    return str(read_toml(config).get("kind", "control")) if config.is_file() else "control"

@@ -1,10 +1,11 @@
 """The public verbs: train, resume, load, evaluate."""
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
 
 import torch
 
@@ -15,19 +16,61 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import check_single_process
 from surefoot.core.rollout import World
 from surefoot.errors import SurefootError
+from surefoot.recipes.arguments import (
+    AgentTask,
+    Arguments,
+    ControlArguments,
+    ModelTask,
+    RewardModelTask,
+)
 from surefoot.recipes.base import Recipe, Section
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
+from surefoot.runs.display import display_here
 from surefoot.runs.events import Callback, Listener, callback_listener
-from surefoot.runs.folder import RunFolder, checkpoint_to_load
+from surefoot.runs.folder import RunFolder, checkpoint_to_load, kind_of
 from surefoot.runs.session import Session
 
+if TYPE_CHECKING:
+    from surefoot.language.models.language_model import LanguageModel
+    from surefoot.language.models.reward_model import RewardModel
+
 Task = str | MakeEnvironment
+Display = Listener | bool | None
+"""shows a run: a listener, True, False, or None, which is True in a terminal or notebook"""
 
 
+class RunArguments(TypedDict, total=False):
+    """The arguments of ``train`` besides a recipe's fields."""
+
+    preset: str | None
+    run_dir: str | Path | None
+    callback: Callback | None
+    display: Display
+
+
+class AgentTraining(RunArguments, ControlArguments):
+    """The keyword arguments of ``train`` for an agent."""
+
+
+class Training(RunArguments, Arguments):
+    """The keyword arguments of ``train`` for any kind of recipe."""
+
+
+Algorithm = Objective | str | None
+
+
+@overload
+def train(task: AgentTask | MakeEnvironment, algorithm: Algorithm = None, **arguments: Unpack[AgentTraining]) -> Agent: ...
+@overload
+def train(task: ModelTask, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> "LanguageModel": ...
+@overload
+def train(task: RewardModelTask, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> "RewardModel": ...
+@overload
+def train(task: str, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> Any: ...
 def train(
     task: Task,
     algorithm: Objective | str | None = None,
@@ -35,7 +78,7 @@ def train(
     preset: str | None = None,
     run_dir: str | Path | None = None,
     callback: Callback | None = None,
-    display: Listener | None = None,
+    display: Display = None,
     **fields: Any,
 ) -> Any:
     """Train an agent or a language model, and return it.
@@ -47,15 +90,30 @@ def train(
     preset      the preset for all other settings; default: the one tuned for the task. ``"none"``: the plain defaults
     run_dir     the run's folder; None writes nothing
     callback    called with each iteration's metrics; returning True stops the run
+    display     None: show the run if this is a terminal or a notebook; True: show it anywhere; False: show nothing; or a
+                listener of your own, such as ``surefoot.runs.display.Lines("my run")``
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``
-
-    display     a listener that shows the run, such as ``surefoot.runs.display.Lines``; None shows nothing
 
     Raises SurefootError for anything the user can fix, before training if possible.
     """
     found = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
-    return start(found.recipe, folder, None if isinstance(task, str) else task, callback, display, found.origin)
+    title = f"{found.recipe.title}, seed {found.recipe.seed}" + ("" if folder is None else f" -> {folder}")
+    shown = _display(display, title)
+    return start(found.recipe, folder, None if isinstance(task, str) else task, callback, shown, found.origin)
+
+
+def _with_fields(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with a keyword for each field of a recipe instead of ``**fields``, for notebooks and ``help``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    fields = [
+        inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in get_type_hints(Arguments).items()
+    ]
+    return signature.replace(parameters=[*own, *fields])
+
+
+train.__signature__ = _with_fields(inspect.signature(train))  # type: ignore[attr-defined]
 
 
 def start(
@@ -96,12 +154,12 @@ def resume(
     allow_changes: bool = False,
     task: MakeEnvironment | None = None,
     callback: Callback | None = None,
-    display: Listener | None = None,
+    display: Display = None,
 ) -> Any:
     """Continue an interrupted run as if it had not stopped, or extend a finished one to ``steps``.
 
     A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
-    changes the schedule from here on.
+    changes the schedule from here on. ``display`` is that of ``train``.
     Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
     since the checkpoint and ``allow_changes`` is False; and if a launcher has started several processes.
     """
@@ -121,7 +179,8 @@ def resume(
             raise SurefootError(
                 f"{error}; relative paths are from {folder.began_in}, where the run began: resume it there"
             ) from None
-        session = Session(recipe, world, folder, _listeners(display, callback))
+        shown = _display(display, f"resuming {folder.path}")
+        session = Session(recipe, world, folder, _listeners(shown, callback))
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         folder.write_recipe(recipe)
@@ -136,6 +195,12 @@ def resume(
 def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
     torch.set_num_threads(recipe.threads)  # first: even the last bits of the initial weights depend on it
     return make_world(recipe, task)
+
+
+def _display(display: Display, title: str) -> Listener | None:
+    if callable(display):
+        return display
+    return None if display is False else display_here(title, always=display is True)
 
 
 def _listeners(display: Listener | None, callback: Callback | None) -> list[Listener]:
@@ -186,18 +251,73 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code)
 
 
+@overload
 def evaluate(
-    agent: Agent, task: Task | None = None, *, episodes: int = 20, seed: int = 0, deterministic: bool = True
-) -> EvaluationResult:
-    """Evaluate an agent over whole episodes, greedy unless ``deterministic`` is False. The same seed gives the same result.
+    what: Agent, task: Task | None = None, *, episodes: int = 20, seed: int | None = None, deterministic: bool = True
+) -> EvaluationResult: ...
+@overload
+def evaluate(
+    what: "LanguageModel | RewardModel", *, data: str | None = None, rows: int | None = None, seed: int | None = None
+) -> dict[str, Any]: ...
+@overload
+def evaluate(
+    what: str | Path,
+    task: Task | None = None,
+    *,
+    episodes: int = 20,
+    seed: int | None = None,
+    deterministic: bool = True,
+    data: str | None = None,
+    rows: int | None = None,
+) -> Any: ...
+def evaluate(
+    what: Any,
+    task: Task | None = None,
+    *,
+    episodes: int = 20,
+    seed: int | None = None,
+    deterministic: bool = True,
+    data: str | None = None,
+    rows: int | None = None,
+) -> Any:
+    """Evaluate an agent over whole episodes, or a model on held-out rows. The same seed gives the same result.
 
-    ``task`` defaults to the training task.
+    what            an agent, a language or reward model that was trained or loaded, or the folder of a run
+    task            agents: the task of the episodes; default: the one trained on
+    episodes        agents: how many, of which ``seed`` (default 0) determines the resets
+    deterministic   agents: greedy actions; False: sampled
+    data, rows      models: other rows than the recipe's held-out ones, and how many of them; ``seed`` is that of the samples
+
+    Returns an EvaluationResult for an agent, the metrics for a model (``held_out_reward``, …), and the report of
+    ``surefoot evaluate --json`` for the folder of a language run.
+    Raises SurefootError when there is nothing to evaluate, and for an argument of the other kind.
     """
-    if not hasattr(agent, "recipe"):
-        raise SurefootError(f"agent={agent!r}: is no agent; load one with surefoot.load(RUN)")
-    same = task is None or _name(task) == agent.recipe.task
-    arguments = agent.recipe.environment if same else {}
-    return evaluate_agent(agent, task or agent.recipe.task, arguments, episodes, seed, deterministic)
+    if isinstance(what, (str, Path)):
+        if kind_of(Path(what)) != "control":
+            _reject(task=task)
+            from surefoot.language.analysis.evaluate import evaluate_run
+
+            return evaluate_run(Path(what), data=data, rows=rows, seed=seed)
+        what = load(what)
+    if isinstance(what, Agent):
+        _reject(data=data, rows=rows)
+        same = task is None or _name(task) == what.recipe.task
+        arguments = what.recipe.environment if same else {}
+        return evaluate_agent(what, task or what.recipe.task, arguments, episodes, seed or 0, deterministic)
+    if not hasattr(what, "recipe"):
+        raise SurefootError(f"{what!r}: is no agent, model or run; load one with surefoot.load(RUN)")
+    _reject(task=task)
+    from surefoot.language.analysis.evaluate import evaluate_model
+
+    return evaluate_model(what, data=data, rows=rows, seed=seed)
+
+
+def _reject(**arguments: Any) -> None:
+    """Raise SurefootError for an argument that this kind of evaluation does not use."""
+    for name, value in arguments.items():
+        if value is not None:
+            kind = "an agent, evaluated over episodes" if name in ("data", "rows") else "a model, evaluated on held-out rows"
+            raise SurefootError(f"{name}={value!r}: this is {kind}; leave it out")
 
 
 def _name(task: Task) -> str:

@@ -3,10 +3,11 @@ show a few samples of a language model.
 """
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -27,6 +28,8 @@ FEW = 3
 """samples that are shown of each evaluation"""
 SCORES = ("reward", "gold")
 ARROW = " → "
+CELL = '<pre style="line-height: normal">{code}</pre>'
+"""the HTML of a table in a notebook"""
 METRIC_COLUMNS, SAMPLE_COLUMNS, SAMPLE_LINES = 72, 48, 4
 """columns of the metrics and least columns of the samples when side by side; most lines of a sample"""
 
@@ -152,6 +155,56 @@ class Dashboard(Display):
 
     def close(self) -> None:
         self.live.stop()
+
+
+class NotebookDashboard(Dashboard):
+    """The same table in the output of a notebook's cell, redrawn in place twice a second at most."""
+
+    def __init__(self, title: str, every: float = 0.5) -> None:
+        super().__init__(title)
+        self.every, self.last = every, -float("inf")
+        self.handle: Any = None
+
+    def show(self, state: LearnerState, metrics: Metrics) -> None:
+        self.clock.tick(state)
+        self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(EVALUATION)}
+        now = time.monotonic()
+        if now - self.last < self.every and state.steps < state.total_steps:
+            return
+        self.last = now
+        console = Console(record=True, file=io.StringIO(), width=METRIC_COLUMNS + SAMPLE_COLUMNS, force_jupyter=False)
+        console.print(self._draw(state, {**metrics, **self.evaluated}))
+        if self.latest is not None:
+            console.print(sample_table(console, *self.latest, console.width, 2))
+        self._update({"text/html": console.export_html(inline_styles=True, code_format=CELL, clear=False)}, console)
+
+    def _update(self, bundle: dict[str, str], console: Console) -> None:
+        from IPython import display
+
+        bundle["text/plain"] = console.export_text()
+        show: Any = display.display
+        if self.handle is None:
+            self.handle = show(bundle, raw=True, display_id=True)
+        else:
+            self.handle.update(bundle, raw=True)
+
+    def message(self, line: str) -> None:
+        print(visible_lines(line), flush=True)
+
+
+def display_here(title: str, always: bool = False) -> Display | None:
+    """A live table in a terminal or a notebook. Elsewhere None, or plain lines if ``always``."""
+    if _in_notebook():
+        return NotebookDashboard(title)
+    if sys.stdout.isatty():
+        return Dashboard(title)
+    return Lines(title) if always else None
+
+
+def _in_notebook() -> bool:
+    """Whether the code runs in a notebook's kernel, without importing IPython for that."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 class _Page:

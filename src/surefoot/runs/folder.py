@@ -166,6 +166,12 @@ def checkpoint_to_load(path: Path) -> Path:
     return found
 
 
+def kind_of(run: Path) -> str:
+    """The kind of a run; "control" for a saved agent, which has no recipe file."""
+    config = run / "config.toml"
+    return str(read_toml(config).get("kind", "control")) if config.is_file() else "control"
+
+
 def chosen_checkpoint(path: Path, which: str | None) -> Path:
     """The checkpoint of a run that a word names: "best", "last", or a number of steps; None as ``checkpoint_to_load``.
 

@@ -11,10 +11,13 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
 from surefoot.language.adapters.files import load_trained
+from surefoot.language.adapters.layers import has_adapters
 from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data.rows import check_unchanged
+from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.policy import in_micro_batches
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.responses import Responses, final_rewards, token_rewards
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
@@ -63,11 +66,7 @@ def evaluate_run(
             f"--samples {attempts.samples}: needs a reward, and a run of kind = {recipe.kind!r} has none; use surefoot data "
             "accuracy, or evaluate an online run"
         )
-    if isinstance(recipe, LanguageRecipe):
-        world: LanguageWorld | SupervisedWorld = LanguageWorld(recipe)
-    else:
-        assert isinstance(recipe, SupervisedRecipe)
-        world = SupervisedWorld(recipe)
+    world = _world_of(recipe)
     trees = load_checkpoint(checkpoint)
     require(trees, ("agent", "recipe"), checkpoint)
     report: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
@@ -80,6 +79,38 @@ def evaluate_run(
     evaluation = world.evaluate()
     assert evaluation is not None
     return report | dict(evaluation.metrics)
+
+
+def evaluate_model(
+    model: LanguageModel | RewardModel, *, data: str | None = None, rows: int | None = None, seed: int | None = None
+) -> dict[str, Any]:
+    """Evaluate a trained model on held-out rows, as its training did: the metrics ``held_out_…`` of its kind of recipe.
+
+    data   other rows than the recipe's held-out ones
+    rows   how many of them; default: as in the recipe
+    seed   of the samples
+
+    Raises SurefootError when the model has no recipe, or there are no rows to evaluate on.
+    """
+    if model.recipe is None:
+        raise SurefootError("model: has no recipe to evaluate it by; give the run's folder, or train or load it")
+    weights = model.model if isinstance(model, LanguageModel) else model
+    recipe = with_evaluation_rows(model.recipe, data, rows, seed)
+    if not has_adapters(weights):  # they were merged into the model when it was loaded
+        recipe = make_recipe({**to_table(recipe), "adapter": "none"})
+    world = _world_of(recipe)
+    own = world.result.model if isinstance(world.result, LanguageModel) else world.result
+    own.load_state_dict(weights.state_dict())
+    evaluation = world.evaluate()
+    assert evaluation is not None
+    return dict(evaluation.metrics)
+
+
+def _world_of(recipe: Recipe) -> LanguageWorld | SupervisedWorld:
+    if isinstance(recipe, LanguageRecipe):
+        return LanguageWorld(recipe)
+    assert isinstance(recipe, SupervisedRecipe)
+    return SupervisedWorld(recipe)
 
 
 def _against_start(world: LanguageWorld, trees: dict[str, Any], checkpoint: Path, attempts: Attempts | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from surefoot.language.models.loading import HEAD, context_length, load_model, s
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.sampling.sampler import generate
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
+from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
 from surefoot.runs.folder import checkpoint_to_load
 
@@ -36,10 +37,11 @@ class LanguageModel:
 
     model   an AutoModelForCausalLM
     tokens  its tokenizer, with EOS and padding settled
+    recipe  the recipe that it was trained by; None for a model from elsewhere
     """
 
-    def __init__(self, model: "PreTrainedModel", tokens: Tokens) -> None:
-        self.model, self.tokens = model, tokens
+    def __init__(self, model: "PreTrainedModel", tokens: Tokens, recipe: ModelRecipe | None = None) -> None:
+        self.model, self.tokens, self.recipe = model, tokens, recipe
 
     def generate(
         self,
@@ -168,7 +170,11 @@ def from_trees(trees: dict[str, Any], where: Path, trust_remote_code: bool = Fal
     """The language or reward model in a checkpoint. Raises SurefootError if the checkpoint contains neither."""
     require(trees, ("agent", "recipe", "model"), where)
     with made_from(where):
-        return _build_model(trees, where, trust_remote_code)
+        result = _build_model(trees, where, trust_remote_code)
+        recipe = make_recipe(trees["recipe"])
+        assert isinstance(recipe, ModelRecipe), "a recipe of another kind has no model"
+        result.recipe = recipe
+        return result
 
 
 def _build_model(trees: dict[str, Any], where: Path, trust_remote_code: bool) -> LanguageModel | RewardModel:

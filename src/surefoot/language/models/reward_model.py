@@ -24,6 +24,7 @@ from surefoot.language.models.loading import (
     read_weights,
 )
 from surefoot.language.models.loading import pocket as pocket
+from surefoot.recipes.language import ModelRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,6 +42,8 @@ class RewardModel(nn.Module):
 
     mean: Tensor
     std: Tensor
+    recipe: ModelRecipe | None = None
+    """the recipe that it was trained by; None for a model from elsewhere"""
 
     def __init__(
         self, backbone: "PreTrainedModel", head: nn.Linear, tokenizer: "PreTrainedTokenizerBase | None" = None

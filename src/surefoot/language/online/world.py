@@ -58,7 +58,7 @@ class LanguageWorld:
         self.recipe = recipe
         self.memory = MemoryCheck(recipe)
         model, self.tokens = load_base(recipe)
-        self.result = LanguageModel(model, self.tokens)
+        self.result = LanguageModel(model, self.tokens, recipe)
         self.base = add_adapter(recipe, model, model_folder(recipe.model))
         """with adapters: the base that all roles share"""
         self.model_summary = [] if self.base is None else [self.base.summary()]

@@ -135,9 +135,10 @@ class SupervisedWorld:
         bf16 = recipe.precision == "bfloat16"
         if self.preference:
             self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
+            self.result.recipe = recipe
             self.policy = PairPolicy(self.result, bf16, recipe.gradient_checkpointing)
         else:
-            self.result = LanguageModel(model, self.tokens)
+            self.result = LanguageModel(model, self.tokens, recipe)
             self.policy = LanguagePolicy(
                 model,
                 None,

@@ -1,0 +1,138 @@
+"""Write src/surefoot/recipes/arguments.py: the types of the keyword arguments of ``surefoot.train``, from the recipes' fields.
+
+docs/generate.py calls ``arguments_module`` and keeps the file current.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from surefoot.recipes.base import Section
+from surefoot.recipes.presets import presets
+from surefoot.recipes.reading import KINDS
+
+OWN = ("kind", "task", "algorithm")
+"""fields that are parameters of ``train`` themselves, or follow from the task"""
+HEADER = '''"""Types of the keyword arguments of ``surefoot.train``, for editors and type checkers.
+
+Written by docs/generate.py from the recipes; change the fields of the recipes instead.
+"""
+'''
+
+
+class Writer:
+    """Collects a TypedDict for every section that a recipe has, each after those that it uses."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, str] = {}
+        self.imports: dict[str, set[str]] = {"typing": {"Any", "Literal", "TypedDict"}}
+
+    def text(self, annotation: Any) -> str:
+        """A field's annotation in Python, with a table or a value for each section."""
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Annotated:
+            return self.text(arguments[0])
+        if origin is Literal:
+            return f"Literal[{', '.join(map(quoted, arguments))}]"
+        if origin in (types.UnionType, Union):
+            return " | ".join(dict.fromkeys(self.text(argument) for argument in arguments))
+        if origin is tuple:
+            return f"{self.abstract(Sequence)}[{self.text(arguments[0])}]"
+        if origin in (dict, Mapping):
+            return f"{self.abstract(Mapping)}[{', '.join(self.text(argument) for argument in arguments)}]"
+        if origin is Callable or annotation is Callable:
+            return f"{self.abstract(Callable)}[..., Any]"
+        if annotation in (Any, type(None)):
+            return "None" if annotation is type(None) else "Any"
+        if dataclasses.is_dataclass(annotation) or issubclass(annotation, Section):
+            return f"{self.table(annotation)} | {self.value(annotation)}"
+        return self.value(annotation)
+
+    def abstract(self, kind: Any) -> str:
+        self.imports.setdefault("collections.abc", set()).add(kind.__name__)
+        return str(kind.__name__)
+
+    def value(self, kind: Any) -> str:
+        if kind.__module__ != "builtins":
+            self.imports.setdefault(kind.__module__, set()).add(kind.__qualname__)
+        return str(kind.__qualname__)
+
+    def table(self, section: Any) -> str:
+        """The name of the TypedDict of a section, which is written on the first call."""
+        name = f"{section.__name__}Table"
+        if name not in self.tables:
+            self.tables[name] = typed_dict(name, f"The fields of ``{section.__name__}``.", self.fields(section))
+        return name
+
+    def fields(self, section: Any) -> dict[str, str]:
+        if dataclasses.is_dataclass(section):
+            hints = typing.get_type_hints(section)
+            return {field.name: self.text(hints[field.name]) for field in dataclasses.fields(section)}
+        return {name: self.text(field.annotation) for name, field in section.model_fields.items()}
+
+
+def quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def typed_dict(name: str, docstring: str, fields: Mapping[str, str]) -> str:
+    lines = [wrapped(f"{field}: ", kind) for field, kind in fields.items()]
+    return f'class {name}(TypedDict, total=False):\n    """{docstring}"""\n\n' + "\n".join(lines)
+
+
+def wrapped(start: str, kind: str) -> str:
+    """A line of a class, as ruff formats it."""
+    line = f"    {start}{kind}"
+    if len(line) <= 128:
+        return line
+    parts = f" {kind}" if len(kind) <= 120 else "\n        | ".join(["", *kind.split(" | ")])[len("\n        |") :]
+    return f"    {start}(\n       {parts}\n    )"
+
+
+def arguments_module() -> str:
+    """The text of src/surefoot/recipes/arguments.py."""
+    writer = Writer()
+    kinds = {name: writer.fields(recipe) for name, recipe in KINDS.items()}
+    kinds = {name: {field: text for field, text in fields.items() if field not in OWN} for name, fields in kinds.items()}
+    everything: dict[str, list[str]] = {}
+    for fields in kinds.values():
+        for field, text in fields.items():
+            everything.setdefault(field, []).extend(text.split(" | "))
+    any_kind = {field: " | ".join(dict.fromkeys(texts)) for field, texts in everything.items()}
+    parts = list(writer.tables.values())
+    for name, fields in kinds.items():
+        parts.append(typed_dict(f"{name.capitalize()}Arguments", f'The fields of a recipe of kind "{name}".', fields))
+    parts.append(typed_dict("Arguments", "The fields of recipes of all kinds.", any_kind))
+    lines = (f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(writer.imports.items()))
+    return "\n\n\n".join([f"{HEADER}\n{formatted(lines)}\n\n{names_of_presets()}", *parts]) + "\n"
+
+
+def formatted(imports: Any) -> str:
+    """Import lines in ruff's order and width."""
+    standard, ours = [], []
+    for line in imports:
+        if len(line) > 128:
+            start, _, names = line.partition("import ")
+            line = f"{start}import (\n" + "".join(f"    {name},\n" for name in names.split(", ")) + ")"
+        (ours if line.startswith("from surefoot") else standard).append(line)
+    return "\n".join(standard) + "\n\n" + "\n".join(ours)
+
+
+def names_of_presets() -> str:
+    """A Literal for the names of each result: agents by the ids that presets are tuned for, models by preset."""
+    tables = presets()
+    tuned = {task for table in tables.values() for task in table.get("tuned_for", ()) if not set(task) & set("*?[")}
+    agents = {name for name, table in tables.items() if table.get("kind", "control") == "control" and "task" in table}
+    rewards = {name for name, table in tables.items() if table.get("kind") == "reward"}
+    models = {name for name, table in tables.items() if table.get("kind", "control") != "control"} - rewards
+    about = {
+        "AgentTask": (tuned | agents, "environment ids that a preset is tuned for"),
+        "ModelTask": (models, "presets that train a language model"),
+        "RewardModelTask": (rewards, "presets that train a reward model"),
+    }
+    return "\n".join(
+        f"{name} = Literal[\n" + "".join(f"    {quoted(value)},\n" for value in sorted(values)) + f']\n"""{text}"""'
+        for name, (values, text) in about.items()
+    )

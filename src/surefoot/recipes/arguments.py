@@ -1,0 +1,509 @@
+"""Types of the keyword arguments of ``surefoot.train``, for editors and type checkers.
+
+Written by docs/generate.py from the recipes; change the fields of the recipes instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from surefoot.core.algorithms import Clip, Constraint, Objective, Penalty, Reuse
+from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings
+from surefoot.recipes.control import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
+from surefoot.recipes.language import (
+    AdapterSettings,
+    CriticSettings,
+    DataSettings,
+    DpoReferenceSettings,
+    LanguageEvaluation,
+    LanguageOptimizer,
+    MixingSettings,
+    OnlineEvaluation,
+    PreferenceSettings,
+    PromptSettings,
+    ReferenceSettings,
+    RewardSettings,
+    RewardTerm,
+    SamplingSettings,
+    SupervisedTraces,
+    TurnSettings,
+)
+
+AgentTask = Literal[
+    "Acrobot-v1",
+    "CartPole-v1",
+    "HalfCheetah-v5",
+    "Hopper-v5",
+    "InvertedDoublePendulum-v5",
+    "InvertedPendulum-v5",
+    "LunarLander-v3",
+    "MountainCarContinuous-v0",
+    "Pendulum-v1",
+    "Reacher-v5",
+    "Swimmer-v5",
+    "Walker2d-v5",
+    "acrobot",
+    "atari",
+    "cartpole",
+    "lunar_lander",
+    "mountain_car_continuous",
+    "mujoco",
+    "pendulum",
+    "swimmer",
+]
+"""environment ids that a preset is tuned for"""
+ModelTask = Literal[
+    "addition",
+    "dpo",
+    "guess",
+    "guess_sft",
+    "language",
+    "reviews",
+    "reviews_sft",
+    "sft",
+    "sorting",
+    "task_sft",
+]
+"""presets that train a language model"""
+RewardModelTask = Literal[
+    "reviews_reward",
+    "reward",
+]
+"""presets that train a reward model"""
+
+
+class ReuseTable(TypedDict, total=False):
+    """The fields of ``Reuse``."""
+
+    epochs: int
+    minibatches: int
+
+
+class ClipTable(TypedDict, total=False):
+    """The fields of ``Clip``."""
+
+    clip: float
+    clip_high: float | None
+    dual_clip: float | None
+    schedule: Literal["constant", "linear"]
+
+
+class PenaltyTable(TypedDict, total=False):
+    """The fields of ``Penalty``."""
+
+    beta: float
+    target: float | None
+
+
+class ConstraintTable(TypedDict, total=False):
+    """The fields of ``Constraint``."""
+
+    delta: float
+    damping: float
+    cg_iterations: int
+    shrink: float
+    tries: int
+
+
+class ObjectiveTable(TypedDict, total=False):
+    """The fields of ``Objective``."""
+
+    baseline: Literal["mean", "group", "leave_one_out", "critic"] | None
+    scale_by_group: bool
+    gae_lambda: float
+    reuse: ReuseTable | Reuse | None
+    trust_region: ClipTable | Clip | PenaltyTable | Penalty | ConstraintTable | Constraint | None
+    ratio: Literal["token", "sequence"]
+    gamma: float
+    value_lambda: float | None
+    normalise_advantages: Literal["minibatch", "batch"] | None
+    value_coefficient: float
+    value_clip: float | None
+    entropy_coefficient: float
+    target_kl: float | None
+    kl_estimator: Literal["k3", "exact"]
+    reference_coefficient: float
+    reference_estimator: Literal["k1", "k2", "k3", "ratio_k3"]
+    router_coefficient: float
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"]
+    aggregation_length: int | None
+
+
+class OptimizerSettingsTable(TypedDict, total=False):
+    """The fields of ``OptimizerSettings``."""
+
+    learning_rate: float
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup: float
+    epsilon: float
+    max_grad_norm: float | None
+    critic_learning_rate: float | None
+    critic_max_grad_norm: float | None
+    micro_batch: int | None
+    micro_batch_tokens: int | None
+
+
+class ControlEvaluationTable(TypedDict, total=False):
+    """The fields of ``ControlEvaluation``."""
+
+    every: int | None
+    seed: int
+    patience: int | None
+    episodes: int
+
+
+class CheckpointSettingsTable(TypedDict, total=False):
+    """The fields of ``CheckpointSettings``."""
+
+    every: int | None
+    keep: int
+
+
+class TraceSettingsTable(TypedDict, total=False):
+    """The fields of ``TraceSettings``."""
+
+    every: int | None
+    rows: int
+    max_megabytes: float
+
+
+class RolloutSettingsTable(TypedDict, total=False):
+    """The fields of ``RolloutSettings``."""
+
+    environments: int
+    steps: int
+    episodes: int
+    at_least: int | None
+    backend: Literal["loop", "workers", "native", "envpool"]
+    workers: int | None
+    deadline: float
+
+
+class NetworkTable(TypedDict, total=False):
+    """The fields of ``Network``."""
+
+    hidden: Sequence[int]
+    activation: Literal["tanh", "relu"]
+    shared_trunk: bool
+    log_std: float
+    lstm: int | None
+    custom: str | None
+
+
+class NormaliseSettingsTable(TypedDict, total=False):
+    """The fields of ``NormaliseSettings``."""
+
+    observations: bool
+    rewards: bool
+    actions: bool
+    clip: float
+
+
+class LanguageOptimizerTable(TypedDict, total=False):
+    """The fields of ``LanguageOptimizer``."""
+
+    learning_rate: float
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup: float
+    epsilon: float
+    max_grad_norm: float | None
+    critic_learning_rate: float | None
+    critic_max_grad_norm: float | None
+    micro_batch: int | None
+    micro_batch_tokens: int | None
+
+
+class LanguageEvaluationTable(TypedDict, total=False):
+    """The fields of ``LanguageEvaluation``."""
+
+    every: int | None
+    seed: int
+    patience: int | None
+    rows: int
+
+
+class SupervisedTracesTable(TypedDict, total=False):
+    """The fields of ``SupervisedTraces``."""
+
+    every: int | None
+    rows: int
+    max_megabytes: float
+
+
+class AdapterSettingsTable(TypedDict, total=False):
+    """The fields of ``AdapterSettings``."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: Literal["all-linear"] | Sequence[str]
+    merge: bool
+
+
+class DataSettingsTable(TypedDict, total=False):
+    """The fields of ``DataSettings``."""
+
+    train: str
+    held_out: str | None
+    max_length: int
+    batch: int
+
+
+class DpoReferenceSettingsTable(TypedDict, total=False):
+    """The fields of ``DpoReferenceSettings``."""
+
+    model: str | None
+    beta: float
+
+
+class PreferenceSettingsTable(TypedDict, total=False):
+    """The fields of ``PreferenceSettings``."""
+
+    loss: Literal["dpo", "ipo"]
+    label_smoothing: float
+
+
+class OnlineEvaluationTable(TypedDict, total=False):
+    """The fields of ``OnlineEvaluation``."""
+
+    every: int | None
+    seed: int
+    patience: int | None
+    rows: int
+    demonstrations: str | None
+
+
+class PromptSettingsTable(TypedDict, total=False):
+    """The fields of ``PromptSettings``."""
+
+    train: str
+    held_out: str | None
+    max_length: int
+
+
+class SamplingSettingsTable(TypedDict, total=False):
+    """The fields of ``SamplingSettings``."""
+
+    prompts: int
+    samples: int
+    rounds: int
+    max_tokens: int
+    temperature: float
+    stop: Sequence[str]
+    old_log_probs: Literal["trainer", "sampler"]
+
+
+class TurnSettingsTable(TypedDict, total=False):
+    """The fields of ``TurnSettings``."""
+
+    environment: str | None
+    arguments: Mapping[str, Any]
+    max_turns: int
+    max_length: int | None
+
+
+class RewardTermTable(TypedDict, total=False):
+    """The fields of ``RewardTerm``."""
+
+    model: str | None
+    function: str | None
+    url: str | None
+    weight: float
+    per: Literal["response", "token", "step"] | None
+    separator: str | None
+    arguments: Mapping[str, Any]
+    batch: int
+    token_from: str | None
+    retries: int
+
+
+class RewardSettingsTable(TypedDict, total=False):
+    """The fields of ``RewardSettings``."""
+
+    terms: Sequence[RewardTermTable | RewardTerm]
+    missing_eos: Literal["penalty", "subtract", "bootstrap"] | None
+    missing_eos_value: float
+    overlong: float | None
+    deadline: float
+    tolerated: float
+    gold: str | None
+
+
+class ReferenceSettingsTable(TypedDict, total=False):
+    """The fields of ``ReferenceSettings``."""
+
+    model: str | None
+    beta: float
+    target: float | None
+    horizon: int
+
+
+class CriticSettingsTable(TypedDict, total=False):
+    """The fields of ``CriticSettings``."""
+
+    own_model: bool
+    start: str | None
+
+
+class MixingSettingsTable(TypedDict, total=False):
+    """The fields of ``MixingSettings``."""
+
+    sft_coefficient: float
+    demonstrations: str | None
+    batch: int | None
+
+
+class ControlArguments(TypedDict, total=False):
+    """The fields of a recipe of kind "control"."""
+
+    steps: int
+    seed: int
+    device: str
+    threads: int
+    engine: Literal["eager", "compiled"]
+    objective: ObjectiveTable | Objective
+    optimizer: OptimizerSettingsTable | OptimizerSettings
+    evaluation: ControlEvaluationTable | ControlEvaluation
+    checkpoint: CheckpointSettingsTable | CheckpointSettings
+    traces: TraceSettingsTable | TraceSettings
+    environment: Mapping[str, Any]
+    rollout: RolloutSettingsTable | RolloutSettings
+    network: NetworkTable | Network
+    normalise: NormaliseSettingsTable | NormaliseSettings
+
+
+class SftArguments(TypedDict, total=False):
+    """The fields of a recipe of kind "sft"."""
+
+    steps: int
+    seed: int
+    device: str
+    threads: int
+    engine: Literal["eager", "compiled"]
+    objective: ObjectiveTable | Objective
+    optimizer: LanguageOptimizerTable | LanguageOptimizer
+    evaluation: LanguageEvaluationTable | LanguageEvaluation
+    checkpoint: CheckpointSettingsTable | CheckpointSettings
+    traces: SupervisedTracesTable | SupervisedTraces
+    model: str
+    trust_remote_code: bool
+    precision: Literal["float32", "bfloat16"]
+    gradient_checkpointing: bool
+    check_memory: bool
+    adapter: AdapterSettingsTable | AdapterSettings | None
+    data: DataSettingsTable | DataSettings
+
+
+class RewardArguments(TypedDict, total=False):
+    """The fields of a recipe of kind "reward"."""
+
+    steps: int
+    seed: int
+    device: str
+    threads: int
+    engine: Literal["eager", "compiled"]
+    objective: ObjectiveTable | Objective
+    optimizer: LanguageOptimizerTable | LanguageOptimizer
+    evaluation: LanguageEvaluationTable | LanguageEvaluation
+    checkpoint: CheckpointSettingsTable | CheckpointSettings
+    traces: SupervisedTracesTable | SupervisedTraces
+    model: str
+    trust_remote_code: bool
+    precision: Literal["float32", "bfloat16"]
+    gradient_checkpointing: bool
+    check_memory: bool
+    adapter: AdapterSettingsTable | AdapterSettings | None
+    data: DataSettingsTable | DataSettings
+    demonstrations: str | None
+
+
+class DpoArguments(TypedDict, total=False):
+    """The fields of a recipe of kind "dpo"."""
+
+    steps: int
+    seed: int
+    device: str
+    threads: int
+    engine: Literal["eager", "compiled"]
+    objective: ObjectiveTable | Objective
+    optimizer: LanguageOptimizerTable | LanguageOptimizer
+    evaluation: LanguageEvaluationTable | LanguageEvaluation
+    checkpoint: CheckpointSettingsTable | CheckpointSettings
+    traces: SupervisedTracesTable | SupervisedTraces
+    model: str
+    trust_remote_code: bool
+    precision: Literal["float32", "bfloat16"]
+    gradient_checkpointing: bool
+    check_memory: bool
+    adapter: AdapterSettingsTable | AdapterSettings | None
+    data: DataSettingsTable | DataSettings
+    reference: DpoReferenceSettingsTable | DpoReferenceSettings
+    preference: PreferenceSettingsTable | PreferenceSettings
+
+
+class LanguageArguments(TypedDict, total=False):
+    """The fields of a recipe of kind "language"."""
+
+    steps: int
+    seed: int
+    device: str
+    threads: int
+    engine: Literal["eager", "compiled"]
+    objective: ObjectiveTable | Objective
+    optimizer: LanguageOptimizerTable | LanguageOptimizer
+    evaluation: OnlineEvaluationTable | OnlineEvaluation
+    checkpoint: CheckpointSettingsTable | CheckpointSettings
+    traces: TraceSettingsTable | TraceSettings
+    model: str
+    trust_remote_code: bool
+    precision: Literal["float32", "bfloat16"]
+    gradient_checkpointing: bool
+    check_memory: bool
+    adapter: AdapterSettingsTable | AdapterSettings | None
+    data: PromptSettingsTable | PromptSettings
+    sampling: SamplingSettingsTable | SamplingSettings
+    turns: TurnSettingsTable | TurnSettings
+    reward: RewardSettingsTable | RewardSettings
+    reference: ReferenceSettingsTable | ReferenceSettings
+    critic: CriticSettingsTable | CriticSettings
+    mixing: MixingSettingsTable | MixingSettings
+
+
+class Arguments(TypedDict, total=False):
+    """The fields of recipes of all kinds."""
+
+    steps: int
+    seed: int
+    device: str
+    threads: int
+    engine: Literal["eager", "compiled"]
+    objective: ObjectiveTable | Objective
+    optimizer: OptimizerSettingsTable | OptimizerSettings | LanguageOptimizerTable | LanguageOptimizer
+    evaluation: (
+        ControlEvaluationTable
+        | ControlEvaluation
+        | LanguageEvaluationTable
+        | LanguageEvaluation
+        | OnlineEvaluationTable
+        | OnlineEvaluation
+    )
+    checkpoint: CheckpointSettingsTable | CheckpointSettings
+    traces: TraceSettingsTable | TraceSettings | SupervisedTracesTable | SupervisedTraces
+    environment: Mapping[str, Any]
+    rollout: RolloutSettingsTable | RolloutSettings
+    network: NetworkTable | Network
+    normalise: NormaliseSettingsTable | NormaliseSettings
+    model: str
+    trust_remote_code: bool
+    precision: Literal["float32", "bfloat16"]
+    gradient_checkpointing: bool
+    check_memory: bool
+    adapter: AdapterSettingsTable | AdapterSettings | None
+    data: DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings
+    demonstrations: str | None
+    reference: DpoReferenceSettingsTable | DpoReferenceSettings | ReferenceSettingsTable | ReferenceSettings
+    preference: PreferenceSettingsTable | PreferenceSettings
+    sampling: SamplingSettingsTable | SamplingSettings
+    turns: TurnSettingsTable | TurnSettings
+    reward: RewardSettingsTable | RewardSettings
+    critic: CriticSettingsTable | CriticSettings
+    mixing: MixingSettingsTable | MixingSettings

@@ -1,0 +1,69 @@
+"""``surefoot.evaluate`` of models: those that were trained, those that were loaded, and the folder of their run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.errors import SurefootError
+from surefoot.language.models.language_model import LanguageModel
+
+from .test_online import VOWELS
+from .test_supervised import demonstrations, pairs
+
+SMALL: dict[str, Any] = {"steps": 16, "checkpoint": {"every": 16}, "optimizer": {"learning_rate": 1e-2}}
+
+
+def supervised(kind: str, model: Path, tmp_path: Path, **fields: Any) -> Any:
+    rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
+    data = {"train": rows, "held_out": rows, "max_length": 64, "batch": 8}
+    return surefoot.train(kind, model=str(model), data=data, run_dir=tmp_path / "run", **SMALL, **fields)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_a_trained_a_loaded_and_a_saved_model_have_the_same_metrics(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = supervised(kind, folders["llama"], tmp_path)
+    of_run = surefoot.evaluate(tmp_path / "run")
+    of_model = surefoot.evaluate(model)
+    assert of_model["held_out_loss"] > 0
+    assert of_model == {name: of_run[name] for name in of_model}
+    assert surefoot.evaluate(surefoot.load(tmp_path / "run")) == of_model
+    assert surefoot.evaluate(model, rows=2)["held_out_loss"] != of_model["held_out_loss"]
+
+
+def test_an_adapter_that_was_merged_when_it_was_loaded_is_evaluated_like_the_run(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = supervised("sft", folders["llama"], tmp_path, adapter={"rank": 2})
+    of_model = surefoot.evaluate(model)["held_out_loss"]
+    assert surefoot.evaluate(surefoot.load(tmp_path / "run"))["held_out_loss"] == pytest.approx(of_model, rel=1e-5)
+
+
+def test_an_online_model_is_evaluated_by_the_reward_of_its_run(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(VOWELS)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} says "}) + "\n" for i in range(8)))
+    model = surefoot.train(
+        "language",
+        model=str(folders["llama"]),
+        data={"train": str(tmp_path / "prompts.jsonl"), "held_out": str(tmp_path / "prompts.jsonl")},
+        reward={"terms": [{"function": f"{tmp_path / 'rewards.py'}:vowels"}]},
+        sampling={"prompts": 8, "max_tokens": 6},
+        run_dir=tmp_path / "run",
+        **SMALL,
+    )
+    of_run = surefoot.evaluate(tmp_path / "run")["trained"]
+    assert surefoot.evaluate(model)["held_out_reward"] == of_run["reward"]
+
+
+def test_a_model_from_elsewhere_has_no_recipe_to_be_evaluated_by(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = supervised("sft", folders["llama"], tmp_path)
+    with pytest.raises(SurefootError, match=r"^model: has no recipe to evaluate it by; give the run's folder"):
+        surefoot.evaluate(LanguageModel(model.model, model.tokens))
+    with pytest.raises(SurefootError, match=r"^task='CartPole-v1': this is a model, evaluated on held-out rows; leave it out$"):
+        surefoot.evaluate(model, "CartPole-v1")
+    with pytest.raises(SurefootError, match=r"^task='CartPole-v1': this is a model, evaluated on held-out rows; leave it out$"):
+        surefoot.evaluate(tmp_path / "run", "CartPole-v1")
