@@ -28,7 +28,7 @@ import griffe
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.cli.options import BooleanOption
 from surefoot.core.algorithms import ALGORITHMS, Objective
-from surefoot.diagnostics.finding import Finding
+from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.inspector.page import clip_table_page
 from surefoot.recipes.reading import recipe_fields
@@ -65,7 +65,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     "Switches": {"surefoot.core.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
     "Verifiers and the sandbox": {
         "surefoot.verifiers.answers": ("exact", "numeric"),
-        "surefoot.verifiers.packages": ("math", "json"),
+        "surefoot.verifiers.answers": ("math", "json"),
         "surefoot.verifiers.programs": ("code",),
         "surefoot.sandbox": ("run", "Limits", "Outcome"),
         "surefoot.language.tasks": ("rows", "demonstrations", "verify"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.diagnostics.finding import any_failed
+from surefoot.diagnostics import any_failed
 from surefoot.diagnostics.recipe import check_recipe
 from surefoot.recipes.presets import find_recipe
 

@@ -171,7 +171,7 @@ def test_the_same_seed_gives_the_same_batches_and_another_seed_others(agent, sam
 def test_the_gradient_is_that_of_training(agent):
     """A batch's gradient under rung 2 is what the learner's own loss gives the actor, but for the common divisor."""
     from surefoot.control.collect import ControlCollector
-    from surefoot.control.environments.factory import make_environments
+    from surefoot.control.environments import make_environments
     from surefoot.core.credit import assign_credit
     from surefoot.core.rollout import LearnerState
     from surefoot.core.seeding import derived_seed

@@ -20,9 +20,8 @@ from surefoot.control.agent import CompiledActor
 from surefoot.control.evaluate import greedy_episode
 from surefoot.control.export import export_agent
 from surefoot.control.normalise import ActionBounds
-from surefoot.recipes.changes import without_tuned_for
 from surefoot.recipes.presets import find_recipe, presets
-from surefoot.recipes.reading import control_recipe, make_recipe, to_table
+from surefoot.recipes.reading import control_recipe, make_recipe, to_table, without_tuned_for
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.runs.folder import checkpoint_to_load
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from surefoot import SurefootError
+from surefoot.control.environments import make_environments
 from surefoot.control.environments.atari import EpisodicLife, make_atari, register
-from surefoot.control.environments.factory import make_environments
 from surefoot.control.environments.looped import Environments, LoopedEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE

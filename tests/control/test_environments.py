@@ -16,7 +16,7 @@ from torch import Tensor
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, episode_seed
 from surefoot.control.environments.observations import Reader
 from surefoot.control.environments.vector import VectorEnvironments

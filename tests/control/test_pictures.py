@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.control.encoder import FONT, add_caption, caption_height, fit_frame
 from surefoot.control.evaluate import EpisodeStep
-from surefoot.control.video import caption_text, size_from_text
+from surefoot.control.video import FONT, add_caption, caption_height, caption_text, fit_frame, size_from_text
 from surefoot.errors import SurefootError
 
 SIDES = st.integers(1, 400)

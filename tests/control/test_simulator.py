@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from surefoot.control import environments as factory
 from surefoot.control.agent import Agent
-from surefoot.control.environments import factory
-from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments import make_environments
 from surefoot.recipes.presets import find_recipe
 
 PROGRAM = """
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import surefoot
-from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments import make_environments
 from surefoot.control.export import export_agent
 
 export_agent(surefoot.load(sys.argv[1]), Path(sys.argv[1]) / "agent.pt2", "torch")

@@ -18,9 +18,8 @@ import pytest
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.encoder import Encoder
 from surefoot.control.evaluate import greedy_episode
-from surefoot.control.video import record_video, use_headless_rendering
+from surefoot.control.video import Encoder, record_video, use_headless_rendering
 
 from .tiny import Endless
 
@@ -296,7 +295,7 @@ def test_an_encoder_that_fails_says_why_and_leaves_nothing(count: int, tmp_path:
     script = tmp_path / "ffmpeg"
     script.write_text('#!/bin/sh\nfor last; do :; done\nhead -c 1000 > "$last"\necho "$last: No space left" >&2\nexit 1\n')
     script.chmod(0o700)
-    monkeypatch.setattr(surefoot.control.encoder, "ffmpeg_path", lambda: str(script))
+    monkeypatch.setattr(surefoot.control.video, "ffmpeg_path", lambda: str(script))
     with pytest.raises(SurefootError, match=r"out/film.mp4: not written, the encoder failed \(.*No space left\)"):
         black(tmp_path / "out" / "film.mp4", count)
     assert list((tmp_path / "out").iterdir()) == []

@@ -19,7 +19,7 @@ import pytest
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, Step, episode_seed
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics.finding import Finding
+from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_of
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.diagnostics.finding import CHECKED_METRICS, RunCurves, in_words
+from surefoot.diagnostics import CHECKED_METRICS, RunCurves, in_words
 from surefoot.diagnostics.findings import RUN_CHECKS, RunMonitor, findings_of, of_run
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.metrics import METRICS

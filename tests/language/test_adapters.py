@@ -24,7 +24,7 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling.sampler import sample
+from surefoot.language.sampling import sample
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.language import AdapterSettings
 from surefoot.recipes.reading import make_recipe
@@ -459,7 +459,7 @@ def test_layers_that_the_model_has_not_are_refused_with_those_it_has(files: dict
 def test_without_peft_the_extra_is_named(
     files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from surefoot.language import extras
+    from surefoot import language as extras
 
     real = extras.importlib.util.find_spec
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))

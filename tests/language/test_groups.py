@@ -13,9 +13,9 @@ from surefoot import DR_GRPO, GRPO, SurefootError
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.language.data.batches import EpochSampler
-from surefoot.language.online.groups import choose_groups, concat_samples, rows_of_batch, with_signal
+from surefoot.language.online.responses import choose_groups, concat_samples, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling.sampler import Samples
+from surefoot.language.sampling import Samples
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.sampling.sampler import DecodingPath, EndDetector, Samples, generate, inverse_cdf, sample, uniform_draws
+from surefoot.language.sampling import DecodingPath, EndDetector, Samples, generate, inverse_cdf, sample, uniform_draws
 
 from . import tiny
 

@@ -25,7 +25,7 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.online.turns import Conversation, add_turn_rewards
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Scores, scatter_scores
-from surefoot.language.sampling.sampler import cut_at_stop
+from surefoot.language.sampling import cut_at_stop
 from surefoot.language.tasks.guess import Guess
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.paths import traces_in

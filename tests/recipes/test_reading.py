@@ -6,9 +6,8 @@ import pytest
 
 from surefoot import SurefootError
 from surefoot.recipes.base import nearest_divisor
-from surefoot.recipes.changes import merge_tables
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, recipe_fields
+from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, merge_tables, recipe_fields
 from surefoot.runs import api
 
 

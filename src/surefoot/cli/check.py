@@ -33,7 +33,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(check_run(Path(what), as_json))
-    from surefoot.diagnostics.finding import any_failed
+    from surefoot.diagnostics import any_failed
     from surefoot.diagnostics.machine import check_machine
     from surefoot.diagnostics.recipe import check_recipe
 

@@ -21,10 +21,9 @@ from surefoot.compare.runs import flatten
 from surefoot.compare.statistics import COUNT, Results, average, markdown_table
 from surefoot.core.algorithms import ALGORITHMS, Objective, switches_that_are_on
 from surefoot.errors import SurefootError
-from surefoot.recipes.changes import without_critic
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import as_control, unknown_algorithm
+from surefoot.recipes.reading import as_control, unknown_algorithm, without_critic
 
 SCORES = {
     "last_100_mean": "Return in training: the mean of the last 100 training episodes, actions sampled.",

@@ -47,7 +47,7 @@ from surefoot.compare.statistics import (
 )
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments.factory import make_environments
+from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.core.algorithms import ALGORITHMS, LADDER, REINFORCE, Objective, switches_that_are_on
 from surefoot.core.credit import assign_credit
@@ -57,10 +57,9 @@ from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.files import read_table, write_text
-from surefoot.recipes.changes import merge_tables, without_critic, without_tuned_for
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import recipe_table
-from surefoot.recipes.reading import control_recipe, to_table
+from surefoot.recipes.reading import control_recipe, merge_tables, to_table, without_critic, without_tuned_for
 from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint
 

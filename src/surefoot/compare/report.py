@@ -37,7 +37,7 @@ from surefoot.compare.statistics import (
     numbers,
     with_interval,
 )
-from surefoot.diagnostics.finding import Finding
+from surefoot.diagnostics import Finding
 from surefoot.errors import missing_extra, to_install
 from surefoot.files import write_bytes, write_text
 from surefoot.recipes.control import ControlRecipe

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.compare.statistics import bootstrap_interval, difference_interval, finite, interquartile_mean, mean
-from surefoot.diagnostics.finding import Finding
+from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
 from surefoot.files import parsed, read_table, read_toml

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 from surefoot.control.agent import Agent, with_lstm_state
-from surefoot.control.environments.factory import make_environments, task_name
+from surefoot.control.environments import make_environments, task_name
 from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, episode_seed
 from surefoot.control.environments.observations import (
     RESUME_OR_REPEAT,

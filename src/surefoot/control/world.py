@@ -9,8 +9,8 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
+from surefoot.control.environments import close_all, make_environments, making_error, task_name
 from surefoot.control.environments.atari import ATARI, make_atari_vector
-from surefoot.control.environments.factory import close_all, make_environments, making_error, task_name
 from surefoot.control.environments.looped import Environments, MakeEnvironment
 from surefoot.control.environments.vector import EnvPool, VectorEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments, available_cores

@@ -12,9 +12,8 @@ from typing import Any
 from surefoot.core.seeding import derived_seed
 from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
-from surefoot.language import tasks
+from surefoot.language import require_transformers, tasks
 from surefoot.language.data.rows import read_rows, write_rows
-from surefoot.language.extras import require_transformers
 from surefoot.language.models.language_model import load_language_model
 
 TASK = "sorting"

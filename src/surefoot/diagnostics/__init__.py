@@ -1,1 +1,255 @@
-"""Checks of a machine, a recipe or a run: each returns findings with cause, evidence and remedy."""
+"""A finding of a check: its severity, cause, evidence and remedies; and the curves of a run, which evidence comes from."""
+
+import itertools
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surefoot.errors import SurefootError
+
+Severity = Literal["serious", "warning", "note", "absent", "ok"]
+SEVERITIES: tuple[Severity, ...] = ("serious", "warning", "note", "absent", "ok")
+"""worst first. serious: training fails or can't begin; warning: it is probably worse than it could be; note: nothing is wrong,
+but the numbers need an explanation; absent: not installed, and needed only by some recipes; ok: the check passed"""
+STATES: dict[Severity, tuple[str, str]] = {
+    "serious": ("failed", "✗"),
+    "warning": ("warning", "!"),
+    "note": ("ok", "✓"),
+    "absent": ("absent", "–"),
+    "ok": ("ok", "✓"),
+}
+"""how a list of checks shows each severity: a word for programs, a mark for people"""
+Numbers = NDArray[np.float64]
+BLOCKS = 10
+"""parts that a curve is divided into"""
+CHECKED_METRICS = (
+    "episode_return",
+    "reward",
+    "score_std",
+    "gold",
+    "held_out_gold",
+    "held_out_log_likelihood",
+    "groups_without_signal",
+    "without_score",
+    "distinct_2",
+    "repeated",
+    "eos_rate",
+    "kl_reference",
+    "kl_reference_response",
+    "policy_loss",
+    "value_loss",
+    "explained_variance",
+    "entropy",
+    "kl",
+    "ratio_outside",
+    "clip_active",
+    "ratio_at_start",
+    "observations_clipped",
+    "rewards_clipped",
+    "actions_clipped",
+    "stopped_early",
+    "epochs",
+    "step_taken",
+)
+"""the metrics that checks read"""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number behind a finding."""
+
+    metric: str
+    """its key in metrics.jsonl"""
+    value: float
+    about: str
+    """what the value is: "mean", "first", "largest" …"""
+    first_step: int
+    last_step: int
+    """between which steps of the run it was measured"""
+
+    def __str__(self) -> str:
+        where = f"step {self.first_step:,}"
+        if self.first_step != self.last_step:
+            where = f"steps {self.first_step:,} to {self.last_step:,}"
+        return f"{self.metric} {in_words(self.value)} ({self.about}, {where})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check reports about a run, a recipe or a machine."""
+
+    name: str
+    """the same for every run, such as "entropy_collapsed" """
+    severity: Severity
+    what: str
+    """what happened, or what there is"""
+    cause: str = ""
+    """the usual cause"""
+    evidence: tuple[Evidence, ...] = ()
+    advice: tuple[str, ...] = ()
+    """what to try, the likeliest first"""
+
+    @property
+    def line(self) -> str:
+        """The finding in one line, for a terminal."""
+        remedy = f" Try: {self.advice[0]}." if self.advice else ""
+        return f"{self.severity}: {self.what}.{remedy}"
+
+    @property
+    def text(self) -> list[str]:
+        """All of the finding, as lines."""
+        return [
+            f"{self.severity}: {self.what}",
+            f"  why: {self.cause}",
+            *(f"  seen: {evidence}" for evidence in self.evidence),
+            *(f"  try: {advice}" for advice in self.advice),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """A table of plain values, with evidence."""
+        return {**asdict(self), "evidence": [asdict(each) for each in self.evidence], "advice": list(self.advice)}
+
+    # ---- as a line of a checklist ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """ok, absent, warning or failed"""
+        return STATES[self.severity][0]
+
+    @property
+    def fix(self) -> str:
+        """The likeliest remedy; empty if there is nothing to do."""
+        return self.advice[0] if self.advice else ""
+
+    def checklist_lines(self, width: int) -> list[str]:
+        """A mark, the name in ``width`` columns, what there is, and the fix below."""
+        first = f"{STATES[self.severity][1]} {self.name:<{width}}  {self.what}"
+        return [first, *([f"{'':{width + 4}}fix: {self.fix}"] if self.fix else [])]
+
+    def to_check_json(self) -> dict[str, str]:
+        """A table of plain values, without evidence."""
+        return {"name": self.name, "state": self.state, "what": self.what, "fix": self.fix}
+
+
+def check_result(name: str, severity: Severity, what: str, fix: str = "") -> Finding:
+    """The finding of a check that needs no evidence."""
+    return Finding(name, severity, what, advice=(fix,) if fix else ())
+
+
+def failure(name: str, error: SurefootError) -> Finding:
+    """The finding for an error; the part after its last semicolon is the remedy."""
+    wrong, _, fix = str(error).rpartition("; ")
+    return check_result(name, "serious", wrong or fix, fix if wrong else "")
+
+
+def any_failed(findings: Iterable[Finding]) -> bool:
+    """Whether one of the findings is serious."""
+    return any(finding.severity == "serious" for finding in findings)
+
+
+def in_words(value: float) -> str:
+    """A number of any size in about three digits, with a true minus."""
+    text = f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+    return text.replace("-", "−", 1) if value < 0 and not text.startswith("0") else text
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The known values of one metric.   Both [n]"""
+
+    metric: str
+    steps: Numbers
+    values: Numbers
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def part(self, start: int, stop: int) -> "Curve":
+        """The values with these indices."""
+        return Curve(self.metric, self.steps[start:stop], self.values[start:stop])
+
+    def after(self, step: float) -> "Curve":
+        """The values after a step."""
+        return self.part(int(np.searchsorted(self.steps, step, "right")), len(self))
+
+    def until(self, step: float) -> "Curve":
+        """The values up to a step, inclusive."""
+        return self.part(0, int(np.searchsorted(self.steps, step, "right")))
+
+    def evidence(self, about: str = "mean", value: float | None = None) -> Evidence:
+        """The mean of the curve, or another value, as evidence."""
+        value = float(self.values.mean()) if value is None else value
+        return Evidence(self.metric, value, about, int(self.steps[0]), int(self.steps[-1]))
+
+    def window(self, width: int, largest: bool) -> "Curve":
+        """The ``width`` values in a row whose mean is largest, or smallest. Needs at least ``width`` values."""
+        sums = np.cumsum(np.concatenate([[0.0], self.values]))
+        means = sums[width:] - sums[:-width]
+        start = int(means.argmax() if largest else means.argmin())
+        return self.part(start, start + width)
+
+    def blocks(self) -> "list[Curve]":
+        """Ten parts of similar length; fewer if there are fewer values."""
+        count = min(BLOCKS, len(self))
+        edges = [round(i * len(self) / count) for i in range(count + 1)] if count else []
+        return [self.part(start, stop) for start, stop in itertools.pairwise(edges)]
+
+    def noise(self) -> float:
+        """The standard deviation of a block's mean about the trend, from the median difference of neighbouring blocks (so a
+        jump does not count as noise); 0 for fewer than three blocks.
+        """
+        means = [float(block.values.mean()) for block in self.blocks()]
+        if len(means) < 3:
+            return 0.0
+        return float(np.median(np.abs(np.diff(means)))) * 1.4826 / math.sqrt(2)
+
+
+class RunCurves:
+    """The metrics of a run as curves, by name: ``curves["kl"]``. Rows can be added while the run goes on.
+
+    budget   the steps of the recipe; default: the steps so far
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), budget: int | None = None) -> None:
+        self.budget = budget
+        self._steps = array("d")
+        self._columns = {name: array("d") for name in CHECKED_METRICS}
+        for row in rows:
+            self.add(row)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One more iteration."""
+        self._steps.append(row["steps"])
+        for name, column in self._columns.items():
+            value = row.get(name)
+            column.append(math.nan if value is None else value)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far; 0 before the first iteration."""
+        return int(self._steps[-1]) if self._steps else 0
+
+    @property
+    def planned(self) -> int:
+        """The budget, in steps."""
+        return max(self.steps, self.budget or 0)
+
+    def __getitem__(self, metric: str) -> Curve:
+        """The finite values of a metric."""
+        values = np.array(self._columns[metric])
+        known = np.isfinite(values)
+        return Curve(metric, np.array(self._steps)[known], values[known])
+
+    def width(self, share: float, least: int) -> int:
+        """The number of iterations in a share of the whole run, estimated from its speed so far; at least ``least``."""
+        if not self.steps:
+            return least
+        return max(least, round(share * len(self) * self.planned / self.steps))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics.finding import SEVERITIES, Evidence, Finding, RunCurves
+from surefoot.diagnostics import SEVERITIES, Evidence, Finding, RunCurves
 from surefoot.diagnostics.reward_findings import REWARD_CHECKS
 from surefoot.diagnostics.update_findings import UPDATE_CHECKS
 from surefoot.errors import cause_of

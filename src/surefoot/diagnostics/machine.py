@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from surefoot.diagnostics.finding import Finding, check_result
+from surefoot.diagnostics import Finding, check_result
 from surefoot.errors import to_install
 
 EXTRAS: dict[str, tuple[str, ...]] = {

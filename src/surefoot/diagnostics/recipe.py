@@ -11,13 +11,13 @@ import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
-from surefoot.control.environments.factory import maker, task_name
+from surefoot.control.environments import maker, task_name
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
 from surefoot.control.normalise import ActionBounds
 from surefoot.control.spaces import NOT_FINITE, Array, SpaceError, as_float32
 from surefoot.core.seeding import derived_seed
-from surefoot.diagnostics.finding import Finding, check_result, failure
+from surefoot.diagnostics import Finding, check_result, failure
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.responses import final_rewards

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from surefoot.diagnostics.finding import Curve, Evidence, Finding, RunCurves, in_words
+from surefoot.diagnostics import Curve, Evidence, Finding, RunCurves, in_words
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe

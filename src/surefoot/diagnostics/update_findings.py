@@ -1,7 +1,7 @@
 """Checks of updates: steps that are too large or too small, a wrong start, collapsed entropy, and a poor critic."""
 
 from surefoot.core.learner import START_TOLERANCE
-from surefoot.diagnostics.finding import Curve, Finding, RunCurves, in_words
+from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
 from surefoot.diagnostics.reward_findings import CLEAR, earnings, ends, raise_kl_penalty, rise
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe

@@ -10,8 +10,7 @@ Each takes ``responses`` and the column with the correct answers, and returns 1.
 further options with a term's ``arguments``. An invalid row of the data raises SurefootError; a wrong response always scores 0.
 """
 
-from surefoot.verifiers.answers import exact, numeric
-from surefoot.verifiers.packages import json, math
+from surefoot.verifiers.answers import exact, json, math, numeric
 from surefoot.verifiers.programs import code
 
 __all__ = ["code", "exact", "json", "math", "numeric"]

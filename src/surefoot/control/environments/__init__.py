@@ -1,1 +1,133 @@
-"""Environments stepped together: in this process, in workers, or as a vector environment."""
+"""Make the environments of a task: a Gymnasium id, ``module:function``, or a callable.
+
+MuJoCo's warnings go to Python's logging, each once; by default MuJoCo prints every one and writes MUJOCO_LOG.TXT.
+"""
+
+import contextlib
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import find_highest_version
+from gymnasium.vector import VectorEnv
+
+from surefoot.control.environments.atari import ATARI, make_atari
+from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment
+from surefoot.control.environments.vector import VectorEnvironments
+from surefoot.errors import SurefootError, cause_of, place_of, to_install
+from surefoot.recipes.import_object import append_working_folder, import_object
+
+MUJOCO_LOGGER = logging.getLogger("surefoot.mujoco")
+EXTRAS = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari", "opencv": "atari"}
+"""words in import errors -> the extra to install"""
+_logged: set[str] = set()
+
+
+def make_environments(
+    task: str | MakeEnvironment, arguments: dict[str, Any], count: int, seed: int, purpose: str = "training"
+) -> Environments:
+    """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env or a VectorEnv.
+
+    Raises SurefootError when the task can't be made; it names the extra to install if one is missing.
+    """
+    name = task_name(task)
+    made: list[Any] = []
+    try:
+        try:
+            make = maker(task, arguments, purpose)
+            made.append(make())
+            while len(made) < count and not isinstance(made[0], VectorEnv):
+                made.append(make())
+        except SurefootError:
+            raise
+        except Exception as error:
+            raise making_error(name, error) from error
+        if isinstance(made[0], VectorEnv):
+            return VectorEnvironments(made[0], seed, name)
+        if not isinstance(made[0], gymnasium.Env):
+            raise SurefootError(f"task={name!r}: made a {type(made[0]).__name__}, not a gymnasium.Env")
+        if len({id(environment) for environment in made}) < count:
+            raise SurefootError(f"task={name!r}: returned the same environment twice; make a new one on every call")
+        ready = iter(made)
+        return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose)
+    except BaseException:
+        close_all(made)
+        raise
+
+
+def close_all(environments: Iterable[Any]) -> None:
+    """Close environments after another error; errors while closing are ignored."""
+    for environment in environments:
+        with contextlib.suppress(Exception):
+            environment.close()
+
+
+def maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str = "training") -> Callable[[], Any]:
+    """A function without arguments that makes one environment of a task. Atari environments differ in evaluation."""
+    make = _maker(task, arguments, purpose)
+
+    def make_and_log() -> Any:
+        log_mujoco_warnings(task)
+        made = make()
+        log_mujoco_warnings(task)  # for tasks that import MuJoCo when called
+        return made
+
+    return make_and_log
+
+
+def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str) -> Callable[[], Any]:
+    if callable(task):
+        return lambda: task(**arguments)
+    function = task.partition(":")[2]
+    if function:  # Gymnasium imports the module of an id such as module:Robot-v0
+        append_working_folder()
+    if function and not function.rpartition("-v")[2].isdigit():
+        make = import_object("task", task, "or pass the function itself, as in surefoot.resume(run, task=make)")
+        return lambda: make(**arguments)
+    if task.startswith(ATARI):
+        return lambda: make_atari(task, purpose, **arguments)
+    return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)
+
+
+def task_name(task: str | MakeEnvironment) -> str:
+    """The name of a task in messages and folders."""
+    return task if isinstance(task, str) else str(getattr(task, "__name__", type(task).__name__))
+
+
+def making_error(name: str, error: Exception) -> SurefootError:
+    """The error for an environment that could not be made; it names the extra to install if a package is missing."""
+    text = str(error).replace("\n", " ")
+    stem = name.rpartition("-v")[0]
+    if text.startswith("The mujoco v2 and v3") and stem:  # Gymnasium still lists them
+        return SurefootError(f"task={name!r}: was removed from Gymnasium; use '{stem}-v{find_highest_version(None, stem)}'")
+    if isinstance(error, (gymnasium.error.DependencyNotInstalled, ImportError)):
+        extra = next((value for key, value in EXTRAS.items() if key in text.lower()), None)
+        if extra:
+            return SurefootError(f"task={name!r}: needs an extra that is not installed; run: {to_install(extra)}")
+    line = f"; fix it ({where})" if (where := place_of(error)) else ""
+    return SurefootError(f"task={name!r}: could not be made ({cause_of(error)}){line}")
+
+
+def log_mujoco_warnings(task: Any) -> None:
+    """Send MuJoCo's warnings to logging, if ``task`` is one of Gymnasium's MuJoCo ids or MuJoCo is imported already."""
+    spec = gymnasium.registry.get(task) if isinstance(task, str) else None
+    if spec is not None and isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.envs.mujoco."):
+        try:
+            importlib.import_module("mujoco")
+        except ImportError:
+            return  # the error from making the environment names the extra
+    module: Any = sys.modules.get("mujoco")
+    if hasattr(module, "get_mju_user_warning") and module.get_mju_user_warning() is None:
+        module.set_mju_user_warning(_log_once)
+
+
+def _log_once(message: str) -> None:
+    """Log each message once, whatever its numbers; deprecations, which only the model's author can fix, at debug level."""
+    kind = re.sub(r"[\d.]+", "#", message)
+    if kind not in _logged:
+        _logged.add(kind)
+        MUJOCO_LOGGER.log(logging.DEBUG if "deprecated" in message else logging.WARNING, "MuJoCo: %s", message)

@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 import gymnasium
 import numpy as np
 
+from surefoot.control.environments import make_environments, maker, task_name
 from surefoot.control.environments.atari import ATARI
-from surefoot.control.environments.factory import make_environments, maker, task_name
 from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, Step
 from surefoot.control.environments.observations import environment_failure
 from surefoot.control.spaces import Array

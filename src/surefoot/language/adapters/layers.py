@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from surefoot.core.distributed import rank
 from surefoot.core.seeding import derived_seed, stream
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.language.extras import quiet_transformers, require_package
+from surefoot.language import quiet_transformers, require_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,7 @@ from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import read_rows
 from surefoot.language.models.language_model import LanguageModel
-from surefoot.language.online.groups import with_signal
-from surefoot.language.online.responses import Responses
+from surefoot.language.online.responses import Responses, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Reward, Scores
 from surefoot.verifiers.answers import following

@@ -18,7 +18,7 @@ from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
 from surefoot.language.rewards.scores import Prompt, Reward, Scores
 from surefoot.language.rewards.terms import function_rewards
-from surefoot.language.sampling.sampler import Samples, cut_at_stop, sample
+from surefoot.language.sampling import Samples, cut_at_stop, sample
 
 NO_LIMIT = 2**53
 """more tokens than any prompt has"""

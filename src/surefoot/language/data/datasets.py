@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language import quiet_transformers
 from surefoot.language.data.rows import (
     CALLS,
     SETTINGS,
@@ -29,7 +30,6 @@ from surefoot.language.data.rows import (
 from surefoot.language.data.rows import Row as Row
 from surefoot.language.data.rows import read_rows as read_rows
 from surefoot.language.data.tokens import Dialogue, Messages, Tokens
-from surefoot.language.extras import quiet_transformers
 
 T = TypeVar("T")
 Part = str | list[dict[str, Any]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import write_text
-from surefoot.language.extras import require_package
+from surefoot.language import require_package
 
 TOOLS, SETTINGS = "tools", "chat_template_kwargs"
 """columns for the chat template of a row's messages"""

@@ -25,13 +25,13 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.objective import Batch, loss
 from surefoot.core.rollout import Evaluation
 from surefoot.functional import chunked_likelihood
+from surefoot.language import quiet_transformers
 from surefoot.language.adapters.layers import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.data.tokens import positions
-from surefoot.language.extras import quiet_transformers
 from surefoot.language.models.policy import Critic, Readout, ValueHead, checkpoint_layers, computing
+from surefoot.language.sampling import inverse_cdf, log_softmax
 from surefoot.language.sampling.fast_decode import PACKED_LIMIT, FastDecoder, PackedModel, pack_model
 from surefoot.language.sampling.kv_cache import CachedDecoder, Decoder, RecomputingDecoder, read_prompts
-from surefoot.language.sampling.sampler import inverse_cdf, log_softmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

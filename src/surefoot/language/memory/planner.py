@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.extras import quiet_transformers, require_transformers
+from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.memory.check import readable, running_peak
 from surefoot.language.memory.estimate import Estimate, Value, Workload, estimate, with_adapters
 from surefoot.language.memory.passes import ParameterCounts, count_parameters, layer_count

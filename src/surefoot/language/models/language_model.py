@@ -19,7 +19,7 @@ from surefoot.language.adapters.layers import SharedBase
 from surefoot.language.data.tokens import Messages, Tokens
 from surefoot.language.models.loading import HEAD, context_length, load_model, save_model
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.sampling.sampler import generate
+from surefoot.language.sampling import generate
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require

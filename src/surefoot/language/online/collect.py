@@ -30,12 +30,21 @@ from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy, in_micro_batches
-from surefoot.language.online.groups import concat_prompts, concat_samples, gather_signal, rows_of_batch, with_signal
-from surefoot.language.online.responses import Responses, final_rewards, length_penalty, token_rewards
+from surefoot.language.online.responses import (
+    Responses,
+    concat_prompts,
+    concat_samples,
+    final_rewards,
+    gather_signal,
+    length_penalty,
+    rows_of_batch,
+    token_rewards,
+    with_signal,
+)
 from surefoot.language.online.turns import Environments, as_samples, mean_turns
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward
-from surefoot.language.sampling.sampler import Samples, sample
+from surefoot.language.sampling import Samples, sample
 from surefoot.recipes.language import LanguageRecipe
 
 ADAPTED_BETA = "reference_beta"

@@ -19,7 +19,7 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
 from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.rewards.scores import Prompt, Scores
-from surefoot.language.sampling.sampler import DecodingPath, Samples, cut_at_stop
+from surefoot.language.sampling import DecodingPath, Samples, cut_at_stop
 from surefoot.recipes.import_object import import_object
 from surefoot.recipes.language import TurnSettings
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language import require_package
 from surefoot.language.deadline import DeadlineExceeded
-from surefoot.language.extras import require_package
 
 if TYPE_CHECKING:
     import httpx2

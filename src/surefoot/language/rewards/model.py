@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError
+from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_padded
-from surefoot.language.extras import quiet_transformers
 from surefoot.language.models.language_model import errors_for, model_folder
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.rewards.scores import (

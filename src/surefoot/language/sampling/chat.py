@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.language.extras import quiet_transformers
+from surefoot.language import quiet_transformers
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
-from surefoot.language.sampling.sampler import cut_at_stop, sample
+from surefoot.language.sampling import cut_at_stop, sample
 
 PARTIAL = "\ufffd"
 """the text of an incomplete character"""

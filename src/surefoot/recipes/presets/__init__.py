@@ -15,16 +15,16 @@ from surefoot.core.algorithms import Objective, algorithm_name
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.changes import (
+from surefoot.recipes.control import check_id
+from surefoot.recipes.reading import (
     as_tables,
     for_algorithm,
+    make_recipe,
     merge_tables,
     text_to_none,
     with_changes,
     without_tuned_for,
 )
-from surefoot.recipes.control import check_id
-from surefoot.recipes.reading import make_recipe
 
 TITLE_FIELDS = ("kind", "task", "algorithm")
 """fields that are in every run's title, so the line about the preset leaves them out"""
