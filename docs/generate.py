@@ -64,8 +64,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Switches": {"surefoot.core.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
     "Verifiers and the sandbox": {
-        "surefoot.verifiers.answers": ("exact", "numeric"),
-        "surefoot.verifiers.answers": ("math", "json"),
+        "surefoot.verifiers.answers": ("exact", "numeric", "math", "json"),
         "surefoot.verifiers.programs": ("code",),
         "surefoot.sandbox": ("run", "Limits", "Outcome"),
         "surefoot.language.tasks": ("rows", "demonstrations", "verify"),
