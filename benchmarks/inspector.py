@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import surefoot
-from surefoot.runs.paths import traces_in
+from surefoot.runs.reading import traces_in
 from surefoot.runs.traces import read_trace, to_bytes
 
 ITERATIONS, TRACES, ROWS, LENGTH, PASSES = 100_000, 20, 5, 10_000, 10

@@ -32,8 +32,8 @@ from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.inspector.page import clip_table_page
 from surefoot.recipes.reading import recipe_fields
-from surefoot.runs.history import History
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING, Metric
+from surefoot.runs.reading import History
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"

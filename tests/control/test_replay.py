@@ -17,7 +17,7 @@ from surefoot.control.normalise import action_converter
 from surefoot.control.replay import ReplayMismatchError, replay
 from surefoot.control.video import record_traces
 from surefoot.core.traces import TracedRow
-from surefoot.runs.paths import film_of, traces_in
+from surefoot.runs.reading import film_of, traces_in
 from surefoot.runs.traces import to_bytes
 
 from .test_video import decoded

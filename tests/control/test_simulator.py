@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.control import environments as factory
+from surefoot.control import environments
 from surefoot.control.agent import Agent
 from surefoot.control.environments import make_environments
 from surefoot.recipes.presets import find_recipe
@@ -61,7 +61,7 @@ def spaces_of(task: str) -> tuple[Any, Any]:
 def test_the_deprecation_is_there_once_for_those_who_debug(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(factory, "_logged", set())
+    monkeypatch.setattr(environments, "_logged", set())
     with caplog.at_level(logging.DEBUG, "surefoot.mujoco"):
         make_environments("HalfCheetah-v5", {}, 2, 1).close()
     assert [(record.levelname, "deprecated" in record.message) for record in caplog.records] == [("DEBUG", True)]

@@ -144,7 +144,7 @@ def test_the_core_imports_torch_functional_errors_and_itself_only() -> None:
 
 def test_worlds_read_of_runs_only_what_is_written_to_disk() -> None:
     """A world saves and loads itself; it knows no session, display or tracker."""
-    disk = ("surefoot.runs.checkpoint", "surefoot.runs.folder", "surefoot.runs.paths", "surefoot.runs.traces")
+    disk = ("surefoot.runs.checkpoint", "surefoot.runs.folder", "surefoot.runs.reading", "surefoot.runs.traces")
     used = {name for part in WORLDS for file in FILES if inside(file, part) for name in IMPORTS[file]}
     ours = {name for name in used if inside(name, "surefoot.runs")} - {"surefoot.runs"}
     assert {name for name in ours if not any(inside(name, module) for module in disk)} == set()

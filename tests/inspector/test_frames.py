@@ -14,7 +14,7 @@ from surefoot import read_trace
 from surefoot.control.video import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.inspector.folders import RunFolders
-from surefoot.runs.paths import film_of, refusal_of, traces_in
+from surefoot.runs.reading import film_of, refusal_of, traces_in
 
 from .test_inspector import settled, until
 from .test_server import TOKEN, client

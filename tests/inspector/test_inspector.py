@@ -10,7 +10,7 @@ import pytest
 
 import surefoot
 from surefoot import read_trace
-from surefoot.runs.paths import traces_in
+from surefoot.runs.reading import traces_in
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .conftest import HOSTILE

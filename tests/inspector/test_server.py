@@ -27,7 +27,7 @@ from surefoot.inspector.access import Connection
 from surefoot.inspector.folders import RunFolders, run_names
 from surefoot.inspector.server import application, front_end
 from surefoot.inspector.traces import CRITERIA
-from surefoot.runs.paths import traces_in
+from surefoot.runs.reading import traces_in
 from surefoot.runs.traces import to_bytes
 
 PORT, TOKEN = 8123, "the-token"

@@ -17,8 +17,8 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.objective import Batch, loss
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
-from surefoot.language.adapters.layers import CHECKPOINT_CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
 from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
 from surefoot.language.models.language_model import from_trees
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
@@ -459,10 +459,10 @@ def test_layers_that_the_model_has_not_are_refused_with_those_it_has(files: dict
 def test_without_peft_the_extra_is_named(
     files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from surefoot import language as extras
+    from surefoot import language
 
-    real = extras.importlib.util.find_spec
-    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
+    real = language.importlib.util.find_spec
+    monkeypatch.setattr(language.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
     with pytest.raises(SurefootError, match=r"adapter needs peft, which is not installed; run: pip install .*\[adapters\]'"):
         SupervisedWorld(make_recipe(table("sft", files, folders["llama"])))  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Scores, split_steps, token_texts
 from surefoot.language.rewards.terms import FunctionReward, WeightedSum
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.paths import traces_in
+from surefoot.runs.reading import traces_in
 from surefoot.runs.traces import read_trace
 
 TEXTS = ["a;bb;c", "été;日本;🙂!", "", ";; ;", "no separator", "  two  spaces ", "end;"]

@@ -13,8 +13,8 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.functional import expert_load, load_balance
-from surefoot.language.adapters.layers import POLICY, VALUE, SharedBase, merge, merged_state
 from surefoot.language.data.batches import pack_batch
+from surefoot.language.models.adapters import POLICY, VALUE, SharedBase, merge, merged_state
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy, Routers
 from surefoot.recipes.language import AdapterSettings

@@ -28,7 +28,7 @@ from surefoot.language.rewards.scores import Scores, scatter_scores
 from surefoot.language.sampling import cut_at_stop
 from surefoot.language.tasks.guess import Guess
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.paths import traces_in
+from surefoot.runs.reading import traces_in
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from . import tiny

@@ -17,7 +17,7 @@ from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.runs.metrics import TIMING
-from surefoot.runs.paths import traces_in
+from surefoot.runs.reading import traces_in
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 RECIPES: dict[str, dict[str, Any]] = {

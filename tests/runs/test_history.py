@@ -14,7 +14,7 @@ from surefoot.inspector.curves import Columns
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.checkpoint import MANIFEST
-from surefoot.runs.history import History, rising
+from surefoot.runs.reading import History, rising
 from surefoot.runs.trackers.metrics_jsonl import cut_back, read_metrics
 
 NONSENSE = {

@@ -13,7 +13,7 @@ from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Display
-from surefoot.runs.paths import traces_in
+from surefoot.runs.reading import traces_in
 from surefoot.runs.traces import TraceFolder, to_bytes
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 

@@ -115,7 +115,7 @@ def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> No
     Training continues exactly from the last checkpoint.
     """
     from surefoot.runs import api
-    from surefoot.runs.paths import check_is_run
+    from surefoot.runs.reading import check_is_run
 
     check_is_run(run)
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))

@@ -17,8 +17,7 @@ from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.folder import FREE as CHANGE_NOTHING
 from surefoot.runs.folder import changed_since
-from surefoot.runs.history import History
-from surefoot.runs.paths import check_is_run, samples_in
+from surefoot.runs.reading import History, check_is_run, samples_in
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
 from surefoot.terminal import visible
 

@@ -38,7 +38,7 @@ from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import read_toml, write_text
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.paths import check_is_run, film_of, refusal_of, traces_in
+from surefoot.runs.reading import check_is_run, film_of, refusal_of, traces_in
 from surefoot.runs.traces import read_trace
 
 SMALLEST, LARGEST = 64, 4096

@@ -17,9 +17,8 @@ from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.events import Event, IterationEnd, RunEnd, RunStart
-from surefoot.runs.history import History
 from surefoot.runs.metrics import METRICS
-from surefoot.runs.paths import check_is_run
+from surefoot.runs.reading import History, check_is_run
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history, read_metrics
 
 RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.runs.history import BOM, Row, in_order, row_of
+from surefoot.runs.reading import BOM, Row, in_order, row_of
 
 Column = NDArray[np.float64]
 AT_A_TIME = 2**20

@@ -12,7 +12,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import parsed, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
 from surefoot.runs.metrics import METRICS, SHOWN
-from surefoot.runs.paths import FINISHED, check_is_run, samples_in, traces_in
+from surefoot.runs.reading import FINISHED, check_is_run, samples_in, traces_in
 
 LONGEST_TEXT = 20_000
 

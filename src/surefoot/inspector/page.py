@@ -74,7 +74,7 @@ def written_page(runs: list[Any]) -> str:
     if not runs:
         return clip_table_page()
     from surefoot.inspector.traces import on_a_page
-    from surefoot.runs.paths import check_is_run
+    from surefoot.runs.reading import check_is_run
 
     for run in runs:
         check_is_run(run)

@@ -18,7 +18,7 @@ from surefoot.core.traces import BRANCHES, Trace, TracedRow
 from surefoot.errors import SurefootError
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.folders import LONGEST_TEXT, RunFolders, shortened
-from surefoot.runs.paths import film_of, refusal_of, traces_in
+from surefoot.runs.reading import film_of, refusal_of, traces_in
 from surefoot.runs.traces import read_trace
 
 SHOWN_SAMPLES, SHOWN_STEPS = 20_000, 4_096

@@ -31,7 +31,7 @@ from surefoot.files import check_shown, read_table, read_toml, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
-from surefoot.runs.paths import FINISHED, check_is_run
+from surefoot.runs.reading import FINISHED, check_is_run
 
 if TYPE_CHECKING:
     pass

@@ -34,7 +34,7 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
 from surefoot.runs.folder import FREE, RunFolder, differences
-from surefoot.runs.paths import FINISHED
+from surefoot.runs.reading import FINISHED
 
 HELD_OUT = 5
 """one fresh pair in so many is held out in its round to evaluate the reward models; later rounds train on it"""

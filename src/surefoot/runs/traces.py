@@ -20,7 +20,7 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.files import check_plain, parsed, write_bytes, write_text
 from surefoot.runs.checkpoint import pack, unpack
 from surefoot.runs.events import EvaluationEnd, Event, Sample, UpdateEnd
-from surefoot.runs.paths import SAMPLES, TRACE, samples_in, traces_in
+from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
 
 FORMAT = 1
 HEADER = "surefoot"

@@ -10,11 +10,11 @@ from torch import Tensor
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
-from surefoot.language.adapters.files import load_trained
-from surefoot.language.adapters.layers import has_adapters
 from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data.rows import check_unchanged
+from surefoot.language.models.adapter_files import load_trained
+from surefoot.language.models.adapters import has_adapters
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.policy import in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
@@ -26,7 +26,7 @@ from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, recipe_differences
-from surefoot.runs.paths import check_is_run
+from surefoot.runs.reading import check_is_run
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
 """labels of metrics whose name is no good label"""

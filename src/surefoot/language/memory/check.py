@@ -16,7 +16,6 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
-from surefoot.language.adapters.files import BASE, adapter_folder
 from surefoot.language.memory.estimate import (
     Estimate,
     Workload,
@@ -27,6 +26,7 @@ from surefoot.language.memory.estimate import (
     with_prompts,
 )
 from surefoot.language.memory.passes import BatchShape, count_parameters, layer_count
+from surefoot.language.models.adapter_files import BASE, adapter_folder
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import load_config
 from surefoot.language.models.policy import CHUNK

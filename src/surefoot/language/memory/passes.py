@@ -26,8 +26,8 @@ from surefoot.core.objective import Batch, loss
 from surefoot.core.rollout import Evaluation
 from surefoot.functional import chunked_likelihood
 from surefoot.language import quiet_transformers
-from surefoot.language.adapters.layers import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.data.tokens import positions
+from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.models.policy import Critic, Readout, ValueHead, checkpoint_layers, computing
 from surefoot.language.sampling import inverse_cdf, log_softmax
 from surefoot.language.sampling.fast_decode import PACKED_LIMIT, FastDecoder, PackedModel, pack_model
@@ -130,7 +130,7 @@ def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int
 
     Raises SurefootError if the trunk lacks the target layers.
     """
-    from surefoot.language.adapters.layers import POLICY, SharedBase
+    from surefoot.language.models.adapters import POLICY, SharedBase
 
     key = f"{type(config).__name__} {config.to_json_string()} {settings!r}"
     if key not in _ADAPTERS:

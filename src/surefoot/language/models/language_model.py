@@ -14,9 +14,9 @@ from torch import nn
 from surefoot.core.distributed import rank
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
-from surefoot.language.adapters.files import load_merged, load_trained, save_adapter
-from surefoot.language.adapters.layers import SharedBase
 from surefoot.language.data.tokens import Messages, Tokens
+from surefoot.language.models.adapter_files import load_merged, load_trained, save_adapter
+from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.loading import HEAD, context_length, load_model, save_model
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.sampling import generate

@@ -19,7 +19,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import read_table
 from surefoot.language import quiet_transformers, require_transformers
-from surefoot.language.adapters.layers import merged_state
+from surefoot.language.models.adapters import merged_state
 from surefoot.runs.checkpoint import flush, replace_folder
 
 if TYPE_CHECKING:

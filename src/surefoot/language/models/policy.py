@@ -19,8 +19,8 @@ from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood, expert_load, load_balance
 from surefoot.language import quiet_transformers
-from surefoot.language.adapters.layers import CHECKPOINT_CONTEXTS, SharedBase
 from surefoot.language.data.batches import PackedBatch, pack_batch, row_lengths
+from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS, SharedBase
 from surefoot.language.models.loading import NOT_CAUSAL, logits_close, looks_ahead
 
 if TYPE_CHECKING:

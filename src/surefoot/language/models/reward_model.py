@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import require_transformers
-from surefoot.language.adapters.layers import merged_state
 from surefoot.language.data.tokens import positions
+from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.loading import (
     HEAD,
     atomic_folder,

@@ -14,13 +14,13 @@ from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
-from surefoot.language.adapters.files import add_adapter, base_record, load_trained, reward_role, trained_weights
-from surefoot.language.adapters.layers import VALUE, RoleTrunk, SharedBase, weights_hash
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
 from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import check_row_count, check_unchanged, read_rows, rows_hash
 from surefoot.language.data.tokens import decode_row
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, reward_role, trained_weights
+from surefoot.language.models.adapters import VALUE, RoleTrunk, SharedBase, weights_hash
 from surefoot.language.models.language_model import (
     LanguageModel,
     check_compatible,

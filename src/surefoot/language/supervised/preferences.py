@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from surefoot.core.rollout import Evaluation, Metrics, Policy
-from surefoot.language.adapters.layers import SharedBase
 from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import read_rows
 from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy, checkpoint_layers, computing, in_micro_batches

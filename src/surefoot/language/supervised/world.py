@@ -15,14 +15,14 @@ from torch import Tensor
 from surefoot.core.distributed import check_device
 from surefoot.core.rollout import EvaluationReport, LearnerState, Rollout, map_tensors
 from surefoot.errors import SurefootError
-from surefoot.language.adapters.files import add_adapter, base_record, load_trained, trained_weights
-from surefoot.language.adapters.layers import DropoutGenerator
 from surefoot.language.analysis.metrics import mean_log_likelihood
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.rows import check_row_count, check_unchanged, read_rows
 from surefoot.language.data.tokens import decode_row, right_padded
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, trained_weights
+from surefoot.language.models.adapters import DropoutGenerator
 from surefoot.language.models.language_model import (
     LanguageModel,
     describe_model,

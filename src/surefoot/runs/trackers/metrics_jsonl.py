@@ -12,7 +12,7 @@ from surefoot.core.rollout import Metrics
 from surefoot.errors import SurefootError
 from surefoot.runs.checkpoint import checkpoints_in, flush, written_before
 from surefoot.runs.events import Event, IterationEnd, RunEnd
-from surefoot.runs.history import History, Row
+from surefoot.runs.reading import History, Row
 
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"

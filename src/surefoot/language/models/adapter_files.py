@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
-from surefoot.language.adapters.layers import POLICY, RoleTrunk, SharedBase, has_adapters, merge, weights_hash
 from surefoot.language.data.rows import check_unchanged
+from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, has_adapters, merge, weights_hash
 from surefoot.language.models.loading import HEAD, atomic_folder, is_folder, load_model, read_tokenizer
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.language import ModelRecipe

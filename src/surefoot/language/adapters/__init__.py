@@ -1,1 +1,0 @@
-"""LoRA adapters on a shared base."""
