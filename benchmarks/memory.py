@@ -27,8 +27,8 @@ import surefoot
 from surefoot.compare.statistics import markdown_table
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
+from surefoot.language.memory import estimate
 from surefoot.language.memory.check import workload_of
-from surefoot.language.memory.estimate import estimate
 from surefoot.language.memory.passes import StorageTracker, count_parameters
 from surefoot.language.models.loading import character_tokenizer
 from surefoot.recipes.reading import make_recipe

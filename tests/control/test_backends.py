@@ -15,7 +15,7 @@ from surefoot import SurefootError
 from surefoot.control.environments.looped import Step
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.evaluate import greedy_episode
-from surefoot.control.policies.networks import EPISODE_STARTS
+from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.spaces import BARE
 from surefoot.control.world import training_environments
 from surefoot.recipes.presets import find_recipe

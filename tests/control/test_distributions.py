@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch import distributions as torch_distributions
 
-from surefoot.control.policies.distributions import Categorical, DiagonalGaussian, MultiCategorical, pad_choices
+from surefoot.control.policy import Categorical, DiagonalGaussian, MultiCategorical, pad_choices
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(GOLDEN.read_text("utf-8"))}

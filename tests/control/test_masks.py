@@ -15,7 +15,7 @@ import surefoot
 from surefoot import PPO_CLIP, REINFORCE, SurefootError
 from surefoot.control.environments.looped import LoopedEnvironments
 from surefoot.control.environments.vector import VectorEnvironments
-from surefoot.control.policies.actor_critic import ActorCritic
+from surefoot.control.policy import ActorCritic
 from surefoot.core.seeding import stream
 from surefoot.functional import fisher_vector_product
 from surefoot.recipes.control import Network

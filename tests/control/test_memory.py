@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import surefoot
 from surefoot.control.agent import Agent
-from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.errors import SurefootError

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import surefoot
 from surefoot import PPO_CLIP, SurefootError
-from surefoot.control.policies import networks
-from surefoot.control.policies.actor_critic import ActorCritic
-from surefoot.control.policies.networks import CustomTrunk, NatureCNN, OneHot, Trunk, Vector
+from surefoot.control import networks
+from surefoot.control.networks import CustomTrunk, NatureCNN, OneHot, Trunk, Vector
+from surefoot.control.policy import ActorCritic
 from surefoot.core.seeding import stream
 from surefoot.recipes.control import Network
 

@@ -17,8 +17,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot import PPO_UNCLIPPED, TRPO, Constraint, Interrupted, NotFiniteError, Objective, Reuse, SurefootError
-from surefoot.control.policies.actor_critic import ActorCritic
-from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
+from surefoot.control.policy import ActorCritic
 from surefoot.control.spaces import BARE
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner

@@ -15,9 +15,8 @@ from rich.console import Console
 import surefoot
 import surefoot.runs.api
 from surefoot.errors import SurefootError
-from surefoot.language.memory import check, passes
+from surefoot.language.memory import Workload, alternatives, check, estimate, passes, permanent_bytes, with_prompts
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
-from surefoot.language.memory.estimate import Workload, alternatives, estimate, permanent_bytes, with_prompts
 from surefoot.language.memory.passes import StorageTracker, count_parameters
 from surefoot.language.memory.planner import fits, llama_of, model_config, plan, tables, textbook, to_json, with_value
 from surefoot.language.models.loading import load_model

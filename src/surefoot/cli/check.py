@@ -14,7 +14,7 @@ from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
-    from surefoot.language.memory.estimate import Kind, Workload
+    from surefoot.language.memory import Kind, Workload
 
 
 @click.command()
@@ -141,7 +141,7 @@ def memory_workload(
 ) -> "Workload":
     """The models and batch sizes that the options of ``surefoot memory`` describe, for a transformers config."""
     from surefoot.core.algorithms import PPO_CLIP, REINFORCE
-    from surefoot.language.memory.estimate import Workload, with_adapters
+    from surefoot.language.memory import Workload, with_adapters
     from surefoot.language.memory.planner import with_value
     from surefoot.recipes.language import AdapterSettings
 

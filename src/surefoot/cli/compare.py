@@ -83,6 +83,13 @@ def comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def settings_from(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a comparison from ``comparison_options``; whatever is not one of its own is a recipe field."""
+    own = {"folder": "run_dir", "seeds": "seeds", "episodes": "episodes", "jobs": "jobs"}
+    settings = {name: options.pop(option) for name, option in own.items()}
+    return {**settings, "changes": changes_from(options)}
+
+
 @click.command()
 @click.argument("task")
 @click.option("--rung", "rungs", type=IntRange(0, len(LADDER) - 1), multiple=True, help="Only this rung; repeatable.")
@@ -98,12 +105,8 @@ def ladder(
     task: str,
     rungs: tuple[int, ...],
     batches: int,
-    seeds: int,
-    run_dir: Path | None,
-    episodes: int,
-    jobs: int,
     as_json: bool,
-    **flags: Any,
+    **options: Any,
 ) -> None:
     """Train TASK from REINFORCE to PPO, step by step.
 
@@ -111,8 +114,7 @@ def ladder(
     """
     from surefoot.compare.ladder import run_ladder
 
-    results = run_ladder(task, changes_from(flags), seeds, run_dir, rungs, batches, episodes, jobs, stderr=as_json)
-    show_report(results, as_json)
+    show_report(run_ladder(task, rungs=rungs, batches=batches, stderr=as_json, **settings_from(options)), as_json)
 
 
 @click.command(name="compare-algorithms")
@@ -122,12 +124,8 @@ def ladder(
 def compare_algorithms(
     task: str,
     algorithms: str,
-    seeds: int,
-    run_dir: Path | None,
-    episodes: int,
-    jobs: int,
     as_json: bool,
-    **flags: Any,
+    **options: Any,
 ) -> None:
     """Train several algorithms on TASK and compare them.
 
@@ -135,8 +133,8 @@ def compare_algorithms(
     """
     from surefoot.compare import algorithms as comparison
 
-    names, changes = [name.strip() for name in algorithms.split(",")], changes_from(flags)
-    show_report(comparison.compare_algorithms(task, names, changes, seeds, run_dir, episodes, jobs, stderr=as_json), as_json)
+    names = [name.strip() for name in algorithms.split(",")]
+    show_report(comparison.compare_algorithms(task, names, stderr=as_json, **settings_from(options)), as_json)
 
 
 def show_report(report: "Report", as_json: bool) -> None:

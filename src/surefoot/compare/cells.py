@@ -233,8 +233,10 @@ def run_cells(
 
     waiting = [cell for cell in cells if cell.name not in results]
     try:
-        run = _in_this_process if jobs == 1 else _in_parallel
-        run(folder, waiting, episodes, jobs, progress, finished, failed)
+        if jobs == 1:
+            _in_this_process(folder, waiting, episodes, progress, finished, failed)
+        else:
+            _in_parallel(folder, waiting, episodes, jobs, progress, finished, failed)
         if len(results) + len(failures) < len(cells):  # a cell's process was stopped by someone else
             raise Interrupted("stopped")
     except (Interrupted, KeyboardInterrupt):
@@ -266,7 +268,6 @@ def _in_this_process(
     folder: Path,
     cells: Sequence[Cell],
     episodes: int,
-    jobs: int,
     progress: "OverallProgress",
     finished: Finished,
     failed: Failed,

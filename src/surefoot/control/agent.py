@@ -10,10 +10,9 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import ActionBounds, Normalise, ObservationNormaliser, RewardNormaliser, action_converter
-from surefoot.control.policies.actor_critic import ActorCritic
-from surefoot.control.policies.distributions import ReparameterisedSampling
-from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE
+from surefoot.control.policy import ActorCritic, ReparameterisedSampling
 from surefoot.control.spaces import (
     MASK,
     NOT_FINITE,

@@ -15,8 +15,8 @@ from torch import Tensor
 from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.environments.looped import Environments, Step
 from surefoot.control.environments.observations import non_finite, not_finite_message
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import true_fraction
-from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import LearnerState, Metrics, Rollout, map_tensors

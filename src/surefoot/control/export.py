@@ -24,7 +24,7 @@ from surefoot import __version__
 from surefoot.control.agent import Agent
 from surefoot.control.environments import maker
 from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_episode
-from surefoot.control.policies.networks import EPISODE_STARTS, LSTM_STATE
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.spaces import MASK, Array, choices, read_mask
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import write_bytes

@@ -1,1 +1,397 @@
-"""How much memory a run needs: permanent memory by arithmetic, passes by counting on fake tensors."""
+"""Estimate how much memory a run needs, part by part and phase by phase.
+
+**Permanent memory** is arithmetic. Weights are float32, 4 bytes per parameter (bfloat16 affects only the passes). A trained
+parameter also has a gradient (4) and Adam's two moments (8): 16 bytes, against 4 for a frozen one. With adapters there is one
+frozen copy of the weights for all roles, and only adapters and heads are trained.
+
+**Memory of the phases** is counted by ``passes``. Phases come one after another, so the peak is the permanent memory plus the
+largest:
+
+- *sampling*: the larger of reading all prompts at once, and the last token of all responses;
+- *scoring*: the largest of the passes of policy, reference and reward models, without gradient;
+- *learning*: a micro-batch forward and backward: activations kept for the backward pass, plus the largest temporary memory, a
+chunk
+  of logits or the gradients of one layer;
+- *saving*: a checkpoint copies one tree at a time; the largest are Adam's moments.
+
+Not counted: Python and its libraries, temporary buffers of kernels, memory held by an allocator, and a GPU's context.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from surefoot.core.algorithms import REINFORCE, Objective
+from surefoot.language.memory import passes
+from surefoot.language.memory.passes import BatchShape, ParameterCounts, PassMemory, PassOptions, adapter_size, count_parameters
+from surefoot.language.models.policy import CHUNK
+from surefoot.language.rewards.model import BATCH_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from surefoot.recipes.language import AdapterSettings
+
+Kind = Literal["sft", "reward", "dpo", "language"]
+Value = Literal["none", "head", "own"]
+
+WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
+"""bytes per parameter"""
+PROMPT_BYTES = 9
+"""per prompt token in a batch: its id (int64) and its mask"""
+ROLLOUT_BYTES = {"language": 47, "sft": 35, "reward": 35, "dpo": 70}
+"""per response token in a rollout and its credit: 8 for the action, 4 for each number, 1 for each flag"""
+BATCH_BYTES = 29
+"""per response token in the shuffled copy of an epoch"""
+HELD_BYTES = 13
+"""per sampled response token: its id, log-probability and mask"""
+SAMPLE_BYTES = 28
+"""per response token during sampling: its id twice, its random number (float64) and its log-probability"""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that determines how much memory a run needs."""
+
+    kind: Kind
+    policy: "PreTrainedConfig"
+    objective: Objective
+    value: Value = "none"
+    """no critic, a head on the policy's trunk, or a separate model"""
+    critic: "PreTrainedConfig | None" = None
+    """of the critic's own model, if it is not the policy's"""
+    reference: "PreTrainedConfig | None" = None
+    rewards: "tuple[PreTrainedConfig, ...]" = ()
+    bf16: bool = False
+    checkpointing: bool = False
+    chunked: bool = True
+    """whether logits are computed in chunks, as in runs; False shows the saving"""
+    temperature: float = 1.0
+    rows: int = 16
+    """rows of a minibatch"""
+    responses: int = 64
+    """rows per iteration"""
+    samples: int = 1
+    """responses to each prompt"""
+    prompt: int = 512
+    """tokens of the longest prompt"""
+    response: int = 64
+    """trained tokens of a row"""
+    max_tokens: int = 64
+    """limit of a response's tokens, allocated before the first is sampled"""
+    evaluated: int = 0
+    """held-out rows"""
+    demonstrated: BatchShape | None = None
+    """all demonstrations whose likelihood is evaluated"""
+    mixed: BatchShape | None = None
+    """demonstrations in every update"""
+    rounds: int = 1
+    """limit of sampling rounds in an iteration"""
+    micro_batch: int | None = None
+    micro_batch_tokens: int | None = None
+    adapter: "AdapterSettings | None" = None
+    """the adapter trained on frozen weights that all roles share, except a separate ``reference``"""
+    reward_adapters: "tuple[AdapterSettings, ...]" = ()
+    """reward models that are adapters of the same base"""
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row."""
+        return self.prompt + self.response
+
+    @property
+    def sides(self) -> int:
+        """Answers in a row."""
+        return 2 if self.kind in ("reward", "dpo") else 1
+
+    def at_once(self, rows_of: BatchShape | None, batch: int | None = None) -> BatchShape:
+        """The micro-batch of demonstrations, of which ``batch`` are padded together."""
+        whole = rows_of or BatchShape(0, 1, 0)
+        rows = min(whole.rows, self.micro_batch or batch or whole.rows)
+        if self.micro_batch_tokens is not None:
+            rows = min(rows, max(1, self.micro_batch_tokens // max(1, whole.width)))
+        return replace(whole, rows=rows)
+
+    @property
+    def held(self) -> int:
+        """Bytes of earlier sampling rounds, kept until enough groups have a signal."""
+        return (self.rounds - 1) * self.responses * (PROMPT_BYTES * self.prompt + HELD_BYTES * self.max_tokens)
+
+    def micro(self, rows: int) -> BatchShape:
+        """The micro-batch for this many rows of full length."""
+        read = self.width * self.sides
+        if self.micro_batch_tokens is not None:
+            rows = min(rows, max(1, self.micro_batch_tokens // max(1, read)))
+        rows = min(rows, self.micro_batch or rows) * (2 if self.kind == "dpo" else 1)
+        return BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response)
+
+    def pass_options(self, value: bool = True) -> PassOptions:
+        """Options of the policy's passes; without ``value``, those of the reference."""
+        vocabulary = max(1, count_parameters(self.policy).vocabulary)
+        apart = self.value == "own" and value and self.adapter is None
+        own = (self.critic or self.policy) if apart else None
+        role = self.value == "own" and value and self.adapter is not None
+        chunk = max(1, CHUNK // vocabulary) if self.chunked else None
+        return PassOptions(
+            own,
+            self.value == "head" and value,
+            self.bf16,
+            self.checkpointing and value,
+            chunk,
+            self.temperature,
+            self.adapter if value else None,
+            role,
+        )
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes of a phase, on top of the permanent memory."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a run: ``always`` (permanent) by role and part, ``phases`` by phase and part."""
+
+    always: dict[str, dict[str, int]]
+    phases: dict[str, PhaseMemory]
+    uncounted: tuple[str, ...] = field(default=())
+    """phases whose passes can't run on fake tensors; they count as 0"""
+
+    @property
+    def permanent(self) -> int:
+        """Bytes allocated throughout the run."""
+        return sum(sum(parts.values()) for parts in self.always.values())
+
+    @property
+    def worst(self) -> str:
+        """The largest phase."""
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def peak(self) -> int:
+        """The peak of the run."""
+        return self.permanent + self.phases[self.worst].total
+
+    def at(self, phase: str) -> int:
+        """The peak in one phase."""
+        return self.permanent + self.phases[phase].total
+
+
+def trained_bytes(parameters: int) -> dict[str, int]:
+    """Bytes of trained parameters, by part."""
+    return {"weights": WEIGHT * parameters, "gradients": GRADIENT * parameters, "optimizer": MOMENTS * parameters}
+
+
+def frozen_bytes(parameters: int) -> dict[str, int]:
+    """Bytes of frozen parameters, by part."""
+    return {"weights": WEIGHT * parameters}
+
+
+def permanent(workload: Workload) -> dict[str, dict[str, int]]:
+    """Permanent bytes by role and part, from parameter counts alone."""
+    own = count_parameters(workload.policy)
+    if workload.adapter is not None:
+        return _permanent_with_adapters(workload, workload.adapter)
+    if workload.kind == "reward":
+        return {"reward": trained_bytes(own.trunk + own.width + 1)}
+    found = {"policy": trained_bytes(own.total)}
+    if workload.value == "head":
+        found["value"] = trained_bytes(own.width + 1)
+    elif workload.value == "own":
+        critic = count_parameters(workload.critic or workload.policy)
+        found["value"] = trained_bytes(critic.trunk + critic.width + 1)
+    if workload.reference is not None and workload.kind != "dpo":
+        found["reference"] = frozen_bytes(count_parameters(workload.reference).total)
+    if workload.rewards:
+        found["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in workload.rewards))
+    return found
+
+
+def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
+    """The same if all roles are adapters of one frozen base."""
+    own, size = count_parameters(workload.policy), adapter_size(workload.policy, adapter)
+    head = own.width + 1
+    if workload.kind == "reward":
+        return {"base": frozen_bytes(own.trunk), "reward": trained_bytes(size + head)}
+    found = {"base": frozen_bytes(own.total), "policy": trained_bytes(size)}
+    if workload.value != "none":
+        found["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
+    if workload.reference is not None and workload.kind != "dpo":
+        found["reference"] = frozen_bytes(count_parameters(workload.reference).total)
+    rewards = sum(_reward_size(count_parameters(config)) for config in workload.rewards)
+    rewards += sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
+    return found | ({"reward": frozen_bytes(rewards)} if rewards else {})
+
+
+def permanent_bytes(workload: Workload) -> int:
+    """The sum of the permanent bytes."""
+    return sum(sum(parts.values()) for parts in permanent(workload).values())
+
+
+def estimate(workload: Workload) -> Estimate:
+    """Estimate a run's memory. Takes about a second per phase."""
+    return _Estimator(workload).whole()
+
+
+class _Estimator:
+    """Estimates the phases of one workload."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.failed: list[str] = []
+
+    def whole(self) -> Estimate:
+        s = self.workload
+        always = permanent(s)
+        always["data"] = {"rollout": self.rollout}
+        found = {"learning": self.learning()}
+        if s.kind == "language":
+            found |= {"sampling": self.sampling(), "scoring": self.scoring()}
+            if s.demonstrated is not None:
+                found["evaluating"] = self.demonstration_scoring()
+        elif s.evaluated:
+            found["evaluating"] = self.evaluating()
+        if s.kind == "dpo":
+            found["scoring by the reference"] = self.reference_scoring()
+        moments = sum(parts.get("optimizer", 0) for parts in always.values())
+        found["saving"] = PhaseMemory({"copies": moments})
+        return Estimate(always, found, tuple(self.failed))
+
+    @cached_property
+    def rollout(self) -> int:
+        """Bytes of one iteration's rows, which are kept until the next ones are complete."""
+        s = self.workload
+        if s.kind == "dpo":
+            return s.responses * (PROMPT_BYTES * s.width * s.sides + ROLLOUT_BYTES[s.kind])
+        return s.responses * (PROMPT_BYTES * s.prompt * s.sides + ROLLOUT_BYTES[s.kind] * max(1, s.response))
+
+    def learning(self) -> PhaseMemory:
+        s = self.workload
+        if s.kind == "reward":
+            found = self.counted(
+                "learning", lambda: passes.pair_learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows))
+            )
+        else:
+            found = self.counted("learning", lambda: passes.learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows)))
+        if s.mixed is not None:
+            read = s.at_once(s.mixed)
+            beside = self.counted("learning", lambda: passes.learning(s.policy, REINFORCE, self._plain, read))
+            found = max(found, beside, key=lambda passing: passing.peak)
+        parts = {f"{role} activations": size for role, size in found.kept.items()}
+        copies = 0
+        if s.rows < s.responses:
+            copies = s.responses * (PROMPT_BYTES * s.prompt + BATCH_BYTES * s.response)
+        return PhaseMemory({**parts, "logits and work": found.peak - sum(found.kept.values()), "batch": copies})
+
+    def reference_scoring(self) -> PhaseMemory:
+        """The reference scores answers; its weights are in memory only for that."""
+        s = self.workload
+        other, read = s.reference or s.policy, s.micro(s.rows)
+        found = self.counted("scoring by the reference", lambda: passes.scoring(other, s.pass_options(value=False), read))
+        copied = s.adapter is None or s.reference is not None
+        return PhaseMemory({"reference": WEIGHT * count_parameters(other).total if copied else 0, "passes": found.peak})
+
+    def sampling(self) -> PhaseMemory:
+        s = self.workload
+        phases = [self._drawing(s.responses // s.samples, s.samples)]
+        if s.evaluated > s.responses // s.samples:  # otherwise no more than sampling for training
+            phases.append(self._drawing(s.evaluated, 1))
+        found = max(phases, key=lambda phase: phase.total)
+        return PhaseMemory({**found.parts, "earlier rounds": s.held}) if s.held else found
+
+    def _drawing(self, prompts: int, samples: int) -> PhaseMemory:
+        s = self.workload
+        read = self.counted("sampling", lambda: passes.prompt_reading(s.policy, prompts, s.prompt, s.adapter))
+        last = self.counted(
+            "sampling", lambda: passes.decoding(s.policy, prompts, samples, s.prompt, s.max_tokens, s.temperature, s.adapter)
+        )
+        rows = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
+        if read.peak > last.peak:
+            return PhaseMemory({"reading prompts": read.peak, "batch": rows})
+        return PhaseMemory({**last.kept, "logits and work": last.peak - sum(last.kept.values()), "batch": rows})
+
+    def scoring(self) -> PhaseMemory:
+        s = self.workload
+        read = s.micro(max(s.responses, s.evaluated))
+        found = [self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak]
+        if s.reference is not None and s.reference is not s.policy:
+            other = s.reference
+            found.append(self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak)
+        texts = BatchShape(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
+        for config in s.rewards:
+            found.append(self.counted("scoring", lambda config=config: passes.reward_scoring(config, texts)).peak)
+        for adapter in s.reward_adapters:
+            count = partial(passes.reward_scoring, s.policy, texts, adapter)
+            found.append(self.counted("scoring", count).peak)
+        return PhaseMemory({"passes": max(found), "batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})})
+
+    def evaluating(self) -> PhaseMemory:
+        s = self.workload
+        read = s.micro(min(s.rows, s.evaluated))
+        if s.kind == "reward":
+            found = self.counted("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter))
+        else:
+            found = self.counted("evaluating", lambda: passes.scoring(s.policy, s.pass_options(), read))
+        return PhaseMemory({"passes": found.peak})
+
+    def demonstration_scoring(self) -> PhaseMemory:
+        """The likelihood of demonstrations, as in SFT, without a critic."""
+        s = self.workload
+        read = s.at_once(s.demonstrated, s.rows)
+        return PhaseMemory({"passes": self.counted("evaluating", lambda: passes.scoring(s.policy, self._plain, read)).peak})
+
+    @property
+    def _plain(self) -> PassOptions:
+        """Options of the policy in SFT."""
+        return replace(self.workload.pass_options(), critic=None, head=False, value_role=False, temperature=1.0)
+
+    def counted(self, phase: str, count: Any) -> PassMemory:
+        """A pass; 0, with the phase marked as uncounted, for a family whose layers read tensor data."""
+        try:
+            memory: PassMemory = count()
+        except Exception:
+            if phase not in self.failed:
+                self.failed.append(phase)
+            return PassMemory(0)
+        return memory
+
+
+def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Other settings for the same run, the ones that cost only time first."""
+    if not workload.checkpointing:
+        yield "gradient_checkpointing = true", replace(workload, checkpointing=True)
+    learned = workload.micro(workload.rows)
+    if learned.rows > (2 if workload.kind == "dpo" else 1):
+        tokens = workload.width * workload.sides
+        yield f"optimizer.micro_batch_tokens = {tokens}", replace(workload, micro_batch_tokens=tokens)
+    if not workload.bf16:
+        yield 'precision = "bfloat16"', replace(workload, bf16=True)
+    if workload.value == "own":
+        started = "" if workload.critic is None else ' and critic.start = "none"'
+        yield f"critic.own_model = false{started}", replace(workload, value="head", critic=None)
+
+
+def with_adapters(workload: Workload, adapter: "AdapterSettings") -> Workload:
+    """The same workload with every role an adapter of the policy's model; the reference is the model without adapters."""
+    alone = None if workload.kind == "language" else workload.reference
+    rewards = (adapter,) * len(workload.rewards)
+    return replace(workload, adapter=adapter, critic=None, reference=alone, rewards=(), reward_adapters=rewards)
+
+
+def with_prompts(workload: Workload, prompts: int) -> Workload:
+    """The same workload with this many prompts per iteration, and at most as many held-out rows."""
+    rows = max(1, workload.rows * prompts * workload.samples // workload.responses)
+    return replace(workload, responses=prompts * workload.samples, rows=rows, evaluated=min(workload.evaluated, prompts))
+
+
+def _reward_size(model: ParameterCounts) -> int:
+    return model.trunk + model.width + 1

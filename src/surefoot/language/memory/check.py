@@ -16,7 +16,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
-from surefoot.language.memory.estimate import (
+from surefoot.language.memory import (
     Estimate,
     Workload,
     alternatives,

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers, require_transformers
+from surefoot.language.memory import Estimate, Value, Workload, estimate, with_adapters
 from surefoot.language.memory.check import readable, running_peak
-from surefoot.language.memory.estimate import Estimate, Value, Workload, estimate, with_adapters
 from surefoot.language.memory.passes import ParameterCounts, count_parameters, layer_count
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import check_causal, load_config, read_only_config

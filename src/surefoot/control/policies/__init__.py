@@ -1,1 +1,0 @@
-"""Networks of control: observations to distributions over actions and values."""
