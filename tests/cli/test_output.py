@@ -27,3 +27,17 @@ def test_text_for_a_terminal_keeps_its_lines_and_shows_control_characters() -> N
 
     assert shown_on(None, "a\tb\nc\x1b[2J\x9b\u202e\udcff\r→") == "a\tb\nc\\x1b[2J\\x9b\\u202e\\udcff\\r→"
     assert shown_on(Narrow(), "→ é") == "\\u2192 \\xe9"
+
+
+def test_a_demo_shows_control_characters_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from surefoot import demos
+
+    small = {"steps": 64, "rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 0}}
+    found = demos.find_recipe
+    monkeypatch.setattr(demos, "find_recipe", lambda name, changes: found(name, {**changes, **small}))
+    demos.control_demo(tmp_path / "red\x1b[31m", 1, lambda recipe, folder: lambda event: None)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.count(r"red\x1b[31m/demo") == 3

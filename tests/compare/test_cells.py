@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from surefoot import Interrupted, SurefootError
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
 from surefoot.compare.cells import Cell, OverallProgress, locked_folder, run_cells, summary
+from surefoot.compare.ladder import run_ladder
 from surefoot.runs import api
 
 from .conftest import TINY
@@ -34,6 +35,22 @@ def _no_plots():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("surefoot.compare.report.matplotlib_installed", lambda: False)
         yield
+
+
+@pytest.mark.parametrize("count", [0, -1, 1_000_001, 1e3, True, "3"])
+@pytest.mark.parametrize("field", ["seeds", "episodes", "jobs", "batches"])
+def test_counts_in_python_have_the_bounds_of_the_command_line(field, count, tmp_path):
+    if (field, count) == ("episodes", 0):
+        return  # no evaluation
+    counts = {"seeds": 1, "episodes": 2, "jobs": 1, field: count}
+    least = {"episodes": 0, "batches": 2}.get(field, 1)
+    calls = [lambda: run_ladder("CartPole-v1", CHANGES, folder=tmp_path / "run", **counts)]
+    if field != "batches":
+        calls.append(lambda: compare_algorithms("CartPole-v1", ["A2C"], CHANGES, folder=tmp_path / "run", **counts))
+    for call in calls:
+        with pytest.raises(SurefootError, match=rf"^{field}={count!r}: must lie between {least} and 1,000,000$"):
+            call()
+    assert not (tmp_path / "run").exists()
 
 
 def compared(folder, algorithms=("A2C", "PPO_CLIP"), **more):

@@ -286,8 +286,8 @@ def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> Non
     with torch.no_grad():
         normalised = agent.observation_normaliser(bare(torch.from_numpy(observations)))
         features = agent.policy.critic_trunk(normalised)
-        spread = np.sqrt(float(agent.reward_normaliser.var) + 1e-8)  # what rewards were divided by
-        np.testing.assert_allclose(values, agent.policy.critic_head(features).squeeze(-1) * spread, rtol=1e-5)
+        unit = float(agent.reward_normaliser.unit)  # of the targets that the critic learned
+        np.testing.assert_allclose(values, agent.policy.critic_head(features).squeeze(-1) * unit, rtol=1e-5)
 
 
 def test_an_agent_without_a_critic_says_so() -> None:

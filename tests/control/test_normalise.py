@@ -1,6 +1,7 @@
 """Laws of the running normalisers: exact over all that was kept, frozen while acting, and part of the agent."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import surefoot
 from surefoot import PPO_CLIP
 from surefoot.control.normalise import ObservationNormaliser, RewardNormaliser, running_returns
 from surefoot.control.world import ControlWorld
+from surefoot.core.loop import run_loop
+from surefoot.core.rollout import LearnerState
+from surefoot.runs.session import make_learner
 
 from .tiny import Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, world_of
 
@@ -250,6 +254,94 @@ def test_constant_rewards_stay_finite() -> None:
     assert reward(torch.tensor([2.0, 0.0])).tolist() == [10, 0]
 
 
+# ---- the critic's unit ------------------------------------------------------------------------------------------------
+
+
+def settled(deviation: float, unit: float) -> RewardNormaliser:
+    """A normaliser with this deviation, whose critic's values are in this unit."""
+    normaliser = RewardNormaliser(GAMMA, 10.0)
+    normaliser.var.fill_(deviation**2)
+    normaliser.unit.fill_(unit)
+    return normaliser
+
+
+KEPT = torch.ones(1, 3, dtype=torch.bool)
+
+
+def test_targets_of_rewards_alone_are_in_units_of_the_deviation_and_targets_of_values_keep_theirs() -> None:
+    part, none = torch.tensor([[1.0, 2.0, -3.0]]), torch.zeros(1, 3)
+    normaliser = settled(8.0, 2.0)
+    normaliser.follow_critic(none, part, KEPT)
+    assert float(normaliser.unit) == 2.0
+    normaliser.follow_critic(none, none, KEPT)
+    assert float(normaliser.unit) == 2.0, "targets of zeros fit every unit"
+    normaliser.follow_critic(part, none, KEPT)
+    assert float(normaliser.unit) == pytest.approx(8.0)
+
+
+@given(
+    st.floats(0.1, 100),
+    st.floats(0.1, 100),
+    st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=3, max_size=3),
+)
+def test_the_unit_is_the_one_in_which_the_targets_are_nearest_to_those_in_the_tasks_units(
+    deviation: float, unit: float, parts: list[tuple[float, float]]
+) -> None:
+    p, b = (torch.tensor([column], dtype=torch.float64) for column in zip(*parts, strict=True))
+    normaliser = settled(deviation, unit)
+    normaliser.follow_critic(p, b, KEPT)
+    found = float(normaliser.unit)
+    low, high = sorted((float(normaliser.deviation), unit))
+    assert low * (1 - 1e-9) <= found <= high * (1 + 1e-9)
+    exact = float(normaliser.deviation) * p + unit * b
+
+    def miss(candidate: float) -> float:
+        return float((candidate * (p + b) - exact).square().sum())
+
+    assert all(miss(found) <= miss(other) * (1 + 1e-9) + 1e-6 for other in np.linspace(low, high, 21))
+
+
+def test_rows_that_are_not_kept_and_numbers_that_are_not_finite_change_no_unit() -> None:
+    normaliser = settled(8.0, 2.0)
+    part = torch.tensor([[1.0, 2.0, 5.0]])
+    normaliser.follow_critic(part, torch.full((1, 3), math.nan), KEPT)
+    assert float(normaliser.unit) == 2.0
+    normaliser.follow_critic(torch.tensor([[0.0, 0.0, 9.0]]), part, torch.tensor([[True, True, False]]))
+    assert float(normaliser.unit) == 2.0
+
+
+def test_in_every_iteration_the_value_is_that_of_a_critic_that_learned_without_the_normaliser() -> None:
+    fields: dict[str, Any] = {
+        "objective": {"gamma": 0.98, "reuse": {"epochs": 20, "minibatches": 4}},
+        "rollout": {"environments": 2, "steps": 64},
+        "optimizer": {"learning_rate": 1e-2, "max_grad_norm": None},
+    }
+
+    def values(rewards: bool) -> list[float]:
+        world = world_of(one_by_one([Endless(), Endless()]), PPO_CLIP, normalise={"rewards": rewards}, **fields)
+        found: list[float] = []
+
+        def keep(state: LearnerState, metrics: Any) -> bool:
+            found.append(float(world.agent.value(np.zeros(2, np.float32))))
+            return state.iteration == 10
+
+        run_loop(world.collector, make_learner(world.recipe, world.policy), fresh_state(), keep)
+        return found
+
+    expected = values(rewards=False)
+    assert 8 < expected[0] < 20 < 45 < expected[-1] < 51, "the return is 50, and the first iterations don't know it"
+    assert values(rewards=True) == pytest.approx(expected, rel=0.08)
+
+
+def test_an_agent_saved_without_a_unit_loads_with_the_running_deviation(tmp_path: Path) -> None:
+    agent = trained()
+    trees = agent.trees()
+    del trees["agent"]["reward_normaliser.unit"]
+    old = surefoot.Agent.from_trees(trees, tmp_path)
+    assert old.value_scale == pytest.approx(float(agent.reward_normaliser.deviation))
+    assert old.value_scale != agent.value_scale
+
+
 # ---- part of the agent ------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +356,7 @@ def test_the_statistics_are_saved_and_restored_with_the_agent(tmp_path: Path) ->
     again = surefoot.load(tmp_path / "agent")
     assert_same(buffers(agent), buffers(again))
     assert buffers(again)["observation_normaliser.count"] == 300
-    assert len(buffers(again)) == 6
+    assert len(buffers(again)) == 7
 
 
 def test_evaluating_acting_and_valuing_change_no_statistic() -> None:

@@ -245,3 +245,50 @@ def test_a_reward_is_tried_on_samples(command: Any, tmp_path: Path) -> None:
         assert found[0] == code, found
         assert re.search(rf"^{re.escape(state)} reward ", found[1], flags=re.M), found[1]
         assert "memory" in found[1]
+
+
+class Listed(gymnasium.Env[Any, int]):
+    """Returns lists of numbers, which training reads as arrays."""
+
+    action_space: spaces.Space[Any] = spaces.Discrete(2)
+
+    def __init__(self, space: Any, observation: Any) -> None:
+        self.observation_space, self.observation = space, observation
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observation, {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation, float(action), bool(self.np_random.random() < 0.1), False, {}
+
+
+PAIR = spaces.Box(-1, 1, (2,), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("space", "observation"),
+    [
+        (PAIR, [0.0, 0.5]),
+        (PAIR, [0, 1]),
+        (spaces.Box(-1, 1, (2, 2), np.float32), [[0.0, 0.5], [0.0, 0.5]]),
+        (spaces.Dict(a=PAIR), {"a": [0.0, 1.0]}),
+        (spaces.Tuple([PAIR, PAIR]), ([0.0, 1.0], [1.0, 0.0])),
+        (spaces.MultiDiscrete([2, 3]), [0, 1]),
+        (spaces.MultiBinary(2), [0, 1]),
+    ],
+    ids=str,
+)
+def test_lists_of_numbers_pass_as_they_train(space: Any, observation: Any) -> None:
+    found = states(lambda: Listed(space, observation))
+    assert found["environment"] == ("ok", "<lambda> passes Gymnasium's checker")
+    assert not {"observation"} & found.keys()
+    fields: dict[str, Any] = {"rollout": {"environments": 1, "steps": 8}, "evaluation": {"episodes": 0}}
+    surefoot.train(lambda: Listed(space, observation), surefoot.A2C, steps=1, **fields)
+
+
+@pytest.mark.parametrize(
+    "observation", [[0.0], [0.0, [1.0]], [0.0, "a"], [0.0, 2.0]], ids=["shape", "ragged", "text", "out of bounds"]
+)
+def test_lists_that_do_not_fit_their_space_fail(observation: Any) -> None:
+    assert states(lambda: Listed(PAIR, observation))["environment"][0] == "serious"

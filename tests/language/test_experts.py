@@ -14,11 +14,13 @@ from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.functional import expert_load, load_balance
 from surefoot.language.data.batches import pack_batch
+from surefoot.language.models.adapter_files import reward_role
 from surefoot.language.models.adapters import POLICY, VALUE, SharedBase, merge, merged_state
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy, Routers
-from surefoot.recipes.language import AdapterSettings
-from surefoot.recipes.reading import make_recipe
+from surefoot.language.models.reward_model import RewardModel
+from surefoot.recipes.language import AdapterSettings, saved_adapter
+from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.api import make_world
 from surefoot.runs.session import make_learner
 
@@ -141,20 +143,25 @@ def test_what_an_adapter_is_beside_and_what_it_leaves_frozen_is_said(mixture: Pa
     base.add(POLICY, AdapterSettings(rank=2, targets=("q_proj", "v_proj")))
     trained = sum(p.numel() for _, p in base.parameters(POLICY))
     assert base.summary() == (
-        f"adapter: on q_proj, v_proj (4 matrices); {trained:,} parameters are trained, {size / (size + trained):.2%} of "
-        "all are frozen, including the experts (down_proj, gate_up_proj: name them in adapter.targets)"
+        f"adapter: rank 2 on q_proj, v_proj (2 layers each); {trained:,} parameters are trained, {size / (size + trained):.2%} "
+        "of all are frozen, including the experts (experts.down_proj, experts.gate_up_proj: name them in adapter.targets)"
     )
     model, _ = load_model(mixture)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
-    assert base.summary().startswith("adapter: on q_proj, down_proj, gate_up_proj (")
+    mixed = "1 layer" if "qwen3" in str(mixture) else "2 layers"
+    assert base.summary().startswith(
+        "adapter: rank 2 on q_proj (2 layers); rank 2 for each of 4 experts on experts.down_proj, experts.gate_up_proj "
+        f"({mixed} each); "
+    )
     assert base.summary().endswith("% of all are frozen")
 
 
 def test_experts_with_dropout_and_matrices_that_are_not_there_are_refused(mixture: Path) -> None:
     model, _ = load_model(mixture)
     with pytest.raises(
-        SurefootError, match=r"^adapter.dropout=0.1: experts \(down_proj, gate_up_proj\) don't support dropout; set 0$"
+        SurefootError,
+        match=r"^adapter.dropout=0.1: experts \(experts.down_proj, experts.gate_up_proj\) don't support dropout; set 0$",
     ):
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=EXPERTS, dropout=0.1))
     model, _ = load_model(mixture)
@@ -182,6 +189,94 @@ def test_an_adapter_that_the_model_would_read_past_is_refused(mixture: Path, mon
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
 
 
+# ---- dense layers beside experts ----------------------------------------------------------------------------------------
+
+DENSE = ("q_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with a dense layer, then one of experts; ``peft`` knows its names from ``transformers`` 4."""
+    folder = tmp_path_factory.mktemp("mixed")
+    made("qwen3_moe").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def adapted(base: SharedBase) -> set[str]:
+    return {name.split(".lora_A")[0] for name, _ in base.parameters(POLICY) if ".lora_A" in name}
+
+
+@pytest.mark.parametrize(
+    ("targets", "dense", "experts"), [("all-linear", True, False), (DENSE, True, False), ((*DENSE, *EXPERTS), True, True)]
+)
+def test_dense_layers_of_a_mixture_get_the_adapters_that_targets_name(
+    targets: Any, dense: bool, experts: bool, mixed: Path
+) -> None:
+    model, _ = load_model(mixed)
+    before = logits(model)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(rank=2, targets=targets))
+    found = adapted(base)
+    assert {f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= found
+    assert {"layers.1.mlp.experts", "layers.1.mlp.experts.base_layer"} <= found if experts else "experts" not in str(found)
+    assert {layer.r[POLICY] for layer in base.layers} == {2}, "no rank is changed on the way"
+    line = base.summary()
+    assert "down_proj, gate_proj, up_proj (1 layer each)" in line
+    assert ("rank 2 for each of 4 experts on experts.down_proj, experts.gate_up_proj (1 layer each)" in line) == experts
+    assert line.endswith("% of all are frozen" if experts else "gate_up_proj: name them in adapter.targets)")
+    moved(base, POLICY)
+    after = logits(model)
+    assert (after - before).abs().max() > 1e-2
+    merge(base.trunk)
+    torch.testing.assert_close(logits(model), after, rtol=1e-4, atol=1e-4)
+
+
+def test_a_recipe_saved_before_targets_stayed_as_named_keeps_its_converted_experts(mixed: Path) -> None:
+    table = to_table(make_recipe({"kind": "sft", "model": str(mixed), "data": {"train": "x"}, "adapter": {"rank": 2}}))
+    assert make_recipe(table).adapter.convert_targets is False
+    del table["adapter"]["convert_targets"]
+    settings = make_recipe(table).adapter
+    assert settings.convert_targets is True
+    assert saved_adapter(table["adapter"])["convert_targets"] is True
+    model, _ = load_model(mixed)
+    base = SharedBase(model)
+    base.add(POLICY, settings)
+    assert base.summary().startswith(
+        "adapter: rank 2 on k_proj, o_proj, q_proj, v_proj (2 layers each); rank 2 for each of 4 experts on experts.down_proj "
+        "(1 layer); rank 4 for each of 4 experts on experts.gate_up_proj (1 layer); "
+    )
+
+
+def test_a_reward_model_of_dense_layers_and_experts_is_a_role_of_the_base_again(
+    mixed: Path, files: dict[str, str], tmp_path: Path
+) -> None:
+    pairs = "".join(json.dumps({"prompt": "ab", "chosen": "yes" * (1 + i % 2), "rejected": "no"}) + "\n" for i in range(16))
+    (tmp_path / "pairs.jsonl").write_text(pairs)
+    adapter = {"rank": 2, "targets": (*DENSE, *EXPERTS[1:])}
+    surefoot.train(
+        "reward",
+        model=str(mixed),
+        steps=16,
+        data={"train": str(tmp_path / "pairs.jsonl"), "max_length": 32, "batch": 8},
+        optimizer={"learning_rate": 1e-2},
+        adapter=adapter,
+        run_dir=tmp_path / "reward",
+    )
+    model, _ = load_model(mixed)
+    base = SharedBase(model)
+    base.add(POLICY, AdapterSettings(**adapter))
+    reward = reward_role(base, str(tmp_path / "reward"))
+    assert reward is not None
+    assert type(base.trunk.layers[0].mlp.gate_proj.lora_A).__name__ == "ModuleDict"
+    assert not hasattr(base.trunk.layers[0].mlp.gate_proj, "parameter_name"), "a linear layer again, not a parameter"
+    alone = RewardModel.load(tmp_path / "reward" / "model")
+    ids = torch.arange(24).view(2, 12) * 4 % 100
+    with torch.no_grad():
+        ours, theirs_ = (m.backbone(input_ids=ids).last_hidden_state for m in (reward, alone))
+    torch.testing.assert_close(ours, theirs_, rtol=1e-4, atol=1e-4)
+
+
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -207,14 +302,15 @@ def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dic
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
+@pytest.mark.parametrize("targets", [EXPERTS, "all-linear"], ids=["experts", "all-linear"])
 @pytest.mark.parametrize("kind", ["sft", "language"])
 def test_a_run_that_adapts_experts_resumes_exactly_and_leaves_what_peft_and_transformers_read(
-    kind: str, mixture: Path, files: dict[str, str], tmp_path: Path
+    kind: str, targets: Any, mixture: Path, files: dict[str, str], tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    given = fields(kind, files, mixture, adapter={"rank": 2, "targets": EXPERTS}, checkpoint={"every": 16})
+    given = fields(kind, files, mixture, adapter={"rank": 2, "targets": targets}, checkpoint={"every": 16})
     whole = surefoot.train(kind, run_dir=tmp_path / "whole", **given)
     surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **given)
     resumed = surefoot.resume(tmp_path / "cut")

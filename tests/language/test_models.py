@@ -435,3 +435,23 @@ def test_a_module_of_its_own_rate_loses_it_too() -> None:
     layer = nn.Dropout(0.3)
     no_dropout(layer)
     assert layer.p == 0.0
+
+
+def test_weights_that_are_not_finite_are_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
+    tiny.write_folder(tmp_path / "model", "llama")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = sorted(name for name in weights if "down_proj" in name)[0]
+    weights[name].view(-1)[3] = float("nan")
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SurefootError, match=rf"^model='.*model': {name} holds numbers that are not finite \(1 of .*\); take"):
+        load_model(tmp_path / "model")
+
+
+def test_a_head_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = pocket()
+    scores = new_reward_model(model, 1, tokenizer)
+    with torch.no_grad():
+        scores.head.bias.fill_(float("inf"))
+    scores.save(tmp_path / "reward")
+    with pytest.raises(SurefootError, match=r"bias holds numbers that are not finite \(1 of 1\)\); copy the whole folder$"):
+        RewardModel.load(tmp_path / "reward")

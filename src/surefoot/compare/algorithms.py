@@ -8,6 +8,7 @@ from typing import Any
 from surefoot.compare.cells import (
     Cell,
     OverallProgress,
+    check_counts,
     check_trainable,
     default_folder,
     locked_folder,
@@ -53,8 +54,10 @@ def compare_algorithms(
     jobs        number of runs at a time; more than one run in separate processes
     stderr      print progress to stderr
 
-    Raises SurefootError for a recipe that can't be trained, before writing anything, and Interrupted after a signal.
+    Raises SurefootError for a count out of bounds or a recipe that can't be trained, before writing anything, and Interrupted
+    after a signal.
     """
+    check_counts(seeds, episodes, jobs)
     recipes = recipes_for(task, algorithms, changes)
     check_trainable(recipes, episodes)
     request = {"command": "compare-algorithms", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}

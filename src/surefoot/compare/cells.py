@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from surefoot.compare.statistics import Results, known
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.world import ControlWorld
+from surefoot.core.algorithms import check_count
 from surefoot.core.distributed import check_single_process
 from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
@@ -70,6 +71,13 @@ class Cell:
 def seeds_of(recipe: ControlRecipe, count: int) -> list[ControlRecipe]:
     """``count`` recipes with seed, seed + 1, …"""
     return [recipe.model_copy(update={"seed": recipe.seed + i}) for i in range(count)]
+
+
+def check_counts(seeds: int, episodes: int, jobs: int) -> None:
+    """Raise SurefootError for a count outside the bounds of the command line."""
+    check_count("seeds", seeds)
+    check_count("episodes", episodes, least=0)
+    check_count("jobs", jobs)
 
 
 def check_trainable(recipes: Mapping[str, ControlRecipe], episodes: int) -> None:

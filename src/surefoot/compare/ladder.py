@@ -24,6 +24,7 @@ from surefoot.compare.algorithms import check_switches_used
 from surefoot.compare.cells import (
     Cell,
     OverallProgress,
+    check_counts,
     check_trainable,
     default_folder,
     locked_folder,
@@ -49,7 +50,7 @@ from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import MakeEnvironment
-from surefoot.core.algorithms import ALGORITHMS, LADDER, REINFORCE, Objective, switches_that_are_on
+from surefoot.core.algorithms import ALGORITHMS, LADDER, REINFORCE, Objective, check_count, switches_that_are_on
 from surefoot.core.credit import assign_credit
 from surefoot.core.minibatches import rows_of
 from surefoot.core.objective import loss
@@ -113,8 +114,11 @@ def run_ladder(
     jobs      number of runs at a time; more than one run in separate processes
     stderr    print progress to stderr
 
-    Raises SurefootError for a recipe that can't be trained, before writing anything, and Interrupted after a signal.
+    Raises SurefootError for a count out of bounds or a recipe that can't be trained, before writing anything, and Interrupted
+    after a signal.
     """
+    check_counts(seeds, episodes, jobs)
+    check_count("batches", batches, least=2)
     ladder = _planned(task, changes, seeds, rungs)
     # Gradients are measured on whole episodes, so the task must be able to run those for any choice of rungs.
     extra = {"frozen": ladder.top, "gradients": rung_recipe(task, 0, changes)} if ladder.measured else {}

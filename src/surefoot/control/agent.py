@@ -111,8 +111,8 @@ class Agent(nn.Module):
 
     @property
     def value_scale(self) -> float:
-        """The task's rewards per unit of the critic's V: the running standard deviation that rewards are divided by."""
-        return 1.0 if self.reward_normaliser is None else 1 / float(self.reward_normaliser.scale)
+        """The task's rewards per unit of the critic's V."""
+        return 1.0 if self.reward_normaliser is None else float(self.reward_normaliser.unit)
 
     @torch.no_grad()
     def values(self, observations: Mapping[str, Array], state: Tensor | None = None, starts: Array | None = None) -> Tensor:
@@ -232,6 +232,13 @@ class Agent(nn.Module):
         """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces and recipe; no pickle."""
         save_checkpoint(Path(folder), self.trees())
 
+    def load(self, weights: dict[str, Tensor], where: Path) -> None:
+        """Load the weights and normalisers of a checkpoint; SurefootError if they don't fit."""
+        unit, var = "reward_normaliser.unit", weights.get("reward_normaliser.var")
+        if self.reward_normaliser is not None and var is not None and unit not in weights:  # absent in older checkpoints
+            weights = {**weights, unit: (var + 1e-8).sqrt()}
+        load_weights(self, weights, where)
+
     @classmethod
     def from_trees(cls, trees: dict[str, Any], where: Path) -> "Agent":
         """The agent of a checkpoint; SurefootError if weights and recipe don't fit."""
@@ -241,7 +248,7 @@ class Agent(nn.Module):
             observation, action = (space_from_json(trees["spaces"][name]) for name in ("observation", "action"))
             agent = cls.for_spaces(recipe, observation, action, recipe.task)
             agent.masked = trees["spaces"].get("masked")  # absent in older checkpoints
-            load_weights(agent, trees["agent"], where)
+            agent.load(trees["agent"], where)
             agent._flatten_parameters()
         return agent
 

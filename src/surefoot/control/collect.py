@@ -21,7 +21,7 @@ from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.functional import successor_values
+from surefoot.functional import gae, successor_values
 
 RECENT_EPISODES = 100
 """episodes whose mean return and length are reported"""
@@ -138,6 +138,7 @@ class ControlCollector:
         if agent.observation_normaliser is not None:
             agent.observation_normaliser.add(raw, mask)
         if agent.reward_normaliser is not None:
+            self._follow_critic(shaped, values, next_values, terminated, truncated, mask)
             ended = terminated | truncated
             self.discounted = agent.reward_normaliser.observe(rewards, ended, mask, self.discounted)
         device = agent.device
@@ -157,6 +158,20 @@ class ControlCollector:
             steps=int(mask.sum()),
             metrics=self._metrics() | self._clipped(inputs, shaped, actions, mask),
         )
+
+    def _follow_critic(
+        self, rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, truncated: Tensor, mask: Tensor
+    ) -> None:
+        """Update the unit of the critic's values, for ``agent.value``, from the parts of its targets.   [B, T] each"""
+        objective, normaliser = self.agent.recipe.objective, self.agent.reward_normaliser
+        if objective.baseline != "critic" or normaliser is None:
+            return
+        ends = {"terminated": terminated.repeat(2, 1), "truncated": truncated.repeat(2, 1)}
+        v, following = values.cpu(), next_values.cpu()
+        with_and_without = [torch.cat([x, torch.zeros_like(x)]) for x in (v, following)]  # one recursion for both
+        options: dict[str, Any] = {**ends, "gamma": objective.gamma, "lam": objective.target_lambda, "mask": mask.repeat(2, 1)}
+        advantages, from_rewards = gae(rewards.repeat(2, 1), *with_and_without, **options).chunk(2)
+        normaliser.follow_critic(from_rewards, advantages + v - from_rewards, mask)
 
     def _values(
         self, values: Tensor | None, truncated: Tensor, outcomes: list[Step], states_at_cuts: dict[tuple[int, int], Tensor]

@@ -94,11 +94,22 @@ class RewardNormaliser(RunningMoments):
     """r divided by the running standard deviation of the discounted return, clipped to ±clip.
 
     The discounted return runs forward in time within an episode and restarts at 0 after any end, truncations included.
+
+    The critic's unit is another number than this deviation, which changes after each rollout. A critic's target is a sum of
+    rewards, divided by the current deviation, and of values of the last critic, in the last critic's unit. ``unit`` follows it.
     """
 
     def __init__(self, gamma: float, clip: float) -> None:
         super().__init__((), clip)
         self.gamma = gamma
+        self.unit: Tensor
+        """[] the task's rewards per unit of the critic's last targets"""
+        self.register_buffer("unit", torch.ones((), dtype=torch.float64))
+
+    @property
+    def deviation(self) -> Tensor:
+        """√(var + 1e-8), what rewards are divided by; float64."""
+        return (self.var + 1e-8).sqrt()
 
     def forward(self, rewards: Tensor) -> Tensor:
         """Scale with the current statistics."""
@@ -109,6 +120,20 @@ class RewardNormaliser(RunningMoments):
         running, carried = running_returns(rewards, ended, mask, carried, self.gamma)
         self.update(running, mask)
         return carried
+
+    def follow_critic(self, from_rewards: Tensor, from_values: Tensor, mask: Tensor) -> None:
+        """Update ``unit``, before ``observe``, from the two parts that a rollout's critic targets are a sum of.   [B, T] each
+
+        from_rewards   the part from rewards, divided by the current deviation
+        from_values    the part from the last critic's values
+
+        The new unit u minimises Σ(u·(p + b) − (σp + u'b))²: a mean of σ and the old unit u', weighted by the parts p and b.
+        """
+        p, b = (x.double()[mask] for x in (from_rewards, from_values))
+        share, whole = all_sum(torch.stack([((p + b) * p).sum(), (p + b).square().sum()]))
+        share = share / whole
+        if share.isfinite():  # not where all targets are 0
+            self.unit.lerp_(self.deviation, share.clamp(0, 1))
 
 
 def true_fraction(x: Tensor) -> float:

@@ -21,7 +21,6 @@ from surefoot.core.distributed import check_device, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import ControlRecipe
-from surefoot.runs.checkpoint import load_weights
 
 
 class ControlWorld:
@@ -77,7 +76,7 @@ class ControlWorld:
 
     def load(self, trees: dict[str, Any], where: Path) -> list[str]:
         """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration."""
-        load_weights(self.agent, trees["agent"], where)
+        self.agent.load(trees["agent"], where)
         self.collector.load_state_dict(trees["collector"])
         lost = self.collector.lost
         if not lost:

@@ -22,6 +22,12 @@ def _require(condition: bool, field: str, value: object, need: str) -> None:
         raise SurefootError(f"{field}={value!r}: {need}")
 
 
+def check_count(field: str, value: object, least: int = 1) -> None:
+    """Raise SurefootError unless a count is a whole number from ``least`` to ``MAX_COUNT``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(whole and least <= value <= MAX_COUNT, field, value, f"must lie between {least} and {MAX_COUNT:,}")  # type: ignore[operator]
+
+
 def _require_count(field: str, value: int, usual: int) -> None:
     _require(1 <= value <= MAX_COUNT, field, value, f"must lie between 1 and {MAX_COUNT:,}; {usual} is usual")
 
@@ -216,6 +222,11 @@ class Objective:
     def needs_whole_episodes(self) -> bool:
         """Whether rollouts must end with episodes: without a critic nothing estimates the rest of a truncated one."""
         return self.baseline != "critic"
+
+    @property
+    def target_lambda(self) -> float:
+        """λ of the critic's targets."""
+        return self.gae_lambda if self.value_lambda is None else self.value_lambda
 
     @property
     def compares_in_groups(self) -> bool:

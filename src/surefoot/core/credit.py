@@ -31,8 +31,8 @@ def assign_credit(rollout: Rollout, objective: Objective) -> Credit:
             return gae(*steps, terminated=terminated, truncated=truncated, gamma=gamma, lam=lam, mask=mask)
 
         advantages = advantages_at(objective.gae_lambda)
-        value_lambda = objective.gae_lambda if objective.value_lambda is None else objective.value_lambda
-        targets = advantages if value_lambda == objective.gae_lambda else advantages_at(value_lambda)
+        same = objective.target_lambda == objective.gae_lambda
+        targets = advantages if same else advantages_at(objective.target_lambda)
         return Credit(advantages, keep_only(targets + rollout.values, mask))
     returns = discounted_returns(
         rollout.rewards,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.presets import find_recipe
+from surefoot.terminal import visible
 
 if TYPE_CHECKING:
     from surefoot.runs.events import Listener
@@ -64,7 +65,7 @@ def free_folder(run_dir: Path, name: str) -> Path:
 def command_here() -> str:
     """The command to type for ``surefoot``: its path if the shell doesn't find the name, as after ``make demo``."""
     called = Path(sys.argv[0])
-    return "surefoot" if called.name != "surefoot" or shutil.which("surefoot") else str(called)
+    return "surefoot" if called.name != "surefoot" or shutil.which("surefoot") else visible(str(called))
 
 
 def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
@@ -78,14 +79,15 @@ def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     api.start(recipe, folder, display=display_for(recipe, folder))
     seconds = time.monotonic() - begun
     result = api.evaluate(api.load(folder), episodes=20, seed=seed)
+    shown = visible(str(folder))
     verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"
     print()
     print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
     steps = read_metrics(folder / "metrics.jsonl")[-1]["steps"]
-    print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {folder}/")
+    print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {shown}/")
     here = command_here()
     print("Try next:")
-    print(f"  {here} inspect {folder}                         # every step and its arithmetic, in a browser")
-    print(f"  {here} evaluate {folder} --episodes 100 --json")
+    print(f"  {here} inspect {shown}                         # every step and its arithmetic, in a browser")
+    print(f"  {here} evaluate {shown} --episodes 100 --json")
     print(f"  {here} train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
     print(f"  {here} train Acrobot-v1 --name swing               # a harder one; kill it, then: {here} resume runs/swing")

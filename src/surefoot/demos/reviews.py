@@ -14,6 +14,7 @@ from surefoot.language.data.pairs import sample_pairs
 from surefoot.language.data.rows import write_rows
 from surefoot.language.models.language_model import load_language_model
 from surefoot.language.tasks import reviews
+from surefoot.terminal import visible
 
 PAIRS, HELD_OUT_PAIRS = 6_000, 400
 GOLD = "surefoot.language.tasks.reviews:gold"
@@ -104,18 +105,16 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> d
     won = (f"{report['win_rate_gold']:>20.0%}{'':4}" for report in (known, others))
     print(f"{'better than SFT by gold':28}{''.join(won)}")
     print("* in no preference pair and no training prompt")
-    seconds = stages.seconds
-    print(
-        f"The reward model orders {accuracy:.0%} of held-out pairs as they were labelled. {seconds:.0f} s in all, {ppo.parent}/"
-    )
+    seconds, shown = stages.seconds, visible(str(ppo.parent))
+    print(f"The reward model orders {accuracy:.0%} of held-out pairs as they were labelled. {seconds:.0f} s in all, {shown}/")
     print()
     for row in known["samples"][:4] + others["samples"][:2]:
         print(f"  {row['prompt'].strip():12} SFT: {row['start']}\n{'':15}PPO: {row['response']}")
     print("\nTry next:")
-    here = command_here()
-    print(f"  {here} inspect {ppo}       # every token and its arithmetic, in a browser")
+    here, run = command_here(), visible(str(ppo))
+    print(f"  {here} inspect {run}       # every token and its arithmetic, in a browser")
     print(f"  {here} demo language --no-anchor       # β = 0: watch the reward being hacked")
-    print(f"  {here} generate {ppo} --prompt 'new tent: ' --samples 5")
-    print(f"  {here} evaluate {ppo} --json")
+    print(f"  {here} generate {run} --prompt 'new tent: ' --samples 5")
+    print(f"  {here} evaluate {run} --json")
     kept = {of: {name: value for name, value in report.items() if name != "samples"} for of, report in reports.items()}
     return {"seconds": seconds, "reward_accuracy": accuracy, **kept}

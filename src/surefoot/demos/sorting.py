@@ -15,6 +15,7 @@ from surefoot.files import write_text
 from surefoot.language import require_transformers, tasks
 from surefoot.language.data.rows import read_rows, write_rows
 from surefoot.language.models.language_model import load_language_model
+from surefoot.terminal import visible
 
 TASK = "sorting"
 SAMPLES = 8
@@ -101,7 +102,7 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
     for line, label in LINES:
         shares = (of["pass_at"][line] if line.isdigit() else of[line] for of in results.values())
         print(f"{label:30}" + "".join(f"{share:>8.1%}" for share in shares))
-    print(f"{stages.seconds:.0f} s in all, {stages.folder}/\n")
+    print(f"{stages.seconds:.0f} s in all, {visible(str(stages.folder))}/\n")
     shown = rows[:6]
     prompts = [row["prompt"] for row in shown]
     models = {"SFT": sft, **runs}
@@ -118,12 +119,12 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
         f"\nTraining makes likely what the model can already do: {likely:.0%} of its samples were right before, and one\n"
         f"of {SAMPLES} at {able:.0%} of the problems. If almost no sample is right, a verifier has nothing to reward."
     )
-    ppo, folder = runs["PPO"], stages.folder
+    ppo, folder, test_rows, start = (visible(str(path)) for path in (runs["PPO"], stages.folder, test, sft))
     here = command_here()
     print("\nTry next:")
     print(f"  {here} inspect {ppo}       # every token and its arithmetic, in a browser")
     print(f"  {here} generate {ppo} --prompt '52814=' --samples 5")
-    print(f"  {here} evaluate {ppo} --data {test} --samples {SAMPLES}")
-    print(f"  {here} train sorting --algorithm DAPO --sampling.prompts 32 --model {sft} \\")
-    print(f"    --data.train {folder / 'data' / 'problems.jsonl'} --data.held-out {folder / 'data' / 'validation.jsonl'}")
+    print(f"  {here} evaluate {ppo} --data {test_rows} --samples {SAMPLES}")
+    print(f"  {here} train sorting --algorithm DAPO --sampling.prompts 32 --model {start} \\")
+    print(f"    --data.train {folder}/data/problems.jsonl --data.held-out {folder}/data/validation.jsonl")
     return {"seconds": stages.seconds, **results}

@@ -68,8 +68,16 @@ class AdapterSettings(Section):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """layers with adapters, by the ends of their names, such as ["q_proj", "v_proj"], or ["experts.gate_up_proj"] for fused
     experts; all-linear: all linear layers of the trunk, without fused experts"""
+    convert_targets: bool = False
+    """let ``peft`` convert targets from ``transformers`` 4, as runs of older versions did: in some mixtures of experts
+    gate_proj, up_proj and down_proj then mean the fused experts, and dense layers of these names get no adapter"""
     merge: bool = True
     """also save the merged model in model/; false: save adapter/ only"""
+
+
+def saved_adapter(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter of a saved recipe; those saved before ``convert_targets`` existed get true, as they were trained."""
+    return {"convert_targets": True, **table}
 
 
 class DataSettings(Section):
@@ -254,6 +262,10 @@ class CriticSettings(Section):
     """folder of the reward model that the separate model starts from; none: the policy's start"""
 
 
+SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointing", "optimizer", "evaluation", "checkpoint"}
+"""fields that the recipes of runs have, whatever version wrote them; a recipe written by hand leaves some out"""
+
+
 class ModelRecipe(Recipe):
     """The fields of every kind that trains a language model."""
 
@@ -273,6 +285,14 @@ class ModelRecipe(Recipe):
     """train adapters (LoRA) and keep the model's weights frozen; none: train all weights"""
     optimizer: LanguageOptimizer = LanguageOptimizer()
     evaluation: LanguageEvaluation = LanguageEvaluation()
+
+    @classmethod
+    def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Recipes saved before ``adapter.convert_targets`` existed get true, as they were trained."""
+        adapter = table.get("adapter")
+        if not (table.keys() >= SAVED_FIELDS and isinstance(adapter, Mapping)):
+            return table
+        return {**table, "adapter": saved_adapter(adapter)}
 
     @pydantic.model_validator(mode="after")
     def _check_model(self) -> "ModelRecipe":
@@ -431,6 +451,7 @@ class LanguageRecipe(ModelRecipe):
         Groups get several responses to each prompt. A "group" baseline gets no KL in the reward, because it has it in the loss
         or not at all. Aggregation "constant" gets the longest response. Named algorithms get their ``ALGORITHM_SECTIONS``.
         """
+        table = super().with_defaults(table)
         objective = table["objective"]
         defaults: dict[str, Any] = dict(ALGORITHM_SECTIONS.get(table["algorithm"], {}))
         if objective.get("baseline") in ("group", "leave_one_out"):

@@ -308,8 +308,11 @@ def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: 
         if mine != theirs:
             raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
     for name, tensor in weights.items():
-        bad = int(tensor.numel() - tensor.isfinite().sum())
-        if bad and own[name].isfinite().all():
-            raise SurefootError(
-                f"{where}: {name} holds numbers that are not finite ({bad:,} of {tensor.numel():,}); take another checkpoint"
-            )
+        if (bad := non_finite_numbers(tensor)) and own[name].isfinite().all():
+            raise SurefootError(f"{where}: {name} holds numbers that are {bad}; take another checkpoint")
+
+
+def non_finite_numbers(tensor: Tensor) -> str:
+    """How many numbers of a tensor are not finite, in words; empty if all are."""
+    bad = int(tensor.numel() - tensor.isfinite().sum())
+    return f"not finite ({bad:,} of {tensor.numel():,})" if bad else ""

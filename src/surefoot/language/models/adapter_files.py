@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
 from surefoot.language.data.rows import check_unchanged
+from surefoot.language.models.adapter_targets import saved_config
 from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, has_adapters, merge, weights_hash
 from surefoot.language.models.loading import HEAD, atomic_folder, is_folder, load_model, read_tokenizer
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
@@ -95,9 +96,9 @@ def load_merged(
 
 
 def _settings(recipe: Mapping[str, Any]) -> Any:
-    from surefoot.recipes.language import AdapterSettings
+    from surefoot.recipes.language import AdapterSettings, saved_adapter
 
-    return AdapterSettings.model_validate({**recipe["adapter"], "dropout": 0.0})
+    return AdapterSettings.model_validate({**saved_adapter(recipe["adapter"]), "dropout": 0.0})
 
 
 # ---- folders ------------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def save_adapter(base: SharedBase, result: Any, folder: Path) -> None:
     """
     reward = isinstance(result, RewardModel)
     tokenizer = result.tokenizer if reward else result.tokens.tokenizer
-    config = base.configs[POLICY]
+    config = saved_config(base.configs[POLICY], base.trunk)
     config.base_model_name_or_path = base.source
     config.task_type = "FEATURE_EXTRACTION" if reward else "CAUSAL_LM"
     config.inference_mode = True

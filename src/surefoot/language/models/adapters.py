@@ -15,7 +15,8 @@ that contains the parameter, once for each parameter: base_layer.base_layer.down
 import hashlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,18 @@ from torch import Tensor, nn
 
 from surefoot.core.distributed import rank
 from surefoot.core.seeding import derived_seed, stream
-from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers, require_package
+from surefoot.language.models.adapter_targets import (
+    bare_matrices,
+    linear_layers,
+    loaded_config,
+    lora_config,
+    matrix_endings,
+    name_endings,
+    renamed_by_peft,
+    resolve_targets,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,14 +101,15 @@ class SharedBase:
 
     def inject(self, role: str, settings: "AdapterSettings") -> None:
         """Add A and B of a role to the layers, uninitialised."""
-        self._inject(role, lora_config(settings, *resolve_targets(settings.targets, self.linear, self.matrices)))
+        config = lora_config(settings, *resolve_targets(settings.targets, self.linear, self.matrices))
+        self._inject(role, config, settings.convert_targets)
 
     def load(self, role: str, config: Any, tensors: Mapping[str, Tensor]) -> None:
         """Add a frozen adapter for a role from saved tensors, named as in ``tensors``.
 
         Raises SurefootError if they don't fit the configuration.
         """
-        self._inject(role, config)
+        self._inject(role, loaded_config(config, self.linear))
         own = {peft_name(name, role): parameter for name, parameter in self.parameters(role)}
         fits = own.keys() == tensors.keys() and all(own[name].shape == tensors[name].shape for name in own)
         if not fits:
@@ -137,19 +149,20 @@ class SharedBase:
         self.active = role
 
     def summary(self, role: str = POLICY) -> str:
-        """One line: the layers that a role's adapter adapts, and the share of frozen parameters."""
-        names = [
-            (base_name(name), getattr(layer, "parameter_name", None))
-            for name, layer in self.trunk.named_modules()
-            if role in getattr(layer, "lora_A", ())
-        ]
-        layers = [name for name, parameter in names if parameter is None]
-        matrices = [f"{name}.{parameter}" for name, parameter in names if parameter is not None]
-        adapted = ", ".join([*name_endings(layers), *name_endings(matrices)])
+        """One line: the layers and experts that a role's adapter adapts, with ranks, and the share of frozen parameters."""
+        counts: dict[tuple[int, int], Counter[str]] = {}
+        matrices = set()
+        for name, layer in self.trunk.named_modules():
+            if role in getattr(layer, "lora_A", ()):
+                own, ending = base_name(name), name_endings([name])[0]
+                if hasattr(layer, "parameter_name"):
+                    matrices.add(f"{own}.{layer.parameter_name}")
+                    ending = matrix_endings([f"{own}.{layer.parameter_name}"])[0]
+                counts.setdefault((getattr(layer, "num_experts", 1), layer.r[role]), Counter())[ending] += 1
         trained = sum(parameter.numel() for _, parameter in self.parameters(role))
-        line = f"adapter: on {adapted} ({len(names)} matrices); {trained:,} parameters are trained, "
-        line += f"{self.size / (self.size + trained):.2%} of all are frozen"
-        frozen = name_endings([name for name, count in self.matrices.items() if count == 3 and name not in matrices])
+        line = f"adapter: {'; '.join(rank_summary(*key, counts[key]) for key in sorted(counts))}; {trained:,} parameters are "
+        line += f"trained, {self.size / (self.size + trained):.2%} of all are frozen"
+        frozen = matrix_endings([name for name, count in self.matrices.items() if count == 3 and name not in matrices])
         return line + (f", including the experts ({', '.join(frozen)}: name them in adapter.targets)" if frozen else "")
 
     def _check_reached(self, role: str, settings: "AdapterSettings") -> None:
@@ -160,7 +173,7 @@ class SharedBase:
         if not wrappers:
             return
         if settings.dropout:
-            ends = ", ".join(name_endings([f"{base_name(name)}.{x.parameter_name}" for name, x in wrappers.items()]))
+            ends = ", ".join(matrix_endings([f"{base_name(name)}.{x.parameter_name}" for name, x in wrappers.items()]))
             raise SurefootError(f"adapter.dropout={settings.dropout}: experts ({ends}) don't support dropout; set 0")
         used: set[str] = set()
         hooks = [x.register_forward_pre_hook(lambda *_, name=name: used.add(name)) for name, x in wrappers.items()]
@@ -189,17 +202,21 @@ class SharedBase:
                     "name the same experts in adapter.targets for all roles of a base, or none"
                 )
 
-    def _inject(self, role: str, config: Any) -> None:
+    def _inject(self, role: str, config: Any, convert: bool = False) -> None:
+        """Add A and B of a role. ``convert`` lets ``peft`` replace names of layers by experts."""
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._check_same_experts(role, config)
         wanted = {p for p in self.trunk.parameters() if p.requires_grad}
+        # peft replaces names only in a module with a model's config, so a container without one prevents it.
+        rename = convert or not renamed_by_peft(config, self.trunk)
+        model = self.trunk if rename else nn.ModuleDict({"trunk": self.trunk})
         # peft draws initial weights, which are then overwritten; tensors without data draw none and have no generator state
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.hash else modules_stay():
             warnings.simplefilter("ignore")
             try:
-                inject_adapter_in_model(config, self.trunk, role)
+                inject_adapter_in_model(config, model, role)
             except ValueError as error:
                 raise SurefootError(f"adapter: peft can't adapt this model ({cause_of(error)}); set adapter.targets") from None
         for leftover in ("peft_config", "active_adapter"):  # the next adapter would warn of an existing one
@@ -293,60 +310,17 @@ def weights_hash(module: nn.Module) -> str:
     return digest.hexdigest()[:32]
 
 
-# ---- which layers -------------------------------------------------------------------------------------------------------
+# ---- names ------------------------------------------------------------------------------------------------------------
 
 
-def linear_layers(trunk: nn.Module) -> list[str]:
-    """Names of a trunk's linear layers, including ``Conv1D`` of ``transformers``, which stores weights transposed."""
-    from transformers.pytorch_utils import Conv1D
-
-    return [name for name, module in trunk.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-
-
-def bare_matrices(trunk: nn.Module) -> dict[str, int]:
-    """Names and numbers of dimensions of a trunk's matrices that are not layers: 3 for all experts in one, 2 for a router."""
-    layers = {f"{name}.weight" for name in linear_layers(trunk)}
-    layers |= {f"{name}.weight" for name, module in trunk.named_modules() if isinstance(module, nn.Embedding)}
-    named = ((name, p) for name, p in trunk.named_parameters() if name not in layers and not name.endswith("bias"))
-    return {name: p.dim() for name, p in named if p.dim() in (2, 3)}
-
-
-def name_endings(names: Iterable[str]) -> list[str]:
-    """The last parts of names, as in ``targets``; a number or ``weight`` keeps its parent."""
-    endings = set()
-    for name in names:
-        parent, _, last = name.rpartition(".")
-        endings.add(name if last.isdigit() else f"{parent.rpartition('.')[2]}.weight" if last == "weight" else last)
-    return sorted(endings)
-
-
-def resolve_targets(
-    targets: str | tuple[str, ...], linear: list[str], matrices: Iterable[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Endings of names for ``peft``: those of linear layers, and those of bare matrices.
-
-    Raises SurefootError for a target that matches neither.
-    """
-    if isinstance(targets, str):
-        return name_endings(linear), []
-    layers = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in linear)]
-    others = [target for target in targets if target not in layers]
-    for target in others:
-        if not any(f".{name}".endswith(f".{target}") for name in matrices):
-            ends = [*name_endings(linear), *name_endings(matrices)]
-            known = did_you_mean(target, ends) or f"; it has: {', '.join(ends)}"
-            raise SurefootError(f"adapter.targets={target!r}: the model's trunk has no linear layer of that name{known}")
-    return layers, others
-
-
-def lora_config(settings: "AdapterSettings", layers: list[str], matrices: list[str]) -> Any:
-    """The settings as a ``peft`` configuration."""
-    from peft import LoraConfig
-
-    alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
-    fused = {"target_parameters": matrices} if matrices else {}
-    options: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", **fused}
-    return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=layers, **options)  # type: ignore[arg-type]
+def rank_summary(experts: int, rank: int, counts: Mapping[str, int]) -> str:
+    """The layers with adapters of a rank, such as "rank 8 on q_proj, v_proj (24 layers each), down_proj (1 layer)"."""
+    parts = []
+    for count in sorted(set(counts.values()), reverse=True):
+        names = sorted(name for name, number in counts.items() if number == count)
+        each = " each" if len(names) > 1 else ""
+        parts.append(f"{', '.join(names)} ({count} layer{'s' if count > 1 else ''}{each})")
+    return f"rank {rank}{f' for each of {experts} experts' if experts > 1 else ''} on {', '.join(parts)}"
 
 
 def peft_name(name: str, role: str) -> str:

@@ -20,7 +20,7 @@ from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import read_table
 from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.models.adapters import merged_state
-from surefoot.runs.checkpoint import flush, replace_folder
+from surefoot.runs.checkpoint import flush, non_finite_numbers, replace_folder
 
 if TYPE_CHECKING:
     from transformers import (
@@ -315,7 +315,7 @@ def _hub_unreachable(name: str) -> SurefootError:
 
 
 def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
-    """Raise SurefootError for weights that are missing, have other shapes, or belong to layers beyond the configuration.
+    """Raise SurefootError for weights that are missing, not finite, of other shapes, or of layers beyond the configuration.
 
     Unrelated weights (a value head, another task's head) are ignored, as in ``transformers``.
     """
@@ -331,6 +331,9 @@ def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
         if keys:
             others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise SurefootError(f"model={name!r}: its weights {what} {keys[0]}{others}; copy both from the same place")
+    for key, parameter in model.named_parameters():
+        if bad := non_finite_numbers(parameter.detach()):
+            raise SurefootError(f"model={name!r}: {key} holds numbers that are {bad}; take another copy or checkpoint")
 
 
 def _without_numbers(key: str) -> str:

@@ -25,6 +25,7 @@ from surefoot.language.models.loading import (
 )
 from surefoot.language.models.loading import pocket as pocket
 from surefoot.recipes.language import ModelRecipe
+from surefoot.runs.checkpoint import non_finite_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,7 +140,10 @@ def read_head(model: RewardModel, folder: Path) -> None:
         model.head.load_state_dict({key: tensors.pop(key) for key in ("weight", "bias")})
         model.mean.copy_(tensors.pop("mean"))
         model.std.copy_(tensors.pop("std"))
-    except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+        for name, tensor in {**model.head.state_dict(), "mean": model.mean, "std": model.std}.items():
+            if bad := non_finite_numbers(tensor):
+                raise ValueError(f"{name} holds numbers that are {bad}")
+    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
         raise SurefootError(f"model={str(folder)!r}: {HEAD} can't be read ({cause_of(error)}); copy the whole folder") from None
 
 
