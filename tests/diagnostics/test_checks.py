@@ -291,4 +291,4 @@ def test_lists_of_numbers_pass_as_they_train(space: Any, observation: Any) -> No
     "observation", [[0.0], [0.0, [1.0]], [0.0, "a"], [0.0, 2.0]], ids=["shape", "ragged", "text", "out of bounds"]
 )
 def test_lists_that_do_not_fit_their_space_fail(observation: Any) -> None:
-    assert states(lambda: Listed(PAIR, observation))["environment"][0] == "serious"
+    assert states(lambda: Listed(PAIR, observation))["environment"][0] == "failed"

@@ -236,6 +236,7 @@ class AdapterSettingsTable(TypedDict, total=False):
     alpha: float
     dropout: float
     targets: Literal["all-linear"] | Sequence[str]
+    convert_targets: bool
     merge: bool
 
 
