@@ -243,7 +243,7 @@ def test_four_roles_live_on_one_base(
     ids = torch.arange(20).view(2, 10) + 5
     with torch.no_grad():
         torch.testing.assert_close(made.reward.model(ids, ids > 0), whole(ids, ids > 0), atol=1e-4, rtol=1e-3)  # type: ignore[attr-defined]
-        torch.testing.assert_close(made.policy.critic(ids)[:, -1], whole(ids, ids > 0), atol=1e-4, rtol=1e-3)  # type: ignore[misc]
+        torch.testing.assert_close(made.policy.critic(ids)[:, -1], whole(ids, ids > 0, standardised=True), atol=1e-4, rtol=1e-3)  # type: ignore[misc]
     learner, state = make_learner(made.recipe, made.policy), LearnerState.seeded(1, 32)
     for _ in range(2):
         rollout = made.collector.collect(state)
@@ -304,7 +304,7 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     kind: str, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     from peft import PeftModel
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     model = folders["llama"]
     extra: dict[str, Any] = {"critic": {"own_model": True}} if kind == "language" else {}
@@ -328,7 +328,7 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     folder = tmp_path / "whole"
     if kind == "reward":
         adapter = PeftModel.from_pretrained(AutoModel.from_pretrained(model), str(folder / "adapter")).eval()
-        merged = AutoModel.from_pretrained(folder / "model").eval()
+        merged = AutoModelForSequenceClassification.from_pretrained(folder / "model").base_model.eval()
         ids = torch.arange(20).view(2, 10) + 5
         with torch.no_grad():
             one, two = (m(input_ids=ids).last_hidden_state for m in (adapter, merged))

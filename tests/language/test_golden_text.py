@@ -189,7 +189,7 @@ def test_standardised_scores_have_the_golden_gain_and_bias_in_the_reward_and_in_
         scores.head.weight.zero_()
         for raw in [*x["raw"], 0.0, 1.0]:
             scores.head.bias.fill_(raw)
-            rewards.append(float(scores(ids, mask)))
+            rewards.append(float(scores(ids, mask, standardised=True)))
             critic = Critic.from_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
             policy = LanguagePolicy(tiny.model("llama"), critic, 0)
             inputs = {"prompt": ids[:, :1], "prompt_mask": mask[:, :1]}

@@ -100,7 +100,7 @@ def test_a_model_and_a_function_add_up(folders, tmp_path):
 def test_what_is_no_reward_model_is_refused(folders):
     with pytest.raises(SurefootError, match="no such folder"):
         ModelReward("nowhere")
-    with pytest.raises(SurefootError, match="not a reward model"):
+    with pytest.raises(SurefootError, match=r"is no reward model \(LlamaForCausalLM\)"):
         ModelReward(folders["llama"])
 
 

@@ -142,9 +142,12 @@ class RewardTerm(Section):
     """One term of the reward: a reward model, a function or a server."""
 
     model: str | None = None
-    """folder of a reward model"""
+    """folder or hub id of a reward model: a run, or a model that AutoModelForSequenceClassification of transformers loads"""
+    label: str | None = None
+    """label of the model whose logit is the score; none: the only one"""
     function: str | None = None
-    """module:function or file.py:function: prompts, responses and columns in, floats out"""
+    """module:function or file.py:function: prompts, responses and columns in, floats out; or with the signature of TRL or of
+    verifiers"""
     url: str | None = None
     """address of a server that works like a function: JSON in, JSON out"""
     weight: float = 1.0
@@ -173,6 +176,8 @@ def term_error(term: Any) -> str:
         return f".weight={term.weight}: must be a finite number"
     if term.model is not None and term.arguments:
         return f".arguments={dict(term.arguments)}: arguments are for functions, not for models; unset them"
+    if term.model is None and term.label is not None:
+        return f".label={term.label!r}: is for a model; unset it"
     if term.url is None:
         for name in ("batch", "token_from", "retries"):
             if getattr(term, name) != RewardTerm.model_fields[name].default:
@@ -259,7 +264,9 @@ class CriticSettings(Section):
     own_model: bool = False
     """use a separate model instead of a linear head on the policy's"""
     start: str | None = None
-    """folder of the reward model that the separate model starts from; none: the policy's start"""
+    """folder or hub id of the reward model that the separate model starts from; none: the policy's start"""
+    label: str | None = None
+    """label of critic.start whose logit is the value; none: the only one"""
 
 
 SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointing", "optimizer", "evaluation", "checkpoint"}
@@ -579,5 +586,7 @@ class LanguageRecipe(ModelRecipe):
             raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
         if self.critic.start is not None and not self.critic.own_model:
             raise SurefootError(f"critic.start={self.critic.start!r}: is for a separate model; set critic.own_model = true")
+        if self.critic.label is not None and self.critic.start is None:
+            raise SurefootError(f"critic.label={self.critic.label!r}: is a label of critic.start; set it, or unset the label")
         if self.critic.own_model and not has_critic:
             raise SurefootError(f"critic.own_model=true: {self.algorithm} has no critic; unset it")

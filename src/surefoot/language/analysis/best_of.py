@@ -16,8 +16,9 @@ from surefoot.language.data.rows import Row, read_rows
 from surefoot.language.data.tokens import columns_of
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
+from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Prompt, Reward, Scores
-from surefoot.language.rewards.terms import function_rewards
+from surefoot.language.rewards.terms import FunctionReward, parts_of
 from surefoot.language.sampling import Samples, cut_at_stop, sample
 
 NO_LIMIT = 2**53
@@ -94,8 +95,11 @@ def best_of_n(
     Raises SurefootError for rows that are no prompts or don't fit into the model's context, and when no row is left.
     """
     prompts = _fitting(read_rows(path), model, settings.max_tokens)
-    for function in function_rewards(reward):
-        function.check_columns(prompts.columns)
+    for part in parts_of(reward):
+        if isinstance(part, FunctionReward):
+            part.check_columns(prompts.columns)
+        elif isinstance(part, ModelReward):
+            part.check_prompts(prompts.prompts)
     n, count = settings.samples, len(prompts.ids)
     rows: list[dict[str, Any]] = []
     rewards = []

@@ -181,8 +181,7 @@ class Tokens:
 
         Raises SurefootError if the tokenizer has no template, or if the template rejects the messages.
         """
-        ids = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
-        return [int(i) for i in ids]
+        return render(self.tokenizer, messages, add_generation_prompt)
 
     def reads(self, name: str, options: Mapping[str, Any]) -> bool:
         """Whether the chat template for these options contains this name."""
@@ -223,31 +222,45 @@ class Tokens:
         return ids, settled
 
     def _template(self, options: Mapping[str, Any] | None = None) -> str:
-        if not self.tokenizer.chat_template:
-            raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
+        _require_template(self.tokenizer)
         return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
-        """The chat template's output, within a time limit: a template is a program that came with the model."""
-        own_options = options_of(messages)
-        self._template(own_options)
-        plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
-        started = time.monotonic()
-        try:
-            return with_deadline(RENDERING, lambda: self.tokenizer.apply_chat_template(plain, **own_options, **options))
-        except Exception as error:
-            raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
-        except DeadlineExceeded:
-            if time.monotonic() - started < RENDERING:  # the deadline of a caller
-                raise
-            raise SurefootError(
-                f"the chat template takes longer than {RENDERING:g} s for these messages; fix it, or use another model"
-            ) from None
+        self._template(options_of(messages))
+        return _apply_template(self.tokenizer, messages, **options)
 
     def _beginning(self) -> int:
         """The id of an empty prompt: a response needs at least one id before it."""
         bos = self.tokenizer.bos_token_id
         return self.eos_id if bos is None else int(bos)
+
+
+def render(tokenizer: "PreTrainedTokenizerBase", messages: Messages, add_generation_prompt: bool = False) -> list[int]:
+    """The ids of a conversation, rendered by a tokenizer's chat template. See ``Tokens.render``."""
+    _require_template(tokenizer)
+    ids = _apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    return [int(i) for i in ids]
+
+
+def _require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    if not tokenizer.chat_template:
+        raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
+
+
+def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
+    """The chat template's output, within a time limit: a template is a program that came with the model."""
+    plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
+    started = time.monotonic()
+    try:
+        return with_deadline(RENDERING, lambda: tokenizer.apply_chat_template(plain, **options_of(messages), **options))
+    except Exception as error:
+        raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
+    except DeadlineExceeded:
+        if time.monotonic() - started < RENDERING:  # the deadline of a caller
+            raise
+        raise SurefootError(
+            f"the chat template takes longer than {RENDERING:g} s for these messages; fix it, or use another model"
+        ) from None
 
 
 def _mark(*texts: str) -> str:

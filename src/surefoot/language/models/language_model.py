@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from surefoot.core.distributed import rank
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
 from surefoot.language.data.tokens import Messages, Tokens
-from surefoot.language.models.adapter_files import load_merged, load_trained, save_adapter
-from surefoot.language.models.adapters import SharedBase
-from surefoot.language.models.loading import HEAD, context_length, load_model, save_model
-from surefoot.language.models.reward_model import RewardModel
+from surefoot.language.models.loading import context_length, load_model, save_model
+from surefoot.language.models.reward_model import RewardModel, copy_standardisation
 from surefoot.language.sampling import generate
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
 from surefoot.recipes.reading import make_recipe
@@ -199,7 +196,7 @@ def _build_model(trees: dict[str, Any], where: Path, trust_remote_code: bool) ->
     head = nn.Linear(weights["head.weight"].shape[1], 1)
     scores = RewardModel(model, head, tokenizer)
     load_weights(scores, weights, where)
-    _copy_standardisation(scores, where.absolute().parent.parent / "model" / HEAD)
+    copy_standardisation(scores, where.absolute().parent.parent / "model")
     return scores.eval()
 
 
@@ -226,18 +223,8 @@ def _merged_model(
         return LanguageModel(model, Tokens(tokenizer, model))
     trunk: Any = model.base_model
     scores = RewardModel(trunk, head, tokenizer)
-    _copy_standardisation(scores, where.absolute().parent.parent / "adapter" / HEAD)
+    copy_standardisation(scores, where.absolute().parent.parent / "adapter")
     return scores.eval()
-
-
-def _copy_standardisation(scores: RewardModel, saved: Path) -> None:
-    """Copy mean and std from the saved model if it has these weights: a run computes them at its end."""
-    if saved.is_file():
-        with made_from(saved):
-            tensors = load_file(saved)
-            if torch.equal(tensors["weight"], scores.head.weight.detach()):
-                scores.mean.copy_(tensors["mean"])
-                scores.std.copy_(tensors["std"])
 
 
 def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None) -> list[str]:
@@ -249,7 +236,10 @@ def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: Model
         save_adapter(base, result, folder / "adapter")
         lines = [f"the adapter is in {folder / 'adapter'}"]
     if recipe.adapter is None or recipe.adapter.merge:
-        result.save(folder / "model")
+        if isinstance(result, RewardModel):
+            lines += result.save(folder / "model")
+        else:
+            result.save(folder / "model")
         lines.append(f"the model is in {folder / 'model'}")
     return lines
 

@@ -1,4 +1,9 @@
-"""A reward model: a language model's trunk with a scalar head."""
+"""A reward model: a language model's trunk with a scalar head.
+
+It is written as its family's ``ForSequenceClassification`` of ``transformers``, whose logit is the score. That class has no
+bias, so the mean score on the demonstrations is in config.json, and the rewards of runs subtract it. A family without such a
+class is written as a trunk and ``head.safetensors``, as all were before.
+"""
 
 import copy
 import inspect
@@ -9,17 +14,32 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError, cause_of
+from surefoot.files import made_from
 from surefoot.language import require_transformers
 from surefoot.language.data.tokens import positions
 from surefoot.language.models.adapters import merged_state
+from surefoot.language.models.classifier import (
+    SCALE,
+    Classifier,
+    TextClassifier,
+    make_classifier,
+    padding_tokenizer,
+    read_classifier,
+    read_scale,
+    saved_head,
+)
 from surefoot.language.models.loading import (
     HEAD,
     atomic_folder,
     check_vocabulary,
+    is_classifier,
+    is_folder,
     read_config,
+    read_only_config,
     read_tokenizer,
     read_weights,
 )
@@ -37,8 +57,9 @@ class RewardModel(nn.Module):
     backbone    returns the hidden states of every token
     head        Linear(width, 1)
     tokenizer   turns text into ids: a reward model reads text, from any policy
+    pad_id      a token that is not real even within the mask, as in the classifiers of ``transformers``; None: no such token
 
-    A score is (head's output − ``mean``) / ``std``; they are 0 and 1 until ``standardise`` is called.
+    The raw score is the head's output. ``mean`` and ``std`` are 0 and 1 until ``standardise`` is called.
     """
 
     mean: Tensor
@@ -47,24 +68,44 @@ class RewardModel(nn.Module):
     """the recipe that it was trained by; None for a model from elsewhere"""
 
     def __init__(
-        self, backbone: "PreTrainedModel", head: nn.Linear, tokenizer: "PreTrainedTokenizerBase | None" = None
+        self,
+        backbone: "PreTrainedModel",
+        head: nn.Linear,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        pad_id: int | None = None,
     ) -> None:
         super().__init__()
-        self.backbone, self.head, self.tokenizer = backbone, head, tokenizer
+        self.backbone, self.head, self.tokenizer, self.pad_id = backbone, head, tokenizer, pad_id
         self._takes_positions = "position_ids" in inspect.signature(getattr(backbone, "reader", backbone).forward).parameters
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Scores of whole texts, padded left or right.   ids [B, L], mask [B, L] -> [B]"""
-        return (self.raw(ids, mask) - self.mean) / self.std
+    def forward(self, ids: Tensor, mask: Tensor, standardised: bool = False) -> Tensor:
+        """Scores of whole texts, padded left or right: the logits of the model as ``transformers`` loads it.
+
+        standardised  minus their mean on the demonstrations: (raw − mean) / std, the rewards of runs
+
+        ids [B, L], mask [B, L] -> [B]
+        """
+        if standardised:
+            return (self.raw(ids, mask) - self.mean) / self.std
+        scores: Tensor = linear(self._last_hidden(ids, mask), self.scaled_weight).squeeze(-1)
+        return scores
 
     def raw(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The head's output at the last real token.   [B, L], [B, L] -> [B]"""
-        last = ids.shape[1] - 1 - mask.long().flip(-1).argmax(-1)
-        hidden = self._hidden(ids, mask)[torch.arange(len(ids), device=ids.device), last]
-        scores: Tensor = self.head(hidden).squeeze(-1)
+        scores: Tensor = self.head(self._last_hidden(ids, mask)).squeeze(-1)
         return scores
+
+    @property
+    def scaled_weight(self) -> Tensor:
+        """The head's weight for scores of std 1, as it is written.   [1, width]"""
+        return self.head.weight / self.std
+
+    @property
+    def offset(self) -> float:
+        """The mean score on the demonstrations, which standardised scores subtract."""
+        return float((self.mean - self.head.bias.detach()) / self.std)
 
     def prefix_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The head's output after every prefix, for use as a critic; undefined outside the mask.   [B, L], [B, L] -> [B, L]"""
@@ -86,45 +127,113 @@ class RewardModel(nn.Module):
         self.mean.copy_(mean)
         self.std.copy_(std)
 
-    def save(self, folder: str | Path) -> None:
-        """Write backbone, head and tokenizer atomically; an older model there is replaced.
+    def save(self, folder: str | Path) -> list[str]:
+        """Write model and tokenizer atomically; an older model there is replaced. Return lines for the user.
 
         Raises SurefootError if the folder contains something else, or if writing fails.
         """
         assert self.tokenizer is not None, "a reward model is saved with its tokenizer"
+        tokenizer, pad_id, pads = padding_tokenizer(self.tokenizer)
+        classifier = make_classifier(self.backbone, self.scaled_weight, pad_id)
         with atomic_folder(Path(folder)) as temporary:
-            self.backbone.save_pretrained(temporary, state_dict=merged_state(self.backbone))
-            self.tokenizer.save_pretrained(temporary)
-            write_head(self, temporary)
+            if classifier is None:
+                self.backbone.save_pretrained(temporary, state_dict=merged_state(self.backbone))
+                self.tokenizer.save_pretrained(temporary)
+                write_head(self, temporary)
+                return [f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})"]
+            setattr(classifier.config, SCALE, {"offset": self.offset, "mean": float(self.mean), "std": float(self.std)})
+            classifier.save_pretrained(temporary, state_dict=merged_state(classifier))
+            tokenizer.save_pretrained(temporary)
+        if pads:
+            return []
+        return [
+            f"{folder}: the tokenizer has no special token besides EOS to pad with; outside Surefoot, score one text at a "
+            "time, since padding with EOS moves the scored token"
+        ]
 
     @classmethod
-    def load(cls, folder: str | Path, *, trust_remote_code: bool = False) -> "RewardModel":
-        """The reward model in a folder that ``save`` wrote, in eval mode.
+    def load(cls, folder: str | Path, label: str | None = None, *, trust_remote_code: bool = False) -> "RewardModel":
+        """The reward model in a folder or hub id, in eval mode: one that ``save`` wrote, or a classifier of ``transformers``.
 
-        Raises SurefootError if there is none, or if a part is missing or does not fit.
+        label   the classifier's label whose logit is the score; None: the only one
+
+        Raises SurefootError if there is none, if a part is missing or does not fit, or if it scores only whole texts.
         """
-        name = str(Path(folder).expanduser())
-        require_transformers(f"reward model {name!r}")
-        from transformers import AutoModel
+        model = load_reward_model(folder, label, trust_remote_code=trust_remote_code)
+        if isinstance(model, TextClassifier):
+            raise SurefootError(
+                f"model={str(folder)!r}: {type(model.backbone).__name__} scores only whole texts; use a reward model with a "
+                "linear layer on a causal decoder"
+            )
+        return model
 
-        path = Path(name)
-        if not path.is_dir():
-            raise SurefootError(f'model={name!r}: no such folder; give a folder that kind = "reward" training wrote')
-        if not (path / HEAD).is_file():
-            raise SurefootError(f'model={name!r}: has no {HEAD}, so it is not a reward model; train one with kind = "reward"')
-        config = read_config(name, trust_remote_code)
-        backbone = read_weights(AutoModel, name, config, trust_remote_code)
-        tokenizer = read_tokenizer(name, trust_remote_code)
-        check_vocabulary(name, backbone, tokenizer)
-        model = cls(backbone, new_head(backbone), tokenizer)
-        read_head(model, path)
-        return model.eval()
+    def _last_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The hidden state of the last real token.   [B, L], [B, L] -> [B, width]"""
+        real = mask.bool() if self.pad_id is None else mask.bool() & (ids != self.pad_id)
+        last = (torch.arange(ids.shape[1], device=ids.device) * real).argmax(-1)
+        return self._hidden(ids, mask)[torch.arange(len(ids), device=ids.device), last]
 
     def _hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
         extra = {"position_ids": positions(mask)} if self._takes_positions else {}
         output = self.backbone(input_ids=ids, attention_mask=mask.long(), use_cache=False, **extra)
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+
+def load_reward_model(
+    folder: str | Path, label: str | None = None, *, trust_remote_code: bool = False
+) -> RewardModel | TextClassifier:
+    """A reward model, or a classifier that scores only whole texts. See ``RewardModel.load``."""
+    name = str(folder)
+    require_transformers(f"reward model {name!r}")
+    from transformers import AutoModel
+
+    if name == "pocket":
+        raise SurefootError("model='pocket': is no reward model; train one with kind = 'reward'")
+    name = str(Path(name).expanduser()) if is_folder(name) else name
+    if not (Path(name) / HEAD).is_file():
+        return _from_classifier(read_classifier(name, label, trust_remote_code))
+    if label is not None:
+        raise SurefootError(f"model={name!r}: has no label {label!r}, but one score; unset label")
+    config = read_config(name, trust_remote_code)
+    backbone = read_weights(AutoModel, name, config, trust_remote_code)
+    tokenizer = read_tokenizer(name, trust_remote_code)
+    check_vocabulary(name, backbone, tokenizer)
+    model = RewardModel(backbone, new_head(backbone), tokenizer)
+    read_head(model, Path(name))
+    return model.eval()
+
+
+def _from_classifier(classifier: Classifier) -> RewardModel | TextClassifier:
+    """A RewardModel if trunk and head can be separated; with the offset, if it was written here."""
+    parts = classifier.parts()
+    if parts is None:
+        return TextClassifier(classifier).eval()
+    model = RewardModel(*parts, classifier.tokenizer, classifier.pad_id)
+    scale = read_scale(classifier.model.config)
+    if scale is not None:
+        model.mean.fill_(scale["offset"])
+    return model.eval()
+
+
+def copy_standardisation(model: RewardModel, saved: Path) -> None:
+    """Copy mean and std from a saved model or adapter, if it has the same head: a run computes them at its end."""
+    if (saved / HEAD).is_file():
+        with made_from(saved / HEAD):
+            tensors = load_file(saved / HEAD)
+            same, mean, std = torch.equal(tensors["weight"], model.head.weight.detach()), tensors["mean"], tensors["std"]
+    elif (saved / "config.json").is_file():
+        with made_from(saved):
+            config = read_only_config(saved)
+            if not is_classifier(config) or (scale := read_scale(config)) is None:
+                return
+            mean, std = torch.tensor(scale["mean"]), torch.tensor(scale["std"])
+            same = torch.equal(saved_head(saved), model.head.weight.detach() / std)
+    else:
+        return
+    if same:
+        model.mean.copy_(mean)
+        model.std.copy_(std)
 
 
 def write_head(model: RewardModel, folder: Path) -> None:

@@ -133,6 +133,9 @@ class LanguageWorld:
         evaluated = 0 if held_out is None else min(len(held_out.ids), recipe.evaluation.rows)
         calls = [(self.prompts, -(-recipe.sampling.prompts // world_size()) * recipe.sampling.samples)]  # of each rank
         calls += [] if held_out is None else [(held_out, evaluated)]
+        for model in (part for part in parts_of(self.reward) if isinstance(part, ModelReward)):
+            for prompts, _ in calls:
+                model.check_prompts(prompts.prompts)
         for function in self._functions():
             for prompts, _ in calls:
                 function.check_columns(prompts.columns)
@@ -193,7 +196,8 @@ class LanguageWorld:
         if start is None:
             return Critic.from_policy(model)
         with errors_for("critic.start"):
-            scores: Any = RewardModel.load(model_folder(start), trust_remote_code=self.recipe.trust_remote_code)
+            trusted = self.recipe.trust_remote_code
+            scores: Any = RewardModel.load(model_folder(start), self.recipe.critic.label, trust_remote_code=trusted)
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
         return Critic.from_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
 

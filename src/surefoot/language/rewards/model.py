@@ -1,7 +1,8 @@
 """Scores of a reward model: one for the whole text, or one for every step."""
 
+import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from torch import Tensor
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_padded
+from surefoot.language.models.classifier import TextClassifier
 from surefoot.language.models.language_model import errors_for, model_folder
-from surefoot.language.models.reward_model import RewardModel
+from surefoot.language.models.loading import context_length
+from surefoot.language.models.reward_model import RewardModel, load_reward_model
 from surefoot.language.rewards.scores import (
     Columns,
     Mark,
@@ -34,8 +37,11 @@ class ModelReward:
 
     Or a process reward: its scores after every step, from one pass, at the last token of each.
 
-    folder         that training with ``kind = "reward"`` wrote, or the run
-    weight         of the scores in the sum; they are standardised, mean 0 and std 1 on demonstrations
+    folder         a folder or hub id of AutoModelForSequenceClassification, a folder that training with ``kind = "reward"``
+                   wrote, or the run
+    weight         of the scores in the sum: those of models trained here are standardised, mean 0 and std 1 on demonstrations;
+                   those of others are the logits
+    label          the label whose logit is the score, if there are several
     per            "response" or "step"
     separator      what steps end with
     batch_tokens   tokens, padding included, that go through the model at once; bounds memory, changes no score
@@ -43,6 +49,9 @@ class ModelReward:
     device         where the model runs
     field          of the recipe that names it, for messages
     read           returns a model that need not be loaded separately, and None for any other
+
+    A decoder reads the ids of the prompt, of the response and EOS. Any other classifier reads prompt and response as one text
+    with its tokenizer's own special tokens.
 
     Raises SurefootError when the folder contains no reward model; and from a call, when a text is longer than the model's
     context or a score is not finite.
@@ -55,6 +64,7 @@ class ModelReward:
         *,
         per: Per = "response",
         separator: str | None = None,
+        label: str | None = None,
         batch_tokens: int = BATCH_TOKENS,
         name: str = "reward_model",
         device: str = "cpu",
@@ -66,14 +76,24 @@ class ModelReward:
         self.separator = separator
         self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
         with errors_for(field):
-            self.path, model = str(folder), None if read is None else read(str(folder))
+            self.path = str(folder)
+            model: RewardModel | TextClassifier | None = None if read is None else read(self.path)
             if model is None:
                 self.path = model_folder(self.path)
-                model = RewardModel.load(self.path)
-            self.model = model.requires_grad_(False).to(device)
-        assert self.model.tokenizer is not None, "a reward model's folder contains its tokenizer"
-        self.tokens = Tokens(self.model.tokenizer)
-        self.context: int | None = getattr(self.model.backbone.config, "max_position_embeddings", None)
+                model = load_reward_model(self.path, label) if per == "response" else RewardModel.load(self.path, label)
+            assert model.tokenizer is not None, "a reward model's folder contains its tokenizer"
+        try:
+            self.tokens = None if isinstance(model, TextClassifier) else Tokens(model.tokenizer)
+        except SurefootError as error:  # no EOS
+            raise self._error(str(error)) from None
+        self.model: RewardModel | TextClassifier = model.requires_grad_(False).to(device)
+        self.context = longest_text(self.model)
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Raise SurefootError for messages, if the model has no chat template to render them."""
+        assert self.model.tokenizer is not None
+        if not self.model.tokenizer.chat_template and any(not isinstance(prompt, str) for prompt in prompts):
+            raise self._error("its tokenizer has no chat template, and the prompts are messages; use another model, or text")
 
     @torch.no_grad()
     def __call__(
@@ -90,7 +110,7 @@ class ModelReward:
         raw, dense = torch.zeros(len(rows)), None
         if self.per == "response":
             for chosen, ids, mask in self._batches(rows):
-                raw[chosen] = self.model(ids, mask).float().cpu()
+                raw[chosen] = self._scores(ids, mask).float().cpu()
         else:
             marks = self._marks(rows, responses)
             raw = torch.tensor([sum(score for _, score in of_row) for of_row in marks], dtype=torch.float32)
@@ -101,14 +121,18 @@ class ModelReward:
 
     def _batches(self, rows: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Row indices, their ids and their mask."""
-        device = self.model.mean.device
+        device = next(self.model.parameters()).device
+        pad_id = self.model.pad_id if self.tokens is None else self.tokens.pad_id
+        assert pad_id is not None
         for chosen in _packed([len(before) + len(after) for before, after in rows], self.batch_tokens):
-            ids, mask = right_padded([[*rows[index][0], *rows[index][1]] for index in chosen], self.tokens.pad_id)
+            ids, mask = right_padded([[*rows[index][0], *rows[index][1]] for index in chosen], pad_id)
             yield chosen, ids.to(device), mask.to(device)
 
     def _marks(self, rows: Sequence[tuple[list[int], list[int]]], responses: Sequence[str]) -> list[list[Mark]]:
         """Where each step of each response ends, and the score there."""
         assert self.separator is not None
+        assert self.tokens is not None
+        assert isinstance(self.model, RewardModel)
         marks: list[list[Mark]] = [[] for _ in rows]
         for chosen, ids, mask in self._batches(rows):
             everywhere = (self.model.prefix_scores(ids, mask) - self.model.mean) / self.model.std
@@ -122,13 +146,29 @@ class ModelReward:
 
     def _ids(self, prompt: Prompt, response: str) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and of the response with EOS; of messages scored as a whole, all ids in the second list."""
+        if self.tokens is None:
+            assert isinstance(self.model, TextClassifier)
+            return [], self.model.encode(prompt, response)
         if isinstance(prompt, str) or self.per == "step":
             return self.tokens.encode_prompt(prompt), self.tokens.encode_completion(response)
         whole = Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt))
         return [], self.tokens.render(whole)
 
+    def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
+        standardised = {"standardised": True} if isinstance(self.model, RewardModel) else {}
+        scores: Tensor = self.model(ids, mask, **standardised)
+        return scores
+
     def _error(self, what: str) -> SurefootError:
         return SurefootError(f"{self.field}={self.path!r}: {what}")
+
+
+def longest_text(model: RewardModel | TextClassifier) -> int | None:
+    """The most tokens that a model reads: of an encoder also by its tokenizer, since some positions may be reserved."""
+    known = context_length(model.backbone)
+    if isinstance(model, TextClassifier):
+        return min(known or sys.maxsize, int(model.tokenizer.model_max_length))
+    return known
 
 
 def _packed(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

@@ -5,7 +5,6 @@ tokenizer. A score is for the whole response, or for each of its steps or tokens
 (``reward.missing_eos``) is not decided here; see ``online.responses``.
 """
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ from surefoot.language.rewards.scores import (
     to_list,
     to_number,
 )
+from surefoot.language.rewards.signatures import signature_of
 from surefoot.recipes.import_object import import_object
 from surefoot.recipes.language import RewardTerm, term_error
 
@@ -90,16 +90,20 @@ class FunctionReward:
         if self.per not in get_args(Per):
             raise self._error(f"its attribute per is {self.per!r}; set one of {', '.join(get_args(Per))}")
         self.separator = separator or getattr(self.function, "separator", None) if self.per == "step" else None
-        self.parameters, self.required = self._signature()
+        try:
+            self.signature = signature_of(self.function)
+        except ValueError as error:
+            raise self._error(str(error)) from None
         self.arguments = dict(arguments or {})
         if callable(check := getattr(self.function, "ready", None)):
             try:
                 check()
             except SurefootError as error:
                 raise self._error(str(error)) from None
-        unknown = [name for name in self.arguments if self.parameters is not None and name not in self.parameters]
+        known = self.signature.parameters
+        unknown = [name for name in self.arguments if known is not None and name not in known]
         if unknown:
-            hint = did_you_mean(unknown[0], self.parameters or ()) or f"; it takes: {', '.join(self.parameters or ())}"
+            hint = did_you_mean(unknown[0], known or ()) or f"; it takes: {', '.join(known or ())}"
             raise self._error(f"takes no argument {unknown[0]!r}{hint}")
 
     def __call__(
@@ -107,15 +111,12 @@ class FunctionReward:
     ) -> Scores:
         if self.per == "token" and tokens is None:
             raise self._error("scores tokens, and only whole texts are scored here; use a reward per response or step")
-        arguments = {name: list(column) for name, column in columns.items()}
-        arguments |= {"prompts": list(prompts), "responses": list(responses), **self.arguments}
+        arguments = self.signature.arguments(prompts, responses, columns)
         if self.per == "token" and tokens is not None:
             arguments["tokens"] = [list(row) for row in tokens]
         if self.separator is not None:
             arguments["steps"] = [[step.text for step in split_steps(response, self.separator)] for response in responses]
         self.check_columns(columns)
-        if self.parameters is not None:
-            arguments = {name: arguments[name] for name in self.parameters if name in arguments}
         marks = self._marks(self._call(arguments, len(responses), tokens), responses, tokens)
         bad = Counter(one for one in marks if isinstance(one, str))
         if bad.total() > self.tolerated * len(responses) + 1e-9:
@@ -171,36 +172,30 @@ class FunctionReward:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise SurefootError if a column has a reserved name, or the function requires an argument that does not exist."""
-        reserved = {"prompts", "responses", *(["tokens"] if self.per == "token" else ["steps"] if self.separator else [])}
+        extra = ["tokens"] if self.per == "token" else ["steps"] if self.separator else []
+        reserved = {*self.signature.reserved, *extra}
         if taken := [name for name in columns if name in reserved]:
             raise self._error(f"the rows have a column {taken[0]!r}, which is the name of another argument; rename the column")
         for name in self.arguments:
             if name in {*reserved, *columns}:
                 raise self._error(f"argument {name!r} is also a column of the rows; remove one of them")
-        available = {*reserved, *columns, *self.arguments}
-        missing = [name for name in self.required if name not in available]
+        available = {*reserved, *columns, *self.signature.optional, *self.arguments}
+        missing = [name for name in self.signature.required if name not in available]
         if missing:
             raise self._error(f"requires {missing[0]!r}; available: {', '.join(sorted(available))}")
 
-    def _signature(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-        """The names that the function takes (None: any), and those that it requires."""
-        try:
-            parameters = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):  # built in, without a signature
-            return ("prompts", "responses"), ()
-        required = [parameter for parameter in parameters if parameter.default is parameter.empty]
-        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in required):
-            raise self._error("takes arguments by position only; take them by name: prompts, responses, columns")
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = tuple(parameter.name for parameter in parameters if parameter.kind in by_name)
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        return None if takes_all else named, tuple(p.name for p in required if p.kind in by_name)
-
-    def _call(self, arguments: Mapping[str, Any], count: int, tokens: TokenTexts | None) -> list[Any]:
+    def _call(self, arguments: Mapping[str, list[Any]], count: int, tokens: TokenTexts | None) -> list[Any]:
         """What the function returns, as a list of ``count`` entries."""
         of_tokens = tokens if self.per == "token" else None
+
+        def rows() -> Any:
+            returned = self.signature.call(self.function, arguments, self.arguments)
+            if self.per == "response" and hasattr(returned, "tolist") and getattr(returned, "shape", ())[1:] == (1,):
+                returned = returned[:, 0]  # [N, 1], as heads and classifiers return it
+            return _without_padding(returned, of_tokens)
+
         try:
-            returned = with_deadline(self.deadline, lambda: _without_padding(self.function(**arguments), of_tokens))
+            returned = with_deadline(self.deadline, rows)
         except DeadlineExceeded:
             in_command = self.field in ("--reward", "--function")  # without a recipe whose deadline could be raised
             limit, remedy = ("", "score fewer at a time") if in_command else ("reward.deadline=", "raise reward.deadline")
@@ -355,7 +350,7 @@ def _load_term(
 
     if term.model is not None:
         steps: dict[str, Any] = {"per": term.per or "response", "separator": term.separator}
-        return ModelReward(term.model, term.weight, device=device, field=key("model"), read=read, **steps)
+        return ModelReward(term.model, term.weight, label=term.label, device=device, field=key("model"), read=read, **steps)
     then = RESUME if in_recipe else REPEAT
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
     if term.url is not None:

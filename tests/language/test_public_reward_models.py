@@ -1,0 +1,341 @@
+"""Reward models of ``transformers``: read with any head, label and tokenizer, and written so that others read the same scores."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import surefoot
+from surefoot.errors import SurefootError
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.tokens import right_padded
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.reward_model import RewardModel, load_reward_model, new_reward_model, write_head
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.model import ModelReward
+from surefoot.language.rewards.terms import load_flag_reward
+from surefoot.recipes.reading import make_recipe
+
+from . import tiny
+
+PROMPTS = ["one: ", "two: ", "a longer prompt: "]
+RESPONSES = ["yes", "a much longer response", "no."]
+
+
+def theirs(folder: Path, texts: list[str], side: str = "right") -> Tensor:
+    """The scores of plain ``transformers``, as its documentation and TRL compute them: the texts with EOS, padded."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    padding = {"padding": len(texts) > 1, "padding_side": side}
+    rows = tokenizer([text + tokenizer.eos_token for text in texts], return_tensors="pt", **padding)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
+    return logits[:, 0]
+
+
+def written(folder: Path, source: Path, seed: int = 3) -> RewardModel:
+    """A reward model with a scale of its own, saved."""
+    model, tokenizer = load_model(source)
+    scorer = new_reward_model(model, seed, tokenizer)
+    scorer.standardise(torch.tensor([-1.0, 0.5, 3.5]))
+    scorer.save(folder)
+    return scorer
+
+
+def classifier(folder: Path, labels: dict[int, str], pad: int | None = 0, tokenizer: Any = None, **fields: Any) -> Path:
+    """A public Llama classifier with random weights."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    base = tiny.model("llama").config.to_dict()
+    config = LlamaConfig(**{**base, "pad_token_id": pad, "id2label": labels, "label2id": {v: k for k, v in labels.items()}})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = LlamaForSequenceClassification(config)
+        torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    (tokenizer or tiny.tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def encoder(folder: Path) -> Path:
+    """A sentiment classifier in the shape of DistilBERT, without EOS."""
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token, tokenizer.chat_template = None, None
+    config = DistilBertConfig(
+        vocab_size=tiny.VOCABULARY, dim=32, hidden_dim=64, n_layers=2, n_heads=4, max_position_embeddings=64, pad_token_id=0
+    )
+    config.id2label, config.label2id = {0: "NEGATIVE", 1: "POSITIVE"}, {"NEGATIVE": 0, "POSITIVE": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        DistilBertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# ---- written ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_transformers_reads_the_scores_of_a_reward_model_that_was_written_here(folder: Path, side: str, tmp_path: Path) -> None:
+    ours = written(tmp_path / "reward", folder)
+    texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    ids, mask = right_padded([[*ours.tokenizer(text)["input_ids"], 1] for text in texts], 0)  # type: ignore[misc]
+    if side == "left" and folder.name == "gpt2":
+        pytest.skip("GPT-2 counts positions from the padding")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tmp_path / "reward", texts, side), ours(ids, mask), atol=1e-5, rtol=1e-5)
+        rewards = ModelReward(tmp_path / "reward")(PROMPTS, RESPONSES, {}).total
+        torch.testing.assert_close(rewards, ours(ids, mask) - ours.offset, atol=1e-5, rtol=1e-5)
+    assert not list((tmp_path / "reward").glob("head*")), "vLLM reads every file of weights in the folder"
+    config = json.loads((tmp_path / "reward" / "config.json").read_text())
+    assert (config["problem_type"], config["pad_token_id"], len(config["id2label"])) == ("regression", 0, 1)
+
+
+@pytest.mark.parametrize("has_other", [True, False], ids=["unk is free", "EOS is the only special token"])
+def test_eos_stays_the_scored_token_where_the_tokenizer_pads_with_it(
+    folders: dict[str, Path], has_other: bool, tmp_path: Path
+) -> None:
+    model, tokenizer = load_model(folders["llama"])
+    tokenizer.pad_token = tokenizer.eos_token
+    if not has_other:
+        vocabulary = {str(chr(300 + i)): i for i in range(102)} | {chr(301): 1}
+        tokenizer = plain_tokenizer(vocabulary, eos=chr(301))
+    scorer = new_reward_model(model, 1, tokenizer)
+    notes = scorer.save(tmp_path / "reward")
+    config = json.loads((tmp_path / "reward" / "config.json").read_text())
+    assert config["pad_token_id"] != 1
+    assert bool(notes) != has_other
+    text = "".join(map(chr, range(310, 316))) if not has_other else "hello"
+    ids = torch.tensor([[*tokenizer(text)["input_ids"], 1]])
+    with torch.no_grad():
+        wanted = scorer(ids, torch.ones_like(ids, dtype=torch.bool))
+    torch.testing.assert_close(theirs(tmp_path / "reward", [text]), wanted, atol=1e-5, rtol=1e-5)
+    if has_other:
+        both = theirs(tmp_path / "reward", [text, "a longer text"])
+        torch.testing.assert_close(both[:1], wanted, atol=1e-5, rtol=1e-5)
+
+
+def plain_tokenizer(vocabulary: dict[str, int], eos: str) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=eos))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos)
+
+
+def test_a_mixture_of_experts_is_written_with_the_names_that_transformers_reads(tmp_path: Path) -> None:
+    source = tiny.write_folder(tmp_path / "mixtral", "mixtral")
+    ours = written(tmp_path / "reward", source)
+    ids = torch.tensor([[*ours.tokenizer("hello")["input_ids"], 1]])  # type: ignore[misc]
+    with torch.no_grad():
+        wanted = ours(ids, torch.ones_like(ids, dtype=torch.bool))
+    torch.testing.assert_close(theirs(tmp_path / "reward", ["hello"]), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_of_an_older_version_loads_with_the_same_scores(folders: dict[str, Path], tmp_path: Path) -> None:
+    ours = written(tmp_path / "new", folders["llama"])
+    ours.backbone.save_pretrained(tmp_path / "old")
+    assert ours.tokenizer is not None
+    ours.tokenizer.save_pretrained(tmp_path / "old")
+    write_head(ours, tmp_path / "old")
+    new, old = (ModelReward(tmp_path / name)(PROMPTS, RESPONSES, {}).total for name in ("new", "old"))
+    torch.testing.assert_close(new, old, atol=1e-5, rtol=1e-5)
+    with pytest.raises(SurefootError, match=r"has no label 'good', but one score; unset label"):
+        RewardModel.load(tmp_path / "old", "good")
+    save_file({"weight": torch.ones(1, 3), "bias": torch.ones(1)}, tmp_path / "old" / "head.safetensors")
+    with pytest.raises(SurefootError, match=r"head.safetensors can't be read"):
+        RewardModel.load(tmp_path / "old")
+
+
+def test_a_family_without_a_classifier_keeps_its_head_in_a_file(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {})
+    model, tokenizer = load_model(folders["llama"])
+    scorer = new_reward_model(model, 3, tokenizer)
+    assert "only Surefoot reads its head" in scorer.save(tmp_path / "reward")[0]
+    ids = torch.arange(20).view(2, 10) + 5
+    assert torch.equal(RewardModel.load(tmp_path / "reward")(ids, ids > 0), scorer(ids, ids > 0))
+
+
+# ---- read -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_public_reward_model_scores_by_its_one_label(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "public", {0: "LABEL_0"})
+    texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    rewards = ModelReward(folder)(PROMPTS, RESPONSES, {}).total
+    torch.testing.assert_close(rewards, theirs(folder, texts), atol=1e-5, rtol=1e-5)
+    assert rewards.std() > 0.01
+
+
+@pytest.mark.parametrize("pad", [1, None], ids=["pads with EOS", "no pad token"])
+def test_the_scored_token_is_the_last_that_is_not_the_pad_token_of_the_configuration(pad: int | None, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = classifier(tmp_path / "public", {0: "LABEL_0"}, pad=pad)
+    tokenizer, model = tiny.tokenizer(), AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    found = ModelReward(folder)(PROMPTS, RESPONSES, {}).total
+    for prompt, response, reward in zip(PROMPTS, RESPONSES, found, strict=True):
+        ids = torch.tensor([[*tokenizer(prompt + response)["input_ids"], 1]])
+        with torch.no_grad():
+            torch.testing.assert_close(reward, model(ids).logits[0, 0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_named_label_is_the_score_and_an_encoder_reads_the_whole_text(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = encoder(tmp_path / "sentiment")
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for row, label in enumerate(("NEGATIVE", "POSITIVE")):
+        rewards = ModelReward(folder, label=label, batch_tokens=40)(PROMPTS, RESPONSES, {}).total
+        for prompt, response, reward in zip(PROMPTS, RESPONSES, rewards, strict=True):
+            ids = torch.tensor([tiny.tokenizer()(prompt + response)["input_ids"]])
+            with torch.no_grad():
+                torch.testing.assert_close(reward, model(ids).logits[0, row], atol=1e-5, rtol=1e-5)
+    with pytest.raises(SurefootError, match=r"have 70 tokens, more than its context of 64"):
+        ModelReward(folder, label="POSITIVE")(["x" * 60], ["y" * 10], {})
+
+
+def test_messages_are_rendered_with_the_reward_models_own_template(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + tokenizer.eos_token
+    folder = classifier(tmp_path / "public", {0: "LABEL_0"}, tokenizer=tokenizer)
+    reward = ModelReward(folder)([[{"role": "user", "content": "Hi?"}]], ["Hello."], {}).total
+    torch.testing.assert_close(reward, theirs(folder, ["[user]Hi?[assistant]Hello."]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("label", "what"),
+    [
+        (None, r"has 2 labels \(bad, good\); set label to the one whose logit is the reward"),
+        ("god", r"has no label 'god'; did you mean 'good'\? \(it has: bad, good\)"),
+    ],
+)
+def test_several_labels_need_one_that_is_named(label: str | None, what: str, tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "public", {0: "bad", 1: "good"})
+    with pytest.raises(SurefootError, match=rf"^reward\.terms\[0\]\.model='.*': {what}"):
+        ModelReward(folder, label=label, field="reward.terms[0].model")
+    torch.testing.assert_close(
+        ModelReward(folder, label="good")(["a"], ["b"], {}).total,
+        load_flag_reward([f'{{ model = "{folder}", label = "good" }}'])(["a"], ["b"], {}).total,
+    )
+
+
+def test_missing_parts_and_other_models_are_one_line(folders: dict[str, Path], tmp_path: Path) -> None:
+    whole = classifier(tmp_path / "public", {0: "LABEL_0"})
+
+    def broken(name: str) -> Path:
+        return Path(shutil.copytree(whole, tmp_path / name))
+
+    for path in (bare := broken("bare")).glob("tokenizer*"):
+        path.unlink()
+    headless = broken("headless")
+    tensors = load_file(headless / "model.safetensors")
+    tensors.pop("score.weight")
+    save_file(tensors, headless / "model.safetensors", {"format": "pt"})
+    for folder, what in (
+        (bare, "has no tokenizer"),
+        (headless, "its weights lack score.weight"),
+        (folders["gpt2"], r"is no reward model \(GPT2LMHeadModel\)"),
+    ):
+        with pytest.raises(SurefootError, match=what) as caught:
+            ModelReward(folder)
+        assert "\n" not in str(caught.value)
+    sentiment = encoder(tmp_path / "sentiment")
+    with pytest.raises(SurefootError, match=r"DistilBertForSequenceClassification scores only whole texts; use a reward model"):
+        ModelReward(sentiment, label="POSITIVE", per="step", separator=";")
+    with pytest.raises(SurefootError, match="has no chat template, and the prompts are messages"):
+        ModelReward(sentiment, label="POSITIVE").check_prompts([[{"role": "user", "content": "Hi?"}]])
+
+
+# ---- in runs ----------------------------------------------------------------------------------------------------------------
+
+
+def online(model: Path, rows: Path, **changes: Any) -> Any:
+    table = {
+        "kind": "language",
+        "model": str(model),
+        "steps": 8,
+        "data": {"train": str(rows), "max_length": 16},
+        "sampling": {"prompts": 4, "max_tokens": 6},
+        "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
+    }
+    return make_recipe({**table, **changes})
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    return tmp_path / "rows.jsonl"
+
+
+def test_a_run_trains_on_a_public_model_and_its_critic_starts_from_it(
+    folders: dict[str, Path], rows: Path, tmp_path: Path
+) -> None:
+    public = classifier(tmp_path / "public", {0: "bad", 1: "good"})
+    term = {"model": str(public), "label": "good"}
+    changes = {"reward": {"terms": [term]}, "critic": {"own_model": True, "start": str(public), "label": "good"}}
+    world = LanguageWorld(online(folders["llama"], rows, **changes))
+    ids = torch.arange(20).view(2, 10) + 5
+    with torch.no_grad():
+        wanted = RewardModel.load(public, "good")(ids, ids > 0)
+        torch.testing.assert_close(world.policy.critic(ids)[:, -1], wanted, atol=1e-5, rtol=1e-5)  # type: ignore[misc]
+    fields = online(folders["llama"], rows, **changes).model_dump(mode="json", include={"model", "steps", "data", "sampling"})
+    surefoot.train(
+        "language", run_dir=tmp_path / "run", objective={"reuse": {"epochs": 1, "minibatches": 1}}, **fields, **changes
+    )
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(abs(one["reward"]) < 100 for one in metrics)
+
+
+def test_a_critic_starts_only_from_a_decoder_with_the_policys_tokens(
+    folders: dict[str, Path], rows: Path, tmp_path: Path
+) -> None:
+    from surefoot.language.models.loading import character_tokenizer
+
+    other = classifier(tmp_path / "other", {0: "LABEL_0"}, tokenizer=character_tokenizer("abc"))
+    sentiment = encoder(tmp_path / "sentiment")
+    reward = {"terms": [{"model": str(sentiment), "label": "POSITIVE"}]}
+    for start, label, what in (
+        (other, None, "critic.start='.*other': its vocabulary differs from that of model="),
+        (sentiment, "POSITIVE", "critic.start='.*sentiment': DistilBert.* scores only whole texts"),
+        (sentiment, None, "critic.start='.*sentiment': has 2 labels"),
+    ):
+        critic = {"own_model": True, "start": str(start)} | ({} if label is None else {"label": label})
+        with pytest.raises(SurefootError, match=what):
+            LanguageWorld(online(folders["llama"], rows, reward=reward, critic=critic))
+    with pytest.raises(SurefootError, match=r"critic\.label='x': is a label of critic.start; set it"):
+        online(folders["llama"], rows, reward=reward, critic={"label": "x"})
+    with pytest.raises(SurefootError, match=r"reward\.terms\[0\]\.label='x': is for a model; unset it"):
+        online(folders["llama"], rows, reward={"terms": [{"function": "a:b", "label": "x"}]})
+
+
+def test_best_of_n_chooses_by_a_public_model(
+    folders: dict[str, Path], rows: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    public = classifier(tmp_path / "public", {0: "LABEL_0"})
+    words = ["--prompts", str(rows), "--reward", str(public), "--samples", "3", "--max-tokens", "4", "--keep-cut"]
+    code, _, err = command("best-of-n", str(folders["llama"]), *words, "--out", str(tmp_path / "best.jsonl"))
+    assert code == 0, err
+    best = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+    wanted = load_flag_reward([str(public)])([row["prompt"] for row in best], [row["completion"] for row in best], {}).total
+    torch.testing.assert_close(torch.tensor([row["reward"] for row in best]), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_whole_model_and_its_parts_give_the_same_scores(tmp_path: Path) -> None:
+    public = classifier(tmp_path / "public", {0: "LABEL_0"})
+    assert isinstance(load_reward_model(public), RewardModel)
+    assert not isinstance(load_reward_model(encoder(tmp_path / "sentiment"), "POSITIVE"), RewardModel)
