@@ -15,6 +15,9 @@ from surefoot.recipes.reading import KINDS
 
 OWN = ("kind", "task", "algorithm")
 """fields that are parameters of ``train`` themselves, or follow from the task"""
+OBJECTS = {"RewardTerm": ("function",), "RewardSettings": ("gold",)}
+"""fields that also take a function"""
+FUNCTION = "Callable[..., Any]"
 HEADER = '''"""Types of the keyword arguments of ``surefoot.train``, for editors and type checkers.
 
 Written by docs/generate.py from the recipes; change the fields of the recipes instead.
@@ -70,7 +73,12 @@ class Writer:
         if dataclasses.is_dataclass(section):
             hints = typing.get_type_hints(section)
             return {field.name: self.text(hints[field.name]) for field in dataclasses.fields(section)}
-        return {name: self.text(field.annotation) for name, field in section.model_fields.items()}
+        fields = {name: self.text(field.annotation) for name, field in section.model_fields.items()}
+        for name in OBJECTS.get(section.__name__, ()):
+            fields[name] += f" | {self.abstract(Callable)}[..., Any]"
+        if "reward" in fields:  # also the terms alone
+            fields["reward"] += f" | {FUNCTION} | Sequence[RewardTermTable | RewardTerm | {FUNCTION}]"
+        return fields
 
 
 def quoted(value: Any) -> str:

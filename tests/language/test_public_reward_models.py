@@ -1,4 +1,4 @@
-"""Reward models of ``transformers``: read with any head, label and tokenizer, and written so that others read the same scores."""
+"""Reward models of ``transformers``: read with any head, label and tokenizer, and written with scores that others read."""
 
 import json
 import shutil

@@ -3,7 +3,7 @@
 Written by docs/generate.py from the recipes; change the fields of the recipes instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from surefoot.core.algorithms import Clip, Constraint, Objective, Penalty, Reuse
@@ -306,7 +306,8 @@ class RewardTermTable(TypedDict, total=False):
     """The fields of ``RewardTerm``."""
 
     model: str | None
-    function: str | None
+    label: str | None
+    function: str | None | Callable[..., Any]
     url: str | None
     weight: float
     per: Literal["response", "token", "step"] | None
@@ -326,7 +327,7 @@ class RewardSettingsTable(TypedDict, total=False):
     overlong: float | None
     deadline: float
     tolerated: float
-    gold: str | None
+    gold: str | None | Callable[..., Any]
 
 
 class ReferenceSettingsTable(TypedDict, total=False):
@@ -343,6 +344,7 @@ class CriticSettingsTable(TypedDict, total=False):
 
     own_model: bool
     start: str | None
+    label: str | None
 
 
 class MixingSettingsTable(TypedDict, total=False):
@@ -463,7 +465,9 @@ class LanguageArguments(TypedDict, total=False):
     data: PromptSettingsTable | PromptSettings
     sampling: SamplingSettingsTable | SamplingSettings
     turns: TurnSettingsTable | TurnSettings
-    reward: RewardSettingsTable | RewardSettings
+    reward: (
+        RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
+    )
     reference: ReferenceSettingsTable | ReferenceSettings
     critic: CriticSettingsTable | CriticSettings
     mixing: MixingSettingsTable | MixingSettings
@@ -505,6 +509,8 @@ class Arguments(TypedDict, total=False):
     preference: PreferenceSettingsTable | PreferenceSettings
     sampling: SamplingSettingsTable | SamplingSettings
     turns: TurnSettingsTable | TurnSettings
-    reward: RewardSettingsTable | RewardSettings
+    reward: (
+        RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
+    )
     critic: CriticSettingsTable | CriticSettings
     mixing: MixingSettingsTable | MixingSettings

@@ -23,6 +23,7 @@ from surefoot.recipes.base import (
     check_iteration_size,
     nearest_divisor,
 )
+from surefoot.recipes.callables import GOLD, term_field
 
 
 class LanguageEvaluation(EvaluationSettings):
@@ -212,6 +213,14 @@ class RewardSettings(Section):
     """share of a batch that may get no finite reward, or whose environments may fail; these responses are masked"""
     gold: str | None = None
     """module:function or file.py:function with the true reward, if there is one; measured, never trained on"""
+
+
+def reward_functions(recipe: Recipe) -> dict[str, str | None]:
+    """The names of a recipe's reward functions, by field; none if it is of another kind."""
+    if not isinstance(recipe, LanguageRecipe):
+        return {}
+    terms = {term_field(place): term.function for place, term in enumerate(recipe.reward.terms)}
+    return {**terms, GOLD: recipe.reward.gold}
 
 
 class ReferenceSettings(Section):

@@ -24,8 +24,9 @@ from surefoot.recipes.arguments import (
     RewardModelTask,
 )
 from surefoot.recipes.base import Recipe, Section
+from surefoot.recipes.callables import Functions, check_functions, take_functions
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
+from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe, reward_functions
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
@@ -92,15 +93,18 @@ def train(
     callback    called with each iteration's metrics; returning True stops the run
     display     None: show the run if this is a terminal or a notebook; True: show it anywhere; False: show nothing; or a
                 listener of your own, such as ``surefoot.runs.display.Lines("my run")``
-    fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``
+    fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
+                list of functions and terms; a term's ``function`` may be one too
 
     Raises SurefootError for anything the user can fix, before training if possible.
     """
+    fields, functions = _take_rewards(fields)
     found = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
     title = f"{found.recipe.title}, seed {found.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
-    return start(found.recipe, folder, None if isinstance(task, str) else task, callback, shown, found.origin)
+    made = None if isinstance(task, str) else task
+    return start(found.recipe, folder, made, callback, shown, found.origin, functions)
 
 
 def _with_fields(signature: inspect.Signature) -> inspect.Signature:
@@ -123,17 +127,19 @@ def start(
     callback: Callback | None = None,
     display: Listener | None = None,
     origin: Origin | None = None,
+    functions: Functions | None = None,
 ) -> Any:
     """Train a recipe from the beginning.
 
-    task     makes the environments, if the recipe's task can't be imported
-    origin   the settings that the recipe has from a preset
+    task       makes the environments, if the recipe's task can't be imported
+    origin     the settings that the recipe has from a preset
+    functions  reward functions that were passed as objects
 
     Raises SurefootError for what can't be trained, and if a launcher has started several processes for one ``run_dir``.
     """
     if run_dir is not None:
         check_single_process(run_dir)
-    world = _make_world(recipe, task)
+    world = _make_world(recipe, task, functions)
     session = None
     try:
         session = Session(recipe, world, None, _listeners(display, callback))
@@ -153,6 +159,7 @@ def resume(
     steps: int | None = None,
     allow_changes: bool = False,
     task: MakeEnvironment | None = None,
+    reward: Any = None,
     callback: Callback | None = None,
     display: Display = None,
 ) -> Any:
@@ -160,6 +167,8 @@ def resume(
 
     A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
     changes the schedule from here on. ``display`` is that of ``train``.
+    A run whose task or reward was passed to ``train`` as a function needs it again, as ``task`` or ``reward``, unless it can be
+    imported.
     Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
     since the checkpoint and ``allow_changes`` is False; and if a launcher has started several processes.
     """
@@ -171,8 +180,11 @@ def resume(
         if steps is not None:
             recipe = make_recipe({**to_table(recipe), "steps": steps})
         checkpoint = folder.latest()
+        _, functions = take_functions(reward)
+        if functions:
+            check_functions(functions, reward_functions(recipe))
         try:
-            world = _make_world(recipe, task)
+            world = _make_world(recipe, task, functions)
         except SurefootError as error:
             if folder.began_in in (None, os.getcwd()):
                 raise
@@ -192,9 +204,17 @@ def resume(
             world.close()
 
 
-def _make_world(recipe: Recipe, task: MakeEnvironment | None) -> World:
+def _make_world(recipe: Recipe, task: MakeEnvironment | None, functions: Functions | None) -> World:
     torch.set_num_threads(recipe.threads)  # first: even the last bits of the initial weights depend on it
-    return make_world(recipe, task)
+    return make_world(recipe, task, functions=functions)
+
+
+def _take_rewards(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """The fields with names in place of reward functions, and the functions."""
+    if "reward" not in fields:
+        return fields, {}
+    reward, functions = take_functions(fields["reward"])
+    return {**fields, "reward": reward}, functions
 
 
 def _display(display: Display, title: str) -> Listener | None:
@@ -207,9 +227,15 @@ def _listeners(display: Listener | None, callback: Callback | None) -> list[List
     return [*([display] if display else []), *([callback_listener(callback)] if callback else [])]
 
 
-def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environments: int | None = None) -> World:
+def make_world(
+    recipe: Recipe,
+    task: Callable[..., Any] | None = None,
+    environments: int | None = None,
+    functions: Functions | None = None,
+) -> World:
     """The world of a recipe. For control, ``task`` makes the environments if the recipe's task can't be imported, and
-    ``environments`` limits their number, to inspect a recipe without training.
+    ``environments`` limits their number, to inspect a recipe without training. For language, ``functions`` are the rewards that
+    were passed as objects.
     """
     if isinstance(recipe, ControlRecipe):
         from surefoot.control.world import ControlWorld
@@ -218,7 +244,7 @@ def make_world(recipe: Recipe, task: Callable[..., Any] | None = None, environme
     if isinstance(recipe, LanguageRecipe):
         from surefoot.language.online.world import LanguageWorld
 
-        return LanguageWorld(recipe)
+        return LanguageWorld(recipe, functions)
     assert isinstance(recipe, SupervisedRecipe)
     from surefoot.language.supervised.world import SupervisedWorld
 

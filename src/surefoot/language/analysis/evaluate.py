@@ -22,6 +22,7 @@ from surefoot.language.online.responses import Responses, final_rewards, token_r
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
@@ -98,7 +99,7 @@ def evaluate_model(
     recipe = with_evaluation_rows(model.recipe, data, rows, seed)
     if not has_adapters(weights):  # they were merged into the model when it was loaded
         recipe = make_recipe({**to_table(recipe), "adapter": "none"})
-    world = _world_of(recipe)
+    world = _world_of(recipe, model.functions if isinstance(model, LanguageModel) else None)
     own = world.result.model if isinstance(world.result, LanguageModel) else world.result
     own.load_state_dict(weights.state_dict())
     evaluation = world.evaluate()
@@ -106,9 +107,9 @@ def evaluate_model(
     return dict(evaluation.metrics)
 
 
-def _world_of(recipe: Recipe) -> LanguageWorld | SupervisedWorld:
+def _world_of(recipe: Recipe, functions: Functions | None = None) -> LanguageWorld | SupervisedWorld:
     if isinstance(recipe, LanguageRecipe):
-        return LanguageWorld(recipe)
+        return LanguageWorld(recipe, functions)
     assert isinstance(recipe, SupervisedRecipe)
     return SupervisedWorld(recipe)
 

@@ -14,9 +14,12 @@ from surefoot.core.distributed import rank
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
 from surefoot.language.data.tokens import Messages, Tokens
+from surefoot.language.models.adapter_files import load_merged, load_trained, save_adapter
+from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.loading import context_length, load_model, save_model
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
 from surefoot.language.sampling import generate
+from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
@@ -39,6 +42,8 @@ class LanguageModel:
 
     def __init__(self, model: "PreTrainedModel", tokens: Tokens, recipe: ModelRecipe | None = None) -> None:
         self.model, self.tokens, self.recipe = model, tokens, recipe
+        self.functions: Functions = {}
+        """reward functions that its training was given as objects"""
 
     def generate(
         self,

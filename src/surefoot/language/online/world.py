@@ -39,8 +39,9 @@ from surefoot.language.online.responses import Responses, final_rewards
 from surefoot.language.online.turns import Environments, mean_turns
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward
-from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
+from surefoot.language.rewards.terms import FunctionReward, NoReward, find_function, function_rewards, load_reward, parts_of
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
+from surefoot.recipes.callables import GOLD, Functions
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import to_table
 
@@ -53,12 +54,13 @@ class LanguageWorld:
 
     exports_model = True
 
-    def __init__(self, recipe: LanguageRecipe) -> None:
+    def __init__(self, recipe: LanguageRecipe, functions: Functions | None = None) -> None:
         check_device(recipe.device)
-        self.recipe = recipe
+        self.recipe, self.functions = recipe, functions or {}
         self.memory = MemoryCheck(recipe)
         model, self.tokens = load_base(recipe)
         self.result = LanguageModel(model, self.tokens, recipe)
+        self.result.functions = self.functions
         self.base = add_adapter(recipe, model, model_folder(recipe.model))
         """with adapters: the base that all roles share"""
         self.model_summary = [] if self.base is None else [self.base.summary()]
@@ -99,10 +101,11 @@ class LanguageWorld:
         self.reward: Reward = NoReward()
         if settings.terms:
             read = None if self.base is None else partial(reward_role, self.base)
-            self.reward = load_reward(settings.terms, **bounds, device=recipe.device, read=read)
+            self.reward = load_reward(settings.terms, **bounds, device=recipe.device, read=read, functions=self.functions)
         self.gold = None
         if settings.gold is not None:
-            self.gold = FunctionReward(settings.gold, **bounds, name="gold", field="reward.gold")
+            gold = find_function(GOLD, settings.gold, self.functions)
+            self.gold = FunctionReward(gold, **bounds, name="gold", field=GOLD)
 
     def _load_rows(self, context: int | None) -> None:
         """Read prompts and demonstrations."""

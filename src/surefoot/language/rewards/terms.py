@@ -36,6 +36,7 @@ from surefoot.language.rewards.scores import (
     to_number,
 )
 from surefoot.language.rewards.signatures import signature_of
+from surefoot.recipes.callables import Functions, is_importable, passed_again, term_field
 from surefoot.recipes.import_object import import_object
 from surefoot.recipes.language import RewardTerm, term_error
 
@@ -84,7 +85,8 @@ class FunctionReward:
         self.path = function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__name__)
         if not callable(self.function):
             raise SurefootError(f"{field}={self.path!r}: is a {type(self.function).__name__}, not a function; name a function")
-        self.name = name or self.path.rpartition(":")[2].rpartition(".")[2]
+        last = self.path.rpartition(":")[2].rpartition(".")[2]
+        self.name = name or (last if last.isidentifier() else "function")  # of a lambda
         self.remedy = f"{getattr(self.function, 'remedy', 'fix the function')}, {then}"
         self.per: Per = getattr(self.function, "per", "response") if per is None else per
         if self.per not in get_args(Per):
@@ -276,12 +278,14 @@ def load_reward(
     tolerated: float = 0.1,
     device: str = "cpu",
     read: Callable[[str], RewardModel | None] | None = None,
+    functions: Functions | None = None,
 ) -> Reward:
     """The reward of a recipe's ``reward.terms``.
 
     deadline, tolerated   of each function and url
     device                where models run
     read                  returns a model that need not be loaded separately, and None for any other
+    functions             functions that were passed as objects, by field
 
     Raises SurefootError for an invalid term, for no terms, and for what can't be loaded.
     """
@@ -290,7 +294,9 @@ def load_reward(
         field = f"reward.terms[{place}]"
         if complaint := term_error(term):
             raise SurefootError(f"{field}{complaint}")
-        rewards.append(_load_term(term, field, deadline=deadline, tolerated=tolerated, device=device, read=read))
+        function = None if term.function is None else find_function(term_field(place), term.function, functions or {})
+        options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "device": device, "read": read}
+        rewards.append(_load_term(term, field, function=function, **options))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
 
@@ -341,6 +347,7 @@ def _load_term(
     tolerated: float,
     device: str,
     read: Callable[[str], RewardModel | None] | None = None,
+    function: str | Callable[..., Any] | None = None,
     in_recipe: bool = True,
 ) -> Reward:
     """One valid term. Messages name the term's key in a recipe, and only the ``field`` for a flag."""
@@ -364,8 +371,21 @@ def _load_term(
             then=then,
         )
         return FunctionReward(server, term.weight, name=server.name, field=key("url"), then=then, **shared)
-    assert term.function is not None
-    return FunctionReward(term.function, term.weight, arguments=term.arguments, field=key("function"), then=then, **shared)
+    function = function or term.function
+    assert function is not None
+    return FunctionReward(function, term.weight, arguments=term.arguments, field=key("function"), then=then, **shared)
+
+
+def find_function(field: str, path: str, functions: Functions) -> str | Callable[..., Any]:
+    """The function of a recipe's field if it was passed as an object, else its name.
+
+    Raises SurefootError if the name stands for an object that was not passed and that nothing can import.
+    """
+    if field in functions:
+        return functions[field]
+    if not is_importable(path):
+        raise passed_again(field, path)
+    return path
 
 
 def parts_of(reward: Reward) -> tuple[Reward, ...]:

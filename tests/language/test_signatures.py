@@ -1,0 +1,290 @@
+"""Reward functions with the signatures of TRL and verifiers, asynchronous ones, and functions passed as Python objects."""
+
+import asyncio
+import functools
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import surefoot
+from surefoot.errors import SurefootError
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.tokens import Dialogue
+from surefoot.language.rewards.signatures import signature_of
+from surefoot.language.rewards.terms import FunctionReward, WeightedSum
+from surefoot.recipes.callables import is_importable, object_path, take_functions
+from surefoot.recipes.import_object import import_object
+
+PROMPTS = ["one: ", "two: ", "three: "]
+RESPONSES = ["a", "bb", "ccc"]
+COLUMNS = {"answer": ["a", "b", "ccc"], "level": [1, 2, 3]}
+CHAT = [Dialogue([{"role": "user", "content": prompt}], {}) for prompt in PROMPTS]
+
+
+def score(function: Any, prompts: Any = PROMPTS, columns: Any = COLUMNS, **options: Any) -> list[float]:
+    return FunctionReward(function, **options)(prompts, RESPONSES, columns).total.tolist()
+
+
+def error(function: Any, **options: Any) -> str:
+    with pytest.raises(SurefootError) as raised:
+        score(function, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+# ---- TRL --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_of_trl_gets_lists_and_columns_by_name() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(completions, answer, **kwargs):  # type: ignore[no-untyped-def]
+        seen.update(kwargs)
+        return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+    assert score(reward) == [1, 0, 1]
+    assert seen == {"prompts": PROMPTS, "level": [1, 2, 3]}
+
+
+def test_a_function_of_trl_gets_completions_as_messages_where_prompts_are_messages() -> None:
+    def reward(prompts, completions):  # type: ignore[no-untyped-def]
+        assert prompts[0] == [{"role": "user", "content": "one: "}]
+        assert [list(one) for one in completions[0]] == [["role", "content"]]
+        assert {one[0]["role"] for one in completions} == {"assistant"}
+        return [len(one[0]["content"]) for one in completions]
+
+    assert score(reward, CHAT) == [1, 2, 3]
+
+
+def test_none_of_trl_adds_nothing_because_the_function_does_not_apply_to_the_row() -> None:
+    def easy(completions, level):  # type: ignore[no-untyped-def]
+        return [1.0 if one < 3 else None for one in level]
+
+    async def hard(completions, level):  # type: ignore[no-untyped-def]
+        return [None if one < 3 else 5.0 for one in level]
+
+    scores = WeightedSum([FunctionReward(easy), FunctionReward(hard)])(PROMPTS, RESPONSES, COLUMNS)
+    assert scores.total.tolist() == [1, 1, 5]
+    assert scores.valid.all()
+
+
+def test_what_only_trls_trainer_has_is_missed_in_one_line() -> None:
+    text = error(lambda completion_ids, completions: [0.0] * 3)
+    assert "requires 'completion_ids'; available: answer, completions, level, prompts" in text
+    assert score(lambda completions, trainer_state=None: [trainer_state is None] * 3) == [1, 1, 1]
+
+
+# ---- verifiers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_function_of_verifiers_is_called_for_each_row(asynchronous: bool) -> None:
+    def rubric(prompt, completion, answer, state, info, task):  # type: ignore[no-untyped-def]
+        assert (state["prompt"], state["completion"], state["answer"]) == (prompt, completion, answer)
+        assert state["input"]["level"] in (1, 2, 3)
+        assert (info, task) == ({}, "")
+        return float(completion == answer)
+
+    async def later(completion, answer):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(0)
+        return float(completion == answer)
+
+    assert score(later if asynchronous else rubric) == [1, 0, 1]
+
+
+def test_a_function_of_verifiers_gets_messages_and_every_row_only_its_own() -> None:
+    def rubric(completion, level, **kwargs):  # type: ignore[no-untyped-def]
+        assert "answer" in kwargs
+        return len(completion[-1]["content"]) * level
+
+    assert score(rubric, CHAT) == [1, 4, 9]
+    assert score(lambda state: len(state["completion"])) == [1, 2, 3]
+    assert score(lambda completion, level, times: times * level, arguments={"times": 2}) == [2, 4, 6]
+
+
+def test_a_function_of_verifiers_needs_the_columns_that_it_requires() -> None:
+    text = error(lambda completion, answer: 0.0, columns={})
+    assert "requires 'answer'; available: completion, info, prompt, state, task" in text
+
+
+def test_rows_of_an_asynchronous_function_run_together() -> None:
+    barrier = []
+
+    async def all_at_once(completion):  # type: ignore[no-untyped-def]
+        barrier.append(completion)
+        while len(barrier) < 3:
+            await asyncio.sleep(0)
+        return 1.0
+
+    assert score(all_at_once, deadline=10) == [1, 1, 1]
+
+
+# ---- ambiguity, async, arrays -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "style"),
+    [
+        (lambda responses, completions=None: 0, "surefoot"),
+        (lambda prompts, answer: 0, "surefoot"),
+        (lambda **everything: 0, "surefoot"),
+        (lambda completions, **columns: 0, "trl"),
+        (functools.partial(lambda completions, scale: 0, scale=2), "trl"),
+        (lambda completion, **columns: 0, "verifiers"),
+        (lambda state: 0, "verifiers"),
+        (len, "surefoot"),
+    ],
+)
+def test_the_names_of_parameters_decide_the_style(function: Any, style: str) -> None:
+    if function is len:
+        with pytest.raises(ValueError, match="by position only"):
+            signature_of(function)
+    else:
+        assert signature_of(function).style == style
+
+
+def test_an_ambiguous_signature_is_one_line() -> None:
+    assert "takes completions, as in TRL, and completion, as in verifiers; take one" in error(lambda completion, completions: 0)
+    assert "takes state and ** without responses, completions or completion" in error(lambda state, **others: 0)
+
+
+def test_a_column_with_the_name_of_an_argument_is_one_line() -> None:
+    text = error(lambda completions: [0.0] * 3, columns={"completions": [1, 2, 3]})
+    assert "the rows have a column 'completions', which is the name of another argument; rename the column" in text
+
+
+def test_an_asynchronous_function_of_any_signature_is_awaited_also_in_a_running_loop() -> None:
+    class Judge:
+        async def __call__(self, responses: list[str]) -> list[float]:
+            await asyncio.sleep(0)
+            return [float(len(response)) for response in responses]
+
+    async def notebook() -> list[float]:
+        return score(Judge())
+
+    assert score(Judge()) == asyncio.run(notebook()) == [1, 2, 3]
+
+
+def test_an_asynchronous_function_keeps_its_loop_between_calls() -> None:
+    loops = []
+
+    async def reward(completions):  # type: ignore[no-untyped-def]
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(completions)
+
+    score(reward), score(reward)
+    assert loops[0] is loops[1]
+    assert threading.current_thread() is threading.main_thread()
+
+
+def test_an_asynchronous_function_that_fails_or_hangs_is_one_line() -> None:
+    async def fails(completion):  # type: ignore[no-untyped-def]
+        raise RuntimeError("no network")
+
+    async def exits(completions):  # type: ignore[no-untyped-def]
+        raise SystemExit(3)
+
+    async def hangs(completion):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(60)
+
+    assert re.search(r"raised RuntimeError: no network \(test_signatures\.py:\d+\); fix the function", error(fails))
+    assert "raised RuntimeError: SystemExit: 3" in error(exits)
+    assert "took longer than reward.deadline=0.2 s for 3 responses" in error(hangs, deadline=0.2)
+    assert score(lambda completion: 1.0) == [1, 1, 1], "the loop still runs"
+
+
+@pytest.mark.parametrize("array", [np.array([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])])
+def test_a_column_of_numbers_is_as_good_as_a_list(array: Any) -> None:
+    assert score(lambda responses: array) == [1, 2, 3]
+    assert score(lambda completions: array) == [1, 2, 3]
+    assert "instead" in error(lambda responses: array.T) or "returned 1 numbers for 3" in error(lambda responses: array.T)
+
+
+# ---- Python objects ---------------------------------------------------------------------------------------------------------
+
+
+def lengths(responses: list[str]) -> list[float]:
+    return [-float(len(response)) for response in responses]
+
+
+class Reward:
+    def __call__(self, responses: list[str]) -> list[float]:
+        return [0.0] * len(responses)
+
+
+def test_a_name_is_importable_only_if_it_stands_for_the_same_object() -> None:
+    assert is_importable(object_path(lengths))
+    assert import_object("reward", object_path(lengths)) is lengths
+    for thing in (Reward(), lambda responses: [], functools.partial(lengths)):
+        assert not is_importable(object_path(thing)), object_path(thing)
+
+
+def test_functions_are_taken_out_of_every_form_of_a_reward() -> None:
+    path = object_path(lengths)
+    for given in (lengths, [lengths], {"terms": lengths}, {"terms": [{"function": lengths}]}):
+        assert take_functions(given) == ({"terms": [{"function": path}]}, {"reward.terms[0].function": lengths})
+    mixed, functions = take_functions([{"model": "runs/reward"}, {"function": lengths, "weight": 2.0}])
+    assert mixed == {"terms": [{"model": "runs/reward"}, {"function": path, "weight": 2.0}]}
+    assert functions == {"reward.terms[1].function": lengths}
+    assert take_functions({"gold": lengths})[1] == {"reward.gold": lengths}
+    assert take_functions("file.py:f") == ("file.py:f", {})
+
+
+def fields(folder: Path, tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    table: dict[str, Any] = {
+        "model": str(folder),
+        "steps": 8,
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 16},
+    }
+    table |= {"sampling": {"prompts": 4, "max_tokens": 4}, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}}
+    table["checkpoint"] = {"every": 4}
+    table["display"] = False
+    return table | changes
+
+
+def rewards(run: Path) -> list[float]:
+    return [json.loads(line)["reward"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_on_a_function_and_resumes_only_with_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    calls = []
+
+    def local(completions):  # type: ignore[no-untyped-def]
+        calls.append(len(completions))
+        return [-float(len(text)) for text in completions]
+
+    given = fields(folders["llama"], tmp_path, reward=local)
+    surefoot.train("language", run_dir=tmp_path / "whole", **given)
+    surefoot.train("language", run_dir=tmp_path / "cut", callback=lambda metrics: True, **given)
+    assert len(rewards(tmp_path / "cut")) < len(rewards(tmp_path / "whole"))
+    with pytest.raises(
+        SurefootError, match=r"reward\.terms\[0\]\.function=.*local.*: was passed as a Python object.*resume\(run"
+    ):
+        surefoot.resume(tmp_path / "cut")
+    with pytest.raises(
+        SurefootError, match=r"the run has reward\.terms\[0\]\.function=.*local.*pass the functions that it began"
+    ):
+        surefoot.resume(tmp_path / "cut", reward=lengths)
+    surefoot.resume(tmp_path / "cut", reward=local, display=False)
+    assert rewards(tmp_path / "cut") == rewards(tmp_path / "whole")
+    assert set(calls) == {4}
+
+
+def test_a_run_on_a_function_of_a_module_resumes_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    given = fields(
+        folders["llama"],
+        tmp_path,
+        reward={"terms": [{"function": lengths, "weight": 0.5}], "gold": lambda responses: lengths(responses)},
+    )
+    model = surefoot.train("language", run_dir=tmp_path / "run", callback=lambda metrics: True, **given)
+    assert "lengths" in (tmp_path / "run" / "config.toml").read_text()
+    with pytest.raises(SurefootError, match=r"reward\.gold=.*: was passed as a Python object"):
+        surefoot.resume(tmp_path / "run")
+    assert surefoot.evaluate(model, data=str(tmp_path / "rows.jsonl"), rows=2)["held_out_gold"] is not None
