@@ -75,7 +75,7 @@ class Writer:
             return {field.name: self.text(hints[field.name]) for field in dataclasses.fields(section)}
         fields = {name: self.text(field.annotation) for name, field in section.model_fields.items()}
         for name in OBJECTS.get(section.__name__, ()):
-            fields[name] += f" | {self.abstract(Callable)}[..., Any]"
+            fields[name] = f"{self.abstract(Callable)}[..., Any] | {fields[name]}"
         if "reward" in fields:  # also the terms alone
             fields["reward"] += f" | {FUNCTION} | Sequence[RewardTermTable | RewardTerm | {FUNCTION}]"
         return fields

@@ -307,7 +307,7 @@ class RewardTermTable(TypedDict, total=False):
 
     model: str | None
     label: str | None
-    function: str | None | Callable[..., Any]
+    function: Callable[..., Any] | str | None
     url: str | None
     weight: float
     per: Literal["response", "token", "step"] | None
@@ -327,7 +327,7 @@ class RewardSettingsTable(TypedDict, total=False):
     overlong: float | None
     deadline: float
     tolerated: float
-    gold: str | None | Callable[..., Any]
+    gold: Callable[..., Any] | str | None
 
 
 class ReferenceSettingsTable(TypedDict, total=False):
