@@ -15,6 +15,7 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import right_padded
+from surefoot.language.memory.check import known_workload
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, load_reward_model, new_reward_model, write_head
 from surefoot.language.online.world import LanguageWorld
@@ -321,6 +322,17 @@ def test_a_critic_starts_only_from_a_decoder_with_the_policys_tokens(
         online(folders["llama"], rows, reward=reward, critic={"label": "x"})
     with pytest.raises(SurefootError, match=r"reward\.terms\[0\]\.label='x': is for a model; unset it"):
         online(folders["llama"], rows, reward={"terms": [{"function": "a:b", "label": "x"}]})
+
+
+def test_memory_is_still_checked_beside_a_classifier_that_cant_be_counted(
+    folders: dict[str, Path], rows: Path, tmp_path: Path
+) -> None:
+    reward = {"terms": [{"model": str(encoder(tmp_path / "sentiment")), "label": "POSITIVE"}]}
+    workload = known_workload(online(folders["llama"], rows, reward=reward))
+    assert workload is not None
+    assert workload.rewards == ()
+    decoder = {"terms": [{"model": str(classifier(tmp_path / "public", {0: "LABEL_0"}))}]}
+    assert len(known_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1  # type: ignore[union-attr]
 
 
 def test_best_of_n_chooses_by_a_public_model(

@@ -207,7 +207,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         value="none" if not critic else "own" if recipe.critic.own_model else "head",
         critic=None if start is None or recipe.adapter is not None else config(start),
         reference=reference,
-        rewards=tuple(config(name) for name in names if name not in adapters),
+        rewards=tuple(found for name in names if name not in adapters and _is_decoder(found := config(name))),
         reward_adapters=tuple(adapters[name] for name in names if name in adapters),
         temperature=recipe.sampling.temperature,
         rows=recipe.responses // (reuse.minibatches if reuse else 1),
@@ -218,6 +218,13 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         response=1,
         max_tokens=recipe.max_response_tokens,
     )
+
+
+def _is_decoder(config: Any) -> bool:
+    """Whether a pass of the model can be counted; encoders can't, so a reward by one is left out of the estimate."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    return config.model_type in KNOWN
 
 
 def _reward_adapter(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
