@@ -379,13 +379,22 @@ def command_part(name: str, command: click.Command) -> str:
     own = [option for option in options if not is_recipe_flag(option)]
     recipe = [option for option in options if is_recipe_flag(option)]
     usage = " ".join(["surefoot", name, *(str(argument.name).upper() for argument in arguments), "[OPTIONS]"])
-    parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", escaped(command.help or "")]
+    parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", *help_parts(command.help or "")]
     if own:
         parts.append(table(("option", "meaning"), map(option_row, own)))
     if recipe:
         parts.append("Also a flag for every field of the [recipe](recipe.md). Values are parsed as TOML.")
         parts.append(table(("option", "meaning"), map(option_row, recipe)))
     return "\n\n".join(parts)
+
+
+def help_parts(text: str) -> Iterator[str]:
+    """The paragraphs of a command's help; those that click prints as they are, after ``\\b``, are examples."""
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("\b\n"):
+            yield f"```text\n{paragraph.removeprefix(chr(8)).strip()}\n```"
+        else:
+            yield escaped(paragraph)
 
 
 def is_recipe_flag(option: click.Option) -> bool:

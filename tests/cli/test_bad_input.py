@@ -34,7 +34,7 @@ CASES = [
     (["train", "cartpol"], ["did you mean 'cartpole'?"]),
     (["train", ""], ["'': no recipe, .toml file or environment id of that name (see: surefoot list)"]),
     (["train", "CartPole-v1", "--algorithm", "PPO_CLOP"], ["algorithm='PPO_CLOP'", "did you mean 'PPO_CLIP'?"]),
-    (["train", "CartPole-v1", "--algorithm", "ppo"], ["algorithm='ppo'", "did you mean 'PPO_CLIP'?"]),
+    (["train", "CartPole-v1", "--algorithm", "ppo-clap"], ["algorithm='ppo-clap'", "did you mean 'PPO_CLIP'?"]),
     (["train", "CartPole-v1", "--objective.gae-lamda", "0.9"], ["--objective.gae-lamda", "--objective.gae-lambda"]),
     (["train", "CartPole-v1", "--objective.gae-lambda", "two"], ["objective.gae_lambda='two'", "number"]),
     (["train", "CartPole-v1", "--objective.gae-lambda", "2"], ["objective.gae_lambda=2", "must lie in [0, 1]"]),

@@ -11,7 +11,7 @@ from surefoot.diagnostics.findings import out_of_range
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines
-from surefoot.runs.metrics import METRICS
+from surefoot.runs.metrics import METRICS, SHOWN
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 HEALTHY = {"episode_return": 20.0, "episode_length": 20.0, "steps_per_second": 1000.0, "policy_loss": -0.01, "value_loss": 1.0}
@@ -65,9 +65,19 @@ def test_lines_are_plain_and_few(capsys):
         lines.show(LearnerState(total_steps=1000, steps=steps), {**HEALTHY, "explained_variance": None})
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "title"
-    assert len(out) == 3, "the first and the last iteration"
+    assert [line[:10] for line in out if not line.startswith("    ")] == ["title", "step 100/1", "step 1,000"], "first and last"
     assert "\x1b" not in "".join(out)
-    assert "step 1,000/1,000" in out[-1]
+
+
+def test_no_plain_line_is_longer_than_120_columns(capsys):
+    lines = Lines(f"title of {'many words ' * 30}\nand a second line")
+    lines.message("  ! kl: " + "the policy moves far per batch " * 9)
+    lines.samples(64, [{"prompt": "p" * 300, "response": "r" * 300, "reward": 1.0, "gold": -1.0}])
+    lines.show(LearnerState(total_steps=1000, steps=1000), {**HEALTHY, "clip_active": 0.9})
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 120
+    assert " ".join(out.split()).count("moves far per batch") == 9, "lines are wrapped, not cut"
+    assert all(label in out for label, _ in (SHOWN[name] for name in HEALTHY if name in SHOWN))
 
 
 def names(metrics):

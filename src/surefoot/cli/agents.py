@@ -8,6 +8,7 @@ import click
 from surefoot.cli.options import (
     COUNT,
     PATH,
+    RUN,
     FiniteFloat,
     checkpoint_option,
     json_option,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("run", type=RUN)
 @click.option("--episodes", type=COUNT, default=20, show_default=True, help="Agents: greedy episodes.")
 @seed_option(0, "Seed of the episodes or the responses.")
 @task_option
@@ -93,7 +94,7 @@ def attempts_from(samples: int | None, k: str | None, threshold: float | None, a
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("run", type=RUN)
 @click.option("--episodes", type=COUNT, default=1, show_default=True, help="Greedy episodes.")
 @seed_option(0, "Seed of the episodes, as in surefoot evaluate.")
 @click.option("--out", type=PATH, help="MP4 file. [default: RUN/videos/TASK-STEP-seedSEED.mp4]")
@@ -138,7 +139,7 @@ def watch(
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("run", type=RUN)
 @click.option("--format", type=click.Choice(["onnx", "torch"]), metavar="onnx|torch", default="onnx", show_default=True)
 @click.option("--out", type=PATH, help="File to write. [default: RUN/exports/TASK-STEP.onnx or .pt2]")
 @checkpoint_option

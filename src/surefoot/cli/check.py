@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from surefoot.cli.options import COUNT, IntRange, json_option
+from surefoot.cli.options import COUNT, IntRange, complete_run, complete_task, json_option, run_named
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("what", required=False, metavar="[RECIPE|RUN]")
+@click.argument("what", required=False, metavar="[RECIPE|RUN]", shell_complete=complete_task)
 @json_option
 @click.pass_context
 def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
@@ -31,6 +31,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     from surefoot.recipes.presets import find_recipe, presets
     from surefoot.terminal import visible
 
+    what = what if what is None or what in presets() else run_named(what)
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(check_run(Path(what), as_json))
     from surefoot.diagnostics import any_failed
@@ -76,7 +77,7 @@ def check_run(folder: Path, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=complete_run)
 @click.option("--kind", type=click.Choice(["language", "sft", "reward", "dpo"]), default="language", show_default=True)
 @click.option(
     "--critic",

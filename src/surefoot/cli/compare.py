@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.cli.options import COUNT, PATH, IntRange, changes_from, json_option, recipe_flags
+from surefoot.cli.help import RecipeCommand
+from surefoot.cli.options import COUNT, PATH, RUN, IntRange, changes_from, complete_task, json_option, recipe_flags
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import LADDER, MAX_COUNT
 from surefoot.errors import SurefootError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=PATH, metavar="RUN RUN...")
+@click.argument("runs", nargs=-1, required=True, type=RUN, metavar="RUN RUN...")
 @json_option
 def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     """Compare the settings and results of runs.
@@ -40,7 +41,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=PATH, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, type=RUN, metavar="RUN...")
 @click.option("--out", type=PATH, help="HTML file to write. [default: RUN/report.html; report.html for several runs]")
 @click.option("--figures", type=click.Choice(["svg", "png"]), help="Also write the curves as files, next to the page.")
 def report(runs: tuple[Path, ...], out: Path | None, figures: str | None) -> None:
@@ -90,8 +91,8 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "changes": changes_from(options)}
 
 
-@click.command()
-@click.argument("task")
+@click.command(cls=RecipeCommand)
+@click.argument("task", shell_complete=complete_task)
 @click.option("--rung", "rungs", type=IntRange(0, len(LADDER) - 1), multiple=True, help="Only this rung; repeatable.")
 @click.option(
     "--batches",
@@ -117,8 +118,8 @@ def ladder(
     show_report(run_ladder(task, rungs=rungs, batches=batches, stderr=as_json, **settings_from(options)), as_json)
 
 
-@click.command(name="compare-algorithms")
-@click.argument("task")
+@click.command(name="compare-algorithms", cls=RecipeCommand)
+@click.argument("task", shell_complete=complete_task)
 @click.option("--algorithms", required=True, metavar="A,B,C", help="Names, separated by commas (surefoot list).")
 @comparison_options
 def compare_algorithms(

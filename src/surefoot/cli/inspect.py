@@ -10,13 +10,13 @@ from pathlib import Path
 
 import click
 
-from surefoot.cli.options import PATH, IntRange
+from surefoot.cli.options import PATH, RUN, IntRange
 from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, missing_extra
 
 
 @click.command()
-@click.argument("runs", nargs=-1, type=PATH, metavar="[RUN]...")
+@click.argument("runs", nargs=-1, type=RUN, metavar="[RUN]...")
 @click.option("--clip-table", is_flag=True, help="Write the clip table as one HTML file, with samples of the runs.")
 @click.option("--out", type=PATH, help="File of the clip table. [default: clip-table.html]")
 @click.option("--port", type=IntRange(0, 65535), default=0, help="Port of the inspector. [default: any free port]")

@@ -12,14 +12,17 @@ import click
 from surefoot.cli.options import (
     COUNT,
     PATH,
+    RUN,
     FiniteFloat,
     Group,
     IntRange,
     check_rows_file,
     check_stop_texts,
+    complete_run,
     device_option,
     greedy_option,
     json_option,
+    run_named,
     seed_option,
     stop_option,
     temperature_option,
@@ -44,13 +47,13 @@ def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel"
     from surefoot.language.models.language_model import load_language_model
 
     check_device(device)
-    language_model = load_language_model(model, trust_remote_code)
+    language_model = load_language_model(run_named(model), trust_remote_code)
     language_model.model.to(device)  # type: ignore[arg-type]
     return language_model
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=complete_run)
 @click.option("--prompt", "prompts", multiple=True, help="Prompt; repeatable.")
 @click.option("--file", type=PATH, help="Prompts from a JSONL or Parquet file, or a datasets folder.")
 @click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
@@ -84,7 +87,7 @@ def generate(
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
     from surefoot.language.data.tokens import prompt_text
 
-    language_model = load_language_model(model, trust_remote_code)
+    language_model = load_language_model(run_named(model), trust_remote_code)
     inputs = list(prompts) if file is None else prompts_in(file, language_model, max_tokens)
     responses = language_model.generate(inputs, samples=samples, max_tokens=max_tokens, **sampling)
     for number, response in enumerate(responses):
@@ -115,7 +118,7 @@ def prompts_in(file: Path, language_model: "LanguageModel", max_tokens: int) -> 
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=complete_run)
 @click.option("--max-tokens", type=COUNT, default=256, show_default=True, help="Longest answer in tokens, with EOS.")
 @temperature_option
 @greedy_option
@@ -190,7 +193,7 @@ def show(piece: str) -> None:
 
 
 @click.command(name="best-of-n")
-@click.argument("model")
+@click.argument("model", shell_complete=complete_run)
 @click.option("--prompts", type=PATH, required=True, help="JSONL or Parquet file, or a datasets folder.")
 @click.option("--samples", type=COUNT, required=True, help="n, responses to each prompt.")
 @click.option(
@@ -252,7 +255,7 @@ def best_of_n(
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("run", type=RUN)
 @click.option("--out", type=PATH, required=True, help="Folder to write; a model in it is replaced.")
 @trust_option
 def merge(run: Path, out: Path, trust_remote_code: bool) -> None:
@@ -325,7 +328,7 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
         raise SurefootError(f"--arguments {arguments}: must be a table, such as {{ tolerance = 0.1 }}")
     reward = FunctionReward(function, arguments=table, field="--function", then=REPEAT)
     check_stop_texts(sampling["stop"])
-    result = measure_accuracy(load_language_model(model, trust_remote_code), file, reward, **sampling)
+    result = measure_accuracy(load_language_model(run_named(model), trust_remote_code), file, reward, **sampling)
     for line in result.lines():
         echo(line)
 

@@ -5,14 +5,16 @@ as its value.
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
-from surefoot.core.algorithms import MAX_COUNT
+from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
 from surefoot.files import parse_value
@@ -21,6 +23,12 @@ BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """words after a boolean option that are its value"""
 TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 """recipe fields whose types need no explanation"""
+
+
+ALIASES = {"optimizer.learning_rate": ("--lr", "--learning-rate"), "objective.gamma": ("--gamma",)}
+"""more flags of fields that people look for under shorter names"""
+RUNS = Path("runs")
+"""the folder of runs that are named without a folder"""
 
 
 class BooleanOption(click.Option):
@@ -32,7 +40,15 @@ class Group(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, words = super().resolve_command(ctx, args)
-        return name, command, words if command is None else with_boolean_values(command, words)
+        if command is None or ctx.resilient_parsing:  # a line that is being completed may end in an option without its value
+            return name, command, words
+        return name, command, with_boolean_values(command, words)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands with their whole summaries; click would end them at the width of the terminal."""
+        commands = [(name, command) for name in self.list_commands(ctx) if (command := self.get_command(ctx, name))]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=1_000)) for name, command in commands])
 
 
 def with_boolean_values(command: click.Command, words: Sequence[str]) -> list[str]:
@@ -93,8 +109,62 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
         boolean = field.type == BOOLEAN
         help_text = field.meaning if boolean or name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
         form: dict[str, Any] = {"cls": BooleanOption, "metavar": "[true|false]"} if boolean else {"metavar": "VALUE"}
-        command = click.option(flag, name.replace(".", "__"), help=help_text, **form)(command)
+        form["shell_complete"] = Choices(BOOLEAN if boolean else field.type, name)
+        command = click.option(flag, *ALIASES.get(name, ()), name.replace(".", "__"), help=help_text, **form)(command)
     return command
+
+
+class Choices:
+    """Completes the value of a field: its choices, or the names of algorithms."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __call__(self, ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
+        if self.name == "algorithm":
+            return starting_with(incomplete, (*ALGORITHMS, "custom"))
+        words = self.kind.split(" | ")
+        return starting_with(incomplete, words) if all(re.fullmatch(r"\w+", word) for word in words) and words[1:] else []
+
+
+def starting_with(incomplete: str, names: Iterable[str]) -> list[str]:
+    """The names that complete a word, in any case of letters."""
+    return [name for name in names if name.lower().startswith(incomplete.lower())]
+
+
+def complete_task(ctx: click.Context, argument: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete WHAT: presets, environment ids of Gymnasium, and files."""
+    import gymnasium
+
+    from surefoot.recipes.presets import presets
+
+    names = starting_with(incomplete, (*presets(), *sorted(gymnasium.registry)))
+    return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+def run_named(text: str) -> str:
+    """The folder of a run that is named without one, ``runs/NAME``, unless there is a file or folder of that name here."""
+    named = RUNS / text
+    alone = Path(text).name == text and not text.startswith(".")
+    return str(named) if alone and not Path(text).exists() and named.is_dir() else text
+
+
+class RunPath(click.Path):
+    """The folder of a run, or its name alone if it is in runs/."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        return super().convert(run_named(value) if isinstance(value, str) else value, param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete the names of the runs in runs/, and folders."""
+        return complete_run(ctx, param, incomplete)
+
+
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the names of the runs in runs/, and folders."""
+    runs = sorted(path.parent.name for path in RUNS.glob("*/config.toml"))
+    return [*map(CompletionItem, starting_with(incomplete, runs)), CompletionItem(incomplete, type="dir")]
 
 
 def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +206,7 @@ def check_stop_texts(stop: Iterable[str]) -> None:
 
 COUNT = IntRange(1, MAX_COUNT)
 PATH = click.Path(path_type=Path)
+RUN = RunPath(path_type=Path)
 POSITIVE = FiniteFloat(min=0, min_open=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -5,7 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.cli.options import COUNT, PATH, FiniteFloat, IntRange, changes_from, json_option, quiet_option, recipe_flags
+from surefoot.cli.help import RecipeCommand
+from surefoot.cli.options import (
+    COUNT,
+    PATH,
+    RUN,
+    FiniteFloat,
+    IntRange,
+    changes_from,
+    complete_task,
+    json_option,
+    quiet_option,
+    recipe_flags,
+)
 from surefoot.cli.output import display_for, echo, echo_json, echo_result, result_line
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
@@ -19,8 +31,8 @@ if TYPE_CHECKING:
     from surefoot.runs.display import Display
 
 
-@click.command()
-@click.argument("what")
+@click.command(cls=RecipeCommand)
+@click.argument("what", shell_complete=complete_task)
 @click.option("--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …")
 @click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder that contains it.")
 @click.option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
@@ -43,6 +55,11 @@ def train(
     """Train WHAT: a preset, .toml file or environment id.
 
     "surefoot list" shows the presets. Every field of the recipe is a flag; values are parsed as TOML.
+
+    \b
+    surefoot train CartPole-v1 --steps 50_000
+    surefoot train HalfCheetah-v5 --steps 100_000 --lr 1e-3
+    surefoot train language --model MODEL --data.train prompts.jsonl --reward.terms file.py:function
     """
     changes = changes_from(flags)
     if checkpoint_every is not None:
@@ -105,7 +122,7 @@ def spread(scores: list[float | None]) -> str:
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("run", type=RUN)
 @click.option("--steps", type=COUNT, help="Extend the run to this many steps in all.")
 @click.option("--allow-changes", is_flag=True, help="Accept changes to config.toml since the checkpoint.")
 @quiet_option

@@ -20,7 +20,7 @@ from surefoot.compare.plots import draw_comparison
 from surefoot.compare.report import Report, interval_note, score_table, seeds_text, shared_settings, write_report
 from surefoot.compare.runs import flatten
 from surefoot.compare.statistics import COUNT, Results, average, markdown_table
-from surefoot.core.algorithms import ALGORITHMS, Objective, switches_that_are_on
+from surefoot.core.algorithms import ALGORITHMS, Objective, algorithm_named, switches_that_are_on
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import find_recipe
@@ -76,6 +76,7 @@ def recipes_for(task: str, algorithms: Sequence[str], changes: Mapping[str, Any]
 
     Raises SurefootError for an unknown or repeated name, and for a change to a switch that is off in all algorithms.
     """
+    algorithms = [algorithm_named(name) for name in algorithms]
     for name in algorithms:
         if name not in ALGORITHMS:
             raise unknown_algorithm("algorithms", name)

@@ -301,6 +301,15 @@ ALGORITHMS: dict[str, Objective] = {
 }
 
 
+def algorithm_named(name: str) -> str:
+    """The name in ``ALGORITHMS`` that a user's spelling stands for, such as ``ppo_clip``, ``ppo-clip`` or ``PPO``; other names
+    are returned as they are.
+    """
+    spelled = name.upper().replace("-", "_")
+    spelled = "PPO_CLIP" if spelled == "PPO" else spelled
+    return spelled if spelled in ALGORITHMS else name
+
+
 def algorithm_name(objective: Objective) -> str | None:
     """The name of an objective in ``ALGORITHMS``; None if it isn't there."""
     return next((name for name, value in ALGORITHMS.items() if value == objective), None)

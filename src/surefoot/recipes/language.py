@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -167,6 +168,13 @@ class RewardTerm(Section):
     """retries of a request, at growing intervals, while a server is down or busy"""
 
 
+def term_from_text(text: str) -> dict[str, str]:
+    """The table of a term that is a text: the URL of a server; with a colon, and no such folder, a function; else a model."""
+    if text.startswith(("http://", "https://")):
+        return {"url": text}
+    return {"function": text} if ":" in text and not Path(text).expanduser().exists() else {"model": text}
+
+
 def term_error(term: Any) -> str:
     """The error in a reward term, to append to the name of its place: ``.weight=nan: …`` or ``: …``; "" if it is valid."""
     kinds = [name for name in ("model", "function", "url") if getattr(term, name) is not None]
@@ -198,7 +206,8 @@ class RewardSettings(Section):
     """The reward of a response: at its last token, or at each of its steps or tokens."""
 
     terms: tuple[RewardTerm, ...] = ()
-    """terms of the reward, added up; may be empty if the environment rewards turns"""
+    """terms of the reward, added up; may be empty if the environment rewards turns. A text, such as file.py:function, is a term
+    with only a function, a model or a URL"""
     missing_eos: Literal["penalty", "subtract", "bootstrap"] | None = "penalty"
     """for a response truncated by a length limit, or a conversation that did not end. penalty: it earns missing_eos_value
     (for its last turn) instead; subtract: it loses that much; bootstrap: V stands for the rest; none: scored like any other"""
@@ -213,6 +222,13 @@ class RewardSettings(Section):
     """share of a batch that may get no finite reward, or whose environments may fail; these responses are masked"""
     gold: str | None = None
     """module:function or file.py:function with the true reward, if there is one; measured, never trained on"""
+
+    @pydantic.field_validator("terms", mode="before")
+    @classmethod
+    def _from_texts(cls, terms: Any) -> Any:
+        """Terms that are texts, alone or in a list, as tables."""
+        terms = [terms] if isinstance(terms, str) else terms
+        return [term_from_text(x) if isinstance(x, str) else x for x in terms] if isinstance(terms, (list, tuple)) else terms
 
 
 def reward_functions(recipe: Recipe) -> dict[str, str | None]:

@@ -8,7 +8,15 @@ from typing import Any
 import pydantic
 import tomli_w
 
-from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT, TRUST_REGIONS, Objective, switches_between, switches_that_are_on
+from surefoot.core.algorithms import (
+    ALGORITHMS,
+    MAX_COUNT,
+    TRUST_REGIONS,
+    Objective,
+    algorithm_named,
+    switches_between,
+    switches_that_are_on,
+)
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
@@ -84,6 +92,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     if not isinstance(kind, str) or kind not in KINDS:
         raise SurefootError(f"kind={kind!r}: unknown{did_you_mean(str(kind), KINDS)} (known: {', '.join(KINDS)})")
     name = table.get("algorithm", KINDS[kind].default_algorithm)
+    name = algorithm_named(name) if isinstance(name, str) else name
     if not isinstance(name, str) or (name != "custom" and name not in ALGORITHMS):
         raise unknown_algorithm("algorithm", name)
     changes = table.get("objective", {})
@@ -105,8 +114,8 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
 
 
 def unknown_algorithm(field: str, name: object) -> SurefootError:
-    """The error for an unknown algorithm; for "PPO" it suggests the one with the clip."""
-    suggestion = did_you_mean("PPO_CLIP" if str(name).upper() == "PPO" else str(name), ALGORITHMS)
+    """The error for an unknown algorithm."""
+    suggestion = did_you_mean(str(name), ALGORITHMS)
     return SurefootError(f"{field}={name!r}: unknown{suggestion} (known: {', '.join(ALGORITHMS)})")
 
 
@@ -330,6 +339,8 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     """
     table, changes = without_tuned_for(text_to_none(dict(table))), as_tables(text_to_none(dict(changes)))
     current = _fitting_name(str(table.get("algorithm", "PPO_CLIP")), table)
+    if isinstance(changes.get("algorithm"), str):
+        changes["algorithm"] = algorithm_named(changes["algorithm"])
     wanted = changes.get("algorithm")
     if wanted is not None and wanted != current:
         table = for_algorithm(table, current, wanted)

@@ -7,6 +7,7 @@ import io
 import sys
 import time
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -30,6 +31,9 @@ SCORES = ("reward", "gold")
 ARROW = " → "
 CELL = '<pre style="line-height: normal">{code}</pre>'
 """the HTML of a table in a notebook"""
+LOG_COLUMNS = 120
+"""most columns of a plain line"""
+WRAPPED: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
 METRIC_COLUMNS, SAMPLE_COLUMNS, SAMPLE_LINES = 72, 48, 4
 """columns of the metrics and least columns of the samples when side by side; most lines of a sample"""
 
@@ -70,12 +74,16 @@ class Quiet(Display):
 
 
 class Lines(Quiet):
-    """Prints a plain line every few seconds, and at the end."""
+    """Prints plain lines every few seconds, and at the end; none is longer than ``LOG_COLUMNS``, except single words."""
 
     def __init__(self, title: str, every: float = 5.0) -> None:
         self.title, self.every, self.last = title, every, -float("inf")
         self.clock = _Clock()
         self.new_samples: list[str] = []
+
+    def message(self, line: str) -> None:
+        for part in line.splitlines():
+            super().message("\n".join(wrap(part, LOG_COLUMNS, **WRAPPED)) if len(part) > LOG_COLUMNS else part)
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
         self.new_samples = [line_of(steps, sample) for sample in some(samples)]
@@ -90,7 +98,8 @@ class Lines(Quiet):
         self.last = now
         parts = [f"step {state.steps:,}/{state.total_steps:,}"]
         parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
-        self.message(f"{'  '.join(parts)}  left {self.clock.left(state)}")
+        for line in joined([*parts, f"left {self.clock.left(state)}"]):
+            self.message(line)
         for finding in out_of_range(metrics, state.steps):
             self.message(f"  ! {finding.name}: {finding.what}")
         for line in self.new_samples:
@@ -275,9 +284,21 @@ def some(samples: Sequence[Sample], count: int = FEW) -> list[Sample]:
     return [samples[i * len(samples) // count] for i in range(count)]
 
 
-def line_of(steps: int, sample: Sample, width: int = 160) -> str:
-    """A sample as plain text of one line; ``width`` is what prompt and response get."""
+def joined(parts: Sequence[str], width: int = LOG_COLUMNS) -> list[str]:
+    """The parts in as few lines as hold them, two spaces between them; the second and later lines are indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"    {part}")
+    return lines
+
+
+def line_of(steps: int, sample: Sample, columns: int = LOG_COLUMNS) -> str:
+    """A sample as plain text of one line."""
     scores = "  ".join(f"{name} {_number(sample[name])}" for name in SCORES if name in sample)
+    width = columns - len(f"  step {steps:,}  {scores}  ")
     text = visible(f"{_shortened(sample['prompt'], width // 3)}{ARROW}{sample['response'][:width]}")
     return f"  step {steps:,}  {scores}  {text if len(text) <= width else text[: width - 1] + '…'}"
 

@@ -8,7 +8,6 @@ tokenizer. A score is for the whole response, or for each of its steps or tokens
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import pydantic
@@ -38,7 +37,7 @@ from surefoot.language.rewards.scores import (
 from surefoot.language.rewards.signatures import signature_of
 from surefoot.recipes.callables import Functions, is_importable, passed_again, term_field
 from surefoot.recipes.import_object import import_object
-from surefoot.recipes.language import RewardTerm, term_error
+from surefoot.recipes.language import RewardTerm, term_error, term_from_text
 
 
 class FunctionReward:
@@ -321,9 +320,7 @@ def parse_term(text: str, flag: str = "--reward") -> RewardTerm:
     """One ``--reward`` as a term: a table as it is; else a function if there is a colon and no such folder."""
     value = parse_value(text)
     if not isinstance(value, dict):
-        if text.startswith(("http://", "https://")):
-            return RewardTerm(url=text)
-        return RewardTerm(function=text) if ":" in text and not Path(text).expanduser().exists() else RewardTerm(model=text)
+        return RewardTerm(**term_from_text(text))
     known = RewardTerm.model_fields
     for name in value:
         if name not in known:

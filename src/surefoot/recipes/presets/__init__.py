@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.algorithms import Objective, algorithm_name
+from surefoot.core.algorithms import Objective, algorithm_name, algorithm_named
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
@@ -119,6 +119,8 @@ def _layers(what: str, preset: str | None = None) -> tuple[str | None, dict[str,
         if ":" not in what:
             check_id(what, extra=tables)
         own, default = {"task": what}, _preset_for(what, tables)
+    if isinstance(own.get("algorithm"), str):
+        own = {**own, "algorithm": algorithm_named(own["algorithm"])}
     name = default if preset is None else _check_preset(preset, own, tables)
     below = {} if name is None else tables[name]
     if "algorithm" in own and own["algorithm"] != below.get("algorithm", own["algorithm"]):
