@@ -57,6 +57,7 @@ TITLES = {"kl": "KL divergence"}
 
 API: dict[str, dict[str, tuple[str, ...]]] = {
     "Functions": {"surefoot.runs.api": ("train", "resume", "load", "evaluate"), "surefoot.runs.traces": ("read_trace",)},
+    "Callbacks": {"surefoot.runs.callbacks": ("Callback", "Run")},
     "Agents, results and traces": {
         "surefoot.control.agent": ("Agent",),
         "surefoot.control.evaluate": ("EvaluationResult",),
@@ -83,6 +84,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
 METHODS = {
     "Agent": ("predict", "value", "save"),
     "EvaluationResult": ("to_json",),
+    "Run": ("learning_rate", "log", "stop"),
     "Objective": ("needs_whole_episodes",),
     "Learner": ("__init__", "update", "state_dict", "load_state_dict"),
 }
@@ -336,8 +338,9 @@ def metrics_page() -> str:
     timing = ", ".join(code(name) for name in TIMING)
     return page(
         "Metrics",
-        "Every key of `metrics.jsonl`, one JSON object per iteration. TensorBoard has the same names. A value may be `null` "
-        "if it is not defined, and a key is absent if the algorithm doesn't have it. To interpret them, see "
+        "Every key of `metrics.jsonl`, one JSON object per iteration. [Trackers](../how-to/log-to-trackers.md) such as "
+        "TensorBoard have the same names. A value may be `null` if it is not defined, and a key is absent if the algorithm "
+        "doesn't have it. To interpret them, see "
         "[read the metrics](../how-to/read-the-metrics.md).",
         "If a value leaves its healthy range, the display shows the text in the last column. The ranges are rules of thumb.",
         table(("key", "on the display", "meaning", "healthy", "outside that range"), rows),
@@ -449,12 +452,16 @@ def described_finding(finding: Finding) -> str:
     )
 
 
-def trouble(name: str, heading: str, more: str, runs: list[list[dict[str, Any] | None]]) -> str:
-    """A symptom, and its finding as it comes out of each run; a row that is None is a line that can't be read."""
+def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
+    """A symptom, and its finding as it comes out of each run; a row that is None is a line that can't be read.
+
+    A table in place of rows has the errors of trackers.
+    """
     parts = [f"### {heading}"]
     for run in runs:
-        history = History("".join("?\n" if row is None else json.dumps(row) + "\n" for row in run).encode())
-        found = {finding.name: finding for finding in findings_in(history)}
+        lines, failures = ([], run) if isinstance(run, dict) else (run, {})
+        history = History("".join("?\n" if row is None else json.dumps(row) + "\n" for row in lines).encode())
+        found = {finding.name: finding for finding in findings_in(history, failures=failures)}
         assert name in found, f"the run that is to show {name} shows {list(found)}"
         parts.append(described_finding(found[name]))
     title = Path(more.partition("#")[0]).stem.replace("-", " ")

@@ -17,7 +17,8 @@ def rows(count: int, **values: Any) -> list[dict[str, Any]]:
 
 WAVE = {"episode_return": lambda i: 20 + i % 2}
 SURE = {"reward": lambda i: i / 100}
-Symptoms = dict[str, tuple[str, str, list[list[dict[str, Any] | None]]]]
+Symptoms = dict[str, tuple[str, str, list[list[dict[str, Any] | None] | dict[str, str]]]]
+"""name of a finding -> heading, page, runs: their rows, or the errors of their trackers by name"""
 TROUBLES: dict[str, Symptoms] = {
     "Nothing is learned": {
         "return_flat": (
@@ -92,6 +93,13 @@ TROUBLES: dict[str, Symptoms] = {
             "Answers never end",
             "how-to/write-a-reward.md",
             [rows(100, eos_rate=0.0, **SURE), rows(100, eos_rate=0.3, **SURE)],
+        ),
+    },
+    "A tracker lacks rows": {
+        "tracker_failed": (
+            "W&B, MLflow or another tracker stopped",
+            "how-to/log-to-trackers.md#when-a-tracker-fails",
+            [{"mlflow": "MlflowException: API request failed: connection refused"}],
         ),
     },
     "A number looks wrong": {

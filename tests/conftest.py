@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from surefoot.cli import main as cli
 from surefoot.errors import SurefootError
 
 os.environ.setdefault("MUJOCO_GL", "disable")
+LOCAL_STORES = tempfile.TemporaryDirectory()  # trackers never reach a server or a home folder; Trackio reads this on import
+os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": LOCAL_STORES.name}
 sys.path.insert(0, str(Path(__file__).parent / "runs"))
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from surefoot.control.evaluate import EvaluationResult
     from surefoot.core.traces import Trace, TracedRow, Visits
     from surefoot.runs.api import evaluate, load, resume, train
+    from surefoot.runs.callbacks import Callback, Run
     from surefoot.runs.traces import read_trace
 
 __version__ = "0.1.0"
@@ -54,6 +55,8 @@ _LATER = {
     "resume": "surefoot.runs.api",
     "load": "surefoot.runs.api",
     "evaluate": "surefoot.runs.api",
+    "Callback": "surefoot.runs.callbacks",
+    "Run": "surefoot.runs.callbacks",
     "Agent": "surefoot.control.agent",
     "EvaluationResult": "surefoot.control.evaluate",
     "read_trace": "surefoot.runs.traces",
@@ -93,6 +96,7 @@ __all__ = [
     "RLOO",
     "TRPO",
     "Agent",
+    "Callback",
     "Clip",
     "Constraint",
     "EvaluationResult",
@@ -101,6 +105,7 @@ __all__ = [
     "Objective",
     "Penalty",
     "Reuse",
+    "Run",
     "SurefootError",
     "Trace",
     "TracedRow",

@@ -25,6 +25,9 @@ BETA_RANGE = 2.0**20
 """bounds of an adapted β, as a factor of its first value. The paper has no bound; without one, β goes to infinity or 0 if it
 can't control the KL (a learning rate that is far too high, or has decayed to nothing)"""
 
+RATE_FACTOR = "learning_rate_factor"
+"""the name in ``LearnerState.coefficients`` of a factor that a callback has set"""
+
 START_TOLERANCE = 1e-4
 """largest distance of the ratio from 1 before the first step, for a policy that computes in float32"""
 
@@ -129,7 +132,7 @@ class Learner:
         recording = None
         if self.recorder is not None:
             recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
-        scale = rate_scale(state, self.schedule, self.warmup)
+        scale = rate_scale(state, self.schedule, self.warmup) * state.coefficients.get(RATE_FACTOR, 1.0)
         return UpdateContext(state, scale, clip_scale, beta, recording, self.auxiliary_loss)
 
     def _passes(

@@ -173,7 +173,7 @@ class LearnerState:
     faults: int = 0
     """consecutive iterations whose update was skipped because a number was not finite"""
     coefficients: dict[str, float] = field(default_factory=dict)
-    """adaptive coefficients, by name: ``beta`` of the KL penalty"""
+    """coefficients that change during a run, by name: ``beta`` of the KL penalty, ``learning_rate_factor`` of a callback"""
     generators: dict[str, torch.Generator] = field(default_factory=dict)
     """named random generators; the global generator is never used"""
 

@@ -18,7 +18,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.events import Event, IterationEnd, RunEnd, RunStart
 from surefoot.runs.metrics import METRICS
-from surefoot.runs.reading import History, check_is_run
+from surefoot.runs.reading import History, check_is_run, read_trackers
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history, read_metrics
 
 RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS)
@@ -52,12 +52,17 @@ def of_run(folder: str | Path) -> list[Finding]:
     """
     path = Path(folder)
     check_is_run(path)
-    return findings_in(read_history(path), make_recipe(read_toml(path / "config.toml")))
+    failures = {name: str(entry["failed"]) for name, entry in read_trackers(path).items() if "failed" in entry}
+    return findings_in(read_history(path), make_recipe(read_toml(path / "config.toml")), failures)
 
 
-def findings_in(history: History, recipe: Recipe | None = None) -> list[Finding]:
-    """The findings of a run's metrics, including damage to the file."""
-    findings = findings_of(history.rows, recipe)
+def findings_in(history: History, recipe: Recipe | None = None, failures: Mapping[str, str] | None = None) -> list[Finding]:
+    """The findings of a run's metrics, including damage to the file, and of its trackers.
+
+    failures   name of a tracker -> the error that stopped it
+    """
+    stopped = [tracker_failed(name, cause) for name, cause in (failures or {}).items()]
+    findings = _worst_first([*stopped, *findings_of(history.rows, recipe)])
     if history.fault is None:
         return findings
     damaged = Finding(
@@ -69,6 +74,18 @@ def findings_in(history: History, recipe: Recipe | None = None) -> list[Finding]
         ("copy it again from where it is whole", "do without what is missing: resuming a run needs none of it"),
     )
     return _worst_first([damaged, *findings])
+
+
+def tracker_failed(name: str, cause: str) -> Finding:
+    """The finding for a tracker that an error has stopped."""
+    return Finding(
+        "tracker_failed",
+        "warning",
+        f"the tracker {name} stopped, and training went on without it ({cause})",
+        "its server or disk can't be reached, it rejects the run, or it is too slow",
+        (),
+        (f"fix {name}, then resume the run: it gets the rows that it lacks", "read the metrics in the run's folder"),
+    )
 
 
 def out_of_range(metrics: Mapping[str, float | None], step: int = 0) -> list[Finding]:
@@ -89,10 +106,13 @@ class RunMonitor:
 
     recipe    of the run
     message   called with each line
+    report    called with each finding, after its line
     """
 
-    def __init__(self, recipe: Recipe, message: Callable[[str], None]) -> None:
-        self.recipe, self.message = recipe, message
+    def __init__(
+        self, recipe: Recipe, message: Callable[[str], None], report: Callable[[Finding], object] = lambda finding: None
+    ) -> None:
+        self.recipe, self.message, self.report = recipe, message, report
         self.curves = RunCurves(budget=recipe.steps)
         self.reported: set[str] = set()
         self.checks_done = 0
@@ -124,6 +144,7 @@ class RunMonitor:
             if finding.name not in self.reported:
                 self.reported.add(finding.name)
                 self.message(f"! step {self.curves.steps:,}, {finding.line}")
+                self.report(finding)
 
     def end(self, folder: Path | None) -> None:
         """Report the names of the findings of the whole run, if there are any."""

@@ -24,6 +24,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "verifiers": ("math_verify", "jsonschema"),
     "reasoning-gym": ("reasoning_gym",),
     "adapters": ("peft",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "inspector": ("starlette", "uvicorn"),
 }
 """extra -> the modules that it installs"""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from surefoot.core.algorithms import Clip, Constraint, Objective, Penalty, Reuse
-from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings
+from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings, TrackingSettings
 from surefoot.recipes.control import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
 from surefoot.recipes.language import (
     AdapterSettings,
@@ -164,6 +164,15 @@ class TraceSettingsTable(TypedDict, total=False):
     every: int | None
     rows: int
     max_megabytes: float
+
+
+class TrackingSettingsTable(TypedDict, total=False):
+    """The fields of ``TrackingSettings``."""
+
+    project: str
+    group: str | None
+    name: str | None
+    tags: Sequence[str]
 
 
 class RolloutSettingsTable(TypedDict, total=False):
@@ -368,6 +377,8 @@ class ControlArguments(TypedDict, total=False):
     evaluation: ControlEvaluationTable | ControlEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
     rollout: RolloutSettingsTable | RolloutSettings
     network: NetworkTable | Network
@@ -387,6 +398,8 @@ class SftArguments(TypedDict, total=False):
     evaluation: LanguageEvaluationTable | LanguageEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: SupervisedTracesTable | SupervisedTraces
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
@@ -409,6 +422,8 @@ class RewardArguments(TypedDict, total=False):
     evaluation: LanguageEvaluationTable | LanguageEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: SupervisedTracesTable | SupervisedTraces
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
@@ -432,6 +447,8 @@ class DpoArguments(TypedDict, total=False):
     evaluation: LanguageEvaluationTable | LanguageEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: SupervisedTracesTable | SupervisedTraces
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
@@ -456,6 +473,8 @@ class LanguageArguments(TypedDict, total=False):
     evaluation: OnlineEvaluationTable | OnlineEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
@@ -493,6 +512,8 @@ class Arguments(TypedDict, total=False):
     )
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings | SupervisedTracesTable | SupervisedTraces
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
     rollout: RolloutSettingsTable | RolloutSettings
     network: NetworkTable | Network

@@ -88,6 +88,22 @@ class TraceSettings(Section):
     """disk space for all traces of a run, in 10⁶ bytes; the oldest are deleted first"""
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
+class TrackingSettings(Section):
+    """How trackers name a run; its group holds the seeds of one recipe."""
+
+    project: str = Field("surefoot", min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")
+    """project at W&B and Trackio, experiment at MLflow"""
+    group: str | None = Field(None, min_length=1, max_length=128)
+    """group of the run; none: task and algorithm, so that seeds are one group"""
+    name: str | None = Field(None, min_length=1, max_length=128)
+    """name of the run; none: its folder's name"""
+    tags: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=64)], ...], Field(max_length=64)] = ()
+    """tags of the run"""
+
+
 class Recipe(Section):
     """The fields of every kind of run."""
 
@@ -116,6 +132,18 @@ class Recipe(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     traces: TraceSettings = TraceSettings()
+    trackers: tuple[TrackerName, ...] = ()
+    """also log to these: tensorboard, wandb, trackio, mlflow; each needs the extra of its name"""
+    tracking: TrackingSettings = TrackingSettings()
+
+    @pydantic.field_validator("trackers", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """Text such as ``"wandb,mlflow"`` as a list, each name once; none as no tracker."""
+        if value is None:
+            return ()
+        names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+        return list(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else names
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
@@ -29,11 +29,13 @@ from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe, reward_functions
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.display import display_here
-from surefoot.runs.events import Callback, Listener, callback_listener
+from surefoot.runs.events import Listener
 from surefoot.runs.folder import RunFolder, checkpoint_to_load, kind_of
 from surefoot.runs.session import Session
+from surefoot.runs.trackers.delivery import check_trackers
 
 if TYPE_CHECKING:
     from surefoot.language.models.language_model import LanguageModel
@@ -49,7 +51,8 @@ class RunArguments(TypedDict, total=False):
 
     preset: str | None
     run_dir: str | Path | None
-    callback: Callback | None
+    callback: MetricsCallback | None
+    callbacks: Callback | Sequence[Callback] | None
     display: Display
 
 
@@ -78,7 +81,8 @@ def train(
     *,
     preset: str | None = None,
     run_dir: str | Path | None = None,
-    callback: Callback | None = None,
+    callback: MetricsCallback | None = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
     display: Display = None,
     **fields: Any,
 ) -> Any:
@@ -91,6 +95,7 @@ def train(
     preset      the preset for all other settings; default: the one tuned for the task. ``"none"``: the plain defaults
     run_dir     the run's folder; None writes nothing
     callback    called with each iteration's metrics; returning True stops the run
+    callbacks   one ``surefoot.Callback`` or several, called at the start, evaluations, iterations, checkpoints and the end
     display     None: show the run if this is a terminal or a notebook; True: show it anywhere; False: show nothing; or a
                 listener of your own, such as ``surefoot.runs.display.Lines("my run")``
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
@@ -104,7 +109,7 @@ def train(
     title = f"{found.recipe.title}, seed {found.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
     made = None if isinstance(task, str) else task
-    return start(found.recipe, folder, made, callback, shown, found.origin, functions)
+    return start(found.recipe, folder, made, callback, shown, found.origin, functions, callbacks)
 
 
 def _with_fields(signature: inspect.Signature) -> inspect.Signature:
@@ -124,10 +129,11 @@ def start(
     recipe: Recipe,
     run_dir: Path | None,
     task: MakeEnvironment | None = None,
-    callback: Callback | None = None,
+    callback: MetricsCallback | None = None,
     display: Listener | None = None,
     origin: Origin | None = None,
     functions: Functions | None = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
 ) -> Any:
     """Train a recipe from the beginning.
 
@@ -135,14 +141,18 @@ def start(
     origin     the settings that the recipe has from a preset
     functions  reward functions that were passed as objects
 
+    ``callback``, ``callbacks`` and ``display`` are those of ``train``.
+
     Raises SurefootError for what can't be trained, and if a launcher has started several processes for one ``run_dir``.
     """
     if run_dir is not None:
         check_single_process(run_dir)
+    several = check_callbacks(callbacks)
+    check_trackers(recipe, run_dir)
     world = _make_world(recipe, task, functions)
     session = None
     try:
-        session = Session(recipe, world, None, _listeners(display, callback))
+        session = Session(recipe, world, None, _listeners(display, callback), several)
         if run_dir is not None:  # last, so that a rejected recipe leaves no folder
             session.folder = RunFolder.create(run_dir, recipe, None if origin is None else asdict(origin))
         session.run()
@@ -160,7 +170,8 @@ def resume(
     allow_changes: bool = False,
     task: MakeEnvironment | None = None,
     reward: Any = None,
-    callback: Callback | None = None,
+    callback: MetricsCallback | None = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
     display: Display = None,
 ) -> Any:
     """Continue an interrupted run as if it had not stopped, or extend a finished one to ``steps``.
@@ -173,12 +184,14 @@ def resume(
     since the checkpoint and ``allow_changes`` is False; and if a launcher has started several processes.
     """
     check_single_process(Path(run_dir))
+    several = check_callbacks(callbacks)
     folder = RunFolder.open(Path(run_dir))
     world = None
     try:
         recipe = folder.recipe()
         if steps is not None:
             recipe = make_recipe({**to_table(recipe), "steps": steps})
+        check_trackers(recipe, folder.path)
         checkpoint = folder.latest()
         _, functions = take_functions(reward)
         if functions:
@@ -192,7 +205,7 @@ def resume(
                 f"{error}; relative paths are from {folder.began_in}, where the run began: resume it there"
             ) from None
         shown = _display(display, f"resuming {folder.path}")
-        session = Session(recipe, world, folder, _listeners(shown, callback))
+        session = Session(recipe, world, folder, _listeners(shown, callback), several)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         folder.write_recipe(recipe)
@@ -223,8 +236,8 @@ def _display(display: Display, title: str) -> Listener | None:
     return None if display is False else display_here(title, always=display is True)
 
 
-def _listeners(display: Listener | None, callback: Callback | None) -> list[Listener]:
-    return [*([display] if display else []), *([callback_listener(callback)] if callback else [])]
+def _listeners(display: Listener | None, callback: MetricsCallback | None) -> list[Listener]:
+    return [*([display] if display else []), *([metrics_listener(callback)] if callback else [])]
 
 
 def make_world(

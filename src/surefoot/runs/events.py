@@ -2,7 +2,8 @@
 
 A run publishes, in this order: ``RunStart``; for each iteration ``RolloutEnd``, ``UpdateEnd``, ``EvaluationEnd`` (if the
 iteration has an evaluation), ``IterationEnd``, ``CheckpointSaved`` (if it has a checkpoint); last ``RunEnd``. A ``Message``
-may come at any time. To log a run elsewhere, write a listener, as in ``runs/trackers``.
+or ``FindingReported`` may come at any time. Trackers (``runs/trackers``) and users' callbacks (``runs/callbacks.py``) are
+listeners too.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout
 from surefoot.core.traces import Trace
+from surefoot.diagnostics import Finding
 
 Sample = dict[str, Any]
 """``prompt`` and ``response``, ``reward`` and other scores: numbers, or None"""
@@ -75,22 +77,19 @@ class RunEnd:
 
 
 @dataclass(frozen=True)
+class FindingReported:
+    """A check of the run has found something; a ``Message`` with its line comes before."""
+
+    steps: int
+    finding: Finding
+
+
+@dataclass(frozen=True)
 class Message:
     """One line for the user."""
 
     text: str
 
 
-Event = RunStart | RolloutEnd | UpdateEnd | EvaluationEnd | IterationEnd | CheckpointSaved | RunEnd | Message
+Event = RunStart | RolloutEnd | UpdateEnd | EvaluationEnd | IterationEnd | CheckpointSaved | RunEnd | FindingReported | Message
 Listener = Callable[[Event], bool | None]
-Callback = Callable[[Metrics], bool | None]
-"""called with the metrics of each iteration; True stops the run"""
-
-
-def callback_listener(callback: Callback) -> Listener:
-    """The listener that passes the metrics of each iteration to a user's callback."""
-
-    def listener(event: Event) -> bool | None:
-        return callback(event.metrics) if isinstance(event, IterationEnd) else None
-
-    return listener

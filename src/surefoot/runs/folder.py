@@ -4,7 +4,8 @@ config.toml        the resolved recipe, re-runnable
 environment.json   versions, seed, threads: all that results depend on besides the recipe; settings from a preset
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
 metrics.damaged.jsonl   lines of it that could not be read on resume
-events.*           the same for TensorBoard
+events.*, wandb/    what trackers write here, if the recipe has them
+trackers.json      the ids by which they continue the run, and what stopped them
 samples/<steps>.*  responses of a language model at an evaluation; cut back as well
 traces/<steps>.*   every number behind some of the updates, cut back as well
 checkpoints/<step> the last few; best/<step> the best evaluated
@@ -36,7 +37,17 @@ from surefoot.runs.reading import FINISHED, check_is_run
 if TYPE_CHECKING:
     pass
 
-FREE = ("check_memory", "reward.deadline", "rollout.deadline", "rollout.workers")
+FREE = (
+    "check_memory",
+    "reward.deadline",
+    "rollout.deadline",
+    "rollout.workers",
+    "trackers",
+    "tracking.project",
+    "tracking.group",
+    "tracking.name",
+    "tracking.tags",
+)
 """recipe fields that change no result, only whether a run continues"""
 MEASURES = (
     "task",
@@ -114,8 +125,11 @@ class RunFolder:
             raise SurefootError(f"{self.path}: can't be written ({error.strerror}); a run needs a folder of its own") from None
 
     def recipe(self) -> Recipe:
-        """The recipe as config.toml has it now."""
-        return make_recipe(read_toml(self.path / "config.toml"))
+        """The recipe as config.toml has it now. A run that began when TensorBoard's files were always written keeps them."""
+        table = read_toml(self.path / "config.toml")
+        if "trackers" not in table and any(self.path.glob("events.out.tfevents.*")):
+            table = {**table, "trackers": ["tensorboard"]}
+        return make_recipe(table)
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Replace config.toml (a run that was extended, or changed on purpose)."""

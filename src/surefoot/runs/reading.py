@@ -8,6 +8,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import steps_named
+from surefoot.files import read_table, steps_named
 
 if TYPE_CHECKING:
     from surefoot.core.traces import TracedRow
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FINISHED = "finished.json"
 TRACE = ".safetensors"
 SAMPLES = ".jsonl"
+TRACKERS_FILE = "trackers.json"
 
 
 def check_is_run(path: Path) -> None:
@@ -52,6 +54,14 @@ def files_by_steps(folder: Path, ending: str) -> list[Path]:
     """The plain files in a folder that are named by a number of steps, oldest first; none where there is no such folder."""
     found = (path for path in folder.glob(f"*{ending}") if steps_named(path.stem) is not None and path.is_file())
     return sorted(found, key=lambda path: int(path.stem))
+
+
+def read_trackers(run: Path) -> dict[str, dict[str, Any]]:
+    """The entries of trackers.json: ``identity``, and ``failed`` if an error stopped the tracker; empty if it is damaged."""
+    with suppress(SurefootError):
+        if (run / TRACKERS_FILE).is_file():
+            return {name: entry for name, entry in read_table(run / TRACKERS_FILE).items() if isinstance(entry, dict)}
+    return {}
 
 
 def film_of(run: Path, steps: int, index: int, row: "TracedRow") -> Path | None:

@@ -4,6 +4,7 @@ import math
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -13,16 +14,19 @@ from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
 from surefoot.core.traces import Recorder
+from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import made_from, steps_named
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_table
+from surefoot.runs.callbacks import Callback, CallbackListener, Run
 from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require, save_checkpoint
 from surefoot.runs.events import (
     CheckpointSaved,
     EvaluationEnd,
     Event,
+    FindingReported,
     IterationEnd,
     Listener,
     Message,
@@ -33,8 +37,8 @@ from surefoot.runs.events import (
 )
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
 from surefoot.runs.traces import SampleFolder, TraceFolder
+from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
-from surefoot.runs.trackers.tensorboard import TensorBoard
 
 GRACE_SECONDS = 25
 """how long an iteration may take to finish after a first signal"""
@@ -66,10 +70,19 @@ class Session:
     world       made from the recipe
     folder      the run's folder; None writes nothing
     listeners   receive every event, after those of the run itself (traces, samples, trackers, findings)
+    callbacks   of the user; they receive events first, and may add metrics
     """
 
-    def __init__(self, recipe: Recipe, world: World, folder: RunFolder | None, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        folder: RunFolder | None,
+        listeners: Sequence[Listener] = (),
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self.recipe, self.world, self.folder, self.listeners = recipe, world, folder, list(listeners)
+        self.callbacks = callbacks
         self.learner = make_learner(recipe, world.policy)
         self.learner.auxiliary_loss = world.auxiliary_loss
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)
@@ -159,19 +172,43 @@ class Session:
             self.publish(RunEnd(self.state, path, failed))
 
     def publish(self, event: Event) -> bool:
-        """Pass an event to every listener, in order; True if one of them returns True."""
+        """Pass an event to every listener, in order; True if one of them returns True.
+
+        Raises what a listener raises; at the end of the run, after all of them have closed what they have open.
+        """
+        if isinstance(event, RunEnd):
+            with ExitStack() as closing:
+                for listener in reversed(self.listeners):
+                    closing.callback(listener, event)
+            return False
         answers = [listener(event) for listener in self.listeners]  # all of them, also after a True
         return any(answers)
+
+    def report(self, finding: Finding) -> None:
+        """Publish a finding, for trackers."""
+        self.publish(FindingReported(self.state.steps, finding))
+
+    def _report_failure(self, finding: Finding) -> None:
+        """Publish a finding with its line, for the user."""
+        self.message(f"! step {self.state.steps:,}, {finding.line}")
+        self.report(finding)
 
     def message(self, line: str) -> None:
         """Publish one line for the user."""
         self.publish(Message(line))
 
     def _own_listeners(self) -> list[Listener]:
-        """What every run has: files if there is a folder, and findings."""
-        monitor = RunMonitor(self.recipe, self.message)
+        """Callbacks, and what every run has: files and trackers if there is a folder, and findings."""
+        monitor = RunMonitor(self.recipe, self.message, self.report)
+        path = None if self.folder is None else self.folder.path
+        run = Run(self.recipe, self.world, self.learner, self.state, path)
+        callbacks = [CallbackListener(run, self.callbacks)] if self.callbacks else []
+        return [*callbacks, *self._files(), monitor]
+
+    def _files(self) -> list[Listener]:
+        """The listeners that write in the run's folder, and the trackers."""
         if self.folder is None:
-            return [monitor]
+            return []
         path, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
         self.metrics_file = MetricsFile(path, self.state.iteration - (self.pending is not None), self.message)
         if traces.rows:
@@ -180,8 +217,7 @@ class Session:
             TraceFolder(path / "traces", steps, traces.max_megabytes, self.message),
             SampleFolder(path / "samples", steps),
             self.metrics_file,
-            TensorBoard(path, steps),
-            monitor,
+            *tracker_listeners(self.recipe, path, self._report_failure),
         ]
 
     def _publish_rollout(self, rollout: Rollout) -> None:

@@ -1,1 +1,1 @@
-"""Where the metrics of a run are logged: one module per destination, each a listener to the run's events."""
+"""Where the metrics of a run are logged: metrics.jsonl always, and each tracker of the recipe by a module of its own."""

@@ -1,25 +1,61 @@
-"""The scalars of metrics.jsonl for TensorBoard, in the run's folder."""
+"""TensorBoard: event files in the run's folder. It has no videos here: its own encoder would need another package."""
 
-import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from surefoot.runs.events import Event, IterationEnd, RunEnd
+from surefoot.diagnostics import Finding
+from surefoot.recipes.reading import to_toml
+from surefoot.runs.events import Sample
+from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
+
+
+def check() -> None:
+    """Raise SurefootError if the extra is missing."""
+    require_installed("tensorboard", "tensorboard")
 
 
 class TensorBoard:
-    """Writes ``events.*`` in ``folder``; ``steps`` is where the run continues, and TensorBoard hides later points."""
+    """Writes ``events.*``. TensorBoard hides what a killed run wrote after its checkpoint, so no row is shown twice."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder), purge_step=steps + 1)
+        self.identity: dict[str, Any] = {}
+        begun = any(run.folder.glob("events.out.tfevents.*"))
+        self.last_step = run.steps if begun else NOTHING
+        self.writer = SummaryWriter(str(run.folder), purge_step=run.steps + 1)
+        if not begun:
+            self.writer.add_text("recipe", f"```toml\n{to_toml(run.recipe)}```", 0)
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case IterationEnd():
-                for name, value in event.metrics.items():
-                    if value is not None:
-                        self.writer.add_scalar(name, value, event.state.steps)
-            case RunEnd():
-                with contextlib.suppress(OSError):  # a full disk, which the metrics file has reported
-                    self.writer.close()
+    def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        """Write and flush: a checkpoint follows only rows that are in the file."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, steps)
+        if samples:
+            self.writer.add_text("samples", _table(samples), steps)
+        self.writer.flush()
+        self.last_step = steps
+
+    def log_video(self, steps: int, path: Path) -> None:
+        """Name the file."""
+        self.writer.add_text("videos", str(path), steps)
+
+    def log_finding(self, steps: int, finding: Finding) -> None:
+        """Add the finding as text."""
+        self.writer.add_text("findings", finding.line, steps)
+
+    def close(self, failed: bool) -> None:
+        """Close the file."""
+        self.writer.close()
+
+
+def _table(samples: Sequence[Sample]) -> str:
+    """Samples as a table of Markdown."""
+    columns = columns_of(samples)
+    rows = [columns, ["---"] * len(columns), *([_cell(sample.get(name)) for name in columns] for sample in samples)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")

@@ -1,0 +1,80 @@
+"""What every tracker does, and what it is given to open a run."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from surefoot.diagnostics import Finding
+from surefoot.errors import missing_extra
+from surefoot.recipes.base import Recipe
+from surefoot.runs.events import Sample
+
+NOTHING = -1
+"""``last_step`` of a run without a row"""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker opens it."""
+
+    recipe: Recipe
+    table: Mapping[str, Any]
+    """the recipe as plain tables"""
+    folder: Path
+    steps: int
+    """of the last row in metrics.jsonl when this process began; 0 without one"""
+    name: str
+    group: str
+    saved: dict[str, Any]
+    """what the tracker returned as ``identity`` when the run began; empty then"""
+
+    @property
+    def flat_recipe(self) -> dict[str, Any]:
+        """The recipe's fields by their dotted names."""
+        return dict(_flat(self.table))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        found += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found
+
+
+class Tracker(Protocol):
+    """One run at one tracker. Every method may raise anything: the tracker then stops, and training continues."""
+
+    identity: dict[str, Any]
+    """plain values by which a resumed run finds its earlier part; kept in trackers.json"""
+    last_step: int
+    """steps of the newest row that the tracker has; ``NOTHING`` without one"""
+
+    def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        """Add the row of an iteration, with the samples of its evaluation. Steps only rise."""
+        ...
+
+    def log_video(self, steps: int, path: Path) -> None:
+        """Add a video at the newest row."""
+        ...
+
+    def log_finding(self, steps: int, finding: Finding) -> None:
+        """Add a finding, as an alert where there are alerts."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Finish: everything logged is in the store when this returns."""
+        ...
+
+
+def require_installed(tracker: str, *modules: str) -> None:
+    """Raise SurefootError, naming the extra, if a module that a tracker needs is not installed."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise missing_extra(module, tracker, f"trackers=[{tracker!r}]")
+
+
+def columns_of(samples: Sequence[Sample]) -> list[str]:
+    """The keys of all samples, in the order in which they appear."""
+    return list(dict.fromkeys(key for sample in samples for key in sample))

@@ -1,0 +1,126 @@
+"""Weights & Biases, online or offline. Its files are in ``wandb/`` of the run's folder, unless WANDB_DIR is set."""
+
+import os
+import secrets
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from surefoot.diagnostics import Finding
+from surefoot.errors import SurefootError
+from surefoot.runs.events import Sample
+from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
+
+LEVELS = {"serious": "ERROR", "warning": "WARN"}
+BLOCK, HEADER, START = 32_768, 7, 7
+"""sizes in a .wandb file, in bytes: a block, the header of a part of a record, the header of the file"""
+WHOLE, LAST = 1, 4
+"""kinds of the part that ends a record"""
+
+
+def check() -> None:
+    """Raise SurefootError if the extra is missing, or if W&B would ask for a key."""
+    require_installed("wandb", "wandb")
+    import wandb
+
+    if mode() in ("online", "shared") and not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False)):
+        raise SurefootError("trackers=['wandb']: there is no API key; run: wandb login, or set WANDB_MODE=offline")
+
+
+def mode() -> Any:
+    """Whether W&B is online: by WANDB_MODE, else by its settings file."""
+    import wandb
+
+    return os.environ.get("WANDB_MODE") or str(wandb.setup().settings.mode)
+
+
+class WandB:
+    """A run of Weights & Biases, resumed by its id; a row of metrics is at its number of steps."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        tracking = run.recipe.tracking
+        self.identity: dict[str, Any] = {"id": run.saved.get("id") or secrets.token_hex(4)}
+        where = Path(os.environ.get("WANDB_DIR") or run.folder)
+        self.run = wandb.init(
+            project=tracking.project,
+            id=self.identity["id"],
+            name=run.name,
+            group=run.group,
+            job_type=run.recipe.kind,
+            tags=list(tracking.tags),
+            dir=str(where),
+            config=dict(run.table),
+            mode=mode(),
+            resume=None if mode() == "offline" else "allow",
+            settings=wandb.Settings(silent=True, console="off", disable_code=True),
+        )
+        self.last_step = last_step_offline(where, self.identity["id"]) if self.run.offline else self.run.starting_step - 1
+
+    def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        """Add a row; W&B sends it when the next one begins."""
+        row: dict[str, Any] = dict(metrics)
+        if samples:
+            import wandb
+
+            columns = columns_of(samples)
+            row["samples"] = wandb.Table(columns=columns, data=[[sample.get(name) for name in columns] for sample in samples])
+        self.run.log(row, step=steps)
+        self.last_step = steps
+
+    def log_video(self, steps: int, path: Path) -> None:
+        """Add the file to the newest row."""
+        import wandb
+
+        self.run.log({"video": wandb.Video(str(path), format="mp4")}, step=steps)
+
+    def log_finding(self, steps: int, finding: Finding) -> None:
+        """Send an alert, which W&B forwards by mail or Slack as its user settings say."""
+        self.run.alert(finding.name, f"step {steps:,}, {finding.line}", level=LEVELS.get(finding.severity, "INFO"))
+
+    def close(self, failed: bool) -> None:
+        """Send what is left."""
+        self.run.finish(exit_code=int(failed))
+
+
+def last_step_offline(where: Path, run_id: str) -> int:
+    """The newest step in the offline files of a run; ``NOTHING`` without one."""
+    return max((steps for path in offline_files(where, run_id) for steps, _ in history_of(path)), default=NOTHING)
+
+
+def offline_files(where: Path, run_id: str) -> list[Path]:
+    """The .wandb files of a run, oldest first: one for each process that trained it."""
+    return sorted(where.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
+
+
+def history_of(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """The rows in a .wandb file: steps, and values as JSON. A row that a kill cut off is left out."""
+    from wandb.proto import wandb_internal_pb2
+
+    for content in _records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield record.history.step.num, {item.key or ".".join(item.nested_key): item.value_json for item in items}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The whole records of a file in the format of LevelDB's log: parts in blocks of 32 KiB."""
+    at, record = START, b""
+    while at + HEADER <= len(data):
+        left = BLOCK - at % BLOCK
+        if left < HEADER:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + HEADER])
+        at += HEADER
+        if kind == 0 or at + size > len(data):
+            return
+        record += data[at : at + size]
+        at += size
+        if kind in (WHOLE, LAST):
+            yield record
+            record = b""

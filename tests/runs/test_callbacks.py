@@ -1,0 +1,188 @@
+"""Callbacks get every event of a run, with the agent and the state; what they change is kept, and their errors surface."""
+
+import math
+
+import pytest
+
+import surefoot
+from surefoot import Callback, SurefootError
+from surefoot.runs.metrics import TIMING
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+FIELDS = {
+    "steps": 512,
+    "rollout": {"environments": 4, "steps": 16},
+    "objective": {"reuse": {"epochs": 2, "minibatches": 1}},
+    "optimizer": {"schedule": "constant", "learning_rate": 1e-3},
+    "evaluation": {"episodes": 1, "every": 256},
+    "checkpoint": {"every": 256},
+    "traces": {"rows": 0},
+}
+
+
+class Diary(Callback):
+    def __init__(self):
+        self.lines = []
+
+    def on_start(self, run):
+        self.lines.append(("start", run.steps))
+
+    def on_evaluation(self, run, report):
+        self.lines.append(("evaluation", run.steps, report.score))
+
+    def on_iteration(self, run, metrics):
+        assert run.metrics is metrics
+        self.lines.append(("iteration", run.steps))
+
+    def on_checkpoint(self, run, path):
+        self.lines.append(("checkpoint", run.steps, int(path.name)))
+
+    def on_end(self, run):
+        self.lines.append(("end", run.steps, run.failed))
+
+
+def train(tmp_path, *callbacks, **fields):
+    return surefoot.train("CartPole-v1", run_dir=tmp_path / "run", callbacks=list(callbacks), **{**FIELDS, **fields})
+
+
+def rows_of(run):
+    return [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(run / "metrics.jsonl")]
+
+
+def test_several_callbacks_get_all_events_in_order(tmp_path):
+    first, second = Diary(), Diary()
+    train(tmp_path, first, second)
+    assert first.lines == second.lines
+    assert first.lines[:2] == [("start", 0), ("iteration", 64)]
+    assert [line[0] for line in first.lines[4:7]] == ["evaluation", "iteration", "checkpoint"]
+    assert first.lines[-2:] == [("checkpoint", 512, 512), ("end", 512, False)]
+    assert sum(line[0] == "iteration" for line in first.lines) == 8
+
+
+def test_a_callback_evaluates_saves_and_logs_with_the_agent_at_hand(tmp_path):
+    class Own(Callback):
+        def on_iteration(self, run, metrics):
+            if run.steps % 256 == 0:
+                result = surefoot.evaluate(run.agent, episodes=2, seed=5)
+                run.log({"my_return": result.mean_return, "my_nan": math.nan})
+                run.agent.save(run.folder / f"mine-{run.steps}")
+
+    train(tmp_path, Own())
+    rows = rows_of(tmp_path / "run")
+    assert [row["steps"] for row in rows if "my_return" in row] == [256, 512]
+    assert rows[-1]["my_nan"] is None
+    saved = surefoot.load(tmp_path / "run" / "mine-512")
+    assert surefoot.evaluate(saved, episodes=2, seed=5).mean_return == rows[-1]["my_return"]
+
+
+def test_callbacks_that_only_look_change_no_number_of_a_run(tmp_path):
+    class Looking(Diary):
+        def on_iteration(self, run, metrics):
+            surefoot.evaluate(run.agent, episodes=1)
+
+    train(tmp_path, Looking())
+    surefoot.train("CartPole-v1", run_dir=tmp_path / "plain", **FIELDS)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "plain")
+
+
+class Slower(Callback):
+    """Halves the learning rate at one step, then stops where it should."""
+
+    def __init__(self, stop_at=None):
+        self.stop_at = stop_at
+
+    def on_iteration(self, run, metrics):
+        if run.steps == 128:
+            run.learning_rate = run.learning_rate / 2
+        return run.steps == self.stop_at
+
+
+def test_a_changed_learning_rate_holds_from_the_next_update_on_and_in_a_resumed_run(tmp_path):
+    surefoot.train("CartPole-v1", run_dir=tmp_path / "whole", callbacks=Slower(), **FIELDS)
+    train(tmp_path, Slower(stop_at=256))
+    surefoot.resume(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
+    assert [row["learning_rate"] for row in rows] == [1e-3] * 2 + [5e-4] * 6
+    assert rows == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_a_learning_rate_that_is_none_is_an_error(tmp_path, value):
+    class Wrong(Callback):
+        def on_start(self, run):
+            run.learning_rate = value
+
+    with pytest.raises(SurefootError, match=r"learning_rate=.*: must be a finite number above 0"):
+        train(tmp_path, Wrong())
+
+
+@pytest.mark.parametrize("event", ["on_evaluation", "on_iteration"])
+@pytest.mark.parametrize("how", ["return", "stop"])
+def test_true_or_stop_ends_the_run_after_its_iteration_with_a_checkpoint(tmp_path, event, how):
+    class Stopping(Callback):
+        pass
+
+    def act(self, run, what):
+        if run.steps < 256:
+            return None
+        return True if how == "return" else run.stop()
+
+    setattr(Stopping, event, act)
+    train(tmp_path, Stopping())
+    assert rows_of(tmp_path / "run")[-1]["steps"] == 256
+    assert (tmp_path / "run" / "checkpoints" / "256").is_dir()
+    surefoot.resume(tmp_path / "run")
+    assert rows_of(tmp_path / "run")[-1]["steps"] == 512
+
+
+@pytest.mark.parametrize("event", ["on_start", "on_evaluation", "on_iteration", "on_checkpoint", "on_end"])
+def test_an_exception_surfaces_as_it_is_and_the_run_resumes_exactly(tmp_path, event):
+    class Broken(Callback):
+        pass
+
+    def fail(self, run, *rest):
+        if event in ("on_start", "on_end") or run.steps >= 256:
+            raise LookupError("mine")  # not an error of Surefoot
+
+    setattr(Broken, event, fail)
+    other = Diary()
+    with pytest.raises(LookupError, match=r"^mine$"):
+        train(tmp_path, Broken(), other)
+    assert other.lines[-1][0] == "end"
+    assert other.lines[-1][2] is (event != "on_end")
+    if event == "on_end":
+        return
+    surefoot.resume(tmp_path / "run")
+    surefoot.train("CartPole-v1", run_dir=tmp_path / "plain", **FIELDS)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "plain")
+
+
+def test_the_name_of_a_metric_of_the_run_is_an_error(tmp_path):
+    class Taking(Callback):
+        def on_iteration(self, run, metrics):
+            run.log({"policy_loss": 1.0})
+
+    with pytest.raises(SurefootError, match="log: 'policy_loss' is a metric of the run itself; choose another name"):
+        train(tmp_path, Taking())
+
+
+def test_logging_what_is_no_number_is_an_error(tmp_path):
+    class Wordy(Callback):
+        def on_start(self, run):
+            run.log({"mood": "good"})
+
+    with pytest.raises(SurefootError, match="log: mood='good' is no number; log numbers, or None"):
+        train(tmp_path, Wordy())
+
+
+@pytest.mark.parametrize("value", [Diary, [print], 3])
+def test_what_is_no_callback_is_rejected_before_a_folder_is_made(tmp_path, value):
+    with pytest.raises(SurefootError, match=r"callbacks=.*: is no callback; give objects of classes that inherit"):
+        surefoot.train("CartPole-v1", run_dir=tmp_path / "run", callbacks=value, **FIELDS)
+    assert not (tmp_path / "run").exists()
+
+
+def test_callbacks_work_without_a_folder():
+    diary = Diary()
+    surefoot.train("CartPole-v1", callbacks=diary, **FIELDS)
+    assert diary.lines[-1] == ("end", 512, False)

@@ -1,0 +1,445 @@
+"""Trackers have every step once, also after a kill; one that fails never ends a run. Each store is read back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.core.rollout import EvaluationReport, LearnerState
+from surefoot.diagnostics import check_result
+from surefoot.diagnostics.findings import of_run
+from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.runs import api
+from surefoot.runs.events import EvaluationEnd, FindingReported, IterationEnd, RunEnd, RunStart
+from surefoot.runs.metrics import TIMING
+from surefoot.runs.trackers import delivery
+from surefoot.runs.trackers.delivery import Delivery
+from surefoot.runs.trackers.interface import NOTHING, TrackedRun
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+FIELDS = {
+    "steps": 1024,
+    "rollout": {"environments": 4, "steps": 16},
+    "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
+    "evaluation": {"episodes": 1, "every": 512},
+    "checkpoint": {"every": 256},
+    "traces": {"rows": 0},
+}
+
+
+# ---- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_no_tracker_unless_its_recipe_names_one():
+    assert find_recipe("CartPole-v1").trackers == ()
+
+
+@pytest.mark.parametrize("value", ["wandb,mlflow", ["wandb", "mlflow", "wandb"], "wandb, mlflow"])
+def test_trackers_are_a_list_or_words_with_commas(value):
+    recipe = find_recipe("CartPole-v1", {"trackers": value})
+    assert recipe.trackers == ("wandb", "mlflow")
+    assert make_recipe(to_table(recipe)) == recipe
+
+
+def test_an_unknown_tracker_is_one_line(command):
+    code, _, err = command("train", "CartPole-v1", "--trackers", "neptune")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "trackers.0='neptune': input should be 'tensorboard', 'wandb', 'trackio' or 'mlflow'" in err
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
+def test_a_missing_extra_is_one_line_before_work_starts(name, command, monkeypatch, tmp_path):
+    from surefoot.runs.trackers import interface
+
+    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda module: None)
+    code, _, err = command("train", "CartPole-v1", "--trackers", name, "--run-dir", "run")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"trackers=['{name}'] needs {name}, which is not installed; run: pip install" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_without_a_key_is_one_line_before_work_starts(command, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    code, _, err = command("train", "CartPole-v1", "--trackers", "wandb", "--run-dir", "run")
+    assert code == 2
+    assert err.endswith("trackers=['wandb']: there is no API key; run: wandb login, or set WANDB_MODE=offline\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_trackers_need_a_run_folder():
+    with pytest.raises(SurefootError, match=r"trackers=\['tensorboard'\]: a run without a folder .* set run_dir"):
+        surefoot.train("CartPole-v1", trackers=["tensorboard"])
+
+
+def test_trackers_may_change_when_a_run_resumes(tmp_path):
+    api.start(find_recipe("CartPole-v1", FIELDS), tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 512)
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace("trackers = []", 'trackers = ["tensorboard"]'))
+    api.resume(tmp_path / "run")
+    assert steps_of_tensorboard(tmp_path / "run") == steps_of(tmp_path / "run"), "also the rows before"
+
+
+def test_a_run_of_an_older_version_keeps_its_tensorboard_files(tmp_path):
+    run = tmp_path / "run"
+    tracked = find_recipe("CartPole-v1", {**FIELDS, "trackers": ["tensorboard"]})
+    api.start(tracked, run, callback=lambda metrics: metrics["steps"] >= 512)
+    config = run / "config.toml"
+    lines = config.read_text().replace('trackers = [\n    "tensorboard",\n]\n', "")
+    config.write_text(lines)
+    assert "trackers" not in lines
+    api.resume(run)
+    assert steps_of_tensorboard(run) == steps_of(run)
+
+
+# ---- each store -------------------------------------------------------------------------------------------------------
+
+
+def steps_of(run: Path) -> list[int]:
+    return [row["steps"] for row in read_metrics(run / "metrics.jsonl")]
+
+
+def identity(run: Path, name: str) -> dict:
+    return json.loads((run / "trackers.json").read_text())[name]["identity"]
+
+
+def rows_of_tensorboard(run: Path) -> list[dict]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    rows: dict[int, dict] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            assert name not in rows.setdefault(event.step, {}), (name, event.step)
+            rows[event.step][name] = event.value
+    return [rows[step] for step in sorted(rows)]
+
+
+def steps_of_tensorboard(run: Path) -> list[int]:
+    return [int(row["steps"]) for row in rows_of_tensorboard(run)]
+
+
+def rows_of_wandb(run: Path) -> list[dict]:
+    from surefoot.runs.trackers.wandb import history_of, offline_files
+
+    rows = [row for path in offline_files(run, identity(run, "wandb")["id"]) for row in history_of(path)]
+    parsed = [(step, {name: json.loads(value) for name, value in row.items()}) for step, row in rows]
+    assert all(step == row["_step"] == row["steps"] for step, row in parsed)
+    return [{name: value for name, value in row.items() if not name.startswith("_")} for _, row in parsed]
+
+
+def rows_of_trackio(run: Path) -> list[dict]:
+    code = (
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage as S; print(json.dumps(S.get_logs(*sys.argv[1:])))"
+    )
+    command = [sys.executable, "-c", code, "surefoot", identity(run, "trackio")["name"]]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    rows = [row for row in rows if set(row) != {"step", "timestamp", "video"}]
+    assert all(row["step"] == row["steps"] for row in rows)
+    return [{name: value for name, value in row.items() if name not in ("step", "timestamp")} for row in rows]
+
+
+def rows_of_mlflow(run: Path) -> list[dict]:
+    from mlflow import MlflowClient
+
+    saved = identity(run, "mlflow")
+    client = MlflowClient(saved["uri"])
+    rows: dict[int, dict] = {}
+    for name in client.get_run(saved["run"]).data.metrics:
+        for metric in client.get_metric_history(saved["run"], name):
+            assert name not in rows.setdefault(metric.step, {}), (name, metric.step)
+            rows[metric.step][name] = metric.value
+    return [rows[step] for step in sorted(rows)]
+
+
+READERS = {"tensorboard": rows_of_tensorboard, "wandb": rows_of_wandb, "trackio": rows_of_trackio, "mlflow": rows_of_mlflow}
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Every tracker writes to local stores below a temporary folder, which is the working folder."""
+    for package in READERS:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+def surefoot_process(*words: str) -> subprocess.Popen:
+    """A real process, with its own service of W&B instead of this process's."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_SERVICE")}
+    command = [sys.executable, "-m", "surefoot", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return out + err
+
+
+def kill_after(process: subprocess.Popen, run: Path, rows: int) -> None:
+    end = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < rows:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_killed_and_resumed_run_is_in_every_store_with_each_step_once(offline):
+    """Real processes, and imports of four packages: most of a minute."""
+    run = offline / "run"
+    flags = ["--steps", "3072", "--rollout.environments", "4", "--rollout.steps", "64", "--checkpoint-every", "768"]
+    flags += ["--objective.reuse.minibatches", "4", "--evaluation.episodes", "1", "--trackers", ",".join(READERS)]
+    process = surefoot_process("train", "CartPole-v1", "--run-dir", "run", *flags)
+    kill_after(process, run, 5)
+    said = finish(surefoot_process("resume", "run"))
+    assert "tracker" not in said, said
+    expected = read_metrics(run / "metrics.jsonl")
+    assert len(expected) == 12
+    for name, read in READERS.items():
+        rows = read(run)
+        assert [row["steps"] for row in rows] == [row["steps"] for row in expected], name
+        for row, wanted in zip(rows, expected, strict=True):
+            known = {key: value for key, value in wanted.items() if value is not None and key not in TIMING}
+            got = {key: value for key, value in row.items() if key not in TIMING and value is not None}
+            assert got == pytest.approx(known, rel=1e-5, abs=1e-6), (name, row["steps"])
+
+
+def test_what_a_run_publishes_is_in_every_store(offline):
+    """Samples as a table, a finding, a video, the recipe and the group, in one run of two iterations without a process."""
+    run = offline / "run"
+    (run / "videos").mkdir(parents=True)
+    recipe = find_recipe("CartPole-v1", {"trackers": list(READERS), "tracking": {"tags": ["first"]}})
+    problems: list = []
+    listeners = delivery.tracker_listeners(recipe, run, problems.append)
+    state, samples = LearnerState(1000), [{"prompt": "2+2", "response": "4 | 5", "reward": 1.0}, {"prompt": "x", "gold": None}]
+    for steps in (100, 200):
+        state.steps = steps
+        events = [IterationEnd(state, {"iteration": steps // 100, "steps": steps, "loss": 1 / steps, "none": None})]
+        events = [RunStart(state, run), *events] if steps == 100 else [EvaluationEnd(state, report_of(samples)), *events]
+        for event in events:
+            for listener in listeners:
+                listener(event)
+    (run / "videos" / "one.mp4").write_bytes(b"\0" * 64)
+    for event in (FindingReported(200, check_result("entropy_collapsed", "warning", "it fell")), RunEnd(state, run, False)):
+        for listener in listeners:
+            listener(event)
+    assert problems == []
+    for name, read in READERS.items():
+        rows = read(run)
+        assert [row["loss"] for row in rows] == pytest.approx([1 / 100, 1 / 200]), name
+        assert all("none" not in row for row in rows), name
+    look_at_mlflow(run, recipe)
+    look_at_trackio(run)
+    look_at_wandb(run)
+
+
+def report_of(samples):
+    return EvaluationReport(None, {}, samples)
+
+
+def look_at_mlflow(run, recipe):
+    from mlflow import MlflowClient
+
+    saved = identity(run, "mlflow")
+    client = MlflowClient(saved["uri"])
+    found = client.get_run(saved["run"])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["optimizer.learning_rate"] == str(recipe.optimizer.learning_rate)
+    assert found.data.tags["group"] == "CartPole-v1-ppo_clip"
+    assert found.data.tags["finding.entropy_collapsed"].startswith("step 200, warning: it fell")
+    assert [file.path for file in client.list_artifacts(saved["run"], "videos")] == ["videos/one.mp4"]
+    table = json.loads(next((run.parent / "mlartifacts").rglob("200.json")).read_text())
+    assert table == {
+        "columns": ["prompt", "response", "reward", "gold"],
+        "data": [["2+2", "4 | 5", 1.0, None], ["x", *[None] * 3]],
+    }
+
+
+def look_at_trackio(run):
+    import trackio
+
+    name = identity(run, "trackio")["name"]
+    (found,) = [each for each in trackio.Api().runs("surefoot") if each.name == name]
+    assert (found.config["_Group"], found.config["optimizer.learning_rate"]) == ("CartPole-v1-ppo_clip", 0.001)
+    assert [alert["title"] for alert in found.alerts()] == ["entropy_collapsed"]
+    rows = rows_of_trackio_raw(run)
+    assert rows[1]["samples"]["_value"][0] == {"prompt": "2+2", "response": "4 | 5", "reward": 1.0}
+    assert rows[2]["video"]["file_path"].endswith(".mp4")
+
+
+def look_at_wandb(run):
+    from wandb.proto import wandb_internal_pb2
+
+    from surefoot.runs.trackers.wandb import _records, offline_files
+
+    (path,) = offline_files(run, identity(run, "wandb")["id"])
+    records = [wandb_internal_pb2.Record() for _ in _records(path.read_bytes())]
+    for record, content in zip(records, _records(path.read_bytes()), strict=True):
+        record.ParseFromString(content)
+    (begun,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (begun.run_group, begun.display_name, list(begun.tags)) == ("CartPole-v1-ppo_clip", "run", ["first"])
+    config = {update.key: json.loads(update.value_json) for update in begun.config.update}
+    assert config["optimizer"]["learning_rate"] == 0.001
+    assert [record.alert.title for record in records if record.WhichOneof("record_type") == "alert"] == ["entropy_collapsed"]
+    assert len(list(run.glob("wandb/offline-run-*/files/media/table/samples_*.json"))) == 1
+    assert len(list(run.glob("wandb/offline-run-*/files/media/videos/video_*.mp4"))) == 1
+
+
+def rows_of_trackio_raw(run):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return SQLiteStorage.get_logs("surefoot", identity(run, "trackio")["name"])
+
+
+# ---- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """A tracker of the tests: keeps what it gets, and fails where it should."""
+
+    def __init__(self, fail_at=None, had=NOTHING):
+        self.identity, self.last_step, self.fail_at = {"id": 7}, had, fail_at
+        self.rows, self.closed = [], None
+
+    def log(self, steps, metrics, samples):
+        if steps == self.fail_at:
+            raise ConnectionError("the server\nis down")
+        self.rows.append((steps, dict(metrics), list(samples)))
+        self.last_step = steps
+
+    def log_video(self, steps, path):
+        self.rows.append((steps, path.name))
+
+    def log_finding(self, steps, finding):
+        self.rows.append((steps, finding.name))
+
+    def close(self, failed):
+        self.closed = failed
+
+
+def deliver(tmp_path, ledger, rows=(), new=(), name="wandb"):
+    """Run a delivery over new rows; the findings it reports."""
+    recipe, reported = find_recipe("CartPole-v1"), []
+    run = TrackedRun(recipe, {}, tmp_path, rows[-1]["steps"] if rows else 0, "run", "group", {})
+    listener = Delivery(name, lambda: ledger, run, rows, reported.append)
+    state = LearnerState(1000)
+    listener(RunStart(state, tmp_path))
+    for row in new:
+        state.steps = row["steps"]
+        listener(IterationEnd(state, row))
+    listener(RunEnd(state, tmp_path, False))
+    return reported
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"], ids=["in a thread", "in training's thread"])
+@pytest.mark.parametrize("had", [NOTHING, 10, 20, 30, 40])
+def test_a_resumed_tracker_gets_what_it_lacks_and_nothing_that_it_has(name, had, tmp_path):
+    rows = [{"steps": steps, "x": 1.0} for steps in (10, 20, 30)]
+    new = [{"steps": steps, "x": 2.0} for steps in (40, 50)]
+    ledger = Ledger(had=had)
+    assert deliver(tmp_path, ledger, rows, new, name) == []
+    assert [row[0] for row in ledger.rows] == [steps for steps in (10, 20, 30, 40, 50) if steps > had]
+    assert ledger.closed is False
+
+
+def test_samples_that_a_tracker_lacks_are_logged_with_their_row(tmp_path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "20.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    ledger = Ledger()
+    deliver(tmp_path, ledger, [{"steps": 10}, {"steps": 20}])
+    assert [row[2] for row in ledger.rows] == [[], [{"prompt": "a"}, {"prompt": "b"}]]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"], ids=["in a thread", "in training's thread"])
+def test_a_tracker_that_fails_is_reported_once_and_then_left_alone(name, tmp_path):
+    ledger = Ledger(fail_at=20)
+    reported = deliver(tmp_path, ledger, new=[{"steps": steps} for steps in range(10, 100, 10)], name=name)
+    (finding,) = reported
+    assert finding.what == f"the tracker {name} stopped, and training went on without it (ConnectionError: the server is down)"
+    assert [row[0] for row in ledger.rows] == [10]
+
+
+def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(tmp_path, monkeypatch):
+    class Slow(Ledger):
+        def log(self, steps, metrics, samples):
+            time.sleep(3)
+
+    monkeypatch.setattr(delivery, "CLOSING_SECONDS", 0.2)
+    begun = time.monotonic()
+    (finding,) = deliver(tmp_path, Slow(), new=[{"steps": steps} for steps in range(10, 100, 10)])
+    assert time.monotonic() - begun < 2
+    assert "it did not finish within 0 s of the end" in finding.what
+
+
+def test_a_tracker_that_does_not_keep_up_is_stopped(tmp_path, monkeypatch):
+    class Slow(Ledger):
+        def log(self, steps, metrics, samples):
+            time.sleep(0.5)
+
+    monkeypatch.setattr(delivery, "WAITING", 3)
+    (finding,) = deliver(tmp_path, Slow(), new=[{"steps": steps} for steps in range(10, 200, 10)])
+    assert "it is 3 events behind" in finding.what
+
+
+def test_a_server_that_is_down_does_not_end_a_run_and_resuming_fills_the_gap(offline, monkeypatch):
+    run, lines = offline / "run", []
+    recipe = find_recipe("CartPole-v1", {**FIELDS, "trackers": ["mlflow"]})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    api.start(recipe, run, display=lambda event: lines.append(event.text) if hasattr(event, "text") else None)
+    told = [line for line in lines if "the tracker mlflow stopped, and training went on without it" in line]
+    assert len(told) == 1
+    assert len(steps_of(run)) == 16
+    assert [finding.name for finding in of_run(run)].count("tracker_failed") == 1
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    surefoot.resume(run, steps=1280)
+    assert [int(row["steps"]) for row in rows_of_mlflow(run)] == steps_of(run) == list(range(64, 1281, 64))
+    assert "tracker_failed" not in [finding.name for finding in of_run(run)]
+
+
+def test_a_damaged_trackers_file_does_not_end_a_run(tmp_path):
+    (tmp_path / "trackers.json").write_text("{")
+    assert deliver(tmp_path, Ledger(), new=[{"steps": 10}]) == []
+
+
+def test_trackers_change_no_number_of_a_run(tmp_path):
+    api.start(find_recipe("CartPole-v1", FIELDS), tmp_path / "plain")
+    api.start(find_recipe("CartPole-v1", {**FIELDS, "trackers": ["tensorboard"]}), tmp_path / "tracked")
+    plain, tracked = (
+        [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("plain", "tracked")
+    )
+    assert plain == tracked
+
+
+def test_a_record_that_a_kill_cut_off_is_left_out(offline):
+    pytest.importorskip("wandb")
+    import struct
+
+    from surefoot.runs.trackers.wandb import _records
+
+    def part(kind, content):
+        return struct.pack("<IHB", 0, len(content), kind) + content
+
+    long = b"x" * 40_000
+    first = 32_768 - 7 - 7 - len(part(1, b"ab"))
+    data = b":W&B\0\0\0" + part(1, b"ab") + part(2, long[:first]) + part(4, long[first:])
+    assert list(_records(data)) == [b"ab", long]
+    assert list(_records(data[:-1])) == [b"ab"]
+    assert list(_records(data + part(1, b"cd")[:-1])) == [b"ab", long]
