@@ -17,8 +17,8 @@ from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
+from surefoot.runs.callbacks import metrics_listener
 from surefoot.runs.checkpoint import latest_checkpoint
-from surefoot.runs.events import callback_listener
 from surefoot.runs.folder import RunFolder
 from surefoot.runs.session import Session, make_learner
 
@@ -125,7 +125,7 @@ def resumed(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
         own = None
         if dist.get_rank() == 0:
             own = RunFolder.open(path) if path.exists() else RunFolder.create(path, recipe)
-        session = Session(recipe, world, own, [callback_listener(lambda metrics: bool(metrics["steps"] >= last))])
+        session = Session(recipe, world, own, [metrics_listener(lambda metrics: bool(metrics["steps"] >= last))])
         dist.barrier()
         found = latest_checkpoint(path / "checkpoints")
         if found is not None:
