@@ -145,6 +145,18 @@ def test_what_a_page_shows_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
                 del sys.modules[module]
 
 
+def test_every_printed_training_has_its_steps() -> None:
+    """On the command line, or in a recipe file, so that nobody starts hours of training without knowing."""
+    for path in RUN:
+        for block in (block for block in blocks(path.read_text("utf-8")) if block.language == "console"):
+            for command in block.commands:
+                words = shlex.split(command, comments=True)
+                if words[:1] != ["surefoot"] or len(words) < 3 or words[1] not in ("train", "ladder", "compare-algorithms"):
+                    continue
+                known = {"--steps", "--dry-run", "--help", "-h"} & set(words) or words[2].endswith(".toml")
+                assert known, f"{name_of(path)}:{block.line}: {command}"
+
+
 def test_the_reference_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["docs/generate.py", "--check"])
     with pytest.raises(SystemExit) as leaving:

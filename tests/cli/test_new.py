@@ -10,6 +10,7 @@ import pytest
 from surefoot.diagnostics import any_failed
 from surefoot.diagnostics.recipe import check_recipe
 from surefoot.recipes.presets import find_recipe
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 
 class Passed:
@@ -73,3 +74,20 @@ def test_nothing_is_overwritten(command: Any, tmp_path: Path) -> None:
         assert code == 2
         assert err.count("\n") == 1
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["control", "language"])
+def test_a_new_task_learns_and_draws_no_findings(
+    kind: str, surefoot: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole recipe, for seeds that nobody tuned it on."""
+    surefoot("new", "my-task", *(["--language"] if kind == "language" else []))
+    monkeypatch.chdir(tmp_path / "my-task")
+    for seed in ("1", "4"):
+        out = surefoot("train", "recipe.toml", "--seed", seed, "--run-dir", seed)
+        assert "!" not in out
+        assert "findings" not in out
+        rows = read_metrics(Path(seed) / "metrics.jsonl")
+        name = "reward" if kind == "language" else "episode_return"
+        assert rows[-1][name] > rows[2][name] + 0.3

@@ -44,7 +44,7 @@ def test_the_demo_without_its_anchor_is_hacked() -> None:
 
 
 def test_where_beta_is_adapted_its_first_value_is_not_what_to_raise() -> None:
-    given = {"model": "pocket", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}}
+    given = {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}}
     adapted = find_recipe("reviews", given | {"reference": {"beta": 0.1, "target": 6.0}})
     for recipe, says in ((find_recipe("reviews", given), "raise reference.beta (it is"), (adapted, "lower reference.target")):
         found = {finding.name: finding for finding in findings_of(stored("hacked"), recipe)}
@@ -53,7 +53,7 @@ def test_where_beta_is_adapted_its_first_value_is_not_what_to_raise() -> None:
 
 
 def test_what_is_hacked_is_said_while_there_is_time() -> None:
-    recipe = find_recipe("reviews", {"model": "pocket", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}})
+    recipe = find_recipe("reviews", {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}})
     said: list[str] = []
     monitor = RunMonitor(recipe, said.append)
     for row in stored("hacked"):

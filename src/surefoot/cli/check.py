@@ -66,9 +66,10 @@ def check_run(folder: Path, as_json: bool) -> int:
         if run.changed:
             table["config_changed"] = list(run.changed)
         echo_json({**table, "findings": [finding.to_json() for finding in findings]})
+    elif not findings and len(run.rows) < ENOUGH_ITERATIONS:
+        echo(f"{folder}: too short to judge: {len(run.rows):,} iterations, {run.steps:,} steps; it takes {ENOUGH_ITERATIONS}")
     elif not findings:
-        short = "; too few for findings" if len(run.rows) < ENOUGH_ITERATIONS else ""
-        echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps{short}")
+        echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
     else:
         echo("\n\n".join("\n".join(finding.text) for finding in findings))
     if run.changed and not as_json:

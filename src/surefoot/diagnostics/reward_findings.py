@@ -191,9 +191,10 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
             best_block = max(gold.blocks(), key=lambda block: float(block.values.mean()))
             lost.append(("the gold score falls", (best_block.evidence(), gold.blocks()[-1].evidence())))
     repeated, distinct = curves["repeated"], curves["distinct_2"]
-    if (change := ends(repeated)) and change[1] - change[0] >= 0.4:
+    judged = len(curves["gold"]) > 0 and not lost  # answers that are alike and truly better are no hacking
+    if not judged and (change := ends(repeated)) and change[1] - change[0] >= 0.4:
         lost.append(("responses repeat each other", (repeated.blocks()[0].evidence(), repeated.blocks()[-1].evidence())))
-    elif (change := ends(distinct)) and change[1] <= 0.5 * change[0]:
+    elif not judged and (change := ends(distinct)) and change[1] <= 0.5 * change[0]:
         lost.append(("diversity falls", (distinct.blocks()[0].evidence(), distinct.blocks()[-1].evidence())))
     likelihood = curves["held_out_log_likelihood"]
     if len(likelihood) > 1 and likelihood.values[0] - likelihood.values[-1] > 0.7:
@@ -222,7 +223,9 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 
 def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Responses are truncated at the length limit."""
+    """Responses are truncated at the length limit, and the recipe treats that in some way."""
+    if isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos is None and recipe.reward.overlong is None:
+        return None
     ended = curves["eos_rate"]
     stretch = lasting_stretch(curves, ended, ended.values <= 0.02)
     limit = (

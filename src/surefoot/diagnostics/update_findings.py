@@ -120,6 +120,8 @@ def left_reference(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     width = curves.width(0.05, 3)
     if len(per_token) < width or len(per_response) < width:
         return None
+    if isinstance(recipe, LanguageRecipe) and recipe.model == "pocket":
+        return None  # its random weights have no language to keep
     token, response = per_token.window(width, largest=True), per_response.window(width, largest=True)
     if token.values.mean() <= 0.5 and response.values.mean() <= 50:
         return None

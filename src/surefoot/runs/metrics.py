@@ -51,11 +51,7 @@ METRICS: dict[str, Metric] = {
     ),
     "reference_beta": Metric("β of the KL in the reward; moves where reference.target is set"),
     "response_length": Metric("mean tokens per response, EOS included"),
-    "eos_rate": Metric(
-        "share of responses that ended by themselves, and were not cut by the length limit",
-        low=0.5,
-        why_low="most responses are cut: raise sampling.max_tokens, or see reward.missing_eos",
-    ),
+    "eos_rate": Metric("share of responses that ended by themselves, and were not cut by the length limit"),
     "turns": Metric("mean turns of the model in a conversation, where an environment answers"),
     "distinct_2": Metric("different bigrams / all bigrams of the iteration's responses; a fall to half is mode collapse"),
     "repeated": Metric(
