@@ -31,7 +31,8 @@ from surefoot.demos.sorting import Sizes, in_groups, write_data
 from surefoot.language import tasks
 from surefoot.language.analysis.best_of import BestOfSettings, best_of_n
 from surefoot.language.analysis.metrics import pass_at_k
-from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.sources import read_rows
 from surefoot.language.models.language_model import load_language_model
 from surefoot.language.rewards.terms import load_flag_reward
 from surefoot.recipes.presets import find_recipe

@@ -11,7 +11,8 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.best_of import BestOfSettings, best_of_n, chosen_row
 from surefoot.language.data import datasets as data
-from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import load_model

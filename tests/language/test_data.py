@@ -14,7 +14,7 @@ from surefoot.language.analysis.best_of import chosen_row
 from surefoot.language.data.datasets import demonstrations, pairs, prompts, repeat_prompts
 from surefoot.language.data.pairs import pair_row
 from surefoot.language.data.preview import preview
-from surefoot.language.data.rows import read_rows
+from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import pocket
 
@@ -372,7 +372,6 @@ def test_messages_of_weight_0_are_read_and_not_trained(tmp_path: Path) -> None:
         ),
         (pairs, {"prompt": "a", "chosen": "b"}, "missing column 'rejected'; a pair has"),
         (pairs, {"chosen": "b", "rejected": [ASK, ANSWER]}, "columns differ: 'chosen' is text, 'rejected' is messages"),
-        (pairs, {"prompt": "a", "chosen": [ANSWER], "rejected": [WORSE]}, "columns differ: 'prompt' is text"),
         (pairs, {"chosen": [ANSWER], "rejected": [WORSE]}, "begin differently, so there is no prompt"),
         (demonstrations, {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "message 2: 'weight' is 0.5; it must be 0 "),
         (demonstrations, {"messages": [ASK, {**ANSWER, "weight": True}]}, "message 2: 'weight' is True; it must be 0 "),

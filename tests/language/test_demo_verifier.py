@@ -12,7 +12,8 @@ from surefoot.demos import Stages, free_folder
 from surefoot.demos.sorting import Sizes, attempts_at, in_groups, verifier_demo, write_data
 from surefoot.files import read_toml
 from surefoot.language import tasks
-from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.sources import read_rows
 from surefoot.recipes.presets import find_recipe, presets
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.display import Display

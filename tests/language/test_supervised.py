@@ -15,7 +15,7 @@ from surefoot.core.rollout import LearnerState, tensors_in
 from surefoot.errors import SurefootError
 from surefoot.functional import bradley_terry_loss
 from surefoot.language.data import datasets as data
-from surefoot.language.data.rows import read_rows
+from surefoot.language.data.sources import read_rows
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe

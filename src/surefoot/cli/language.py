@@ -55,7 +55,7 @@ def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel"
 @click.command()
 @click.argument("model", shell_complete=complete_run)
 @click.option("--prompt", "prompts", multiple=True, help="Prompt; repeatable.")
-@click.option("--file", type=PATH, help="Prompts from a JSONL or Parquet file, or a datasets folder.")
+@click.option("--file", type=PATH, help="Prompts from a file, a folder or hf://org/name:split.")
 @click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
 @click.option("--max-tokens", type=COUNT, default=128, show_default=True, help="Longest response in tokens, with EOS.")
 @temperature_option
@@ -102,7 +102,7 @@ def generate(
 def prompts_in(file: Path, language_model: "LanguageModel", max_tokens: int) -> list[Any]:
     """The prompts of a file. Raises SurefootError if one doesn't fit into the model's context with its response."""
     from surefoot.language.data import datasets as data
-    from surefoot.language.data.rows import read_rows
+    from surefoot.language.data.sources import read_rows
     from surefoot.language.models.loading import context_length
 
     rows = read_rows(file)
@@ -114,7 +114,7 @@ def prompts_in(file: Path, language_model: "LanguageModel", max_tokens: int) -> 
                 f"{row.where}: its prompt has {len(ids)} tokens, which with --max-tokens {max_tokens} is more than the model's "
                 f"context of {context}; shorten one of them"
             )
-    return prompts.prompts
+    return list(prompts.prompts)
 
 
 @click.command()
@@ -194,7 +194,7 @@ def show(piece: str) -> None:
 
 @click.command(name="best-of-n")
 @click.argument("model", shell_complete=complete_run)
-@click.option("--prompts", type=PATH, required=True, help="JSONL or Parquet file, or a datasets folder.")
+@click.option("--prompts", type=PATH, required=True, help="A file, a folder or hf://org/name:split.")
 @click.option("--samples", type=COUNT, required=True, help="n, responses to each prompt.")
 @click.option(
     "--reward",
@@ -285,18 +285,31 @@ def data() -> None:
 @click.option("--model", required=True, help="Model whose tokenizer and chat template are used.")
 @click.option("--rows", type=COUNT, default=5, show_default=True, help="Rows to show.")
 @click.option("--max-length", type=IntRange(2, MAX_COUNT), default=1024, show_default=True, help="As in data.max_length.")
+@click.option("--columns", default="{}", metavar="TABLE", help='As in data.columns, such as { question = "prompt" }.')
+@click.option(
+    "--control-tokens",
+    "control",
+    type=click.Choice(["split", "keep", "reject"]),
+    default="split",
+    show_default=True,
+    help="As in data.control_tokens.",
+)
 @trust_option
-def preview(file: Path, model: str, rows: int, max_length: int, trust_remote_code: bool) -> None:
+def preview(file: Path, columns: str, **options: Any) -> None:
     """Show rows of FILE as tokens.
 
-    Colours mark the tokens that are trained. Lengths and dropped rows follow.
+    FILE is a file, a folder, a pattern or hf://org/name:split. Colours mark the tokens that are trained. Lengths and dropped
+    rows follow.
     """
     from rich.console import Console
 
     from surefoot.language.data.preview import preview as preview_of
 
     width = None if sys.stdout.isatty() else 120
-    rendered = preview_of(file, model, rows=rows, max_length=max_length, trust_remote_code=trust_remote_code)
+    table = parse_value(columns)
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise SurefootError(f'--columns {columns}: must be a table of names, such as {{ question = "prompt" }}')
+    rendered = preview_of(file, columns=table, **options)
     Console(width=width).print(rendered)
 
 

@@ -13,7 +13,8 @@ from surefoot.core.seeding import derived_seed
 from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language import require_transformers, tasks
-from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.sources import read_rows
 from surefoot.language.models.language_model import load_language_model
 from surefoot.terminal import visible
 

@@ -82,26 +82,45 @@ def saved_adapter(table: Mapping[str, Any]) -> dict[str, Any]:
     return {"convert_targets": True, **table}
 
 
-class DataSettings(Section):
-    """Training rows: JSONL, Parquet, or a saved ``datasets`` folder."""
+class RowSettings(Section):
+    """How rows are read."""
+
+    columns: dict[str, str] = Field({})
+    """own names of columns in train and held_out, and the names they are read by, such as { question = "prompt" }"""
+    control_tokens: Literal["split", "keep", "reject"] = "split"
+    """control tokens, such as EOS, in messages of the user, the system and tools. split: encoded as ordinary text; keep: as
+    control tokens; reject: the run does not start if any text of a row has one"""
+
+    @pydantic.model_validator(mode="after")
+    def _check_columns(self) -> "RowSettings":
+        for own, name in self.columns.items():
+            if list(self.columns.values()).count(name) > 1:
+                raise SurefootError(f"data.columns={self.columns}: reads several columns as {name!r}; choose one")
+            if not own or not name:
+                raise SurefootError(f"data.columns={self.columns}: has an empty name; name both columns")
+        return self
+
+
+class DataSettings(RowSettings):
+    """Training rows: a file, a folder, or a data set on the hub."""
 
     train: str
-    """file or folder of the training rows"""
+    """training rows: a file (.jsonl, .json, .csv, .parquet, also .gz and .zst), a folder, or hf://org/name:split"""
     held_out: str | None = None
-    """file or folder of rows for evaluation, never trained on; none: no evaluation"""
+    """rows for evaluation, never trained on; none: no evaluation"""
     max_length: int = Field(1024, ge=2, le=MAX_LENGTH)
     """longest row in tokens; longer rows are dropped and counted"""
     batch: Count = 64
     """rows per update"""
 
 
-class PromptSettings(Section):
-    """Prompts: JSONL, Parquet, or a saved ``datasets`` folder. The reward gets the other columns of a row."""
+class PromptSettings(RowSettings):
+    """Prompts: a file, a folder, or a data set on the hub. The reward gets the other columns of a row."""
 
     train: str
-    """file or folder of the training prompts"""
+    """training prompts: a file (.jsonl, .json, .csv, .parquet, also .gz and .zst), a folder, or hf://org/name:split"""
     held_out: str | None = None
-    """file or folder of prompts for evaluation, never trained on; none: no evaluation"""
+    """prompts for evaluation, never trained on; none: no evaluation"""
     max_length: Size = 1024
     """longest prompt in tokens; longer prompts are dropped and counted"""
 

@@ -149,6 +149,7 @@ def start(
         check_single_process(run_dir)
     several = check_callbacks(callbacks)
     check_trackers(recipe, run_dir)
+    recipe = with_pinned_data(recipe)
     world = _make_world(recipe, task, functions)
     session = None
     try:
@@ -262,6 +263,28 @@ def make_world(
     from surefoot.language.supervised.world import SupervisedWorld
 
     return SupervisedWorld(recipe)
+
+
+def with_pinned_data(recipe: Recipe) -> Recipe:
+    """The recipe with the commit of every data set on the hub, so that the resumed run reads the same rows.
+
+    Raises SurefootError if a data set can't be found.
+    """
+    table: Any = to_table(recipe)
+    sections = {"data": ("train", "held_out"), "evaluation": ("demonstrations",), "mixing": ("demonstrations",)}
+    places = [(table.get(section), name) for section, names in sections.items() for name in names]
+    named = [(place, name) for place, name in [*places, (table, "demonstrations")] if _on_hub(place, name)]
+    if not named:
+        return recipe
+    from surefoot.language.data.hub import pinned
+
+    for place, name in named:
+        place[name] = pinned(place[name])
+    return make_recipe(table)
+
+
+def _on_hub(table: Any, name: str) -> bool:
+    return isinstance(table, dict) and str(table.get(name)).startswith("hf:/")
 
 
 def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:

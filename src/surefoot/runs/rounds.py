@@ -23,7 +23,8 @@ from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.pairs import answer_text, pair_row, prefers_first, sample_pairs
-from surefoot.language.data.rows import read_rows, write_rows
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.sources import Source, open_rows, read_rows
 from surefoot.language.models.language_model import errors_for, load_language_model, model_folder
 from surefoot.language.models.loading import context_length
 from surefoot.language.rewards.model import ModelReward
@@ -160,10 +161,11 @@ def _same_model(name: str, run: Path) -> bool:
 def reward_recipe(plan: Plan, here: Path, pairs: int) -> Recipe:
     """The recipe of a round's reward model: the first one's, with as many epochs over the present pairs."""
     table = to_table(make_recipe(read_toml(plan.first_reward / "config.toml")))
-    before = len(read_rows(table["data"]["train"]))
+    before = sum(1 for _ in _rows_of(table))
     if isinstance(table.get("adapter"), dict):
         table["adapter"]["merge"] = True  # the next round starts from its whole model
-    table["data"] |= {"train": str(here / "all_pairs.jsonl"), "held_out": str(here / "held_out_pairs.jsonl")}
+    pairs_of = {"train": str(here / "all_pairs.jsonl"), "held_out": str(here / "held_out_pairs.jsonl")}
+    table["data"] |= {**pairs_of, "columns": {}}  # their columns are renamed already
     table["steps"] = max(1, round(table["steps"] * pairs / before))
     return make_recipe(table)
 
@@ -253,7 +255,7 @@ def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[dict[str, Any]]:
     model.model.to(recipe.device)  # type: ignore[arg-type]
     settings = recipe.sampling
     room = data.token_limit(recipe.data.max_length, context_length(model.model), settings.max_tokens)
-    prompts = data.prompts(read_rows(recipe.data.train), model.tokens, *room)
+    prompts = data.prompts(open_rows(recipe.data.train, recipe.data.columns), model.tokens, *room)
     order = EpochSampler(len(prompts.ids), derived_seed(recipe.seed, "pairs"))
     for _ in range(number):
         chosen = order.next(plan.pairs)
@@ -285,11 +287,16 @@ def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _rows_of(table: Mapping[str, Any]) -> Source:
+    """The training rows of a recipe's table."""
+    return open_rows(table["data"]["train"], table["data"].get("columns"))
+
+
 def _old_pairs(plan: Plan, folder: Path, number: int) -> list[dict[str, Any]]:
     """The pairs that earlier reward models were trained and evaluated on."""
     if number == 1:
         table = read_toml(plan.first_reward / "config.toml")
-        return [row.columns for row in read_rows(table["data"]["train"])]
+        return [row.columns for row in _rows_of(table)]
     before = folder / f"round-{number - 1}"
     return [row.columns for name in ("all_pairs", "held_out_pairs") for row in read_rows(before / f"{name}.jsonl")]
 

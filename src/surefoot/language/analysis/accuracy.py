@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data import datasets as data
-from surefoot.language.data.rows import read_rows
+from surefoot.language.data.sources import open_rows
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.online.responses import Responses, with_signal
 from surefoot.language.online.world import LanguageWorld
@@ -86,7 +87,7 @@ def measure_accuracy(
 
     Raises SurefootError for rows that are no prompts, and for responses that the reward can't score.
     """
-    rows = data.prompts(read_rows(path)[:prompts], model.tokens, 2**53)
+    rows = data.prompts(list(islice(open_rows(path), prompts)), model.tokens, 2**53)
     count = len(rows.prompts)
 
     def responses(each: int, greedy: bool) -> tuple[Scores, Tensor, Tensor]:

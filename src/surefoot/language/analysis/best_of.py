@@ -12,7 +12,8 @@ from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import best_of_n_kl
 from surefoot.language.data import datasets as data
 from surefoot.language.data.pairs import format_answer, pair_row
-from surefoot.language.data.rows import Row, read_rows
+from surefoot.language.data.rows import Row
+from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import columns_of
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import context_length

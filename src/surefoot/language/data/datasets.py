@@ -3,18 +3,21 @@
 Demonstrations are ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``. Pairs are ``{"prompt", "chosen",
 "rejected"}``, or ``{"chosen", "rejected"}`` with the prompt as their common beginning. Each column is text, or messages with a
 role and a content; ``tools`` and ``chat_template_kwargs`` are passed to the chat template. Answers may repeat the messages of
-their prompt, or its text as the user's message. Rows that are too long and pairs of equal answers are dropped and counted. Any
-other error is one line with file and line.
+their prompt, or its text as the user's message. ``surefoot.language.data.shapes`` converts other shapes. Rows that are too long
+and pairs of equal answers are dropped and counted. Any other error is one line with file and line.
+
+Rows are read one at a time. Those of a large source are tokenised into a cache on disk.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
+from surefoot.language.data.cache import Fields, NotJson, Ragged, cached
 from surefoot.language.data.rows import (
     CALLS,
     SETTINGS,
@@ -28,10 +31,17 @@ from surefoot.language.data.rows import (
     text_or_messages,
 )
 from surefoot.language.data.rows import Row as Row
-from surefoot.language.data.rows import read_rows as read_rows
-from surefoot.language.data.tokens import Dialogue, Messages, Tokens
+from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, paired
+from surefoot.language.data.sources import Source
+from surefoot.language.data.sources import open_rows as open_rows
+from surefoot.language.data.sources import read_rows as read_rows
+from surefoot.language.data.tokens import Dialogue, Messages, Tokens, options_of
 
-T = TypeVar("T")
+VERSION = 1
+"""of what rows become; caches of another version are not read"""
+LARGE = 32 * 10**6
+"""bytes of rows from which on their ids are on disk instead of in memory"""
+ControlPolicy = Literal["split", "keep", "reject"]
 Part = str | list[dict[str, Any]]
 SYSTEM = ("system", "developer")
 """roles that may precede the user"""
@@ -41,47 +51,53 @@ SYSTEM = ("system", "developer")
 class Demonstrations:
     """Tokenised demonstrations for supervised fine-tuning."""
 
-    ids: list[list[int]]
-    trained: list[list[bool]]
+    ids: Sequence[list[int]]
+    trained: Sequence[list[bool]]
     """which ids are trained, row by row; never the first"""
     dropped: int
     """number of rows dropped as too long"""
     unused: tuple[str, ...] = ()
     """columns that are not used"""
+    notes: tuple[str, ...] = ()
+    """lines about control tokens in the rows"""
 
 
 @dataclass(frozen=True)
 class Pairs:
     """Tokenised pairs for a reward model or DPO: each side is prompt and answer."""
 
-    chosen: list[list[int]]
-    rejected: list[list[int]]
-    prompt_lengths: list[int]
+    chosen: Sequence[list[int]]
+    rejected: Sequence[list[int]]
+    prompt_lengths: Sequence[int]
     """number of the prompt's ids at the beginning of both sides"""
     dropped: int
     """number of pairs dropped because a side was too long"""
-    chosen_trained: list[list[bool]]
+    chosen_trained: Sequence[list[bool]]
     """which ids of the chosen side the assistant wrote"""
-    rejected_trained: list[list[bool]]
+    rejected_trained: Sequence[list[bool]]
     equal: int = 0
     """number of pairs dropped because both answers are the same"""
     unused: tuple[str, ...] = ()
     """columns that are not used"""
+    notes: tuple[str, ...] = ()
+    """lines about control tokens in the rows, and about labelled answers without a partner"""
 
 
 @dataclass(frozen=True)
 class Prompts:
     """Tokenised prompts for sampling."""
 
-    prompts: list[str | Messages]
+    prompts: Sequence[str | Messages]
     """as in the file"""
-    ids: list[list[int]]
-    columns: dict[str, list[Any]]
+    ids: Sequence[list[int]]
+    columns: Mapping[str, Sequence[Any]]
     """every other column, for reward functions; None for rows without it"""
     dropped: int
     """number of prompts dropped as too long"""
     unused: tuple[str, ...] = ()
     """columns that only reward functions read"""
+    notes: tuple[str, ...] = ()
+    """lines about control tokens in the rows"""
 
 
 def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts:
@@ -96,9 +112,12 @@ def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> P
     )
 
 
-def drop_notes(path: str, limit: int, dropped: int, *, unused: Sequence[str] = (), rows: str = "rows") -> list[str]:
-    """Lines about dropped rows and unused columns of a file."""
+def drop_notes(
+    path: str, limit: int, dropped: int, *, unused: Sequence[str] = (), rows: str = "rows", notes: Sequence[str] = ()
+) -> list[str]:
+    """Lines about dropped rows, control tokens and unused columns of a file."""
     return [
+        *notes,
         *([f"{path}: dropped, because longer than {limit} tokens: {dropped} {rows}"] if dropped else []),
         *([f"{path}: not used: {', '.join(map(repr, unused))}"] if unused else []),
     ]
@@ -107,7 +126,7 @@ def drop_notes(path: str, limit: int, dropped: int, *, unused: Sequence[str] = (
 def pair_drop_notes(path: str, limit: int, pairs: Pairs) -> list[str]:
     """The same for pairs."""
     equal = [f"{path}: dropped, because both answers are the same: {pairs.equal} rows"] if pairs.equal else []
-    return equal + drop_notes(path, limit, pairs.dropped, unused=pairs.unused)
+    return equal + drop_notes(path, limit, pairs.dropped, unused=pairs.unused, notes=pairs.notes)
 
 
 def token_limit(max_length: int, context: int | None, answer: int = 0) -> tuple[int, str]:
@@ -121,58 +140,122 @@ def token_limit(max_length: int, context: int | None, answer: int = 0) -> tuple[
     return context - answer, f"the model's context is {context}{less}; shorten them"
 
 
-def demonstrations(rows: Sequence[Row], tokens: Tokens, max_length: int, limit_text: str = "") -> Demonstrations:
+def demonstrations(
+    rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
+) -> Demonstrations:
     """Tokenise the rows of at most ``max_length`` ids, and mark trained ids; see ``Tokens.demonstration``.
 
-    ``limit_text`` describes ``max_length`` and its remedy in errors; see ``token_limit``.
+    ``limit_text`` describes ``max_length`` and its remedy in errors; see ``token_limit``. ``control`` is
+    ``data.control_tokens``.
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made = _map_rows(rows, lambda row: tokens.demonstration(_demonstration(row, tokens)))
-    kept = [(ids, trained) for ids, trained in made if len(ids) <= max_length]
-    _check_any_kept(rows, len(kept), max_length, min(len(ids) for ids, _ in made), limit_text)
-    unused = unused_columns(rows, lambda row: _used_columns(row, _demonstration_columns(row)), tokens)
-    return Demonstrations([ids for ids, _ in kept], [trained for _, trained in kept], len(made) - len(kept), unused)
+    work = _Preparation("demonstrations", rows, tokens, max_length, limit_text, control)
+
+    def make(row: Row) -> tuple[Sequence[Any], int]:
+        row = as_demonstration(row, work.chat)
+        columns = _demonstration_columns(row)
+        work.look(row, columns)
+        ids, trained = work.tokens.demonstration(_demonstration(row, work.tokens))
+        return (ids, trained), len(ids)
+
+    made, tally = work.run({"ids": "ids", "trained": "flags"}, make)
+    return Demonstrations(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control))
 
 
-def pairs(rows: Sequence[Row], tokens: Tokens, max_length: int, limit_text: str = "") -> Pairs:
+def pairs(
+    rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
+) -> Pairs:
     """Tokenise both answers of every row, with prompt and EOS, if they differ and have at most ``max_length`` ids.
+
+    Rows with one labelled answer each are paired first; see ``surefoot.language.data.shapes.paired``.
 
     Raises SurefootError, with file and line, for a row of another shape, and if no row remains.
     """
-    made = _map_rows(rows, lambda row: _pair(row, tokens))
-    differ = [pair for pair in made if pair[0] != pair[1]]
-    if not differ:
-        raise SurefootError(
-            f"{rows[0].file}: chosen and rejected are the same in all {len(rows)} rows; give answers that differ"
-        )
-    kept = [pair for pair in differ if max(len(pair[0]), len(pair[1])) <= max_length]
-    _check_any_kept(rows, len(kept), max_length, min(max(len(pair[0]), len(pair[1])) for pair in differ), limit_text)
-    chosen, rejected, prompt_lengths, chosen_trained, rejected_trained = map(list, zip(*kept, strict=True))
+    work = _Preparation("pairs", rows, tokens, max_length, limit_text, control)
+
+    def make(row: Row) -> tuple[Sequence[Any], int] | None:
+        row = as_pair(row, work.chat)
+        work.look(row, ("prompt", "chosen", "rejected"))
+        ids, other, prompt_length, trained, trained_too = _pair(row, work.tokens)
+        return None if ids == other else ((ids, other, [prompt_length], trained, trained_too), max(len(ids), len(other)))
+
+    names = ("chosen", "rejected", "prompt_lengths", "chosen_trained", "rejected_trained")
+    made, tally = work.run(dict(zip(names, ("ids", "ids", "ids", "flags", "flags"), strict=True)), make)
     return Pairs(
-        chosen,
-        rejected,
-        prompt_lengths,
-        len(differ) - len(kept),
-        chosen_trained,
-        rejected_trained,
-        len(made) - len(differ),
-        unused_columns(rows, lambda row: _used_columns(row, ("prompt", "chosen", "rejected")), tokens),
+        made["chosen"],
+        made["rejected"],
+        [length for (length,) in made["prompt_lengths"]],
+        tally.dropped,
+        made["chosen_trained"],
+        made["rejected_trained"],
+        tally.equal,
+        tuple(tally.unused),
+        tally.notes(control),
     )
 
 
-def prompts(rows: Sequence[Row], tokens: Tokens, max_length: int, limit_text: str = "") -> Prompts:
+def prompts(
+    rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
+) -> Prompts:
     """Tokenise the prompts of at most ``max_length`` ids: column ``prompt``, or ``messages`` without the last answer.
 
     Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
     """
-    made = _map_rows(rows, lambda row: _prompt(row, tokens))
-    kept = [(prompt, ids, row) for (prompt, ids), row in zip(made, rows, strict=True) if len(ids) <= max_length]
-    _check_any_kept(rows, len(kept), max_length, min(len(ids) for _, ids in made), limit_text)
-    names = dict.fromkeys(name for _, _, row in kept for name in row.columns if name not in _prompt_columns(row))
-    columns = {name: [row.columns.get(name) for _, _, row in kept] for name in names}
-    unused = unused_columns(rows, lambda row: _used_columns(row, _prompt_columns(row)), tokens)
-    return Prompts([p for p, _, _ in kept], [ids for _, ids, _ in kept], columns, len(made) - len(kept), unused)
+    work = _Preparation("prompts", rows, tokens, max_length, limit_text, control)
+
+    def make(row: Row) -> tuple[Sequence[Any], int]:
+        row = as_prompt(row, work.chat)
+        columns = _prompt_columns(row)
+        work.look(row, columns)
+        prompt, ids = _prompt(row, work.tokens)
+        others = {name: value for name, value in row.columns.items() if name not in columns}
+        if len(ids) <= max_length:
+            work.tally.columns.update(dict.fromkeys(others))
+        plain = prompt if isinstance(prompt, str) else list(prompt)
+        return (ids, {"prompt": plain, "options": dict(options_of(prompt)), "columns": others}), len(ids)
+
+    made, tally = work.run({"ids": "ids", "row": "json"}, make)
+    stored = made["row"]
+    return Prompts(
+        _listed(stored, _prompt_of),
+        made["ids"],
+        {name: _listed(stored, _column_of(name)) for name in tally.columns},
+        tally.dropped,
+        tuple(tally.unused),
+        tally.notes(control),
+    )
+
+
+class Mapped(Sequence[Any]):
+    """A function of every element of a sequence, computed when it is read."""
+
+    def __init__(self, values: Sequence[Any], function: Callable[[Any], Any]) -> None:
+        self._values, self._function = values, function
+
+    def __len__(self) -> int:
+        """The number of elements."""
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One element, or several."""
+        if isinstance(index, slice):
+            return [self._function(value) for value in self._values[index]]
+        return self._function(self._values[index])
+
+
+def _listed(stored: Sequence[Any], function: Callable[[Any], Any]) -> Sequence[Any]:
+    return Mapped(stored, function) if isinstance(stored, Ragged) else [function(value) for value in stored]
+
+
+def _prompt_of(stored: Mapping[str, Any]) -> str | Messages:
+    options = stored["options"]
+    prompt: str | Messages = stored["prompt"]
+    return Dialogue(prompt, options) if options and not isinstance(prompt, str) else prompt
+
+
+def _column_of(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda stored: stored["columns"].get(name)
 
 
 def prompts_without_ids(rows: Sequence[Row]) -> Prompts:
@@ -299,24 +382,146 @@ def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 # ---- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _map_rows(rows: Sequence[Row], make: Callable[[Row], T]) -> list[T]:
-    """Apply a function to every row; errors begin with the row's location."""
-    results = []
-    with quiet_transformers():  # the tokenizer warns of text longer than the context; such rows are counted here
-        for row in rows:
-            try:
-                results.append(make(row))
-            except SurefootError as error:
-                raise SurefootError(f"{row.where}: {error}") from None
-    return results
+@dataclass
+class Tally:
+    """What happened to the rows of a file. JSON can hold it."""
 
+    file: str = ""
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    """longer than the limit"""
+    equal: int = 0
+    """pairs of the same answer"""
+    left_over: int = 0
+    """labelled answers without a partner"""
+    shortest: int | None = None
+    split: int = 0
+    """rows with control tokens in messages of others than the assistant"""
+    literal: int = 0
+    """rows with control tokens in plain text or in the assistant's messages"""
+    unused: dict[str, None] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict)
+    """columns for reward functions"""
 
-def _check_any_kept(rows: Sequence[Row], kept: int, max_length: int, shortest: int, limit_text: str) -> None:
-    if not kept:
-        raise SurefootError(
-            f"{rows[0].file}: all {len(rows)} rows are dropped: the shortest has {shortest} tokens and "
-            f"{limit_text or f'max_length={max_length}; raise it'}"
+    def notes(self, control: ControlPolicy) -> tuple[str, ...]:
+        """Lines about control tokens and labelled answers."""
+        how = "text" if control == "split" else "control tokens"
+        lines = (
+            (self.split, f"rows with control tokens in messages, encoded as {how} (data.control_tokens={control!r})"),
+            (self.literal, "rows with control tokens in plain text or answers, encoded as control tokens"),
+            (self.left_over, "labelled answers left out, because their prompt has no answer with the other label"),
         )
+        return tuple(f"{self.file}: {count} {what}" for count, what in lines if count)
+
+
+class _Preparation:
+    """Tokenises the rows of a source, and keeps a tally.
+
+    kind  what the rows become
+    """
+
+    def __init__(
+        self, kind: str, rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str, control: ControlPolicy
+    ) -> None:
+        self.kind, self.rows, self.max_length, self.limit_text, self.control = kind, rows, max_length, limit_text, control
+        self.tokens = tokens if tokens.split == (control != "keep") else Tokens.like(tokens, split=control != "keep")
+        self.chat = bool(tokens.tokenizer.chat_template)
+        self.tally = Tally()
+        self._read_keys: dict[str, bool] = {}
+
+    def run(
+        self, kinds: Mapping[str, str], make: Callable[[Row], tuple[Sequence[Any], int] | None]
+    ) -> tuple[Mapping[str, Sequence[Any]], Tally]:
+        """The fields of all rows that are kept, in memory or, for a large source, in the cache.
+
+        make   the fields of a row and its length; None for a pair of equal answers
+        """
+
+        def build(fields: Fields) -> dict[str, Any]:
+            self.tally = Tally()
+            self._add_rows(fields, make)
+            return asdict(self.tally)
+
+        if isinstance(self.rows, Source) and self.rows.size >= LARGE:
+            try:
+                made, summary = cached(self._parts(self.rows), kinds, build)
+                return made, Tally(**summary)
+            except NotJson:  # values that only memory can hold
+                pass
+        fields = Fields(kinds)
+        build(fields)
+        return fields.columns, self.tally
+
+    def _parts(self, source: Source) -> list[object] | None:
+        """All that the ids depend on; None if it can't be known."""
+        fingerprint = self.tokens.fingerprint()
+        if fingerprint is None:
+            return None
+        return [VERSION, self.kind, source.content, sorted(source.columns.items()), fingerprint, self.max_length, self.control]
+
+    def _add_rows(self, fields: Fields, make: Callable[[Row], tuple[Sequence[Any], int] | None]) -> None:
+        tally, left_over = self.tally, list[int]()
+        with quiet_transformers():  # the tokenizer warns of text longer than the context; such rows are counted here
+            for row in paired(self.rows, left_over) if self.kind == "pairs" else self.rows:
+                tally.rows, tally.file = tally.rows + 1, row.file
+                try:
+                    made = make(row)
+                except SurefootError as error:
+                    raise SurefootError(f"{row.where}: {error}") from None
+                if made is None:
+                    tally.equal += 1
+                    continue
+                values, length = made
+                tally.shortest = length if tally.shortest is None else min(tally.shortest, length)
+                if length > self.max_length:
+                    tally.dropped += 1
+                    continue
+                fields.append(values)
+                tally.kept += 1
+        tally.left_over = sum(left_over)
+        self._check_any_kept()
+
+    def _check_any_kept(self) -> None:
+        tally = self.tally
+        if tally.left_over and not tally.rows:
+            file = next(iter(self.rows)).file
+            raise SurefootError(
+                f"{file}: column 'label' labels single answers, and no prompt has one of each label to make a pair; give "
+                "chosen and rejected, or train kind = 'sft' on the good answers"
+            )
+        if tally.equal == tally.rows:
+            raise SurefootError(
+                f"{tally.file}: chosen and rejected are the same in all {tally.rows} rows; give answers that differ"
+            )
+        if not tally.kept:
+            raise SurefootError(
+                f"{tally.file}: all {tally.rows} rows are dropped: the shortest has {tally.shortest} tokens and "
+                f"{self.limit_text or f'max_length={self.max_length}; raise it'}"
+            )
+
+    def look(self, row: Row, columns: Sequence[str]) -> None:
+        """Count a row's unused columns and control tokens. Raises SurefootError if control tokens are rejected."""
+        used = _used_columns(row, tuple(columns))
+        self.tally.unused |= dict.fromkeys(unused_columns([row], lambda _: used, self.tokens, self._read_keys))
+        split = literal = None
+        for name in used:
+            value = row.columns.get(name)
+            for part in value if isinstance(value, list) else [value]:
+                content = {key: text for key, text in part.items() if key != "role"} if isinstance(part, dict) else part
+                token = None if content is None else self.tokens.control_tokens(content)
+                if token is None:
+                    continue
+                if self.control == "reject":
+                    raise SurefootError(
+                        f"column {name!r} contains the control token {token!r}; remove it, or set data.control_tokens = 'split'"
+                    )
+                if isinstance(part, dict) and part.get("role") != "assistant":
+                    split = token
+                else:
+                    literal = token
+        self.tally.split += split is not None
+        self.tally.literal += literal is not None
 
 
 def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
@@ -345,19 +550,25 @@ def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
     return options
 
 
-def unused_columns(rows: Iterable[Row], read: Callable[[Row], Sequence[str]], tokens: Tokens) -> tuple[str, ...]:
+def unused_columns(
+    rows: Iterable[Row], read: Callable[[Row], Sequence[str]], tokens: Tokens, known: dict[str, bool] | None = None
+) -> tuple[str, ...]:
     """Columns with a value in some row but no effect: those not in ``read``, and keys of messages that the chat template does
     not read, as ``messages[].name``.
+
+    known   whether the template reads a key, for keys of earlier rows; it grows
     """
     unused: dict[str, None] = {}
-    known: dict[str, bool] = dict.fromkeys(("role", "content", WEIGHT), True)
+    known = {} if known is None else known
+    known |= dict.fromkeys(("role", "content", WEIGHT), True)
     for row in rows:
         names = read(row)
         for name, value in row.columns.items():
             if name not in names and value not in (None, [], {}, ""):
                 unused[name] = None
             elif name in names and name not in (TOOLS, SETTINGS) and isinstance(value, list):
-                for key in (key for message in value for key, part in message.items() if part not in (None, [], {}, "")):
+                messages = [message for message in value if isinstance(message, dict)]
+                for key in (key for message in messages for key, part in message.items() if part not in (None, [], {}, "")):
                     if key not in known:
                         known[key] = tokens.reads(key, {})
                     if not known[key]:

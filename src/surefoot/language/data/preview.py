@@ -4,14 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from surefoot.language.data.datasets import demonstrations, pairs, prompts
-from surefoot.language.data.rows import Row, read_rows
+from surefoot.language.data.cache import lengths_of
+from surefoot.language.data.datasets import ControlPolicy, demonstrations, pairs, prompts
+from surefoot.language.data.hub import is_hub_name
+from surefoot.language.data.shapes import is_labelled, shape_of
+from surefoot.language.data.sources import Source, open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import context_length, load_model
@@ -29,60 +33,108 @@ class TokenSequence:
     label: str
 
 
+@dataclass(frozen=True)
+class Summary:
+    """All kept rows in numbers.
+
+    kind       what the rows are
+    kept       the number of rows that are kept, of ``rows``
+    lengths    the lengths of their sequences
+    trained    the number of trained ids
+    left_out   name and text of each line about dropped and unused data
+    """
+
+    kind: str
+    kept: int
+    rows: int
+    lengths: Sequence[int]
+    trained: int
+    left_out: Mapping[str, str]
+
+
 def preview(
-    path: str | Path, model: str | Path, rows: int = 3, max_length: int | None = None, trust_remote_code: bool = False
+    path: str | Path,
+    model: str | Path,
+    rows: int = 3,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+    columns: Mapping[str, str] | None = None,
+    control: ControlPolicy = "split",
 ) -> Group:
     """The output of ``surefoot data preview FILE --model M``: rows as training reads them.
 
     rows         number of rows shown, the first that are not dropped
     max_length   longer rows are dropped; the model's context if None
+    columns      as ``data.columns``
+    control      as ``data.control_tokens``
 
     Raises SurefootError for a model or data that training would reject.
     """
-    all_rows = read_rows(path)
+    source = open_rows(path, columns)
+    first = next(iter(source)).columns
     loaded, tokenizer = load_model(model_folder(str(model)), trust_remote_code=trust_remote_code)
     tokens, limit = Tokens(tokenizer, loaded), max_length or context_length(loaded) or 1_000_000
-    kind, sequences, dropped = _sequences(all_rows, tokens, limit)
-    panels = [
-        Panel(coloured_tokens(one, tokens), title=one.label, title_align="left") for one in sequences if _within(one, rows)
-    ]
+    shown, summary = _sequences(source, first, tokens, limit, rows, control)
+    panels = [Panel(coloured_tokens(one, tokens), title=one.label, title_align="left") for one in shown]
     legend = Text.assemble(("trained", TRAINED), ", ", ("read only", READ))
-    return Group(*panels, legend, _summary(kind, sequences, len(all_rows), dropped))
+    shape = shape_of(first)
+    origin = [Text(f"{source.name}: {shape}, read as {summary.kind}")] if shape or is_hub_name(path) else []
+    return Group(*panels, legend, *origin, _table(summary))
 
 
-def _sequences(rows: Sequence[Row], tokens: Tokens, limit: int) -> tuple[str, list[TokenSequence], dict[str, str]]:
-    """The kind of data, by the first row's columns; the kept sequences; and lines about dropped and unused data."""
-    names = set(rows[0].columns)
-    if names & {"chosen", "rejected"}:
-        both = pairs(rows, tokens, limit)
+def _sequences(
+    rows: Source, first: Mapping[str, Any], tokens: Tokens, limit: int, count: int, control: ControlPolicy
+) -> tuple[list[TokenSequence], Summary]:
+    """The first kept sequences, and a summary of all. The columns of the first row show what the rows are."""
+    names = set(first)
+    if names & {"chosen", "rejected"} or is_labelled(first):
+        both = pairs(rows, tokens, limit, control=control)
         sides = (("chosen", both.chosen, both.chosen_trained), ("rejected", both.rejected, both.rejected_trained))
-        sequences = [
+        shown = [
             TokenSequence(ids[index], trained[index], f"{index + 1} {name}")
-            for index in range(len(both.chosen))
+            for index in range(min(count, len(both.chosen)))
             for name, ids, trained in sides
         ]
         equal = {"equal": f"{both.equal:,} whose answers are the same, dropped"} if both.equal else {}
-        return "pairs", sequences, {"dropped": _too_long(both.dropped, limit), **equal, **_unused(both.unused)}
-    if "prompt" in names and not names & {"completion", "messages", "text"}:
-        kept = prompts(rows, tokens, limit)
-        sequences = [TokenSequence(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(kept.ids)]
+        lengths = [length for _, ids, _ in sides for length in lengths_of(ids)]
+        trained = sum(sum(row) for _, _, side in sides for row in side)
+        left_out = {"dropped": _too_long(both.dropped, limit), **equal, **_noted(both.notes), **_unused(both.unused)}
+        return shown, Summary(
+            "pairs", len(both.chosen), len(both.chosen) + both.dropped + both.equal, lengths, trained, left_out
+        )
+    if _is_prompt(names):
+        kept = prompts(rows, tokens, limit, control=control)
+        shown = [TokenSequence(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(kept.ids[:count])]
         columns = {"for rewards": ", ".join(kept.unused)} if kept.unused else {}
-        return "prompts", sequences, {"dropped": _too_long(kept.dropped, limit), **columns}
-    shown = demonstrations(rows, tokens, limit)
-    sequences = [TokenSequence(*row, f"{i + 1}") for i, row in enumerate(zip(shown.ids, shown.trained, strict=True))]
-    return "demonstrations", sequences, {"dropped": _too_long(shown.dropped, limit), **_unused(shown.unused)}
+        left_out = {"dropped": _too_long(kept.dropped, limit), **columns, **_noted(kept.notes)}
+        return shown, Summary("prompts", len(kept.ids), len(kept.ids) + kept.dropped, lengths_of(kept.ids), 0, left_out)
+    made = demonstrations(rows, tokens, limit, control=control)
+    some = zip(made.ids[:count], made.trained[:count], strict=True)
+    shown = [TokenSequence(*row, f"{i + 1}") for i, row in enumerate(some)]
+    left_out = {"dropped": _too_long(made.dropped, limit), **_noted(made.notes), **_unused(made.unused)}
+    trained = sum(map(sum, made.trained))
+    return shown, Summary(
+        "demonstrations", len(made.ids), len(made.ids) + made.dropped, lengths_of(made.ids), trained, left_out
+    )
+
+
+def _is_prompt(names: set[str]) -> bool:
+    """Whether rows with these columns have no answer."""
+    if "instruction" in names and "prompt" not in names:
+        return "output" not in names
+    return "prompt" in names and not names & {"completion", "messages", "text"}
 
 
 def _too_long(dropped: int, limit: int) -> str:
     return f"{dropped:,} longer than {limit:,} tokens"
 
 
+def _noted(notes: Sequence[str]) -> dict[str, str]:
+    return {"note": "\n".join(note.partition(": ")[2] for note in notes)} if notes else {}
+
+
 def _unused(names: Sequence[str]) -> dict[str, str]:
     return {"not used": ", ".join(names)} if names else {}
-
-
-def _within(one: TokenSequence, rows: int) -> bool:
-    return int(one.label.split()[0]) <= rows
 
 
 def coloured_tokens(one: TokenSequence, tokens: Tokens) -> Text:
@@ -94,14 +146,13 @@ def coloured_tokens(one: TokenSequence, tokens: Tokens) -> Text:
     return text
 
 
-def _summary(kind: str, sequences: Sequence[TokenSequence], rows: int, left_out: Mapping[str, str]) -> Table:
-    lengths = sorted(len(one.ids) for one in sequences)
-    trained = sum(sum(one.trained) for one in sequences)
+def _table(summary: Summary) -> Table:
+    lengths = sorted(summary.lengths)
     table = Table(show_header=False)
     for name, value in (
-        (kind, f"{len({one.label.split()[0] for one in sequences}):,} of {rows:,} rows"),
-        *left_out.items(),
-        ("tokens", f"{sum(lengths):,}, of which {trained:,} trained ({trained / sum(lengths):.0%})"),
+        (summary.kind, f"{summary.kept:,} of {summary.rows:,} rows"),
+        *summary.left_out.items(),
+        ("tokens", f"{sum(lengths):,}, of which {summary.trained:,} trained ({summary.trained / sum(lengths):.0%})"),
         ("length", f"{lengths[0]:,} to {lengths[-1]:,}, median {lengths[len(lengths) // 2]:,}"),
     ):
         table.add_row(name, Text(value))

@@ -1,4 +1,4 @@
-"""Read and write files of rows: JSONL, Parquet, or a folder that ``datasets`` saved."""
+"""Rows of data: their columns, messages and weights, checked; hashes of rows."""
 
 import hashlib
 import json
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import write_text
-from surefoot.language import require_package
 
 TOOLS, SETTINGS = "tools", "chat_template_kwargs"
 """columns for the chat template of a row's messages"""
 CALLS, WEIGHT = "tool_calls", "weight"
 """keys of a message: tool calls, which may replace its content; and 1 or 0, whether it is trained"""
-RENDERED = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
+RENDERED = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 """columns passed to a chat template"""
 
 
@@ -32,100 +31,6 @@ class Row:
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write JSON lines atomically."""
     write_text(Path(path), "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
-
-
-def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a file, in order.
-
-    path   ``.jsonl``: one JSON object per line (blank lines are skipped); ``.parquet``; or a folder that
-           ``datasets`` wrote by ``save_to_disk``
-
-    Raises SurefootError, with file and line, for another kind of file, and for a file without rows.
-    """
-    path = Path(path).expanduser()
-    if path.is_dir():
-        rows = _saved_dataset(path)
-    elif not path.exists():
-        others = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise SurefootError(f"{path}: no such file{did_you_mean(str(path), others)}")
-    elif path.suffix == ".parquet":
-        rows = _parquet(path)
-    else:
-        rows = _jsonl(path)
-    if not rows:
-        raise SurefootError(f"{path}: has no rows; write at least one")
-    return rows
-
-
-def _jsonl(path: Path) -> list[Row]:
-    rows = []
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be read ({error.strerror})") from None
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            columns = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            raise SurefootError(f"{where}: is not UTF-8; write one JSON object per line, or a .parquet file") from None
-        except (ValueError, RecursionError) as error:
-            raise SurefootError(f"{where}: is not JSON ({cause_of(error)}); write one object per line") from None
-        if not isinstance(columns, dict):
-            raise SurefootError(f"{where}: is {json_type(columns)}; write one JSON object per line")
-        rows.append(Row(columns, where, str(path)))
-    return rows
-
-
-def _parquet(path: Path) -> list[Row]:
-    require_package("pyarrow", f"{path}: reading Parquet")
-    from pyarrow import ArrowException, parquet
-
-    try:
-        columns = parquet.read_table(path, partitioning=None).to_pylist()
-    except (ArrowException, OSError, ValueError) as error:
-        raise SurefootError(f"{path}: can't be read as Parquet ({cause_of(error)}); write the file again") from None
-    return _number_rows(path, columns)
-
-
-def _saved_dataset(folder: Path) -> list[Row]:
-    """Rows of ``Dataset.save_to_disk``: Arrow streams, which ``state.json`` lists."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(split.name for split in folder.iterdir() if (split / "state.json").is_file())
-        raise SurefootError(
-            f"{folder}: contains one folder per split ({', '.join(splits) or 'all are missing'}); give one of them"
-        )
-    if not (folder / "state.json").is_file():
-        raise SurefootError(f"{folder}: was not saved by datasets (no state.json); give a .jsonl or .parquet file")
-    require_package("pyarrow", f"{folder}: reading Arrow files")
-    from pyarrow import ArrowException, ipc
-
-    columns: list[dict[str, Any]] = []
-    try:
-        state = json.loads((folder / "state.json").read_text("utf-8"))
-        for file in state["_data_files"]:
-            with ipc.open_stream(folder / file["filename"]) as stream:
-                columns += stream.read_all().to_pylist()
-    except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise SurefootError(f"{folder}: can't be read ({cause_of(error)}); save the data set again") from None
-    return _number_rows(folder, columns)
-
-
-def _number_rows(path: Path, columns: Iterable[dict[str, Any]]) -> list[Row]:
-    return [Row(_without_schema_nulls(row), f"{path}, row {number}", str(path)) for number, row in enumerate(columns, start=1)]
-
-
-def _without_schema_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove the nulls that a schema adds: every message and tool gets the keys of all."""
-    return {name: _without_nulls(value) if name in RENDERED else value for name, value in row.items()}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def json_type(value: Any) -> str:
@@ -157,11 +62,13 @@ def text_column(row: Row, name: str, wanted: str = "text") -> str:
 
 
 def messages_column(row: Row, name: str) -> list[dict[str, Any]]:
-    """The messages of a column: objects with a role, and a content or tool calls.
+    """The messages of a column: objects with a role, and a content or tool calls; or JSON text of them.
 
-    Null keys, which Parquet adds, are removed.
+    Null keys, which Parquet adds, are removed. Text parts of a content are joined; arguments of calls that are JSON text become
+    objects, as chat templates expect.
     """
     value = row.columns[name]
+    value = json_list(value) if isinstance(value, str) else value
     if not isinstance(value, list):
         raise SurefootError(f"column {name!r} is {json_type(value)}; it must be a list of messages")
     if not value:
@@ -178,10 +85,60 @@ def messages_column(row: Row, name: str) -> list[dict[str, Any]]:
                 continue
             if key not in message:
                 raise SurefootError(f"{place} has no {key!r}; a message is an object with a role and a content")
-            if not isinstance(message[key], str):
-                raise SurefootError(f"{place}: {key!r} is {json_type(message[key])}; it must be text")
+            part = joined_parts(message[key], place) if key == "content" else message[key]
+            if not isinstance(part, str):
+                raise SurefootError(f"{place}: {key!r} is {json_type(part)}; it must be text")
         check_weight(message, place)
-    return [{key: part for key, part in message.items() if part is not None and (key != CALLS or part)} for message in value]
+    return [_message(message) for message in value]
+
+
+def json_list(text: str) -> Any:
+    """The list of a text that is JSON, as CSV stores messages; any other text unchanged."""
+    try:
+        value = json.loads(text) if text.lstrip().startswith("[") else text
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, list) else text
+
+
+def joined_parts(content: Any, place: str) -> Any:
+    """A list of text parts, ``[{"type": "text", "text": …}]``, as one text; anything else unchanged.
+
+    Raises SurefootError for parts of other types, such as images.
+    """
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
+            raise SurefootError(f"{place}: a part of the content is of type {kind!r}; only text can be trained, remove it")
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise SurefootError(f"{place}: a part of the content has no text; write {{'type': 'text', 'text': …}}")
+    return "".join(part["text"] for part in content)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    result = {key: part for key, part in message.items() if part is not None and (key != CALLS or part)}
+    if isinstance(message.get("content"), list):
+        result["content"] = joined_parts(message["content"], "")
+    if CALLS in result:
+        result[CALLS] = [_call(call) for call in result[CALLS]]
+    return result
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments are an object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
 
 
 def check_same_kind(parts: Mapping[str, str | list[dict[str, Any]]]) -> None:

@@ -3,10 +3,13 @@
 Prompts are padded on the left and responses on the right. A mask is True at real tokens, so no result depends on the pad id.
 """
 
+import copy
 import hashlib
+import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from surefoot.core.rollout import Rollout
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.data.rendering import ENDS, ControlTokens, changed_span, tokens_within
 from surefoot.language.data.rows import SETTINGS, TOOLS, WEIGHT
 from surefoot.language.deadline import DeadlineExceeded, with_deadline
 
@@ -46,6 +50,16 @@ def columns_of(prompt: str | Messages) -> dict[str, Any]:
     return {name: value for name, value in ((TOOLS, tools), (SETTINGS, settings)) if value}
 
 
+class PrefixError(SurefootError):
+    """A chat template renders the beginning of a conversation differently when more follows."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(
+            f"the chat template renders the first {count} messages differently when more follow, so the assistant's text "
+            "can't be located; use a template with {% generation %} marks, or rows of one answer each"
+        )
+
+
 RENDERING = 10.0
 """time limit of a chat template for one conversation, in seconds"""
 
@@ -55,14 +69,44 @@ class Tokens:
 
     tokenizer   any tokenizer of ``transformers``; it is not changed
     model       its model, whose generation config may list further EOS ids
+    split       encode control tokens in messages of the user, the system and tools as ordinary text
 
     Raises SurefootError if there is no EOS token.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None" = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None" = None, split: bool = True
+    ) -> None:
+        self.tokenizer, self.split = tokenizer, split
+        self._control: dict[str, ControlTokens] = {}
         self.eos_ids: tuple[int, ...] = _eos_ids(tokenizer, model)
         self.pad_id: int = _pad_id(tokenizer, self.eos_ids)
+
+    @classmethod
+    def like(cls, other: "Tokens", split: bool) -> "Tokens":
+        """The same tokenizer and EOS ids with another treatment of control tokens."""
+        tokens = copy.copy(other)
+        tokens.split = split
+        return tokens
+
+    def fingerprint(self) -> str | None:
+        """A hash of everything that the ids of a row depend on besides the row.
+
+        None for tokenizers in Python, whose code is part of it, and for chat templates that write the date.
+        """
+        backend, template = getattr(self.tokenizer, "backend_tokenizer", None), self.tokenizer.chat_template
+        if backend is None or "strftime_now" in json.dumps(template):
+            return None
+        parts = [
+            backend.to_str(),
+            template,
+            {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
+            self.eos_ids,
+            self.split,
+            type(self.tokenizer).__qualname__,
+            [version(package) for package in ("transformers", "tokenizers")],
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
     def eos_id(self) -> int:
@@ -100,10 +144,10 @@ class Tokens:
         Raises SurefootError if there is no template, or if it rejects the messages or omits the assistant's text.
         """
         if isinstance(reply, str):
-            return [int(i) for i in self.tokenizer(reply, add_special_tokens=False)["input_ids"]]
+            return self._encoded(reply)
         mark = _mark(self._template(), repr(reply))
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-        written = str(self._apply([*before, *reply], tokenize=False, add_generation_prompt=True))
+        written, control = self._text([*before, *reply], add_generation_prompt=True)
         _, *behind = written.split(mark)
         if not behind:
             raise SurefootError("the chat template omits the assistant's message, so no reply can follow it; use another model")
@@ -111,7 +155,7 @@ class Tokens:
             raise SurefootError(
                 "the chat template repeats the assistant's message, so no reply can follow it; use another model"
             )
-        ids = [int(i) for i in self.tokenizer(behind[0], add_special_tokens=False)["input_ids"]]
+        ids = control.encode(behind[0])[0] if control else self._encoded(behind[0])
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
         if ended and end is not None and not self.decode(ids[:end]).strip():
             return ids[end + 1 :]
@@ -129,11 +173,11 @@ class Tokens:
         row   ``{"messages"}``, ``{"prompt", "completion"}`` of text or messages, or ``{"text"}``; other keys are ignored
 
         The assistant's turns are found by the template's ``{% generation %}`` mark, or by rendering the conversation up to the
-        start and to the end of each turn. Ids after the last trained one are dropped. The first id is never trained: nothing
-        precedes it.
+        start and to the end of each turn. A template that renders a turn differently when more follow, as those that remove
+        earlier thoughts, is rendered with other texts in place of the turn, which shows where the turn is. Ids after the last
+        trained one are dropped. The first id is never trained: nothing precedes it.
 
-        Raises SurefootError if the template rejects the messages, renders a prefix of the conversation differently, or marks
-        nothing of the assistant's text.
+        Raises SurefootError if the template rejects the messages, or if the assistant's text can't be located.
         """
         if "messages" in row:
             return self.conversation(row["messages"])
@@ -157,18 +201,20 @@ class Tokens:
         if not turns:
             raise SurefootError("every message of the assistant has weight 0, so nothing would be trained; remove the row")
         if re.search(r"{%-?\s*generation\b", self._template(options_of(messages))):
-            rendered = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-            ids = [int(i) for i in rendered["input_ids"]]
+            ids, trained = self._generated(messages)
             start = self._prefix(messages, answers[0], ids, add_generation_prompt=True) if after else 0
-            trained = [bool(marked) and i >= start for i, marked in enumerate(rendered["assistant_masks"])]
+            trained = [marked and i >= start for i, marked in enumerate(trained)]
             for turn in answers:
                 if turn not in turns:
                     self._set(trained, messages, turn, ids, False)
         else:
             ids = self.render(messages)
             trained = [False] * len(ids)
-            for turn in turns:
-                self._set(trained, messages, turn, ids, True)
+            try:
+                for turn in turns:
+                    self._set(trained, messages, turn, ids, True)
+            except PrefixError:
+                trained = self._located(messages, turns, ids)
         if not any(trained):
             raise SurefootError(
                 "the chat template marks nothing of the assistant's text as generated, so nothing would be trained; "
@@ -181,7 +227,109 @@ class Tokens:
 
         Raises SurefootError if the tokenizer has no template, or if the template rejects the messages.
         """
-        return render(self.tokenizer, messages, add_generation_prompt)
+        marked, control = self._marked(messages)
+        if control is None:
+            return render(self.tokenizer, messages, add_generation_prompt)
+        return control.encode(str(self._apply(marked, add_generation_prompt=add_generation_prompt, tokenize=False)))[0]
+
+    def control_tokens(self, value: Any, options: Mapping[str, Any] | None = None) -> str | None:
+        """The first control token in the text of a message or value; None if there is none."""
+        return self._controls(options or {}).first_in(value)
+
+    def _encoded(self, text: str) -> list[int]:
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def _controls(self, options: Mapping[str, Any]) -> ControlTokens:
+        template = self._template(options) if self.tokenizer.chat_template else ""
+        if template not in self._control:
+            self._control[template] = ControlTokens(self.tokenizer, template)
+        return self._control[template]
+
+    def _text(self, messages: Messages, **options: Any) -> tuple[str, ControlTokens | None]:
+        """The rendered text. If messages of others than the assistant contain control tokens, it has marks in their place,
+        which the second value encodes.
+        """
+        messages, control = self._marked(messages)
+        return str(self._apply(messages, tokenize=False, **options)), control
+
+    def _marked(self, messages: Messages) -> tuple[Messages, ControlTokens | None]:
+        """Messages with marks in place of control tokens, and what encodes the marks; None without any."""
+        options = options_of(messages)
+        if not self.split:
+            return messages, None
+        self._template(options)
+        control = self._controls(options)
+        others = [message for message in messages if message["role"] != "assistant"]
+        if control.first_in([{key: part for key, part in m.items() if key != "role"} for m in others]) is None and (
+            control.first_in(options) is None
+        ):
+            return messages, None
+        marked = [message if message["role"] == "assistant" else control.marked(message) for message in messages]
+        return Dialogue(marked, control.marked(options)), control
+
+    def _generated(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Ids, and which of them the template marks as generated."""
+        marked, control = self._marked(messages)
+        if control is None:
+            rendered = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return [int(i) for i in rendered["input_ids"]], [bool(mark) for mark in rendered["assistant_masks"]]
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {**self.tokenizer.special_tokens_map, **options_of(marked)}
+        plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in marked]
+        text, spans = _bounded(
+            lambda: render_jinja_template(
+                conversations=[plain],
+                chat_template=self._template(options),
+                return_assistant_tokens_mask=True,
+                **options,
+            )
+        )
+        ids, offsets = control.encode(text[0])
+        if offsets is None:
+            raise SurefootError("messages contain control tokens, and this tokenizer can't locate them; remove them")
+        return ids, tokens_within(offsets, spans[0], inside=False)
+
+    def _located(self, messages: Messages, turns: Sequence[int], ids: list[int]) -> list[bool]:
+        """Which ids belong to some turns of the assistant, in a conversation whose prefixes are rendered differently.
+
+        With another text in place of a turn, the rendered conversation changes exactly there. The turn begins after the
+        beginning that the template writes for a new turn.
+        """
+        text, control = self._text(messages)
+        encoded, offsets = (control or self._controls(options_of(messages))).encode(text)
+        if encoded != ids or offsets is None:
+            raise PrefixError(len(messages))
+        places = [self._turn(messages, turn, text) for turn in turns]
+        trained = tokens_within(offsets, places, inside=True)
+        for _, stop in places:  # an empty answer consists of its EOS alone
+            after = next((i for i, (start, _) in enumerate(offsets) if start >= stop), None)
+            if after is not None and ids[after] in self.eos_ids:
+                trained[after] = True
+        return trained
+
+    def _turn(self, messages: Messages, turn: int, text: str) -> tuple[int, int]:
+        """The characters of one turn of the assistant."""
+        start, stop = self._changed(messages, turn, text)
+        options = options_of(messages)
+        before = Dialogue(messages[:turn], options)
+        opening = self._text(before, add_generation_prompt=True)[0].removeprefix(self._text(before)[0])
+        begin = text.rfind(opening, 0, start)
+        if not opening or begin < 0 or (turn and begin < self._changed(messages, turn - 1, text)[1]):
+            return start, stop
+        return begin + len(opening), stop
+
+    def _changed(self, messages: Messages, index: int, text: str) -> tuple[int, int]:
+        """The characters that change with the content of a message. Raises PrefixError if the template omits it."""
+
+        def with_content(content: str) -> str:
+            other = {"role": messages[index]["role"], "content": content}
+            return self._text(Dialogue([*messages[:index], other, *messages[index + 1 :]], options_of(messages)))[0]
+
+        others = [with_content(content) for content in ENDS]
+        if any(content not in other for content, other in zip(ENDS, others, strict=True)):
+            raise PrefixError(index + 1)
+        return changed_span(text, others)
 
     def reads(self, name: str, options: Mapping[str, Any]) -> bool:
         """Whether the chat template for these options contains this name."""
@@ -197,10 +345,7 @@ class Tokens:
         """The number of ids of the first messages, which must be a prefix of the conversation's ids."""
         first = self.render(Dialogue(messages[:count], options_of(messages)), **options)
         if ids[: len(first)] != first:
-            raise SurefootError(
-                f"the chat template renders the first {count} messages differently when more follow, so the assistant's "
-                "text can't be located; use a template with {% generation %} marks, or rows of one answer each"
-            )
+            raise PrefixError(count)
         return len(first)
 
     def _ended(self, ids: list[int], trained: list[bool], answered: bool) -> tuple[list[int], list[bool]]:
@@ -250,9 +395,14 @@ def _require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
     """The chat template's output, within a time limit: a template is a program that came with the model."""
     plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
+    return _bounded(lambda: tokenizer.apply_chat_template(plain, **options_of(messages), **options))
+
+
+def _bounded(rendering: Callable[[], Any]) -> Any:
+    """What a template renders; any error of it is one line, and so is one that takes too long."""
     started = time.monotonic()
     try:
-        return with_deadline(RENDERING, lambda: tokenizer.apply_chat_template(plain, **options_of(messages), **options))
+        return with_deadline(RENDERING, rendering)
     except Exception as error:
         raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
     except DeadlineExceeded:

@@ -16,7 +16,9 @@ from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
 from surefoot.language.data import datasets as data
-from surefoot.language.data.rows import check_row_count, check_unchanged, read_rows, rows_hash
+from surefoot.language.data.cache import lengths_of
+from surefoot.language.data.rows import check_row_count, check_unchanged, rows_hash
+from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import decode_row
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
 from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, reward_role, trained_weights
@@ -59,6 +61,7 @@ class LanguageWorld:
         self.recipe, self.functions = recipe, functions or {}
         self.memory = MemoryCheck(recipe)
         model, self.tokens = load_base(recipe)
+        self.tokens.split = recipe.data.control_tokens != "keep"  # in the replies of environments too
         self.result = LanguageModel(model, self.tokens, recipe)
         self.result.functions = self.functions
         self.base = add_adapter(recipe, model, model_folder(recipe.model))
@@ -144,12 +147,12 @@ class LanguageWorld:
                 function.check_columns(prompts.columns)
             self.warnings += function.deadline_notes(*((count, prompts.columns) for prompts, count in calls))
         if self.environments is None:
-            ids = [*self.prompts.ids, *([] if held_out is None else held_out.ids)]
-            self.longest = max(map(len, ids)) + recipe.sampling.max_tokens
+            lengths = [*lengths_of(self.prompts.ids), *([] if held_out is None else lengths_of(held_out.ids))]
+            self.longest = max(lengths) + recipe.sampling.max_tokens
         elif self.limit not in (None, sys.maxsize):
             self.longest = self.limit or self.longest
         self.warnings += self.memory.check(
-            prompt=max(1, guaranteed_length([len(ids) for ids in self.prompts.ids], recipe.steps // recipe.sampling.samples)),
+            prompt=max(1, guaranteed_length(lengths_of(self.prompts.ids), recipe.steps // recipe.sampling.samples)),
             response=1,
             most=recipe.max_response_tokens,
             evaluated=evaluated,
@@ -159,10 +162,14 @@ class LanguageWorld:
 
     def _prompts(self, path: str) -> data.Prompts:
         if self.environments is not None:
-            return data.prompts_without_ids(read_rows(path))
-        prompts = data.prompts(read_rows(path), self.tokens, *self.room)
+            return data.prompts_without_ids(list(open_rows(path, self.recipe.data.columns)))
+        settings = self.recipe.data
+        rows = open_rows(path, settings.columns)
+        prompts = data.prompts(rows, self.tokens, *self.room, control=settings.control_tokens)
         unused = () if self._functions() else prompts.unused
-        self.warnings += data.drop_notes(path, self.room[0], prompts.dropped, unused=unused, rows="prompts")
+        self.warnings += data.drop_notes(
+            path, self.room[0], prompts.dropped, unused=unused, rows="prompts", notes=prompts.notes
+        )
         return prompts
 
     def _functions(self) -> list[FunctionReward]:

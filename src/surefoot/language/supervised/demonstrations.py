@@ -14,12 +14,16 @@ from surefoot.core.rollout import Policy, map_tensors
 from surefoot.functional import aggregate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler, row_lengths
-from surefoot.language.data.rows import read_rows, rows_hash
+from surefoot.language.data.cache import lengths_of
+from surefoot.language.data.rows import rows_hash
+from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, left_padded, right_padded
 from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
+from surefoot.recipes.language import RowSettings
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 """inputs of the policy, actions [B, T], mask [B, T]"""
+DEFAULT_ROWS = RowSettings()
 RowTensors = Callable[[Sequence[int]], Batch]
 """makes the tensors of some rows, by index"""
 
@@ -55,20 +59,24 @@ def batches(tensors: RowTensors, count: int, batch: int, device: str) -> Iterato
         yield map_tensors(lambda x: x.to(device), tensors(range(start, min(start + batch, count))))
 
 
-def demonstration_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "") -> Rows:
+def demonstration_rows(
+    path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS
+) -> Rows:
     """The demonstrations in a file with at most ``limit`` tokens.
 
     limit_reason   how messages call the limit (``data.token_limit``)
+    settings       names of columns, and the treatment of control tokens
 
     Raises SurefootError, with file and line, for an invalid file, and when every row is too long.
     """
-    demonstrations = data.demonstrations(read_rows(path), tokens, limit, limit_reason)
+    rows = open_rows(path, settings.columns)
+    demonstrations = data.demonstrations(rows, tokens, limit, limit_reason, settings.control_tokens)
     return Rows(
         partial(demonstration_tensors, demonstrations, pad_id=tokens.pad_id),
         zip(demonstrations.ids, demonstrations.trained, strict=True),
-        [len(ids) for ids in demonstrations.ids],
+        lengths_of(demonstrations.ids),
         [sum(trained) for trained in demonstrations.trained],
-        data.drop_notes(path, limit, demonstrations.dropped, unused=demonstrations.unused),
+        data.drop_notes(path, limit, demonstrations.dropped, unused=demonstrations.unused, notes=demonstrations.notes),
     )
 
 

@@ -22,15 +22,16 @@ from torch import Tensor
 
 from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.language.data import datasets as data
-from surefoot.language.data.rows import read_rows
+from surefoot.language.data.cache import lengths_of
+from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
 from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy, checkpoint_layers, computing, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.supervised.demonstrations import Batch, Rows, RowTensors, batches, demonstration_tensors
-from surefoot.recipes.language import DpoRecipe
+from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, RowTensors, batches, demonstration_tensors
+from surefoot.recipes.language import DpoRecipe, RowSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,18 +78,24 @@ class PairPolicy(Policy):
         return super().train(False)
 
 
-def pair_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "") -> Rows:
+def pair_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
     """The pairs in a file whose answers have at most ``limit`` tokens each, for a reward model.
 
     limit_reason   how messages call the limit (``data.token_limit``)
+    settings       names of columns, and the treatment of control tokens
 
     Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
     """
-    pairs = data.pairs(read_rows(path), tokens, limit, limit_reason)
-    both = list(zip(pairs.chosen, pairs.rejected, strict=True))
-    longest = [max(map(len, pair)) for pair in both]
+    pairs = data.pairs(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
+    both = zip(pairs.chosen, pairs.rejected, strict=True)
+    longest = _longest(pairs)
     tensors = partial(pair_tensors, pairs, pad_id=tokens.pad_id)
-    return Rows(tensors, both, longest, [0] * len(both), data.pair_drop_notes(path, limit, pairs))
+    return Rows(tensors, both, longest, [0] * len(longest), data.pair_drop_notes(path, limit, pairs))
+
+
+def _longest(pairs: data.Pairs) -> list[int]:
+    """The length of the longer answer of each pair."""
+    return [max(lengths) for lengths in zip(lengths_of(pairs.chosen), lengths_of(pairs.rejected), strict=True)]
 
 
 def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
@@ -198,14 +205,15 @@ def trained_tokens(inputs: Mapping[str, Tensor]) -> float:
     return float(inputs[f"{CHOSEN}_mask"].sum() + inputs[f"{REJECTED}_mask"].sum())
 
 
-def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "") -> Rows:
+def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
     """The pairs in a file whose answers have at most ``limit`` tokens each, prompt included, for DPO.
 
     limit_reason   how messages call the limit (``data.token_limit``)
+    settings       names of columns, and the treatment of control tokens
 
     Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
     """
-    pairs = data.pairs(read_rows(path), tokens, limit, limit_reason)
+    pairs = data.pairs(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
     sides = {
         CHOSEN: data.Demonstrations(pairs.chosen, pairs.chosen_trained, 0),
         REJECTED: data.Demonstrations(pairs.rejected, pairs.rejected_trained, 0),
@@ -218,10 +226,9 @@ def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "") -> R
             inputs |= {f"{side}_{name}": x for name, x in prompt.items()}
         return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
 
-    content = list(zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True))
-    longest = [max(len(chosen), len(rejected)) for chosen, rejected, *_ in content]
-    trained = [max(sum(chosen), sum(rejected)) for *_, chosen, rejected in content]
-    return Rows(tensors, content, longest, trained, data.pair_drop_notes(path, limit, pairs))
+    content = zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True)
+    trained = [max(sum(a), sum(b)) for a, b in zip(pairs.chosen_trained, pairs.rejected_trained, strict=True)]
+    return Rows(tensors, content, _longest(pairs), trained, data.pair_drop_notes(path, limit, pairs))
 
 
 class ReferenceLogProbs:

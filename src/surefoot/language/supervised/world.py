@@ -18,7 +18,8 @@ from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import mean_log_likelihood
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
-from surefoot.language.data.rows import check_row_count, check_unchanged, read_rows
+from surefoot.language.data.rows import check_row_count, check_unchanged
+from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import decode_row, right_padded
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
 from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, trained_weights
@@ -122,7 +123,7 @@ class SupervisedWorld:
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
-        self.standardised_on = self._standardised_on() if self.preference else []
+        self.standardised_on: Sequence[list[int]] = self._standardised_on() if self.preference else []
         longest, trained = guaranteed_length(train.lengths, recipe.steps), sum(train.trained) // train.count
         self.warnings += self.memory.check(
             prompt=longest - trained,
@@ -165,20 +166,24 @@ class SupervisedWorld:
             ReferenceLogProbs(self.held_out, reference.log_probs, recipe.evaluation.rows)
         return ReferenceLogProbs(train, reference.log_probs)
 
-    def _standardised_on(self) -> list[list[int]]:
+    def _standardised_on(self) -> Sequence[list[int]]:
         """The texts on which a reward model's scores get mean 0 and standard deviation 1."""
         assert isinstance(self.recipe, RewardRecipe)
         if self.recipe.demonstrations is None:
-            return data.pairs(read_rows(self.recipe.data.train), self.tokens, *self.room).chosen
-        rows = data.demonstrations(read_rows(self.recipe.demonstrations), self.tokens, *self.room)
-        self.warnings += data.drop_notes(self.recipe.demonstrations, self.room[0], rows.dropped, unused=rows.unused)
+            settings = self.recipe.data
+            rows_of = open_rows(settings.train, settings.columns)
+            return data.pairs(rows_of, self.tokens, *self.room, control=settings.control_tokens).chosen
+        rows = data.demonstrations(open_rows(self.recipe.demonstrations), self.tokens, *self.room)
+        self.warnings += data.drop_notes(
+            self.recipe.demonstrations, self.room[0], rows.dropped, unused=rows.unused, notes=rows.notes
+        )
         if len(rows.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; add at least one more")
         return rows.ids
 
     def _rows(self, path: str) -> Rows:
         read = pair_rows if self.preference else dpo_rows if isinstance(self.recipe, DpoRecipe) else demonstration_rows
-        rows = read(path, self.tokens, *self.room)
+        rows = read(path, self.tokens, *self.room, self.recipe.data)
         self.warnings += rows.notes
         return rows
 

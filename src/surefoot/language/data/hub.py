@@ -1,0 +1,192 @@
+"""Data sets of the Hugging Face hub by name: ``hf://org/name/config@revision:split``, downloaded by ``datasets``."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.language.data.formats import BATCH, without_schema_nulls
+from surefoot.language.data.rows import Row
+from surefoot.language import require_package
+
+PREFIX = re.compile(r"hf:/{1,2}")  # a pathlib.Path has one slash
+NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(/(?P<config>[^/@:]+))?(@(?P<revision>[^:]+))?(:(?P<split>.+))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+FORM = "write hf://org/name:split, or hf://org/name/config@revision:split"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """The parts of a name; None for those left out."""
+
+    name: str
+    config: str | None
+    revision: str | None
+    split: str | None
+
+    def __str__(self) -> str:
+        config, revision, split = (
+            f"{mark}{part}" if part else "" for mark, part in (("/", self.config), ("@", self.revision), (":", self.split))
+        )
+        return f"hf://{self.name}{config}{revision}{split}"
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Whether a path is the name of a data set on the hub."""
+    return PREFIX.match(str(path)) is not None
+
+
+def parse_name(text: str | Path) -> HubName:
+    """The parts of a name. Raises SurefootError for another form."""
+    match = NAME.fullmatch(PREFIX.sub("", str(text), count=1))
+    if match is None:
+        raise SurefootError(f"{text}: is no name of a data set on the hub; {FORM}")
+    return HubName(match["name"], match["config"], match["revision"], match["split"])
+
+
+def pinned(text: str) -> str:
+    """The name with the commit that its revision means now, so that later runs read the same rows.
+
+    Without the hub, the commit that was downloaded last.
+
+    Raises SurefootError if the data set or revision doesn't exist, or is in no cache while the hub can't be reached.
+    """
+    name = parse_name(text)
+    if name.revision and COMMIT.fullmatch(name.revision):
+        return str(name)
+    require_package("datasets", f"{text}: reading the hub", "data")
+    with _errors(text):
+        return str(replace(name, revision=_commit(name)))
+
+
+def hub_rows(text: str) -> Iterator[Row]:
+    """The rows of a split. ``datasets`` downloads and converts them once; they are read from its memory-mapped files."""
+    require_package("datasets", f"{text}: reading the hub", "data")
+    name = parse_name(text)
+    dataset = _load(text, name)
+    number = 0
+    with _errors(text):
+        for batch in dataset.iter(BATCH):
+            for values in zip(*batch.values(), strict=True):
+                number += 1
+                columns = without_schema_nulls(dict(zip(batch, values, strict=True)))
+                yield Row(columns, f"{name}, row {number}", str(name))
+
+
+def hub_size(text: str) -> int:
+    """The bytes of a split's rows. Raises SurefootError as ``hub_rows`` does."""
+    require_package("datasets", f"{text}: reading the hub", "data")
+    return int(_load(text, parse_name(text)).data.nbytes)
+
+
+def _load(text: str, name: HubName) -> Any:
+    """The split as a ``datasets.Dataset``."""
+    with _errors(text), _quiet():
+        builder = _builder(text, replace(name, revision=_commit(name)))
+        builder.download_and_prepare()
+        splits = list(builder.info.splits or {})
+        split = name.split or (splits[0] if len(splits) == 1 else None)
+        if split is None:
+            raise SurefootError(f"{text}: has the splits {', '.join(splits)}; name one, as in {name}:{splits[0]}")
+        base = split.partition("[")[0]
+        if base not in splits and "+" not in split:
+            near = did_you_mean(base, splits)
+            raise SurefootError(f"{text}: has no split {base!r}{near}; its splits: {', '.join(splits)}")
+        return builder.as_dataset(split=split)
+
+
+def _builder(text: str, name: HubName) -> Any:
+    """What loads the commit. Without the hub: from the cache, if that commit is in it.
+
+    Offline, ``datasets`` loads the commit that was downloaded last, whichever the revision is; hence the check.
+    """
+    from datasets import load_dataset_builder
+
+    failure: Exception | None = None
+    try:
+        builder = load_dataset_builder(name.name, name.config, revision=name.revision)
+        if builder.hash == name.revision:
+            return builder
+    except Exception as error:  # of the network, or a config that is not there
+        failure = error
+    cached = _cached(name)
+    if cached is not None:
+        return cached
+    if failure is not None and not isinstance(failure, OSError):
+        raise failure
+    raise SurefootError(f"{text}: this revision is not in the cache and the hub can't be reached; connect to the network once")
+
+
+def _cached(name: HubName) -> Any:
+    """A builder of the commit in the cache of ``datasets``; None if it is not there."""
+    from datasets import config as settings
+    from datasets.packaged_modules.cache.cache import Cache
+
+    root = Path(settings.HF_DATASETS_CACHE) / name.name.replace("/", "___")
+    folders = sorted(root.glob(f"{name.config or '*'}/*/{name.revision}"))
+    folders = [folder for folder in folders if folder.is_dir()]
+    if name.config is None and len(folders) > 1:
+        folders = [folder for folder in folders if folder.parts[-3] == "default"]
+    if len(folders) != 1:
+        return None
+    config, version, commit = folders[0].parts[-3:]
+    dataset = name.name.rpartition("/")[2]
+    return Cache(dataset_name=dataset, repo_id=name.name, config_name=config, version=version, hash=commit)
+
+
+def _commit(name: HubName) -> str:
+    """The commit of a revision: by the hub, or else by the cache."""
+    if name.revision and COMMIT.fullmatch(name.revision):
+        return name.revision
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return str(HfApi().dataset_info(name.name, revision=name.revision, timeout=30).sha)
+    except HfHubHTTPError as error:
+        if error.response.status_code < 500:
+            raise
+        reason: Exception = error
+    except Exception as error:  # of the network, of several libraries
+        reason = error
+    ref = Path(HF_HUB_CACHE) / f"datasets--{name.name.replace('/', '--')}" / "refs" / (name.revision or "main")
+    if ref.is_file():
+        return ref.read_text("utf-8").strip()
+    raise SurefootError(
+        f"{name}: can't be read, because the hub can't be reached ({cause_of(reason)}) and it is not in the cache; check the "
+        "network, HF_ENDPOINT and HF_HUB_OFFLINE"
+    )
+
+
+@contextmanager
+def _errors(text: str) -> Iterator[None]:
+    """Turn any error of ``datasets`` into one line."""
+    try:
+        yield
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise SurefootError(f"{text}: can't be read from the hub ({cause_of(error)}); check the name: {FORM}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence logs of ``datasets``; show its progress bars in a terminal alone."""
+    import datasets
+    from datasets.utils import logging
+
+    level, bars = logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    logging.set_verbosity(logging.CRITICAL)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,161 @@
+"""Open rows by name: a file, a folder, a pattern of files, or a data set on the hub."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from glob import glob
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import SurefootError, did_you_mean
+from surefoot.language.data.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of
+from surefoot.language.data.hub import hub_rows, hub_size, is_hub_name, pinned
+from surefoot.language.data.rows import Row
+
+EXPANSION = 5
+"""bytes of text per byte of a compressed file, about"""
+SPLITS = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
+"""names of splits within the names of files"""
+HEAD = 100
+"""rows in which a renamed column must occur"""
+
+
+class Source:
+    """Rows that can be read again and again, one at a time.
+
+    name     as given, for messages
+    read     makes an iterator over the rows
+    size     bytes, about
+    content  makes a hash of everything that the rows depend on
+    columns  new names of columns
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], Iterator[Row]],
+        size: Callable[[], int],
+        content: Callable[[], str],
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name, self.columns = name, dict(columns or {})
+        self._read, self._size, self._content = read, size, content
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows, with renamed columns. Raises SurefootError if there are none."""
+        rows = self._read()
+        head = list(islice(rows, HEAD))
+        if not head:
+            raise SurefootError(f"{self.name}: has no rows; write at least one")
+        self._check_columns(head)
+        for row in chain(head, rows):
+            yield self._renamed(row) if self.columns else row
+
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return self._size()
+
+    @property
+    def content(self) -> str:
+        """A hash of everything that the rows depend on."""
+        return self._content()
+
+    def _check_columns(self, head: list[Row]) -> None:
+        known = dict.fromkeys(name for row in head for name in row.columns)
+        for own in self.columns:
+            if own not in known:
+                raise SurefootError(
+                    f"data.columns: {self.name} has no column {own!r}{did_you_mean(own, known)}; columns here: "
+                    f"{', '.join(map(repr, known)) or 'none'}"
+                )
+
+    def _renamed(self, row: Row) -> Row:
+        columns: dict[str, Any] = {}
+        for name, value in row.columns.items():
+            new = self.columns.get(name, name)
+            if new in columns or (new != name and new in row.columns and new not in self.columns):
+                raise SurefootError(f"data.columns: {row.where} has a column {new!r} already; rename that one too")
+            columns[new] = value
+        return Row(columns, row.where, row.file)
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """All rows of ``open_rows``, in order."""
+    return list(open_rows(path))
+
+
+def open_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Source:
+    """The rows of a file, in order.
+
+    path      ``.jsonl``: one JSON object per line; ``.json``: a list of objects; ``.csv`` and ``.tsv`` with a header;
+              ``.parquet``. All of them may be compressed: ``.gz``, ``.zst``. A folder of such files, or that ``datasets``
+              wrote by ``save_to_disk``; a pattern such as ``data/train-*.parquet``; or ``hf://org/name:split``
+    columns   own names of columns and the names they are read by, such as {"question": "prompt"}
+
+    Raises SurefootError for a path that doesn't exist or can't be read; iterating raises it, with file and line, for what is
+    not a row, and if there are none.
+    """
+    if is_hub_name(path):
+        name = pinned(str(path))
+        return Source(name, lambda: hub_rows(name), lambda: hub_size(name), lambda: name, columns)
+    path = Path(path).expanduser()
+    if path.is_dir() and (path / "dataset_dict.json").is_file():
+        splits = sorted(split.name for split in path.iterdir() if (split / "state.json").is_file())
+        raise SurefootError(
+            f"{path}: contains one folder per split ({', '.join(splits) or 'all are missing'}); give one of them"
+        )
+    if path.is_dir() and (path / "state.json").is_file():
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        return Source(str(path), lambda: saved_rows(path), lambda: _bytes(files), lambda: _hash(files), columns)
+    files = _files(path)
+
+    def read() -> Iterator[Row]:
+        for file in files:
+            yield from rows_of(file)
+
+    return Source(str(path), read, lambda: _bytes(files), lambda: _hash(files), columns)
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or those of a folder or pattern."""
+    if path.is_dir():
+        return _folder_files(path)
+    if path.exists():
+        return [path]
+    files = [Path(name) for name in sorted(glob(str(path), recursive=True))] if "*" in str(path) else []
+    if not files:
+        others = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise SurefootError(f"{path}: no such file{did_you_mean(str(path), others)}")
+    return files
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    """The data files of a folder and its subfolders. Raises SurefootError unless all have one format and one split."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and suffix_of(file) in READERS)
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    formats = sorted({suffix_of(file) for file in files})
+    if (".parquet" not in formats and ".jsonl" not in formats) or len(formats) > 1:
+        there = f"has {' and '.join(formats)} files" if formats else "has no .parquet or .jsonl files"
+        raise SurefootError(f"{folder}: was not saved by datasets (no state.json) and {there}; give a file")
+    splits = sorted({name for file in files for name in SPLITS.findall(str(file.relative_to(folder)).lower())[:1]})
+    if len(splits) > 1:
+        raise SurefootError(
+            f"{folder}: has files of several splits ({', '.join(splits)}); give those of one, such as "
+            f"'{folder}/**/{splits[-1]}*{''.join(files[0].suffixes[-1:])}'"
+        )
+    return files
+
+
+def _bytes(files: list[Path]) -> int:
+    return sum(file.stat().st_size * (EXPANSION if file.suffix in (*COMPRESSED, ".parquet") else 1) for file in files)
+
+
+def _hash(files: list[Path]) -> str:
+    """SHA-256 of the files' names and contents."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()

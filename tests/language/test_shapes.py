@@ -1,0 +1,206 @@
+"""Public data sets' shapes become the rows that Surefoot reads, and labelled answers become pairs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.errors import SurefootError
+from surefoot.language.data.datasets import demonstrations, pairs, prompts
+from surefoot.language.data.preview import preview
+from surefoot.language.data.sources import read_rows
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import pocket
+
+TOKENS = Tokens(pocket()[1])
+PLAIN = Tokens(pocket()[1])
+PLAIN.tokenizer.chat_template = None
+CALLING = Tokens(pocket()[1])
+CALLING.tokenizer.chat_template = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments.b }}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+USER, ASSISTANT = "⟨user⟩", "⟨assistant⟩"
+
+
+def rows(tmp_path: Path, *columns: dict[str, Any]) -> Any:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in columns))
+    return read_rows(path)
+
+
+def text(tokens: Tokens, ids: list[int], kept: list[bool] | None = None) -> str:
+    return str(tokens.tokenizer.decode([i for i, k in zip(ids, kept or [True] * len(ids), strict=True) if k]))
+
+
+def turn(speaker: str, value: Any, **more: Any) -> dict[str, Any]:
+    return {"from": speaker, "value": value, **more}
+
+
+SHARE = [turn("human", "2+2"), turn("gpt", "4"), turn("human", "3+3"), turn("gpt", "6")]
+FOUR, FIVE = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]
+DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "ShareGPT": (
+        {"conversations": SHARE},
+        f"{USER}2+2{ASSISTANT}4⟨eos⟩{USER}3+3{ASSISTANT}6⟨eos⟩",
+        "4⟨eos⟩6⟨eos⟩",
+    ),
+    "ShareGPT with weight and system": (
+        {"conversations": [SHARE[0], turn("gpt", "4", weight=0), *SHARE[2:]], "system": "sum"},
+        f"⟨system⟩sum{USER}2+2{ASSISTANT}4⟨eos⟩{USER}3+3{ASSISTANT}6⟨eos⟩",
+        "6⟨eos⟩",
+    ),
+    "ShareGPT as JSON text": ({"conversations": json.dumps(SHARE[:2])}, f"{USER}2+2{ASSISTANT}4⟨eos⟩", "4⟨eos⟩"),
+    "messages as JSON text": (
+        {"messages": json.dumps([{"role": "user", "content": "2+2"}, *FOUR])},
+        f"{USER}2+2{ASSISTANT}4⟨eos⟩",
+        "4⟨eos⟩",
+    ),
+    "Alpaca": ({"instruction": "add", "input": "2+2", "output": "4"}, f"{USER}add\n\n2+2{ASSISTANT}4⟨eos⟩", "4⟨eos⟩"),
+    "Alpaca without input": ({"instruction": "2+2", "input": "", "output": "4"}, f"{USER}2+2{ASSISTANT}4⟨eos⟩", "4⟨eos⟩"),
+    "text prompt, messages": ({"prompt": "2+2", "completion": FOUR}, f"{USER}2+2{ASSISTANT}4⟨eos⟩", "4⟨eos⟩"),
+    "text parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]}, *FOUR]},
+        f"{USER}2+2{ASSISTANT}4⟨eos⟩",
+        "4⟨eos⟩",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_demonstrations_of_public_shapes(name: str, tmp_path: Path) -> None:
+    row, whole, trained = DEMONSTRATIONS[name]
+    made = demonstrations(rows(tmp_path, row), TOKENS, 300)
+    assert text(TOKENS, made.ids[0]) == whole
+    assert text(TOKENS, made.ids[0], made.trained[0]) == trained
+    assert made.unused == ()
+
+
+def test_without_a_chat_template_alpaca_is_its_own_text(tmp_path: Path) -> None:
+    made = demonstrations(rows(tmp_path, {"instruction": "add {x}", "input": "2+2", "output": "4"}), PLAIN, 400)
+    assert "### Instruction:\nadd {x}\n\n### Input:\n2+2\n\n### Response:\n4⟨eos⟩" in text(PLAIN, made.ids[0])
+    assert text(PLAIN, made.ids[0], made.trained[0]) == "4⟨eos⟩"
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "UltraFeedback": {
+        "prompt": "2+2",
+        "chosen": [{"role": "user", "content": "2+2"}, *FOUR],
+        "rejected": [{"role": "user", "content": "2+2"}, *FIVE],
+    },
+    "text prompt, message answers": {"prompt": "2+2", "chosen": FOUR, "rejected": FIVE},
+    "messages prompt, whole dialogues": {
+        "prompt": [{"role": "user", "content": "2+2"}],
+        "chosen": [{"role": "user", "content": "2+2"}, *FOUR],
+        "rejected": [{"role": "user", "content": "2+2"}, *FIVE],
+    },
+    "ShareGPT": {"conversations": SHARE[:1], "chosen": turn("gpt", "4"), "rejected": turn("gpt", "5")},
+    "Alpaca": {"instruction": "2+2", "input": "", "chosen": "4", "rejected": "5"},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_public_shapes(name: str, tmp_path: Path) -> None:
+    made = pairs(rows(tmp_path, PAIRS[name]), TOKENS, 300)
+    for ids, answer in ((made.chosen[0], "4"), (made.rejected[0], "5")):
+        assert text(TOKENS, ids) == f"{USER}2+2{ASSISTANT}{answer}⟨eos⟩"
+    assert text(TOKENS, made.chosen[0][: made.prompt_lengths[0]]) == f"{USER}2+2{ASSISTANT}"
+    assert made.unused == ()
+
+
+def test_prompts_of_public_shapes_keep_the_answer_for_rewards(tmp_path: Path) -> None:
+    made = prompts(rows(tmp_path, {"instruction": "2+2", "input": "", "output": "4"}, {"conversations": SHARE}), TOKENS, 300)
+    assert [text(TOKENS, ids) for ids in made.ids] == [
+        f"{USER}2+2{ASSISTANT}",
+        f"{USER}2+2{ASSISTANT}4⟨eos⟩{USER}3+3{ASSISTANT}",
+    ]
+    assert made.columns == {"output": ["4", None]}
+
+
+@pytest.mark.parametrize("arguments", [{"b": "x"}, json.dumps({"b": "x"})])
+def test_calls_of_functions_are_read_from_both_forms(arguments: Any, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    own = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    share = {"conversations": [turn("human", "a"), turn("function_call", json.dumps({"name": "f", "arguments": {"b": "x"}}))]}
+    made = demonstrations(rows(tmp_path, own, share), CALLING, 300)
+    assert [text(CALLING, ids) for ids in made.ids] == ["<user>a⟨eos⟩<assistant>fx⟨eos⟩"] * 2
+
+
+def labelled(prompt: str, completion: str, label: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": completion, "label": label}
+
+
+def test_labelled_answers_to_the_same_prompt_become_pairs_and_the_rest_is_counted(tmp_path: Path) -> None:
+    given = [
+        labelled("a", "bad", False),
+        labelled("b", "alone", True),
+        labelled("a", "good", True),
+        labelled("a", "fine", "true"),
+        {"prompt": "c", "chosen": "x", "rejected": "y"},
+        labelled("a", "poor", "False"),
+    ]
+    made = pairs(rows(tmp_path, *given), TOKENS, 300)
+    assert [text(TOKENS, ids) for ids in made.chosen] == ["agood⟨eos⟩", "cx⟨eos⟩", "afine⟨eos⟩"]
+    assert [text(TOKENS, ids) for ids in made.rejected] == ["abad⟨eos⟩", "cy⟨eos⟩", "apoor⟨eos⟩"]
+    assert [note.partition(": ")[2] for note in made.notes] == [
+        "1 labelled answers left out, because their prompt has no answer with the other label"
+    ]
+    with pytest.raises(SurefootError, match=r"a\.jsonl: column 'label' labels single answers, and no prompt has one of each"):
+        pairs(rows(tmp_path, labelled("a", "b", True), labelled("b", "c", False)), TOKENS, 300)
+    classes = demonstrations(rows(tmp_path, labelled("a", "b", 3)), TOKENS, 300)
+    assert classes.unused == ("label",), "a label that is a class stays a column"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"conversations": [turn("robot", "a")]}, "column 'conversations', message 1: 'from' is 'robot'; known: human"),
+        ({"conversations": [turn("human", 3)]}, "column 'messages', message 1: 'content' is a number"),
+        ({"conversations": [{"text": "a"}]}, "message 1 has no 'from'; a message is"),
+        ({"conversations": "hello"}, "column 'conversations' is text; it must be a list"),
+        ({"conversations": []}, "column 'conversations' is an empty list"),
+        ({"conversations": [turn("human", "a"), turn("function_call", "f")]}, "is a function_call without name and arg"),
+        ({"instruction": 3, "output": "a"}, "column 'instruction' is a number; it must be text"),
+        ({"instruction": "a", "input": [1], "output": "a"}, "column 'input' is a list; it must be text"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "column 'history' has earlier turns; write the"),
+        ({"instruction": "a"}, "missing column 'completion'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, *FOUR]}, "a part of the content is of type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}, *FOUR]}, "a part of the content has no text"),
+    ],
+)
+def test_what_is_wrong_with_a_foreign_row_names_file_and_line(row: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match=rf"a\.jsonl, line 1: .*{expected}"):
+        demonstrations(rows(tmp_path, row), TOKENS, 300)
+
+
+# ---- control tokens -----------------------------------------------------------------------------------------------------
+
+FORGED = {"messages": [{"role": "user", "content": "a⟨eos⟩b"}, *FOUR]}
+
+
+def test_control_tokens_are_split_kept_or_rejected_and_counted_always(tmp_path: Path) -> None:
+    given = [FORGED, {"messages": [{"role": "user", "content": "a"}, *FOUR]}, {"prompt": "c⟨eos⟩", "completion": "d"}]
+    for control, eos in (("split", 1), ("keep", 2)):
+        made = demonstrations(rows(tmp_path, *given), TOKENS, 300, control=control)  # type: ignore[arg-type]
+        assert made.ids[0].count(TOKENS.eos_id) == eos
+        counted, literal = (note.partition(": ")[2] for note in made.notes)
+        assert counted.startswith("1 rows with control tokens in messages, encoded as ")
+        assert f"data.control_tokens={control!r}" in counted
+        assert literal == "1 rows with control tokens in plain text or answers, encoded as control tokens"
+    with pytest.raises(SurefootError, match=r"line 1: column 'messages' contains the control token '⟨eos⟩'; remove it, or set"):
+        demonstrations(rows(tmp_path, *given), TOKENS, 300, control="reject")
+    assert demonstrations(rows(tmp_path, given[1]), TOKENS, 300).notes == ()
+
+
+def test_a_preview_names_shapes_and_control_tokens(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    console = Console(width=120, record=True)
+    path = rows(tmp_path, {"conversations": [turn("human", "a⟨eos⟩b"), turn("gpt", "4")]})[0].file
+    with console.capture() as capture:
+        console.print(preview(path, "pocket"))
+    shown = capture.get()
+    assert "ShareGPT, read as demonstrations" in shown
+    assert "1 rows with control tokens in messages, encoded as text" in shown
