@@ -69,7 +69,9 @@ def test_a_folder_and_a_pattern_are_their_files_in_order(ending: str, tmp_path: 
     for name in (tmp_path, tmp_path / "data", tmp_path / "data" / f"train-*.{ending}", tmp_path / "**" / f"train-*.{ending}"):
         assert [row.columns for row in read_rows(name)] == ROWS
     write(tmp_path / "data" / f"test-00000-of-00001.{ending}")
-    with pytest.raises(SurefootError, match=r"has files of several splits \(test, train\); give those of one, such as '.*train"):
+    with pytest.raises(
+        SurefootError, match=r"has files of several splits \(test, train\); give those of one, such as '.*train"
+    ):
         read_rows(tmp_path)
     assert len(read_rows(tmp_path / "data" / f"test-*.{ending}")) == 3
 
@@ -93,7 +95,10 @@ def test_json_is_a_list_an_object_with_one_list_or_lines(tmp_path: Path) -> None
     assert [row.columns for row in read_rows(path)] == [conversation]
 
 
-@given(st.lists(st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(max_size=9)), min_size=1), st.integers(1, 9))
+@given(
+    st.lists(st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(max_size=9)), min_size=1),
+    st.integers(1, 9),
+)
 def test_law_a_json_list_is_read_in_pieces_of_any_size(rows: list[dict[str, Any]], chunk: int) -> None:
     import tempfile
 
@@ -128,9 +133,17 @@ def _content(content: bytes) -> Callable[[Path], Path]:
 @pytest.mark.parametrize(
     ("name", "make", "expected"),
     [
-        ("a.jsonl.gz", _content(b"{}"), r"a\.jsonl\.gz: can't be read \(BadGzipFile: Not a gzipped file.*\); compress it again"),
+        (
+            "a.jsonl.gz",
+            _content(b"{}"),
+            r"a\.jsonl\.gz: can't be read \(BadGzipFile: Not a gz.*\); compress it again",
+        ),
         ("a.jsonl.gz", lambda path: _cut(write(path)), r"can't be read \(EOFError: Compressed file ended before.*compress it"),
-        ("a.jsonl.zst", _content(b"{}"), r"a\.jsonl\.zst: can't be read \(EOFError: zstd decompressor error.*\); compress it again"),
+        (
+            "a.jsonl.zst",
+            _content(b"{}"),
+            r"a\.jsonl\.zst: can't be read \(EOFError: zstd dec.*\); compress it again",
+        ),
         ("a.jsonl.zst", lambda path: _cut(write(path)), r"can't be read \(EOFError: the file ends before .*compress it again"),
         ("a.jsonl.gz", _content(gzip.compress(b"")), r"a\.jsonl\.gz: has no rows; write at least one"),
         ("a.csv", _content(b""), r"a\.csv: has no rows"),
@@ -143,7 +156,7 @@ def _content(content: bytes) -> Callable[[Path], Path]:
         ("a.json", _content(b"[]"), r"a\.json: has no rows"),
         ("a.json", _content(b""), r"a\.json: is not JSON"),
         ("a.json", _content(b'[{"a": 1}'), r"a\.json: is not JSON \(ValueError: the list has no end\); write a list of obj"),
-        ("a.json", _content(b'[{"a": 1} {"a": 2}]'), r"a\.json: is not JSON \(expected one list, with ',' next\)"),
+        ("a.json", _content(b'[{"a": 1} {"a": 2}]'), r"a\.json: is not JSON \(expected ',' of one list\)"),
         ("a.json", _content(b'[{"a": 1}, 2]'), r"a\.json, row 2: is a number; write a list of objects"),
         ("a.json", _content(b'[{"a": 1}] x'), r"a\.json: is not JSON"),
     ],
@@ -173,7 +186,9 @@ def test_columns_are_read_by_their_new_names(ending: str, tmp_path: Path) -> Non
     assert [row.columns for row in rows] == [{"prompt": "a", "completion": "b", "id": "1"}]
     swapped = open_rows(path, {"question": "answer", "answer": "question"})
     assert next(iter(swapped)).columns == {"answer": "a", "question": "b", "id": "1"}
-    with pytest.raises(SurefootError, match=r"data\.columns: .*has no column 'qestion'; did you mean 'question'\?; columns here: 'que"):
+    with pytest.raises(
+        SurefootError, match=r"data\.columns: .*has no column 'qestion'; did you mean 'question'\?; columns here: 'que"
+    ):
         list(open_rows(path, {"qestion": "prompt"}))
     with pytest.raises(SurefootError, match=r"data\.columns: .*has a column 'answer' already; rename that one too"):
         list(open_rows(path, {"question": "answer"}))

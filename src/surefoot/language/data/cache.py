@@ -91,7 +91,10 @@ class _Writer(Fields):
         for (name, kind), value in zip(self.kinds.items(), values, strict=True):
             content, ends = self._files[name]
             if kind == "json":
-                data = json.dumps(value).encode()
+                try:
+                    data = json.dumps(value).encode()
+                except (TypeError, ValueError):
+                    raise NotJson(name) from None
                 if not _same(json.loads(data), value):
                     raise NotJson(name)
                 count = len(data)

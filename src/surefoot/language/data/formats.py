@@ -148,7 +148,9 @@ def _list_elements(path: Path) -> Iterator[Any]:
                 if ends and not (buffer.partition("]")[2] + text.read(CHUNK)).strip():
                     return
                 if ends or (buffer and buffer[0] != before):
-                    raise SurefootError(f"{path}: is not JSON (expected one list, with {before!r} next); write a list of objects")
+                    raise SurefootError(
+                        f"{path}: is not JSON (expected {before!r} of one list); write a list of objects"
+                    )
                 try:
                     element, end = decode(rest)
                     if end == len(rest):  # a number could go on, and something must follow

@@ -3,12 +3,15 @@
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.files import write_text
+from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.formats import BATCH, without_schema_nulls
 from surefoot.language.data.rows import Row
 from surefoot.language import require_package
@@ -139,24 +142,31 @@ def _cached(name: HubName) -> Any:
 
 
 def _commit(name: HubName) -> str:
-    """The commit of a revision: by the hub, or else by the cache."""
+    """The commit of a revision: by the hub, or else as it was when the hub was reached last."""
     if name.revision and COMMIT.fullmatch(name.revision):
         return name.revision
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import HfHubHTTPError
 
+    revision = name.revision or "main"
+    own = cache_folder() / "hub" / quote(f"{name.name}@{revision}", safe="")
     try:
-        return str(HfApi().dataset_info(name.name, revision=name.revision, timeout=30).sha)
+        commit = str(HfApi().dataset_info(name.name, revision=name.revision, timeout=30).sha)
+        with suppress(OSError):
+            own.parent.mkdir(parents=True, exist_ok=True)
+            write_text(own, commit)
+        return commit
     except HfHubHTTPError as error:
         if error.response.status_code < 500:
             raise
         reason: Exception = error
     except Exception as error:  # of the network, of several libraries
         reason = error
-    ref = Path(HF_HUB_CACHE) / f"datasets--{name.name.replace('/', '--')}" / "refs" / (name.revision or "main")
-    if ref.is_file():
-        return ref.read_text("utf-8").strip()
+    theirs = Path(HF_HUB_CACHE) / f"datasets--{name.name.replace('/', '--')}" / "refs" / revision
+    for ref in (own, theirs):
+        if ref.is_file() and COMMIT.fullmatch(commit := ref.read_text("utf-8").strip()):
+            return commit
     raise SurefootError(
         f"{name}: can't be read, because the hub can't be reached ({cause_of(reason)}) and it is not in the cache; check the "
         "network, HF_ENDPOINT and HF_HUB_OFFLINE"

@@ -70,9 +70,7 @@ def as_pair(row: Row, chat: bool) -> Row:
             columns[name] = _sharegpt([columns[name]], name) if "from" in columns[name] else [columns[name]]
         elif isinstance(columns.get(name), list) and columns[name] and "from" in (columns[name][0] or ()):
             columns[name] = _sharegpt(columns[name], name)
-        elif (
-            foreign and isinstance(columns.get(name), str) and not isinstance(columns.get("prompt"), str)
-        ):
+        elif foreign and isinstance(columns.get(name), str) and not isinstance(columns.get("prompt"), str):
             columns[name] = _answer(columns[name])
     if foreign == "ShareGPT" and {"chosen", "rejected"} <= columns.keys():
         columns["prompt"] = columns.pop("messages")

@@ -1,0 +1,198 @@
+"""Ids of large files are on disk: the same as in memory, never half-written, damaged or of another tokenizer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.errors import SurefootError
+from surefoot.language.data import cache, datasets
+from surefoot.language.data.datasets import demonstrations, pairs, prompts
+from surefoot.language.data.sources import open_rows
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import pocket
+
+TOKENS = Tokens(pocket()[1])
+ASK = [{"role": "user", "content": "2+2"}]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "ab", "completion": "c", "chosen": "c", "rejected": "dd", "answer": 1.5, "tags": ["x"]},
+    {"prompt": "é", "completion": "x" * 99, "chosen": "x" * 99, "rejected": "d"},
+    {"prompt": "d", "completion": "", "chosen": "e", "rejected": "e", "answer": None},
+    {"prompt": "d", "completion": "ef", "chosen": "e", "rejected": "", "unused": {"a": [1, None]}},
+]
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that counts as large, and a cache of its own."""
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "LARGE", 0)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def plain(made: Any) -> dict[str, Any]:
+    """All fields, with sequences as lists."""
+
+    def listed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: listed(part) for name, part in value.items()}
+        return list(value) if isinstance(value, (list, cache.Ragged, datasets.Mapped)) else value
+
+    return {name: listed(value) for name, value in vars(made).items()}
+
+
+def folders(path: Path) -> list[Path]:
+    return [folder for folder in (path.parent / "cache" / "data").iterdir() if folder.is_dir()]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each row that is tokenised."""
+    calls: list[int] = []
+    encode = Tokens.demonstration
+    monkeypatch.setattr(Tokens, "demonstration", lambda self, row: (calls.append(1), encode(self, row))[1])
+    return calls
+
+
+@pytest.mark.parametrize("make", [demonstrations, pairs, prompts])
+def test_what_is_on_disk_is_what_would_be_in_memory(make: Callable[..., Any], large: Path) -> None:
+    memory = make(list(open_rows(large)), TOKENS, 50)
+    for _ in ("written", "found"):
+        made = make(open_rows(large), TOKENS, 50)
+        assert plain(made) == plain(memory)
+    assert len(folders(large)) == 1
+    first = made.chosen if make is pairs else made.ids
+    assert isinstance(first, cache.Ragged)
+    assert first.lengths == [len(row) for row in first]
+    assert first[-1] == list(first)[-1] == first[0:9][-1]
+    with pytest.raises(IndexError):
+        first[len(first)]
+
+
+def test_prompts_on_disk_keep_their_tools(large: Path) -> None:
+    tokens = Tokens(pocket()[1])
+    tokens.tokenizer.chat_template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    large.write_text(json.dumps({"prompt": ASK, "tools": [{"name": "f"}]}) + "\n")
+    made = prompts(open_rows(large), tokens, 300)
+    assert isinstance(made.ids, cache.Ragged)
+    assert [tokens.encode_prompt(prompt) for prompt in made.prompts] == list(made.ids)
+
+
+def test_values_that_json_cannot_hold_stay_in_memory_as_they_are(large: Path) -> None:
+    import datetime
+
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    row = {"prompt": "a", "day": datetime.date(2020, 1, 1), "image": b"\x00"}
+    write_table(pyarrow.Table.from_pylist([row]), large.with_suffix(".parquet"))
+    made = prompts(open_rows(large.with_suffix(".parquet")), TOKENS, 300)
+    assert made.columns == {"day": [row["day"]], "image": [row["image"]]}
+    assert folders(large) == []
+
+
+def test_rows_are_tokenised_again_when_and_only_when_something_changed(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch)
+    other = Tokens(pocket()[1])
+    other.tokenizer.chat_template = other.tokenizer.chat_template + " "
+    more = Tokens(pocket()[1])
+    more.tokenizer.add_tokens(["ab"])
+    renamed = {"completion": "prompt", "prompt": "completion"}
+
+    def prepare(tokens: Tokens = TOKENS, limit: int = 50, columns: Any = None) -> int:
+        before = len(calls)
+        demonstrations(open_rows(large, columns), tokens, limit)
+        return len(calls) - before
+
+    assert [prepare(), prepare()] == [4, 0]
+    assert [prepare(limit=60), prepare(other), prepare(more), prepare(columns=renamed)] == [4, 4, 4, 4]
+    large.touch()
+    assert [prepare(), prepare(other), prepare(more)] == [0, 0, 0]
+    large.write_text(large.read_text().replace("ef", "eg"))
+    assert prepare() == 4
+    dated = Tokens(pocket()[1])
+    dated.tokenizer.chat_template = "{{ strftime_now('%d') }}" + str(dated.tokenizer.chat_template)
+    assert [prepare(dated), prepare(dated)] == [4, 4], "a template that writes the date gives other ids tomorrow"
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest"])
+def test_a_damaged_cache_is_made_again(damage: str, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = plain(demonstrations(list(open_rows(large)), TOKENS, 50))
+    demonstrations(open_rows(large), TOKENS, 50)
+    (folder,) = folders(large)
+    file = folder / ("manifest.json" if damage == "manifest" else "ids.values")
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(content[:-1] if damage != "flip" else bytes([content[0] ^ 1]) + content[1:])
+    calls = counted(monkeypatch)
+    assert plain(demonstrations(open_rows(large), TOKENS, 50)) == memory
+    assert len(calls) == 4
+    demonstrations(open_rows(large), TOKENS, 50)
+    assert len(calls) == 4
+
+
+def test_a_failed_row_leaves_no_cache(large: Path) -> None:
+    with large.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(SurefootError, match="line 5: missing column 'prompt'"):
+        demonstrations(open_rows(large), TOKENS, 50)
+    assert folders(large) == []
+
+
+KILLED = """
+import sys, time
+from surefoot.language.data import datasets
+from surefoot.language.data.sources import open_rows
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import pocket
+
+datasets.LARGE = 0
+encode = Tokens.demonstration
+def slow(self, row):
+    print("row", flush=True)
+    time.sleep(0.2)
+    return encode(self, row)
+Tokens.demonstration = slow
+datasets.demonstrations(open_rows(sys.argv[1]), Tokens(pocket()[1]), 50)
+print("done", flush=True)
+"""
+
+
+def test_a_kill_while_writing_leaves_nothing_that_is_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", KILLED, str(large)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["row\n", "row\n"]
+        process.send_signal(signal.SIGKILL)
+    (left,) = folders(large)
+    assert left.name.endswith(".tmp")
+    calls = counted(monkeypatch)
+    made = demonstrations(open_rows(large), TOKENS, 50)
+    assert (len(calls), len(made.ids)) == (4, 3)
+    (folder,) = folders(large)
+    assert folder.name in left.name
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUREFOOT_CACHE", str(large))
+    with pytest.raises(SurefootError, match=r"^SUREFOOT_CACHE='.*a\.jsonl': can't be written \(.*\); set it to a folder with"):
+        demonstrations(open_rows(large), TOKENS, 50)
+
+
+def test_folders_that_were_not_used_for_a_month_are_deleted(large: Path) -> None:
+    demonstrations(open_rows(large), TOKENS, 50)
+    (old,) = folders(large)
+    os.utime(old, (0, time.time() - 31 * 24 * 3600))
+    demonstrations(open_rows(large), TOKENS, 60)
+    assert old not in folders(large)
+    assert len(folders(large)) == 1
