@@ -252,6 +252,8 @@ class AdapterSettingsTable(TypedDict, total=False):
 class DataSettingsTable(TypedDict, total=False):
     """The fields of ``DataSettings``."""
 
+    columns: Mapping[str, str]
+    control_tokens: Literal["split", "keep", "reject"]
     train: str
     held_out: str | None
     max_length: int
@@ -285,6 +287,8 @@ class OnlineEvaluationTable(TypedDict, total=False):
 class PromptSettingsTable(TypedDict, total=False):
     """The fields of ``PromptSettings``."""
 
+    columns: Mapping[str, str]
+    control_tokens: Literal["split", "keep", "reject"]
     train: str
     held_out: str | None
     max_length: int

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.data.rows import RENDERED, Row, json_type
 from surefoot.language import require_package
+from surefoot.language.data.rows import RENDERED, Row, json_type
 
 COMPRESSED = (".gz", ".zst")
 CHUNK = 1 << 20
@@ -148,9 +148,7 @@ def _list_elements(path: Path) -> Iterator[Any]:
                 if ends and not (buffer.partition("]")[2] + text.read(CHUNK)).strip():
                     return
                 if ends or (buffer and buffer[0] != before):
-                    raise SurefootError(
-                        f"{path}: is not JSON (expected {before!r} of one list); write a list of objects"
-                    )
+                    raise SurefootError(f"{path}: is not JSON (expected {before!r} of one list); write a list of objects")
                 try:
                     element, end = decode(rest)
                     if end == len(rest):  # a number could go on, and something must follow

@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import write_text
+from surefoot.language import require_package
 from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.formats import BATCH, without_schema_nulls
 from surefoot.language.data.rows import Row
-from surefoot.language import require_package
 
 PREFIX = re.compile(r"hf:/{1,2}")  # a pathlib.Path has one slash
 NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(/(?P<config>[^/@:]+))?(@(?P<revision>[^:]+))?(:(?P<split>.+))?")
