@@ -77,3 +77,11 @@ def test_every_field_has_a_description():
     for name, described in recipe_fields():
         if "." in name or name not in ("rollout", "network"):
             assert described.meaning, name
+
+
+def test_a_recipe_saved_before_control_tokens_were_split_keeps_them():
+    recipe = make_recipe({"kind": "sft", "model": "pocket", "data": {"train": "x"}})
+    assert recipe.data.control_tokens == "split"
+    table = to_table(recipe)
+    del table["data"]["control_tokens"]
+    assert make_recipe(table).data.control_tokens == "keep"

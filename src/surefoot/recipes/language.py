@@ -82,6 +82,11 @@ def saved_adapter(table: Mapping[str, Any]) -> dict[str, Any]:
     return {"convert_targets": True, **table}
 
 
+def saved_data(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a saved recipe; those saved before ``control_tokens`` existed keep them, as they were trained."""
+    return {"control_tokens": "keep", **table}
+
+
 class RowSettings(Section):
     """How rows are read."""
 
@@ -339,11 +344,12 @@ class ModelRecipe(Recipe):
 
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Recipes saved before ``adapter.convert_targets`` existed get true, as they were trained."""
-        adapter = table.get("adapter")
-        if not (table.keys() >= SAVED_FIELDS and isinstance(adapter, Mapping)):
+        """Recipes saved before a field existed get the value that they were trained with."""
+        if not table.keys() >= SAVED_FIELDS:
             return table
-        return {**table, "adapter": saved_adapter(adapter)}
+        saved = {"adapter": saved_adapter, "data": saved_data}
+        known = {name: older(table[name]) for name, older in saved.items() if isinstance(table.get(name), Mapping)}
+        return {**table, **known}
 
     @pydantic.model_validator(mode="after")
     def _check_model(self) -> "ModelRecipe":
