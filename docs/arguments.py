@@ -18,6 +18,8 @@ OWN = ("kind", "task", "algorithm")
 OBJECTS = {"RewardTerm": ("function",), "RewardSettings": ("gold",)}
 """fields that also take a function"""
 FUNCTION = "Callable[..., Any]"
+FROM_PYTHON = {"start": "Any"}
+"""fields that take objects from Python too, whose types recipes can't import"""
 HEADER = '''"""Types of the keyword arguments of ``surefoot.train``, for editors and type checkers.
 
 Written by docs/generate.py from the recipes; change the fields of the recipes instead.
@@ -103,7 +105,9 @@ def arguments_module() -> str:
     """The text of src/surefoot/recipes/arguments.py."""
     writer = Writer()
     kinds = {name: writer.fields(recipe) for name, recipe in KINDS.items()}
-    kinds = {name: {field: text for field, text in fields.items() if field not in OWN} for name, fields in kinds.items()}
+    kinds = {
+        name: {f: FROM_PYTHON.get(f, text) for f, text in fields.items() if f not in OWN} for name, fields in kinds.items()
+    }
     everything: dict[str, list[str]] = {}
     for fields in kinds.values():
         for field, text in fields.items():

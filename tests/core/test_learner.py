@@ -20,7 +20,7 @@ from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
 from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, loss
-from surefoot.core.optimizer import BETAS, AdamSettings, FlatAdam
+from surefoot.core.optimizer import BETAS, AdamSettings, FlatOptimizer
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 
 from .worlds import DOUBLE, TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
@@ -133,7 +133,7 @@ def test_the_same_streams_give_the_same_parameters() -> None:
 def test_flat_adam_is_torch_adam_on_the_separate_parameters(limit: float | None) -> None:
     """Over steps whose gradients are above and below the limit, with a learning rate that changes."""
     ours, theirs = TinyPolicy(3), TinyPolicy(3)
-    flat = FlatAdam(ours.parameters(), AdamSettings(0.01, epsilon=1e-5, max_grad_norm=limit))
+    flat = FlatOptimizer(ours.parameters(), AdamSettings(0.01, epsilon=1e-5, max_grad_norm=limit))
     adam = torch.optim.Adam(theirs.parameters(), lr=0.01, eps=1e-5)
     for step in range(6):
         rollout = random_rollout(TinyPolicy(step), step)
@@ -157,7 +157,7 @@ def test_flat_adam_takes_the_golden_steps() -> None:
     x, expected = case["inputs"], case["expected"]
     assert (x["beta1"], x["beta2"]) == BETAS
     parameter, found = nn.Parameter(torch.zeros(1, dtype=torch.float64)), []
-    flat = FlatAdam([parameter], AdamSettings(x["lr"], epsilon=x["eps"], max_grad_norm=None))
+    flat = FlatOptimizer([parameter], AdamSettings(x["lr"], epsilon=x["eps"], max_grad_norm=None))
     for slope in x["grads"]:
         flat.zero()
         (slope * parameter).sum().backward()
@@ -227,7 +227,7 @@ def rates_of_a_run(schedule: str, learning_rate: float, updates: int) -> tuple[l
     used, logged = [], []
 
     def note(at: LearnerState, metrics: Metrics) -> bool:
-        used.append(learner.optimizers["policy"].adam.param_groups[0]["lr"])
+        used.append(learner.optimizers["policy"].optimizer.param_groups[0]["lr"])
         logged.append(metrics["learning_rate"])
         return False
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from surefoot import PPO_CLIP, Constraint, Objective, Reuse, SurefootError  # noqa: E402
 from surefoot.core.credit import assign_credit  # noqa: E402
 from surefoot.core.learner import Learner  # noqa: E402
-from surefoot.core.optimizer import AdamSettings, FlatAdam  # noqa: E402
+from surefoot.core.optimizer import AdamSettings, FlatOptimizer  # noqa: E402
 from surefoot.core.rollout import Evaluation, LearnerState, Rollout, map_tensors  # noqa: E402
 from surefoot.functional import successor_values  # noqa: E402
 from surefoot.language.models.policy import (  # noqa: E402
@@ -513,7 +513,7 @@ def test_frozen_parameters_are_left_out_and_do_not_move() -> None:
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     _, learner = updated(policy, EVERYTHING)
     moving = learner.optimizers["policy"]
-    assert isinstance(moving, FlatAdam)
+    assert isinstance(moving, FlatOptimizer)
     assert sum(p.numel() for p in moving.parameters) == sum(p.numel() for p in policy.parameters() if p.requires_grad)
     for name, p in policy.named_parameters():
         assert torch.equal(p, before[name]) == name.startswith("model.model.layers.0."), name

@@ -146,9 +146,10 @@ def shared_settings(recipe: ControlRecipe) -> str:
     schedule += f" after a warm-up of {optimizer.warmup:g}" if optimizer.warmup else ""
     critics = f" ({optimizer.critic_learning_rate:g} for the critic)" if optimizer.critic_learning_rate else ""
     limit = "no gradient clip" if optimizer.max_grad_norm is None else f"gradients clipped at norm {optimizer.max_grad_norm:g}"
-    normalised = [name for name in ("observations", "rewards") if getattr(normalise, name)]
+    name = {"adam": "Adam", "rmsprop": "RMSprop"}[optimizer.kind]
+    normalised = [part for part in ("observations", "rewards") if getattr(normalise, part)]
     return (
-        f"{widths}, {trunk}; Adam {optimizer.learning_rate:g}{critics}, {schedule}, {limit}; "
+        f"{widths}, {trunk}; {name} {optimizer.learning_rate:g}{critics}, {schedule}, {limit}; "
         f"γ = {recipe.objective.gamma:g}; {' and '.join(normalised) or 'nothing'} normalised"
     )
 

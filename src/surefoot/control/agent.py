@@ -239,6 +239,30 @@ class Agent(nn.Module):
             weights = {**weights, unit: (var + 1e-8).sqrt()}
         load_weights(self, weights, where)
 
+    def start_from(self, other: "Agent", name: str) -> None:
+        """Take the weights and normalisers of another agent, which ``name`` stands for in errors.
+
+        A critic stays new if the other agent has none; rewards are normalised by new statistics unless both normalise them.
+        Raises SurefootError if the spaces, the networks, or the scales of observations and actions differ.
+        """
+        ours, theirs = ((a.observation_space, a.action_space) for a in (self, other))
+        if ours != theirs:
+            raise SurefootError(f"start={name!r}: has spaces {theirs}, the task has {ours}; choose an agent of the same spaces")
+        before, now = (
+            {f"network.{key}": value for key, value in a.recipe.network if key != "log_std"}
+            | {f"normalise.{key}": getattr(a.recipe.normalise, key) for key in ("observations", "actions")}
+            for a in (other, self)
+        )
+        for field, value in before.items():
+            if now[field] != value:
+                raise SurefootError(f"{field}={now[field]!r}: start={name!r} was trained with {value!r}; set that")
+        own, weights = self.policy.state_dict(), other.policy.state_dict()
+        self.policy.load_state_dict({key: weights.get(key, tensor) for key, tensor in own.items()})
+        if self.observation_normaliser is not None and other.observation_normaliser is not None:
+            self.observation_normaliser.load_state_dict(other.observation_normaliser.state_dict())
+        if self.reward_normaliser is not None and other.reward_normaliser is not None:
+            self.reward_normaliser.load_state_dict(other.reward_normaliser.state_dict())
+
     @classmethod
     def from_trees(cls, trees: dict[str, Any], where: Path) -> "Agent":
         """The agent of a checkpoint; SurefootError if weights and recipe don't fit."""

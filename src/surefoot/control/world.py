@@ -21,6 +21,8 @@ from surefoot.core.distributed import check_device, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import ControlRecipe
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.folder import checkpoint_to_load
 
 
 class ControlWorld:
@@ -63,6 +65,20 @@ class ControlWorld:
     def result(self) -> Agent:
         """The agent."""
         return self.agent
+
+    def start_from(self, agent: Agent | None = None) -> None:
+        """Take the weights and normalisers of an agent, or of the one that the recipe's ``start`` names.
+
+        Raises SurefootError if there is no such agent, or it does not fit the task or the recipe.
+        """
+        name = self.recipe.start or "agent"
+        if agent is None:
+            checkpoint = checkpoint_to_load(Path(name))
+            trees = load_checkpoint(checkpoint)
+            if "spaces" not in trees:
+                raise SurefootError(f"start={name!r}: has no agent; name an agent or a run in environments")
+            agent = Agent.from_trees(trees, checkpoint)
+        self.agent.start_from(agent, name)
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and the batch arithmetic."""

@@ -10,7 +10,7 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import all_max, all_sum, merge_across_ranks
 from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, mean_old_kl
-from surefoot.core.optimizer import AdamSettings, FlatAdam, FlatParameters, parameter_groups
+from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
 from surefoot.core.steps import EagerStepper, Gradients, PendingStep, Stepper, UpdateContext
 from surefoot.core.steps.compiled import CompiledStepper
@@ -73,22 +73,24 @@ class Learner:
                 "unset it, or set network.shared_trunk = false"
             )
         self.optimizers: dict[str, FlatParameters] = {
-            "policy": FlatAdam(groups["policy"], adam) if constraint is None else FlatParameters(groups["policy"])
+            "policy": FlatOptimizer(groups["policy"], adam) if constraint is None else FlatParameters(groups["policy"])
         }
         if "critic" in groups:
-            self.optimizers["critic"] = FlatAdam(groups["critic"], critic_adam or adam)
-        self.adams = {name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatAdam)}
+            self.optimizers["critic"] = FlatOptimizer(groups["critic"], critic_adam or adam)
+        self.steppable = {
+            name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatOptimizer)
+        }
         self.gradients = Gradients(policy, objective, micro_batch, micro_batch_tokens)
         self.natural: NaturalStepper | None = None
         if constraint is None:
-            self.eager = EagerStepper(self.gradients, self.adams)
+            self.eager = EagerStepper(self.gradients, self.steppable)
         else:  # the policy and the critic move separately
-            self.eager = EagerStepper(self.gradients, self.adams, groups.get("critic"))
+            self.eager = EagerStepper(self.gradients, self.steppable, groups.get("critic"))
             only = groups["policy"] if "critic" in groups else None
             self.natural = NaturalStepper(self.gradients, self.optimizers["policy"], constraint, only)
         self.compiled: CompiledStepper | None = None
         if compiled_rows is not None:
-            self.compiled = CompiledStepper(policy, objective, self.adams, compiled_rows)
+            self.compiled = CompiledStepper(policy, objective, self.steppable, compiled_rows)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
@@ -111,15 +113,15 @@ class Learner:
         epochs, stopped = 0, False
         if self.natural is not None:
             self._passes(self.natural, batch, (1, 1), context, metrics, rollout)
-        if self.adams:
+        if self.steppable:
             stepper = self.compiled if self.compiled is not None and self.compiled.fits(batch) else self.eager
             passes = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
             epochs, stopped = self._passes(stepper, batch, passes, context, metrics, rollout)
         if objective.penalty is not None:
             metrics.outcome = self._adapt_penalty(batch, context)
         found: Metrics = metrics.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
-        if self.adams:
-            first = next(iter(self.adams.values()))  # the policy's if it has one
+        if self.steppable:
+            first = next(iter(self.steppable.values()))  # the policy's if it has one
             found["learning_rate"] = first.settings.learning_rate * context.rate_scale
         return found | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
@@ -199,11 +201,11 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of every optimizer; a policy under a KL constraint has none."""
-        return {name: self.adams[name].state_dict() if name in self.adams else {} for name in self.optimizers}
+        return {name: self.steppable[name].state_dict() if name in self.steppable else {} for name in self.optimizers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        for name, optimizer in self.adams.items():
+        for name, optimizer in self.steppable.items():
             optimizer.load_state_dict(state[name])
 
 

@@ -1,7 +1,7 @@
-"""Adam on parameters that lie in one flat buffer.
+"""Adam, or RMSprop, on parameters that lie in one flat buffer.
 
-Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and Adam are then one
-call each, however many tensors a network has.
+Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and the step are then
+one call each, however many tensors a network has.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import all_sum
 from surefoot.core.rollout import Policy
+from surefoot.errors import SurefootError
 
 BETAS = (0.9, 0.999)
 """Adam's decay rates β₁ and β₂"""
+ALPHA = 0.99
+"""RMSprop's decay rate, as in A3C (arXiv 1602.01783) and the A2C of Stable-Baselines3"""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class AdamSettings:
     epsilon: float = 1e-5
     max_grad_norm: float | None = 0.5
     """largest norm of the group's gradient; longer ones are scaled down to it"""
+
+
+@dataclass(frozen=True)
+class RMSpropSettings(AdamSettings):
+    """The same for RMSprop: θ ← θ − learning_rate · g / (√v + epsilon), with v ← α·v + (1 − α)·g² and α = ``ALPHA``."""
 
 
 def parameter_groups(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str, list[nn.Parameter]]:
@@ -74,27 +82,32 @@ class FlatParameters:
         return float(torch.linalg.vector_norm(all_sum(self.gradients)))
 
 
-class FlatAdam(FlatParameters):
-    """One group of parameters with its Adam optimizer."""
+class FlatOptimizer(FlatParameters):
+    """One group of parameters with its optimizer: Adam, or RMSprop for ``RMSpropSettings``."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
         super().__init__(parameters)
         self.settings = settings
         self.values = nn.Parameter(self.values)
         self.values.grad = self.gradients
-        self.adam = torch.optim.Adam([self.values], lr=settings.learning_rate, betas=BETAS, eps=settings.epsilon, fused=True)
+        options: dict[str, Any] = {"lr": settings.learning_rate, "eps": settings.epsilon}
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.RMSprop([self.values], alpha=ALPHA, **options)
+            if isinstance(settings, RMSpropSettings)
+            else torch.optim.Adam([self.values], betas=BETAS, fused=True, **options)
+        )
 
     def step(self, norm: float, scale: float = 1.0) -> None:
         """Clip the gradient, whose norm is ``norm``, and take one step at ``scale`` times the learning rate."""
         limit = self.settings.max_grad_norm
         if limit is not None and norm > limit:
             self.gradients.mul_(limit / (norm + 1e-6))
-        self.adam.param_groups[0]["lr"] = self.settings.learning_rate * scale
-        self.adam.step()
+        self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * scale
+        self.optimizer.step()
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Number of steps [], and the running means of gradient and squared gradient [n]; zeros before the first step."""
-        state = self.adam.state[self.values]
+        """Adam's number of steps [], and running means of gradient and squared gradient [n]; zeros before the first step."""
+        state = self.optimizer.state[self.values]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=self.values.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.gradients), torch.zeros_like(self.gradients)
@@ -109,13 +122,16 @@ class FlatAdam(FlatParameters):
         step += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Adam's moments and step count; empty before the first step."""
-        return dict(self.adam.state.get(self.values, {}))
+        """The optimizer's moments and step count; empty before the first step."""
+        return dict(self.optimizer.state.get(self.values, {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state. Raises SurefootError for the state of the other kind of optimizer."""
+        if ("square_avg" in state) != isinstance(self.settings, RMSpropSettings) and state:
+            raise SurefootError("optimizer.kind: has changed since the checkpoint, which has other moments; undo the change")
         if state:
-            self.adam.state[self.values] = {name: tensor.to(self.values.device, copy=True) for name, tensor in state.items()}
+            device = self.values.device
+            self.optimizer.state[self.values] = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
 
 
 def adam(
@@ -128,12 +144,12 @@ def adam(
     correction: Tensor,
     settings: AdamSettings,
 ) -> list[Tensor]:
-    """The step of ``FlatAdam`` as a pure function: the values and both moments after it.   all [n]
+    """The step of ``FlatOptimizer`` as a pure function: the values and both moments after it.   all [n]
 
     step_size   the learning rate over 1 − β₁^t
     correction  √(1 − β₂^t)
     """
-    # FlatAdam keeps PyTorch's fused kernel, which works in place, can't be traced, and rounds differently in the last bits.
+    # FlatOptimizer keeps PyTorch's fused kernel: it works in place, can't be traced, and rounds differently in the last bits.
     limit = settings.max_grad_norm
     if limit is not None:
         gradient = gradient * torch.where(norm > limit, limit / (norm + 1e-6), 1.0)

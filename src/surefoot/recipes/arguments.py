@@ -131,6 +131,7 @@ class ObjectiveTable(TypedDict, total=False):
 class OptimizerSettingsTable(TypedDict, total=False):
     """The fields of ``OptimizerSettings``."""
 
+    kind: Literal["adam", "rmsprop"]
     learning_rate: float
     schedule: Literal["constant", "linear", "cosine"]
     warmup: float
@@ -210,6 +211,7 @@ class NormaliseSettingsTable(TypedDict, total=False):
 class LanguageOptimizerTable(TypedDict, total=False):
     """The fields of ``LanguageOptimizer``."""
 
+    kind: Literal["adam", "rmsprop"]
     learning_rate: float
     schedule: Literal["constant", "linear", "cosine"]
     warmup: float
@@ -384,6 +386,7 @@ class ControlArguments(TypedDict, total=False):
     trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
     tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
+    start: Any
     rollout: RolloutSettingsTable | RolloutSettings
     network: NetworkTable | Network
     normalise: NormaliseSettingsTable | NormaliseSettings
@@ -519,6 +522,7 @@ class Arguments(TypedDict, total=False):
     trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
     tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
+    start: Any
     rollout: RolloutSettingsTable | RolloutSettings
     network: NetworkTable | Network
     normalise: NormaliseSettingsTable | NormaliseSettings

@@ -35,16 +35,18 @@ class Section(pydantic.BaseModel):
 
 
 class OptimizerSettings(Section):
-    """Adam, its learning-rate schedule, gradient clipping and micro-batches."""
+    """Adam or RMSprop, the learning-rate schedule, gradient clipping and micro-batches."""
 
+    kind: Literal["adam", "rmsprop"] = "adam"
+    """rmsprop is the optimizer of the original A2C; its values settle where Adam's still lag behind"""
     learning_rate: float = Field(3e-4, gt=0)
-    """Adam's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
+    """the optimizer's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """linear and cosine decay the learning rate to zero over the budget"""
     warmup: float = Field(0.0, ge=0, lt=1)
     """share of the budget over which the learning rate rises from zero"""
     epsilon: float = Field(1e-5, gt=0)
-    """Adam's epsilon"""
+    """Adam's or RMSprop's epsilon"""
     max_grad_norm: float | None = Field(0.5, gt=0)
     """clip gradients to this norm; none: no clipping. TRPO's policy step is bounded by its KL instead"""
     critic_learning_rate: float | None = Field(None, gt=0)

@@ -99,6 +99,8 @@ class ControlRecipe(Recipe):
     """Gymnasium id, or module:function that makes an environment"""
     environment: dict[str, Any] = Field({})
     """keyword arguments of the environment"""
+    start: str | None = None
+    """folder of an agent or run that training starts from, with its weights and normalisers; none: new weights"""
     rollout: RolloutSettings = RolloutSettings()
     network: Network = Network()
     normalise: NormaliseSettings = NormaliseSettings()
@@ -222,6 +224,7 @@ class ControlRecipe(Recipe):
             f"{self.algorithm} collects whole episodes, whose lengths differ": self.objective.needs_whole_episodes,
             f"device = {self.device!r} is not the CPU": self.device != "cpu",
             "network.lstm learns from whole sequences": self.network.lstm is not None,
+            f"optimizer.kind = {self.optimizer.kind!r} has no compiled step": self.optimizer.kind != "adam",
             "optimizer.micro_batch splits the minibatch": self.optimizer.micro_batch is not None,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):

@@ -91,6 +91,8 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     kind = table.get("kind", "control")
     if not isinstance(kind, str) or kind not in KINDS:
         raise SurefootError(f"kind={kind!r}: unknown{did_you_mean(str(kind), KINDS)} (known: {', '.join(KINDS)})")
+    if kind != "control" and "start" in table:
+        raise SurefootError(f"start={table['start']!r}: a language model starts from model; set model to that folder or run")
     name = table.get("algorithm", KINDS[kind].default_algorithm)
     name = algorithm_named(name) if isinstance(name, str) else name
     if not isinstance(name, str) or (name != "custom" and name not in ALGORITHMS):

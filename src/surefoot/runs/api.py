@@ -12,6 +12,7 @@ import torch
 from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
+from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import check_single_process
 from surefoot.core.rollout import World
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from surefoot.language.models.reward_model import RewardModel
 
 Task = str | MakeEnvironment
+START = "start"
+"""the folder in a run of the agent that it started from, if that was passed as an object"""
 Display = Listener | bool | None
 """shows a run: a listener, True, False, or None, which is True in a terminal or notebook"""
 
@@ -99,17 +102,18 @@ def train(
     display     None: show the run if this is a terminal or a notebook; True: show it anywhere; False: show nothing; or a
                 listener of your own, such as ``surefoot.runs.display.Lines("my run")``
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
-                list of functions and terms; a term's ``function`` may be one too
+                list of functions and terms; a term's ``function`` may be one too; ``start`` may be an Agent
 
     Raises SurefootError for anything the user can fix, before training if possible.
     """
     fields, functions = _take_rewards(fields)
+    fields, begin = _take_agent(fields, run_dir)
     found = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
     title = f"{found.recipe.title}, seed {found.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
     made = None if isinstance(task, str) else task
-    return start(found.recipe, folder, made, callback, shown, found.origin, functions, callbacks)
+    return start(found.recipe, folder, made, callback, shown, found.origin, functions, callbacks, begin)
 
 
 def _with_fields(signature: inspect.Signature) -> inspect.Signature:
@@ -134,12 +138,14 @@ def start(
     origin: Origin | None = None,
     functions: Functions | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
+    agent: Agent | None = None,
 ) -> Any:
     """Train a recipe from the beginning.
 
     task       makes the environments, if the recipe's task can't be imported
     origin     the settings that the recipe has from a preset
     functions  reward functions that were passed as objects
+    agent      the agent that the recipe's ``start`` stands for; it is saved there
 
     ``callback``, ``callbacks`` and ``display`` are those of ``train``.
 
@@ -153,9 +159,12 @@ def start(
     world = _make_world(recipe, task, functions)
     session = None
     try:
+        _start_from(world, agent)
         session = Session(recipe, world, None, _listeners(display, callback), several)
         if run_dir is not None:  # last, so that a rejected recipe leaves no folder
             session.folder = RunFolder.create(run_dir, recipe, None if origin is None else asdict(origin))
+            if agent is not None:
+                agent.save(run_dir / START)
         session.run()
         return world.result
     finally:
@@ -205,6 +214,8 @@ def resume(
             raise SurefootError(
                 f"{error}; relative paths are from {folder.began_in}, where the run began: resume it there"
             ) from None
+        if checkpoint is None:
+            _start_from(world)
         shown = _display(display, f"resuming {folder.path}")
         session = Session(recipe, world, folder, _listeners(shown, callback), several)
         if checkpoint is not None:
@@ -216,6 +227,22 @@ def resume(
         folder.close()
         if world is not None:
             world.close()
+
+
+def _start_from(world: World, agent: Agent | None = None) -> None:
+    """Give a new agent the weights that its recipe, or the caller, says that it starts from."""
+    if isinstance(world, ControlWorld) and (agent is not None or world.recipe.start is not None):
+        world.start_from(agent)
+
+
+def _take_agent(fields: dict[str, Any], run_dir: str | Path | None) -> tuple[dict[str, Any], Agent | None]:
+    """The fields with the place where an agent that is passed as ``start`` will be saved, and that agent."""
+    agent = fields.get("start")
+    if isinstance(agent, os.PathLike):
+        return {**fields, "start": os.fspath(agent)}, None
+    if not isinstance(agent, Agent):
+        return fields, None
+    return {**fields, "start": None if run_dir is None else str(Path(run_dir) / START)}, agent
 
 
 def _make_world(recipe: Recipe, task: MakeEnvironment | None, functions: Functions | None) -> World:
@@ -252,8 +279,6 @@ def make_world(
     were passed as objects.
     """
     if isinstance(recipe, ControlRecipe):
-        from surefoot.control.world import ControlWorld
-
         return ControlWorld(recipe, task, environments)
     if isinstance(recipe, LanguageRecipe):
         from surefoot.language.online.world import LanguageWorld

@@ -11,7 +11,7 @@ from typing import Any
 
 from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
-from surefoot.core.optimizer import AdamSettings
+from surefoot.core.optimizer import AdamSettings, RMSpropSettings
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
@@ -47,13 +47,14 @@ GRACE_SECONDS = 25
 def make_learner(recipe: Recipe, policy: Policy) -> Learner:
     """The learner that a recipe describes."""
     settings = recipe.optimizer
+    kind = RMSpropSettings if settings.kind == "rmsprop" else AdamSettings
     critic = None
     if settings.critic_learning_rate is not None:
-        critic = AdamSettings(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm)
+        critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm)
     return Learner(
         policy,
         recipe.objective,
-        AdamSettings(settings.learning_rate, settings.epsilon, settings.max_grad_norm),
+        kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm),
         critic,
         settings.schedule,
         settings.micro_batch,

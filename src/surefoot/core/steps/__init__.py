@@ -16,7 +16,7 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import all_sum
 from surefoot.core.minibatches import advantage_moments, global_count, micro_batches, normalised, shuffled
 from surefoot.core.objective import Batch, loss, ratio_range
-from surefoot.core.optimizer import FlatAdam
+from surefoot.core.optimizer import FlatOptimizer
 from surefoot.core.rollout import AuxiliaryLoss, LearnerState, Metrics, Policy
 from surefoot.core.traces import Recording
 
@@ -128,7 +128,7 @@ class Gradients:
 class EagerStep(PendingStep):
     """One step of Adam per optimizer, whose gradient lies in its flat buffer."""
 
-    optimizers: Mapping[str, FlatAdam]
+    optimizers: Mapping[str, FlatOptimizer]
     rate_scale: float
 
     def take(self) -> bool:
@@ -145,7 +145,7 @@ class EagerStepper:
     """
 
     def __init__(
-        self, gradients: Gradients, optimizers: Mapping[str, FlatAdam], parameters: Sequence[nn.Parameter] | None = None
+        self, gradients: Gradients, optimizers: Mapping[str, FlatOptimizer], parameters: Sequence[nn.Parameter] | None = None
     ) -> None:
         self.gradients, self.optimizers, self.parameters = gradients, optimizers, parameters
 

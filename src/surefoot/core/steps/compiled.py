@@ -28,7 +28,7 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import world_size
 from surefoot.core.minibatches import global_count, normalised, random_order, select_rows
 from surefoot.core.objective import Batch, loss
-from surefoot.core.optimizer import BETAS, FlatAdam, adam
+from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
 from surefoot.core.rollout import Policy, map_tensors, tensors_in
 from surefoot.core.steps import PendingStep, UpdateContext
 from surefoot.errors import SurefootError
@@ -52,7 +52,7 @@ class CompiledMinibatch(NamedTuple):
 class CompiledStep(PendingStep):
     """The parameters and moments after the step, as the program computed them."""
 
-    optimizers: Mapping[str, FlatAdam]
+    optimizers: Mapping[str, FlatOptimizer]
     moved: list[Tensor]
     """for each optimizer, its parameters and both moments"""
 
@@ -71,7 +71,7 @@ class CompiledStepper:
     Raises SurefootError if there is neither a compiler nor a compiled program in the cache.
     """
 
-    def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatAdam], rows: int) -> None:
+    def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatOptimizer], rows: int) -> None:
         self.policy, self.objective, self.optimizers, self.rows = policy, objective, optimizers, rows
         self.program: Program | None = None
         self.names: list[str] = []

@@ -1,0 +1,107 @@
+"""``start``: a new training begins from an agent or a run, with its weights and normalisers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.errors import SurefootError
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.folder import checkpoint_to_load
+
+TASK = "Pendulum-v1"
+
+
+def trained(task: str = TASK, steps: int = 64, **fields: Any) -> surefoot.Agent:
+    small = {"rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 0}, "traces": {"rows": 0}}
+    normalise = {"normalise": {"observations": True, "rewards": True}}
+    return surefoot.train(task, preset="none", steps=steps, **{**small, **normalise, **fields})
+
+
+def first_policy(**fields: Any) -> dict[str, torch.Tensor]:
+    """The weights that a run begins with: those after updates that move nothing."""
+    return trained(optimizer={"learning_rate": 1e-30}, seed=5, **fields).policy.state_dict()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    trained(run_dir=tmp_path / "first")
+    return tmp_path / "first"
+
+
+def test_training_starts_from_the_weights_of_a_run_or_an_agent(run: Path) -> None:
+    weights = surefoot.load(run).policy.state_dict()
+    for start in (str(run), run, surefoot.load(run), run / "checkpoints" / checkpoint_to_load(run).name):
+        begun = first_policy(start=start)
+        assert all(torch.equal(begun[name], tensor) for name, tensor in weights.items())
+    assert not all(torch.equal(first_policy()[name], tensor) for name, tensor in weights.items())
+
+
+def test_normaliser_statistics_come_along(run: Path) -> None:
+    before = surefoot.load(run)
+    after = trained(start=str(run), seed=2)
+    for name in ("observation_normaliser", "reward_normaliser"):
+        count = getattr(before, name).state_dict()["count"]
+        assert (getattr(after, name).state_dict()["count"] > count).all(), "counting goes on"
+
+
+def test_a_critic_is_new_where_the_agent_has_none(tmp_path: Path) -> None:
+    actor = trained(algorithm="REINFORCE", run_dir=tmp_path / "actor").policy.state_dict()
+    begun = first_policy(start=str(tmp_path / "actor"))
+    assert all(torch.equal(begun[name], tensor) for name, tensor in actor.items())
+    assert set(begun) > set(actor)
+
+
+def test_a_resumed_run_does_not_start_again(run: Path, tmp_path: Path) -> None:
+    agent = surefoot.load(run)
+    whole = trained(start=agent, run_dir=tmp_path / "whole", steps=256)
+    trained(start=str(run), run_dir=tmp_path / "half", steps=128)
+    for file in sorted(run.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    resumed = surefoot.resume(tmp_path / "half", steps=256)
+    weights = whole.policy.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.policy.state_dict().items())
+
+
+def test_an_agent_that_was_passed_is_kept_for_a_run_that_starts_again(run: Path, tmp_path: Path) -> None:
+    agent = surefoot.load(run)
+    trained(start=agent, run_dir=tmp_path / "second")
+    saved = load_checkpoint(tmp_path / "second" / "start")["agent"]
+    assert all(torch.equal(saved[f"policy.{name}"], tensor) for name, tensor in agent.policy.state_dict().items())
+    first = surefoot.load(tmp_path / "second").policy.state_dict()
+    for folder in ("checkpoints", "best"):
+        for file in sorted((tmp_path / "second" / folder).rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+    again = surefoot.resume(tmp_path / "second").policy.state_dict()
+    assert all(torch.equal(tensor, first[name]) for name, tensor in again.items()), "stopped before its first checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            {"task": "CartPole-v1"},
+            r"^start='.*': has spaces \(Box.*, the task has \(Box.*; choose an agent of the same spaces$",
+        ),
+        ({"network": {"hidden": (32,)}}, r"^network\.hidden=\(32,\): start='.*' was trained with \(64, 64\); set that$"),
+        (
+            {"normalise": {"observations": False}},
+            r"^normalise\.observations=False: start='.*' was trained with True; set that$",
+        ),
+        ({"start": "nowhere"}, "^nowhere: no such run folder"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
+    fields: dict[str, Any], line: str, run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SurefootError, match=line):
+        trained(**{"start": str(run), "run_dir": tmp_path / "new", **fields})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_language_recipe_is_referred_to_model() -> None:
+    with pytest.raises(SurefootError, match=r"^start='runs/x': a language model starts from model; set model to that folder"):
+        make_recipe({"kind": "sft", "model": "pocket", "data": {"train": "x"}, "start": "runs/x"})
