@@ -161,11 +161,11 @@ def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> st
     else:
         command = [args.python, str(HERE / "peers" / "sb3.py"), "--task", task, "--seed", str(seed)]
         command += ["--steps", str(args.steps), "--out", str(out)]
-    begun = time.monotonic()
+    started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return f"{task} {out.stem}: failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
-    return f"{task} {out.stem}: {json.loads(out.read_text())['last_100_mean']:.1f} in {time.monotonic() - begun:.0f} s"
+    return f"{task} {out.stem}: {json.loads(out.read_text())['last_100_mean']:.1f} in {time.monotonic() - started:.0f} s"
 
 
 def main() -> None:

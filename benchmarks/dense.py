@@ -63,7 +63,7 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, 
     import surefoot
     from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
-    begun = time.process_time()
+    started = time.process_time()
     run = folder / named(method, learning_rate)
     surefoot.train(
         "language",
@@ -87,7 +87,7 @@ def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, 
         "method": method,
         "seed": seed,
         "learning_rate": learning_rate,
-        "cpu_seconds": time.process_time() - begun,
+        "cpu_seconds": time.process_time() - started,
         "curve": curve,
     }
 

@@ -64,13 +64,13 @@ def measure(folder: Path, browser: Any) -> dict[str, float]:
     """Seconds between events, and the page's work per frame while panning, in milliseconds."""
     page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
     whole = f"#curves[data-iterations='{ITERATIONS}']"
-    begun = time.perf_counter()
+    started = time.perf_counter()
     command = [sys.executable, "-u", "-m", "surefoot", "inspect", str(folder), "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             address = process.stdout.readline().strip()
-            timings = {"address": time.perf_counter() - begun}
+            timings = {"address": time.perf_counter() - started}
 
             def timed(name: str, act: Any, awaited: str) -> None:
                 start = time.perf_counter()
@@ -79,7 +79,7 @@ def measure(folder: Path, browser: Any) -> dict[str, float]:
                 timings[name] = time.perf_counter() - start
 
             timed("curves", lambda: page.goto(address), whole)
-            timings["curves, from the command's start"] = time.perf_counter() - begun
+            timings["curves, from the command's start"] = time.perf_counter() - started
             timed("curves again", page.reload, whole)
             page.wait_for_timeout(3000)
             timed("steps", lambda: page.click("nav a[data-view=steps]"), "#audit[data-count]")

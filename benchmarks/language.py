@@ -84,11 +84,11 @@ def tables() -> str:
         rows.append([f"{of_label}: better than SFT by gold", "", spread(won), spread(lost)])
     seeds = []
     for seed, result in records.items():
-        known, free = result["known_products"], result["without_anchor"]["known_products"]
+        known_products, free = result["known_products"], result["without_anchor"]["known_products"]
         seeds.append(
             [str(seed), f"{result['reward_accuracy']:.0%}"]
-            + [f"{known['start'][name]:.2f}" for name in ("reward", "gold")]
-            + [f"{known['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
+            + [f"{known_products['start'][name]:.2f}" for name in ("reward", "gold")]
+            + [f"{known_products['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
             + [f"{free['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
         )
     head = ["seed", "reward model", "SFT proxy", "SFT gold", "β=.3 proxy", "gold", "KL", "β=0 proxy", "gold", "KL"]

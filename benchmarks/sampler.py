@@ -93,10 +93,10 @@ def measured(runs: dict[str, Callable[[], int]], rounds: int, clock: Callable[[]
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for now in range(rounds + 1):
         for name, run in runs.items():
-            begun = clock()
+            started = clock()
             tokens = run()
             if now:
-                speeds[name].append(tokens / (clock() - begun))
+                speeds[name].append(tokens / (clock() - started))
     return speeds
 
 

@@ -45,7 +45,7 @@ def surefoot_cell(work: dict[str, Any], seed: int, steps: int, engine: str) -> d
         seen.append(metrics["episode_return"])
 
     rollout = {"environments": work["environments"], "steps": work["horizon"]}
-    begun = time.perf_counter()
+    started = time.perf_counter()
     surefoot.train(
         work["task"],
         steps=steps,
@@ -56,7 +56,7 @@ def surefoot_cell(work: dict[str, Any], seed: int, steps: int, engine: str) -> d
         evaluation={"episodes": 0},
         callback=remember,
     )
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     return {"seconds": seconds, "steps_per_second": steps / seconds, "last_100_mean": seen[-1]}
 
 

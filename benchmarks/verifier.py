@@ -75,12 +75,12 @@ def start(task: str, seed: int) -> Path:
 
 def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float | None:
     """Train, continue, or skip a finished run. Returns the user seconds of a complete run, None if only part of it ran here."""
-    whole, begun = not (run / "config.toml").exists(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    whole, started = not (run / "config.toml").exists(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
     if whole:
         api.start(find_recipe(recipe, changes), run, display=Display())
     elif not (run / "finished.json").exists():
         api.resume(run)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun if whole else None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime - started if whole else None
 
 
 def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def made(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, 
     name = f"{algorithm}-{seed}" if seed != TUNED_ON else f"{algorithm}-{seed}-{rate}"
     path = RESULTS / task / f"{name}.json"
     if not path.exists():
-        begun, result = time.monotonic(), cell(task, algorithm, seed, rate)
+        started, result = time.monotonic(), cell(task, algorithm, seed, rate)
         write(path, result)
-        print(f"{task} {name}: greedy {result['trained']['greedy']:.3f} in {time.monotonic() - begun:.0f} s", flush=True)
+        print(f"{task} {name}: greedy {result['trained']['greedy']:.3f} in {time.monotonic() - started:.0f} s", flush=True)
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
@@ -187,8 +187,8 @@ def demo(seed: int) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-m", "surefoot", "demo", "verifier", "--seed", str(seed), "--run-dir", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    told = json.loads((folder / "demo-verifier" / "demo.json").read_text())
-    write(path, {"seed": seed, "user_seconds": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, **told})
+    demo = json.loads((folder / "demo-verifier" / "demo.json").read_text())
+    write(path, {"seed": seed, "user_seconds": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, **demo})
     print(path.read_text(), end="", flush=True)
 
 

@@ -222,16 +222,16 @@ def functional_page(package: griffe.Module) -> str:
         prose(doc_of(package["functional"])),
         f"For the purpose of each formula, and how one follows from another, see {MATH_PAGE}.",
     ]
-    found = set()
+    names = set()
     for name in (*FUNCTIONAL, "masking"):
         module = package[f"functional.{name}"]
         members = [m for m in module.members.values() if m.name in public and not m.is_alias]
-        found |= {member.name for member in members}
+        names |= {member.name for member in members}
         source = f"[functional/{name}.py](../../src/surefoot/functional/{name}.py)"
         parts += [f"## {TITLES.get(name, name.replace('_', ' ').capitalize())}", f"{prose(doc_of(module))}\n\n{source}"]
         parts += [described(member, 3) for member in members if isinstance(member, (griffe.Function, griffe.Class))]
     named = {"Aggregation"}  # a type, spelled out where it is used
-    assert found == public, f"not on the page: {public - found}"
+    assert names == public, f"not on the page: {public - names}"
     parts.append(f"The type {code(named.pop())} is one of the four names that `aggregate` accepts.")
     return page("`surefoot.functional`", *parts)
 
@@ -405,8 +405,8 @@ def is_recipe_flag(option: click.Option) -> bool:
 
 
 def cli_page() -> str:
-    found = ((name, cli.get_command(click.Context(cli), name)) for name in sorted(COMMANDS))
-    commands = [part for name, command in found if command is not None for part in command_parts(name, command)]
+    actual = ((name, cli.get_command(click.Context(cli), name)) for name in sorted(COMMANDS))
+    commands = [part for name, command in actual if command is not None for part in command_parts(name, command)]
     return page(
         "Command line",
         "`surefoot --help` and `surefoot COMMAND --help` show the same on a terminal; `-h` is short for `--help`. "
@@ -440,7 +440,7 @@ BEFORE = """- **It does not install, or a part is missing:** `surefoot check` lo
 
 def words(text: str) -> str:
     """A finding's words as Markdown, with its metrics and settings as code."""
-    return escaped(SETTING.sub(lambda found: code(found[0]), text))
+    return escaped(SETTING.sub(lambda match: code(match[0]), text))
 
 
 def described_finding(finding: Finding) -> str:
@@ -461,9 +461,9 @@ def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
     for run in runs:
         lines, failures = ([], run) if isinstance(run, dict) else (run, {})
         history = History("".join("?\n" if row is None else json.dumps(row) + "\n" for row in lines).encode())
-        found = {finding.name: finding for finding in findings_in(history, failures=failures)}
-        assert name in found, f"the run that is to show {name} shows {list(found)}"
-        parts.append(described_finding(found[name]))
+        findings = {finding.name: finding for finding in findings_in(history, failures=failures)}
+        assert name in findings, f"the run that is to show {name} shows {list(findings)}"
+        parts.append(described_finding(findings[name]))
     title = Path(more.partition("#")[0]).stem.replace("-", " ")
     return "\n\n".join([*parts, f"Read more: [{title}]({more})."])
 
@@ -471,9 +471,9 @@ def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
 def troubleshooting_page() -> str:
     troubles = runpy.run_path(str(ROOT / "docs" / "troubles.py"))["TROUBLES"]
     sources = sorted((ROOT / "src" / "surefoot" / "diagnostics").glob("*.py"))
-    known = {name for source in sources for name in FOUND_AS.findall(source.read_text("utf-8"))}
+    names = {name for source in sources for name in FOUND_AS.findall(source.read_text("utf-8"))}
     here = {name for symptoms in troubles.values() for name in symptoms}
-    assert known == here, f"findings and docs/troubles.py differ in {known ^ here}"
+    assert names == here, f"findings and docs/troubles.py differ in {names ^ here}"
     parts = [
         "What you see, why, and what to try. The words are those of `surefoot check RUN`, the numbers an example's; that "
         "command finds which of these hold in your run, with your numbers. Metrics are explained in [their reference]"

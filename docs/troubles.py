@@ -8,9 +8,9 @@ from typing import Any
 
 def rows(count: int, **values: Any) -> list[dict[str, Any]]:
     """Rows of a run's metrics, each value a number or a function of the iteration."""
-    given = values.items()
+    columns = values.items()
     return [
-        {"iteration": i, "steps": 100 * i} | {name: value(i) if callable(value) else value for name, value in given}
+        {"iteration": i, "steps": 100 * i} | {name: value(i) if callable(value) else value for name, value in columns}
         for i in range(1, count + 1)
     ]
 

@@ -26,8 +26,8 @@ def _folders_in_memory(memory: str = "/dev/shm", room: float = 4e9) -> None:
     """Put temporary folders into memory where there is enough: a run waits for the disk at each of its checkpoints."""
     if "PYTEST_DEBUG_TEMPROOT" in os.environ or not os.access(memory, os.W_OK | os.X_OK):
         return
-    found = os.statvfs(memory)
-    if found.f_bavail * found.f_frsize >= room and not found.f_flag & os.ST_NOEXEC:
+    space = os.statvfs(memory)
+    if space.f_bavail * space.f_frsize >= room and not space.f_flag & os.ST_NOEXEC:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = memory
 
 
@@ -51,8 +51,8 @@ def command(
         monkeypatch.setattr(sys, "argv", ["surefoot", *words])
         with pytest.raises(SystemExit) as leaving:
             cli.main()
-        said = capsys.readouterr()
-        return int(leaving.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(leaving.value.code or 0), captured.out, captured.err
 
     return run
 

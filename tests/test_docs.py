@@ -50,8 +50,8 @@ class Block:
     @property
     def file(self) -> str | None:
         """The name under which it is to be saved, if it says one."""
-        found = re.match(r"# (\w+\.(?:py|toml))\n", self.text)
-        return found[1] if found and self.language in ("python", "toml") else None
+        name = re.match(r"# (\w+\.(?:py|toml))\n", self.text)
+        return name[1] if name and self.language in ("python", "toml") else None
 
     @property
     def commands(self) -> list[str]:
@@ -62,7 +62,7 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """Every fenced block of a page, in order."""
-    found, lines = [], text.splitlines()
+    result, lines = [], text.splitlines()
     start, language = None, ""
     for number, line in enumerate(lines):
         if start is None and (fence := re.match(r"\s*```(\w*)", line)):
@@ -70,10 +70,10 @@ def blocks(text: str) -> list[Block]:
         elif start is not None and line.strip() == "```":
             before = [above.strip() for above in lines[:start] if above.strip()][-1:]
             body = "\n".join(lines[start + 1 : number]) + "\n"
-            found.append(Block(language, body, start + 2, before == [PARSE_ONLY]))
+            result.append(Block(language, body, start + 2, before == [PARSE_ONLY]))
             start = None
     assert start is None, f"a block begins on line {start} and never ends"
-    return found
+    return result
 
 
 def name_of(path: Path) -> str:
@@ -99,10 +99,10 @@ def check_surefoot(words: list[str]) -> None:
     _, command, rest = cli.resolve_command(click.Context(cli), words[words.index(name) :])
     assert command is not None
     with command.make_context(name, rest) as context:
-        given = dict(context.params)
-    if name == "train" and (not given["what"].endswith(".toml") or Path(given["what"]).exists()):
+        params = dict(context.params)
+    if name == "train" and (not params["what"].endswith(".toml") or Path(params["what"]).exists()):
         own = {"what", "seeds", "run_dir", "name", "preset", "checkpoint_every", "dry_run", "quiet"}
-        find_recipe(given["what"], changes_from({key: value for key, value in given.items() if key not in own}))
+        find_recipe(params["what"], changes_from({key: value for key, value in params.items() if key not in own}))
 
 
 def run_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_every_printed_training_has_its_steps() -> None:
                 assert known, f"{name_of(path)}:{block.line}: {command}"
 
 
-def test_the_reference_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reference_matches_the_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["docs/generate.py", "--check"])
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(ROOT / "docs" / "generate.py"), run_name="__main__")
@@ -166,33 +166,33 @@ def test_the_reference_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch, ca
 
 def commands_of(group: click.Group, words: str) -> Iterator[tuple[str, click.Command]]:
     for name in group.list_commands(click.Context(group)):
-        found = group.get_command(click.Context(group), name)
-        if isinstance(found, click.Group):
-            yield from commands_of(found, f"{words} {name}")
-        elif found is not None:
-            yield f"{words} {name}", found
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from commands_of(command, f"{words} {name}")
+        elif command is not None:
+            yield f"{words} {name}", command
 
 
 def test_the_reference_has_every_command_with_every_flag_also_those_within_others() -> None:
     sections = re.split(r"^## `(.*)`$", (ROOT / "docs/reference/cli.md").read_text("utf-8"), flags=re.M)
-    told = dict(zip(sections[1::2], sections[2::2], strict=True))
-    found = dict(commands_of(cli, "surefoot"))
-    assert "surefoot data make" in found
-    assert told.keys() == found.keys()
-    for name, command in found.items():
+    documented = dict(zip(sections[1::2], sections[2::2], strict=True))
+    commands = dict(commands_of(cli, "surefoot"))
+    assert "surefoot data make" in commands
+    assert documented.keys() == commands.keys()
+    for name, command in commands.items():
         for option in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
-            assert option.opts[0] in told[name], name
+            assert option.opts[0] in documented[name], name
 
 
 def anchors(path: Path) -> set[str]:
     """The names that GitHub gives to a page's headings."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     result = set()
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S)
     for heading in re.findall(r"^#+ +(.*?) *#*$", text, flags=re.M):
         words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
-        result.add(words if words not in found else f"{words}-{found[words]}")
-        found[words] = found.get(words, 0) + 1
+        result.add(words if words not in counts else f"{words}-{counts[words]}")
+        counts[words] = counts.get(words, 0) + 1
     return result
 
 

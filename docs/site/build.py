@@ -58,17 +58,17 @@ def on_the_site(text: str, path: Path) -> tuple[str, set[Path]]:
     """A page as the site's Markdown wants it, its links as they are there; and the files of the repository that it links to."""
     linked: set[Path] = set()
 
-    def changed(found: re.Match[str]) -> str:
-        if re.match(r"`[^`]", found[0]) and r"\|" in found[0]:  # a pipe in a table, which this Markdown would leave escaped
-            return f"<code>{html.escape(found[0].strip('`')).replace(chr(92) + '|', '&#124;')}</code>"
-        if found[0] == r"\<":  # which this Markdown would leave escaped, too
+    def changed(match: re.Match[str]) -> str:
+        if re.match(r"`[^`]", match[0]) and r"\|" in match[0]:  # a pipe in a table, which this Markdown would leave escaped
+            return f"<code>{html.escape(match[0].strip('`')).replace(chr(92) + '|', '&#124;')}</code>"
+        if match[0] == r"\<":  # which this Markdown would leave escaped, too
             return "&lt;"
-        target, mark, anchor = (found[1] or "").partition("#")
+        target, mark, anchor = (match[1] or "").partition("#")
         if not target or urlsplit(target).scheme:
-            return found[0]
+            return match[0]
         file = (path.parent / target).resolve()
         if not file.exists() or not file.is_relative_to(ROOT):
-            raise SystemExit(f"{path.relative_to(ROOT)}: the link {found[1]} leads nowhere")
+            raise SystemExit(f"{path.relative_to(ROOT)}: the link {match[1]} leads nowhere")
         linked.add(file)
         return f"]({posixpath.relpath(place(file), posixpath.dirname(place(path)))}{mark}{anchor})"
 
@@ -110,7 +110,7 @@ def write_pages(folder: Path) -> None:
     """Every page, and whatever the pages link to."""
     shutil.copytree(HERE / "assets", folder / "assets")
     todo = [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.rglob("*.ipynb")), *ALONGSIDE]
-    known = set(todo)
+    queued = set(todo)
     while todo:
         path = todo.pop()
         target = folder / place(path)
@@ -122,8 +122,8 @@ def write_pages(folder: Path) -> None:
         if is_page(path):
             text, linked = on_the_site(text, path)
         target.write_text(text, "utf-8", newline="\n")
-        todo += sorted(linked - known)
-        known |= linked
+        todo += sorted(linked - queued)
+        queued |= linked
 
 
 # ---- what was built ---------------------------------------------------------------------------------------------------
@@ -140,14 +140,14 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value for name, value in attrs if value}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        elif tag == "link" and given.get("rel") not in {"canonical", "next", "prev"} and "href" in given:
-            self.fetched.append(given["href"])
-        elif "src" in given:
-            self.fetched.append(given["src"])
+        fields = {name: value for name, value in attrs if value}
+        self.anchors |= {fields[name] for name in ("id", "name") if name in fields}
+        if tag == "a" and "href" in fields:
+            self.links.append(fields["href"])
+        elif tag == "link" and fields.get("rel") not in {"canonical", "next", "prev"} and "href" in fields:
+            self.fetched.append(fields["href"])
+        elif "src" in fields:
+            self.fetched.append(fields["src"])
 
 
 def is_elsewhere(link: str) -> bool:
@@ -166,8 +166,8 @@ def broken(site: Path) -> Iterator[str]:
             if parts.scheme or parts.netloc:
                 continue
             target = Path(os.path.normpath(file.parent / unquote(parts.path))) if parts.path else file
-            known = pages[target].anchors if target in pages else set()
-            if not target.is_file() or (parts.fragment and unquote(parts.fragment) not in known | {"__search"}):
+            anchors = pages[target].anchors if target in pages else set()
+            if not target.is_file() or (parts.fragment and unquote(parts.fragment) not in anchors | {"__search"}):
                 yield f"{name}: {link} leads nowhere"
 
 
@@ -189,11 +189,11 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build", help="where to make it")
     folder = parser.parse_args().folder
     try:
-        found = build(folder)
+        problems = build(folder)
     except subprocess.CalledProcessError as error:
         return error.returncode
-    print("\n".join(found) if found else f"{folder / 'site' / 'index.html'}: open it in a browser")
-    return 1 if found else 0
+    print("\n".join(problems) if problems else f"{folder / 'site' / 'index.html'}: open it in a browser")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

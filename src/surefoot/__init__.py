@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first asked for: they need torch, which takes seconds, and `surefoot --help` should not.
+# Imported at first use: they need torch, which takes seconds, and `surefoot --help` should not.
 _LATER = {
     "train": "surefoot.runs.api",
     "resume": "surefoot.runs.api",

@@ -44,9 +44,9 @@ def place_of(error: BaseException) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """A clause such as ``; did you mean 'CartPole-v1'?`` for an unknown word; empty if nothing is similar."""
-    lowered = {name.lower(): name for name in known}
+    lowered = {name.lower(): name for name in words}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     close = close or [name for name in lowered if word and name.startswith(word.lower())][-1:]
     return f"; did you mean {lowered[close[0]]!r}?" if close else ""

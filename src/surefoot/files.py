@@ -44,13 +44,13 @@ def parsed(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
 
     Raises ValueError, as ``parse`` does, also for deeper nesting than Surefoot writes, so that recursive functions are safe.
     """
-    found, too_deep = None, True
+    value, too_deep = None, True
     with suppress(RecursionError):
-        found = parse(text)
-        too_deep = _deeper_than(DEEPEST, found)
+        value = parse(text)
+        too_deep = _deeper_than(DEEPEST, value)
     if too_deep:
         raise ValueError(f"nested more than {DEEPEST} deep")
-    return found
+    return value
 
 
 def _deeper_than(levels: int, value: Any) -> bool:
@@ -69,10 +69,10 @@ def read_json(path: Path) -> Any:
 
 def read_table(path: Path) -> dict[str, Any]:
     """The table in a JSON file. Raises SurefootError when it is anything else."""
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise SurefootError(f"{path}: can't be read (it holds a {type(found).__name__} instead of a table)")
-    return found
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise SurefootError(f"{path}: can't be read (it holds a {type(value).__name__} instead of a table)")
+    return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -338,8 +338,8 @@ def test_three_updates_in_a_row_that_are_not_finite_end_the_run_with_its_last_go
         match=r"the reward of environment 0 at step \d+ of its episode is not finite.*3 consecutive updates.*then resume",
     ):
         api.train(lambda: Rotting(None), run_dir=tmp_path / "run", checkpoint={"every": 8}, **fields)
-    trees = load_checkpoint(tmp_path / "run" / "checkpoints" / "16")
-    assert all(np.isfinite(tensor.numpy()).all() for tensor in trees["agent"].values())
+    parts = load_checkpoint(tmp_path / "run" / "checkpoints" / "16")
+    assert all(np.isfinite(tensor.numpy()).all() for tensor in parts["agent"].values())
 
 
 def test_a_save_over_something_else_is_rejected(tmp_path):
@@ -495,7 +495,7 @@ def test_numbers_with_thousands_of_digits_are_rejected_in_one_line(command, tmp_
     rejected(command("train", "mine.toml"), "mine.toml: not TOML", "4300 digits")
 
 
-def test_a_dry_run_makes_one_environment_however_many_are_asked_for(command):
+def test_a_dry_run_makes_one_environment_whatever_the_recipe_has(command):
     code, out, _ = command("train", f"{__name__}:Few", "--rollout.environments", "1000", "--dry-run")
     assert code == 0
     assert "# batch: 1000 environments x 128 steps = 128,000 steps" in out

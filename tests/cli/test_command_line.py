@@ -151,8 +151,8 @@ BOOLEANS = [
 
 @pytest.mark.parametrize(("words", "on"), BOOLEANS, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
 def test_a_boolean_option_without_a_value_is_on_and_takes_no_other_word(words, on):
-    name, found, rest = cli.resolve_command(click.Context(cli), words)
-    with found.make_context(name, rest) as context:
+    name, resolved, rest = cli.resolve_command(click.Context(cli), words)
+    with resolved.make_context(name, rest) as context:
         params = dict(context.params)
     assert params["what"] == "CartPole-v1"
     assert parse_value(params["optimizer__learning_rate"]) == 2e-3

@@ -14,30 +14,30 @@ from .conftest import TINY
 
 
 def test_each_algorithm_is_what_train_makes_of_it():
-    found = recipes_for("CartPole-v1", ["REINFORCE", "A2C", "PPO_CLIP"], {"steps": 500, "seed": 4})
-    for name, recipe in found.items():
+    made = recipes_for("CartPole-v1", ["REINFORCE", "A2C", "PPO_CLIP"], {"steps": 500, "seed": 4})
+    for name, recipe in made.items():
         assert recipe == find_recipe("CartPole-v1", {"algorithm": name, "steps": 500, "seed": 4})
 
 
 def test_a_file_s_trust_region_is_for_the_algorithm_that_has_it(tmp_path):
     (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nobjective.trust_region = { delta = 0.05, damping = 0.3 }\n')
-    found = recipes_for(str(tmp_path / "mine.toml"), ["PPO_CLIP", "TRPO"], {})
-    assert isinstance(found["PPO_CLIP"].objective.trust_region, Clip)
-    assert found["TRPO"].objective.trust_region == Constraint(0.05, 0.3)
+    made = recipes_for(str(tmp_path / "mine.toml"), ["PPO_CLIP", "TRPO"], {})
+    assert isinstance(made["PPO_CLIP"].objective.trust_region, Clip)
+    assert made["TRPO"].objective.trust_region == Constraint(0.05, 0.3)
 
 
 def test_a_fixed_coefficient_stays_fixed():
     changes = {"objective": {"trust_region": {"beta": 2.0, "target": 0.05}}}
-    found = recipes_for("CartPole-v1", ["PPO_PENALTY", "PPO_PENALTY_ADAPTIVE"], changes)
-    assert [recipe.objective.trust_region for recipe in found.values()] == [Penalty(2.0), Penalty(2.0, target=0.05)]
+    made = recipes_for("CartPole-v1", ["PPO_PENALTY", "PPO_PENALTY_ADAPTIVE"], changes)
+    assert [recipe.objective.trust_region for recipe in made.values()] == [Penalty(2.0), Penalty(2.0, target=0.05)]
 
 
 def test_a_switch_that_is_off_in_an_algorithm_stays_off():
     changes = {"objective": {"reuse": {"epochs": 2}, "gae_lambda": 0.5, "trust_region": {"clip": 0.1}}}
-    found = recipes_for("CartPole-v1", ["REINFORCE", "ACTOR_CRITIC", "A2C", "PPO_CLIP"], changes)
-    assert [r.objective.gae_lambda for r in found.values()] == [1, 1, 0.5, 0.5]
-    assert [r.objective.reuse for r in found.values()] == [None, None, None, Reuse(2, 1)]
-    assert found["PPO_CLIP"].objective.trust_region.clip == 0.1
+    made = recipes_for("CartPole-v1", ["REINFORCE", "ACTOR_CRITIC", "A2C", "PPO_CLIP"], changes)
+    assert [r.objective.gae_lambda for r in made.values()] == [1, 1, 0.5, 0.5]
+    assert [r.objective.reuse for r in made.values()] == [None, None, None, Reuse(2, 1)]
+    assert made["PPO_CLIP"].objective.trust_region.clip == 0.1
 
 
 @pytest.mark.parametrize(

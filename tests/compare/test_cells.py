@@ -229,12 +229,12 @@ def test_a_summary_is_made_of_the_metrics():
     for n in range(500, 1000):
         rows[n]["episode_return"] = float(n)
         rows[n]["explained_variance"] = n / 1000
-    found = summary(rows)
-    assert (found["steps"], found["rollouts"], found["updates"], found["seconds"]) == (10_000, 1000, 2000, 3000)
-    assert found["ratio_max"] == 7.0
-    assert found["average_return"] == pytest.approx(sum(range(500, 1000)) / 500)
-    assert found["explained_variance"] == 0.875
-    curves = found["curves"]
+    result = summary(rows)
+    assert (result["steps"], result["rollouts"], result["updates"], result["seconds"]) == (10_000, 1000, 2000, 3000)
+    assert result["ratio_max"] == 7.0
+    assert result["average_return"] == pytest.approx(sum(range(500, 1000)) / 500)
+    assert result["explained_variance"] == 0.875
+    curves = result["curves"]
     assert len(curves["steps"]) == len(curves["return"]) == len(curves["ratio_max"]) == 400
     assert (curves["steps"][0] > 10, curves["steps"][-1], curves["return"][0], curves["return"][-1]) == (
         True,
@@ -246,10 +246,10 @@ def test_a_summary_is_made_of_the_metrics():
 
 
 def test_a_summary_has_none_for_what_an_algorithm_does_not_measure():
-    found = summary(
+    result = summary(
         [{**{k: v for k, v in ROW.items() if "ratio" not in k}, "iteration": 1, "steps": 5, "updates": 1, "episodes": 0}]
     )
-    assert (found["ratio_max"], found["ratio_outside"], found["average_return"]) == (None, None, None)
+    assert (result["ratio_max"], result["ratio_outside"], result["average_return"]) == (None, None, None)
 
 
 def test_a_summary_of_rows_that_were_edited_is_refused_in_one_line_or_does_without():
@@ -289,6 +289,6 @@ def test_a_command_that_is_killed_continues_when_it_is_repeated(undisturbed, tmp
         assert "Traceback" not in error
     again = subprocess.run(words("--jobs", jobs), cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    found = json.loads(again.stdout)["results"]
+    results = json.loads(again.stdout)["results"]
     for name in undisturbed:
-        assert [{**cell, "seconds": 0} for cell in found[name]] == [{**cell, "seconds": 0} for cell in undisturbed[name]]
+        assert [{**cell, "seconds": 0} for cell in results[name]] == [{**cell, "seconds": 0} for cell in undisturbed[name]]

@@ -83,9 +83,9 @@ def test_a_rung_that_is_not_there_is_refused(tmp_path):
 
 
 def test_rungs_of_one_environment_have_one_worker():
-    found = recipes(rollout={"backend": "workers", "workers": 2, "environments": 4, "steps": 64})
-    assert [recipe.rollout.workers for recipe in found] == [1, 1, 2, 2, 2, 2]
-    assert [control_recipe(to_table(recipe)) for recipe in found] == found
+    made = recipes(rollout={"backend": "workers", "workers": 2, "environments": 4, "steps": 64})
+    assert [recipe.rollout.workers for recipe in made] == [1, 1, 2, 2, 2, 2]
+    assert [control_recipe(to_table(recipe)) for recipe in made] == made
 
 
 @pytest.mark.parametrize("task", ["Pendulum-v1", "FrozenLake-v1"])
@@ -117,7 +117,7 @@ def test_the_folder_holds_a_run_per_cell_and_the_results(climbed):
     assert report.text in (folder / "report.md").read_text()
 
 
-def test_every_rung_used_the_same_budget_and_says_what_it_did(climbed):
+def test_every_rung_used_the_same_budget_and_reports_its_updates(climbed):
     _, report = climbed
     assert list(report.results["results"]) == ["REINFORCE", "A2C", "PPO_CLIP"]
     for name, (result,) in report.results["results"].items():
@@ -141,12 +141,12 @@ def test_the_tables_show_the_results(climbed):
     assert "8 tanh" in report.text
 
 
-def test_gradients_are_measured_for_the_first_four_rungs_that_were_asked_for(climbed):
+def test_gradients_are_measured_for_the_first_four_requested_rungs(climbed):
     folder, report = climbed
-    found = report.results["gradients"]
-    assert list(found["noise"]) == ["REINFORCE", "A2C"]
-    assert (found["batches"], found["frozen_at"]) == (6, 64)
-    assert 64 <= found["steps_per_batch"] < 200
+    actual = report.results["gradients"]
+    assert list(actual["noise"]) == ["REINFORCE", "A2C"]
+    assert (actual["batches"], actual["frozen_at"]) == (6, 64)
+    assert 64 <= actual["steps_per_batch"] < 200
     assert "θ was frozen at step 64 of PPO_CLIP, seed 1" in report.text
     assert (folder / "frozen-seed1" / "checkpoints" / "64").exists()
 

@@ -64,7 +64,7 @@ def test_a_page_needs_nothing_else_and_runs_nothing(runs: list[Path]) -> None:
     assert "\\x1b[31m\\ud800" in text, "what has no shape is shown as what it is"
 
 
-def test_a_page_tells_the_whole_story(runs: list[Path], command: Any) -> None:
+def test_a_page_contains_scores_settings_curves_and_the_command(runs: list[Path], command: Any) -> None:
     code, out, _ = command("report", str(runs[0]), "--figures", "png")
     assert code == 0
     text = (runs[0] / "report.html").read_text("utf-8")
@@ -78,7 +78,7 @@ def test_a_page_tells_the_whole_story(runs: list[Path], command: Any) -> None:
     assert f"{len(pictures)} figures" in out
 
 
-def test_what_a_page_says_to_repeat_can_be_repeated(runs: list[Path], command: Any, tmp_path: Path) -> None:
+def test_the_command_on_a_page_can_be_repeated(runs: list[Path], command: Any, tmp_path: Path) -> None:
     assert command("train", str(runs[0] / "config.toml"), "--name", "again", "--quiet")[0] == 0
     before, after = read_run(runs[0]), read_run(tmp_path / "runs" / "again")
     assert to_table(before.recipe) == to_table(after.recipe)
@@ -90,12 +90,12 @@ def test_the_same_run_makes_the_same_page(runs: list[Path]) -> None:
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: list[Path]) -> None:
-    found = group_runs([read_run(run) for run in runs])
-    assert [[run.recipe.seed for run in group] for group in found] == [[1, 2], [3]]
-    assert "seed" not in distinguishing_fields(found[0][0].recipe)
+    groups = group_runs([read_run(run) for run in runs])
+    assert [[run.recipe.seed for run in group] for group in groups] == [[1, 2], [3]]
+    assert "seed" not in distinguishing_fields(groups[0][0].recipe)
 
 
-def test_when_a_run_is_judged_tells_runs_apart_only_where_patience_may_end_it(runs: list[Path]) -> None:
+def test_evaluation_settings_distinguish_runs_only_if_patience_may_end_them(runs: list[Path]) -> None:
     table = to_table(read_run(runs[0]).recipe)
 
     def fields(every: int, patience: int | str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_when_a_run_is_judged_tells_runs_apart_only_where_patience_may_end_it(ru
     assert fields(64, 2) != fields(128, 2)
 
 
-def test_what_changes_no_number_tells_no_runs_apart() -> None:
+def test_settings_that_change_no_number_distinguish_no_runs() -> None:
     def fields(deadline: float, memory: bool) -> dict[str, Any]:
         reward = {"terms": [{"function": "rewards.py:score"}], "deadline": deadline}
         table = {"kind": "language", "model": "pocket", "steps": 64, "data": {"train": "prompts.jsonl"}, "reward": reward}
@@ -116,7 +116,7 @@ def test_what_changes_no_number_tells_no_runs_apart() -> None:
     assert fields(60, True) == fields(90, False)
 
 
-def test_compare_tells_differences_results_and_intervals(runs: list[Path], command: Any) -> None:
+def test_compare_prints_differences_results_and_intervals(runs: list[Path], command: Any) -> None:
     code, out, _ = command("compare", *map(str, runs))
     assert code == 0
     assert re.search(r"\| objective.gae_lambda *\| *0\.8 *\| *0\.5 *\|", out)
@@ -129,9 +129,9 @@ def test_compare_tells_differences_results_and_intervals(runs: list[Path], comma
     assert first["mean"] == pytest.approx(np.mean(returns[:2]))
     assert first["interval"] == pytest.approx(sorted(returns[:2]))
     assert second["each"] == returns[2:]
-    found = table["against_first"]["episode_return"]["B gae_lambda=0.5"]
-    assert found["difference"] == pytest.approx(returns[2] - np.mean(returns[:2]))
-    assert found["interval"][0] <= found["difference"] <= found["interval"][1]
+    actual = table["against_first"]["episode_return"]["B gae_lambda=0.5"]
+    assert actual["difference"] == pytest.approx(returns[2] - np.mean(returns[:2]))
+    assert actual["interval"][0] <= actual["difference"] <= actual["interval"][1]
 
 
 def test_compare_wants_two_different_runs(runs: list[Path], command: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_an_interval_of_a_difference_covers_it_as_often_as_it_says() -> None:
+def test_an_interval_of_a_difference_covers_it_at_its_nominal_rate() -> None:
     """20 seeds each of two normal scores with means 1 apart: about 95 of 100 intervals hold 1."""
     draw = np.random.default_rng(0)
     pairs = [(draw.normal(1, 1, 20), draw.normal(0, 1, 20)) for _ in range(60)]
@@ -167,7 +167,7 @@ def test_smoothing_keeps_lines_and_bins_keep_means() -> None:
 
 
 def test_a_sample_with_another_kind_of_line_end_is_one_sample(runs: list[Path], tmp_path: Path) -> None:
-    said = "one\u2028two\x85three"
+    message = "one\u2028two\x85three"
     shutil.copytree(runs[0], tmp_path / "run")
-    SampleFolder(tmp_path / "run" / "samples", 0).write(512, [{"prompt": "p", "response": said, "reward": 1.0}])
-    assert read_run(tmp_path / "run").samples() == (512, [{"prompt": "p", "response": said, "reward": 1.0}])
+    SampleFolder(tmp_path / "run" / "samples", 0).write(512, [{"prompt": "p", "response": message, "reward": 1.0}])
+    assert read_run(tmp_path / "run").samples() == (512, [{"prompt": "p", "response": message, "reward": 1.0}])

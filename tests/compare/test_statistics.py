@@ -34,7 +34,7 @@ def test_both_work_along_the_last_axis():
         np.testing.assert_allclose(statistic(rows), [float(statistic(row)) for row in rows])
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+def test_the_interval_covers_the_true_value_at_about_its_nominal_rate():
     """20 normal scores, 100 times: 95 % nominal; the percentile bootstrap is a little short for so few (about 93 %)."""
     rng = np.random.default_rng(2)
     hits = 0

@@ -86,11 +86,11 @@ def test_the_ends_and_the_middle_of_the_policys_range_are_those_of_the_box(low: 
 def test_a_number_bounded_by_one_goes_through_to_the_last_bit_beside_others_that_are_stretched() -> None:
     space = spaces.Box(np.float32([-1, 0, -1, -np.inf]), np.float32([1, 4, np.inf, 2]))
     drawn = torch.tensor([[0.1, 0.5, 7.7, -9.3], [-0.0, 0.0, -0.0, -0.0]])
-    found = ActionBounds(space, True).apply(drawn)
-    assert found.dtype == drawn.dtype
+    actual = ActionBounds(space, True).apply(drawn)
+    assert actual.dtype == drawn.dtype
     for column in (0, 2, 3):
-        np.testing.assert_array_equal(found[:, column].numpy().view(np.int32), drawn[:, column].numpy().view(np.int32))
-    assert found[:, 1].tolist() == [3.0, 2.0]
+        np.testing.assert_array_equal(actual[:, column].numpy().view(np.int32), drawn[:, column].numpy().view(np.int32))
+    assert actual[:, 1].tolist() == [3.0, 2.0]
     assert not ActionBounds(spaces.Box(-1, 1, (2, 3)), True).rescales
     assert not ActionBounds(space, False).rescales
 
@@ -129,8 +129,8 @@ def test_training_predicting_evaluating_and_exported_files_all_stretch_alike(tmp
     action, _ = agent.predict(seen, deterministic=True)
     np.testing.assert_allclose(action, stretched(mean), rtol=1e-5, atol=1e-9)
     episode = [moment.reward for moment in greedy_episode(agent, Far(), "Far", 0, 0, 9)][1:]
-    judged = surefoot.evaluate(agent, Far, episodes=1)
-    assert judged.returns[0] == pytest.approx(sum(episode))
+    evaluation = surefoot.evaluate(agent, Far, episodes=1)
+    assert evaluation.returns[0] == pytest.approx(sum(episode))
     assert min(episode) >= 100
     for format, ending in (("torch", "pt2"), ("onnx", "onnx")):
         export_agent(agent, tmp_path / f"a.{ending}", format)  # compares the file with predict
@@ -193,8 +193,8 @@ def test_an_agent_and_a_run_kept_without_the_field_go_on_as_they_were(tmp_path: 
     config = run / "config.toml"
     config.write_text(tomli_w.dumps(without_the_field(tomllib.loads(config.read_text("utf-8")))), "utf-8")
     checkpoint = checkpoint_to_load(run)
-    trees = load_checkpoint(checkpoint)  # its tensors may lie in the files themselves
-    save_checkpoint(tmp_path / "older", {**trees, "recipe": without_the_field(trees["recipe"])})
+    parts = load_checkpoint(checkpoint)  # its tensors may lie in the files themselves
+    save_checkpoint(tmp_path / "older", {**parts, "recipe": without_the_field(parts["recipe"])})
     shutil.rmtree(checkpoint)
     shutil.move(tmp_path / "older", checkpoint)
     old = surefoot.load(run)

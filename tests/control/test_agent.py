@@ -255,17 +255,17 @@ def test_predict_hands_the_state_back_and_reads_lists_and_doubles() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 2, 4), (5,)])
 def test_an_observation_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
     agent = cartpole(steps=1)
-    for ask in (agent.predict, agent.value):
+    for method in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
-            ask(np.zeros(shape, np.float32))
+            method(np.zeros(shape, np.float32))
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 def test_an_observation_that_is_not_finite_is_refused(odd: float) -> None:
     agent = cartpole(steps=1)
-    for ask in (agent.predict, agent.value):
+    for method in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"observation: is not finite"):
-            ask([0.0, odd, 0.0, 0.0])
+            method([0.0, odd, 0.0, 0.0])
 
 
 def test_an_agent_is_shown_in_one_line_and_only_an_agent_is_evaluated() -> None:
@@ -290,7 +290,7 @@ def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> Non
         np.testing.assert_allclose(values, agent.policy.critic_head(features).squeeze(-1) * unit, rtol=1e-5)
 
 
-def test_an_agent_without_a_critic_says_so() -> None:
+def test_the_value_of_an_agent_without_a_critic_is_an_error() -> None:
     agent = surefoot.train("CartPole-v1", REINFORCE, steps=1, evaluation={"episodes": 0})
     with pytest.raises(SurefootError, match=r"value: REINFORCE has no critic; .*baseline = 'critic'"):
         agent.value(CARTPOLE)
@@ -389,7 +389,7 @@ def test_evaluating_no_episode_is_refused() -> None:
         surefoot.evaluate(cartpole(steps=1), episodes=0)
 
 
-def test_an_agent_is_judged_on_the_environment_that_it_was_trained_in() -> None:
+def test_an_agent_is_evaluated_on_the_environment_that_it_was_trained_in() -> None:
     agent = surefoot.train("CartPole-v1", A2C, steps=1, environment={"max_episode_steps": 7}, evaluation={"episodes": 0})
     assert set(surefoot.evaluate(agent, episodes=5).lengths) == {7}
     assert set(surefoot.evaluate(agent, "CartPole-v1", episodes=5).lengths) == {7}
@@ -474,5 +474,5 @@ def test_a_value_is_the_discounted_return_in_the_rewards_of_the_task(rewards: bo
     agent.save(tmp_path / "kept")
     assert surefoot.load(tmp_path / "kept").value(seen[0]) == agent.value(seen[0])
     export_agent(agent, tmp_path / "a.pt2", "torch")
-    told = torch.export.load(tmp_path / "a.pt2").module()(torch.from_numpy(seen))[-1]
-    np.testing.assert_allclose(told, agent.value(seen), rtol=1e-5)
+    expected = torch.export.load(tmp_path / "a.pt2").module()(torch.from_numpy(seen))[-1]
+    np.testing.assert_allclose(expected, agent.value(seen), rtol=1e-5)

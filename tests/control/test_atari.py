@@ -158,11 +158,11 @@ def test_in_evaluation_or_when_switched_off_only_whole_games_end() -> None:
 
 def test_training_learns_from_signs_and_counts_the_true_score_which_is_what_evaluation_rewards() -> None:
     training, frames = recorded(INVADERS)
-    evaluation, judged = recorded(INVADERS, "evaluation")
+    evaluation, evaluated = recorded(INVADERS, "evaluation")
     for env in (training, evaluation):
         env.reset(seed=2)
     frames.clear()
-    judged.clear()
+    evaluated.clear()
     generator, score, truth, learned = np.random.default_rng(0), 0.0, 0.0, set()
     for _ in range(220):
         action = int(generator.integers(6))
@@ -176,7 +176,7 @@ def test_training_learns_from_signs_and_counts_the_true_score_which_is_what_eval
         if ours[2]:
             break
     assert learned == {0.0, 1.0}
-    assert score == truth == sum(reward for _, reward in frames) == sum(reward for _, reward in judged)
+    assert score == truth == sum(reward for _, reward in frames) == sum(reward for _, reward in evaluated)
     assert score >= 30
 
 

@@ -72,11 +72,11 @@ def test_every_kept_transition_is_one_that_the_single_environment_makes(backend:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_seed_gives_the_same_episodes_and_a_resumed_run_begins_others(backend: str) -> None:
     first, second = environments_of(backend), environments_of(backend)
-    begun = first.reset()
-    assert np.array_equal(begun[BARE], second.reset()[BARE])
+    initial = first.reset()
+    assert np.array_equal(initial[BARE], second.reset()[BARE])
     observations, lost = second.load_state_dict(first.state_dict())
     assert lost == [0, 1, 2]
-    assert not np.array_equal(observations[BARE], begun[BARE])
+    assert not np.array_equal(observations[BARE], initial[BARE])
     first.close()
     second.close()
 
@@ -145,12 +145,12 @@ def test_a_lost_life_is_no_end_for_algorithms_of_whole_episodes() -> None:
 def test_an_evaluation_counts_whole_episodes_and_their_true_scores() -> None:
     """Where the task is one function, evaluation gets what training gets: changed rewards and lives."""
     agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
-    judged = surefoot.evaluate(agent, Lives, episodes=3)
-    assert judged.returns == [30.0] * 3
-    assert judged.lengths == [6] * 3
+    evaluation = surefoot.evaluate(agent, Lives, episodes=3)
+    assert evaluation.returns == [30.0] * 3
+    assert evaluation.lengths == [6] * 3
 
 
-def test_a_film_counts_the_true_score() -> None:
+def test_a_video_counts_the_true_score() -> None:
     agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
     *_, end = greedy_episode(agent, Lives(), "lives", 0, 0, 100)
     assert (end.step, end.reward, end.total) == (6, 5.0, 30.0)
@@ -172,17 +172,17 @@ class PoolLives(Lives):
         return observation, reward, over or self.going, cut, info
 
 
-def test_a_life_that_is_told_of_by_a_reset_does_not_make_an_lstm_forget_its_game() -> None:
+def test_a_lost_life_that_a_reset_reports_does_not_clear_the_lstm_state() -> None:
     def vector() -> Any:
         return SyncVectorEnv([PoolLives], autoreset_mode=AutoresetMode.NEXT_STEP)
 
     network, rollout = {"hidden": [4], "lstm": 4}, {"environments": 1, "steps": 18}
     world = world_of(vector, network=network, rollout=rollout)
-    found = world.collector.collect(fresh_state())
+    actual = world.collector.collect(fresh_state())
     # A game is 6 steps and a reset after each life: two in the middle of it, and the one that begins the next game.
-    assert (~found.mask[0]).nonzero().flatten().tolist() == [2, 5, 8, 11, 14, 17]
-    assert found.inputs[EPISODE_STARTS][0].nonzero().flatten().tolist() == [0, 9]
-    assert found.metrics["episode_return"] == 30.0
+    assert (~actual.mask[0]).nonzero().flatten().tolist() == [2, 5, 8, 11, 14, 17]
+    assert actual.inputs[EPISODE_STARTS][0].nonzero().flatten().tolist() == [0, 9]
+    assert actual.metrics["episode_return"] == 30.0
     world.close()
 
 
@@ -228,21 +228,23 @@ def test_a_mode_that_is_stated_by_its_value_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "says", "said"),
+    ("actual", "stated", "message"),
     [
         ("SAME_STEP", "NEXT_STEP", r"has NEXT_STEP, but its environments \[0\] gave info\['final_obs'\]"),
         ("SAME_STEP", "DISABLED", r"has DISABLED, but its environments \[0\] gave info\['final_obs'\]"),
         ("NEXT_STEP", "SAME_STEP", r"has SAME_STEP, but its environments \[0\] ended without info\['final_obs'\]"),
     ],
 )
-def test_a_vector_environment_that_does_not_do_what_it_says_is_found_at_the_first_end(does: str, says: str, said: str) -> None:
+def test_a_vector_environment_with_the_wrong_autoreset_mode_fails_at_its_first_end(
+    actual: str, stated: str, message: str
+) -> None:
     single = clockworks([((2, "terminated"),), ((9, "terminated"),)])
-    vector = SyncVectorEnv([partial(next, iter([env])) for env in single], autoreset_mode=AutoresetMode[does])
-    vector.metadata["autoreset_mode"] = AutoresetMode[says]
+    vector = SyncVectorEnv([partial(next, iter([env])) for env in single], autoreset_mode=AutoresetMode[actual])
+    vector.metadata["autoreset_mode"] = AutoresetMode[stated]
     environments = VectorEnvironments(vector, 1, "tiny")
     environments.reset()
     environments.step(np.zeros(2, int))
-    with pytest.raises(SurefootError, match=f"mixed autoreset modes: .*{said}"):
+    with pytest.raises(SurefootError, match=f"mixed autoreset modes: .*{message}"):
         environments.step(np.zeros(2, int))
 
 
@@ -297,7 +299,7 @@ def test_a_next_step_environment_that_leaves_the_reset_to_others_is_found() -> N
     environments.reset()
     steps: list[Step] = [environments.step(np.zeros(1, int)) for _ in range(2)]
     assert steps[-1].done.all()
-    with pytest.raises(SurefootError, match=r"AssertionError.*which resets \[0\], says metadata\['autoreset_mode'\]=NEXT_STEP"):
+    with pytest.raises(SurefootError, match=r"AssertionError.*which resets \[0\], has metadata\['autoreset_mode'\]=NEXT_STEP"):
         environments.step(np.zeros(1, int))
     vector._autoreset_envs[:] = False  # Gymnasium's own asserts, another's need not
     with pytest.raises(SurefootError, match=r"has NEXT_STEP, but its environments \[0\] ended again"):

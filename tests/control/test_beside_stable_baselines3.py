@@ -48,37 +48,37 @@ class Seen(BaseCallback):
 
 def weights_of(peer: PPO) -> dict[str, Tensor]:
     theirs = peer.policy.state_dict()
-    found = {f"{ours}.{kind}": theirs[f"{name}.{kind}"] for ours, name in PARTS.items() for kind in ("weight", "bias")}
-    return found | ({"log_std": theirs["log_std"]} if "log_std" in theirs else {})
+    actual = {f"{ours}.{kind}": theirs[f"{name}.{kind}"] for ours, name in PARTS.items() for kind in ("weight", "bias")}
+    return actual | ({"log_std": theirs["log_std"]} if "log_std" in theirs else {})
 
 
 def rollout_of(peer: PPO, seen: Seen, learner: Learner) -> Rollout:
     """What the peer collected, as a collector of Surefoot's tells it."""
     buffer = peer.rollout_buffer
 
-    def told(x: np.ndarray) -> Tensor:
+    def recorded(x: np.ndarray) -> Tensor:
         return torch.from_numpy(np.swapaxes(x, 0, 1).copy())
 
     rewards, dones, infos = zip(*seen.steps, strict=True)
     truncated = torch.tensor([[info.get("TimeLimit.truncated", False) for info in infos]])
-    values, last = told(buffer.values), torch.from_numpy(peer._last_obs)
+    values, last = recorded(buffer.values), torch.from_numpy(peer._last_obs)
     with torch.no_grad():
         following = torch.cat([values[:, 1:], peer.policy.predict_values(last)], 1)
         for t, info in enumerate(infos):
             if truncated[0, t]:
                 following[0, t] = peer.policy.predict_values(torch.from_numpy(info["terminal_observation"])[None])
-    actions = told(buffer.actions)
-    inputs = {"observation": told(buffer.observations).float()}
+    actions = recorded(buffer.actions)
+    inputs = {"observation": recorded(buffer.observations).float()}
     actions = actions.squeeze(-1).long() if isinstance(peer.action_space, gymnasium.spaces.Discrete) else actions.float()
     with torch.no_grad():
         evaluation = learner.policy(inputs, actions)
     torch.testing.assert_close(evaluation.values, values, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(evaluation.log_probs, told(buffer.log_probs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(evaluation.log_probs, recorded(buffer.log_probs), rtol=1e-5, atol=1e-5)
     return Rollout(
         inputs=inputs,
         actions=actions,
         mask=torch.ones(1, STEPS, dtype=torch.bool),
-        old_log_probs=told(buffer.log_probs),
+        old_log_probs=recorded(buffer.log_probs),
         old_distribution=evaluation.distribution,
         values=values,
         next_values=following,
@@ -124,8 +124,8 @@ def test_an_iteration_ends_at_the_weights_of_stable_baselines3(task: str, monkey
         rollout = rollout_of(peer, seen, learner)
         assert (rollout.terminated | rollout.truncated).any()
         credit = assign_credit(rollout, recipe.objective)
-        for found, expected in ((credit.advantages, buffer.advantages), (credit.returns, buffer.returns)):
-            np.testing.assert_allclose(found, np.swapaxes(expected, 0, 1), rtol=1e-4, atol=1e-5)
+        for actual, expected in ((credit.advantages, buffer.advantages), (credit.returns, buffer.returns)):
+            np.testing.assert_allclose(actual, np.swapaxes(expected, 0, 1), rtol=1e-4, atol=1e-5)
         own, theirs = iter(orders), iter(orders)
         monkeypatch.setattr("surefoot.core.minibatches.random_order", lambda count, generator, own=own: next(own))
 

@@ -430,7 +430,7 @@ def test_a_policy_whose_actions_are_not_finite_is_named_and_no_environment_blame
         world.collector.collect(fresh_state())
 
 
-def test_two_environments_that_go_wrong_at_once_both_begin_anew() -> None:
+def test_two_environments_that_fail_at_once_both_start_new_episodes() -> None:
     single = [
         Poisoned(0, ENDS[0]).poison("reward", math.nan, 0, 2),
         Poisoned(1, ENDS[1]).poison("observation", math.nan, 0, 2),
@@ -482,7 +482,7 @@ def test_a_restored_collector_continues_bit_for_bit() -> None:
 
     original, again = world(), world()
     original.collector.collect(fresh_state(1))
-    again.load({**original.trees(), "collector": original.collector.state_dict()}, "here")
+    again.load({**original.checkpoint_parts(), "collector": original.collector.state_dict()}, "here")
     for part in range(2, 5):
         a, b = original.collector.collect(fresh_state(part)), again.collector.collect(fresh_state(part))
         assert torch.equal(a.inputs["observation"], b.inputs["observation"])
@@ -508,11 +508,11 @@ class Ticking(Endless):
         return np.float32([self.t * self.pace, 0]), 1.0, False, False, {}
 
 
-def test_a_lost_environment_is_told_and_its_running_statistics_begin_anew() -> None:
+def test_a_lost_environment_is_reported_and_its_running_statistics_start_again() -> None:
     original = collecting([Ticking(0.1) for _ in range(3)], steps=10, normalise={"rewards": True})
     original.collector.collect(fresh_state())
     again = collecting([Ticking(pace) for pace in (0.1, 0.2, 0.1)], steps=10, normalise={"rewards": True})
-    lines = again.load({**original.trees(), "collector": original.collector.state_dict()}, "here")
+    lines = again.load({**original.checkpoint_parts(), "collector": original.collector.state_dict()}, "here")
     assert len(lines) == 1
     assert "environments [1]" in lines[0]
     assert "not exact" in lines[0]

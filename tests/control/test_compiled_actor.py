@@ -60,10 +60,10 @@ def test_a_compiled_actor_does_what_the_agent_does_whatever_was_learned_in_betwe
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         ours, theirs = (act(torch.Generator().manual_seed(5)) for act in (compiled.actor, agent.actor))
         for _ in range(4):  # they draw the same noise, one after the other
-            found, expected = (act(world.collector.observations, None, starts) for act in (ours, theirs))
-            torch.testing.assert_close(found[0], expected[0])
-            np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
-            assert found[1].dtype == expected[1].dtype
+            actual, expected = (act(world.collector.observations, None, starts) for act in (ours, theirs))
+            torch.testing.assert_close(actual[0], expected[0])
+            np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-6)
+            assert actual[1].dtype == expected[1].dtype
     assert compiled.program is not None
     world.close()
 

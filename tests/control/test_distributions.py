@@ -157,7 +157,7 @@ def test_kl_to_itself_is_zero() -> None:
 # ---- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def test_categorical_samples_come_as_often_as_their_probability_says() -> None:
+def test_categorical_samples_have_the_frequencies_of_their_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     count = 200_000
     taken = Categorical(probabilities.log().expand(count, 4)).sample(stream())
@@ -187,7 +187,7 @@ def test_categorical_samples_do_not_depend_on_the_level_of_the_logits() -> None:
     assert torch.equal(Categorical(logits).sample(stream(4)), Categorical(logits + 50).sample(stream(4)))
 
 
-def test_gaussian_samples_have_the_mean_and_standard_deviation_that_were_asked_for() -> None:
+def test_gaussian_samples_have_the_mean_and_standard_deviation_of_the_distribution() -> None:
     mean, log_std, count = torch.tensor([2.0, -1.0]), torch.tensor([0.5, -2.0]), 200_000
     taken = DiagonalGaussian(mean.expand(count, 2), log_std.expand(count, 2)).sample(stream())
     std = log_std.exp()

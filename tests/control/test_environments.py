@@ -77,7 +77,7 @@ def play(environments: Environments, act: Callable[[int, int], Any], kept: int) 
     return [row[:kept] for row in rows]
 
 
-def told(environment: Clockwork, kept: int) -> Kept:
+def recorded(environment: Clockwork, kept: int) -> Kept:
     """The same rows by the environment's own account: what V of the true successor is, nobody had to find out."""
     return [
         {
@@ -99,7 +99,7 @@ def told(environment: Clockwork, kept: int) -> Kept:
 def test_kept_transitions_and_next_values_are_what_happened_in_every_autoreset_mode(mode: str) -> None:
     single, kept = clockworks(), 30
     ours = play(together(mode, single), lambda b, k: (b + k // 2) % 2, kept)
-    assert ours == [told(env, kept) for env in single]
+    assert ours == [recorded(env, kept) for env in single]
     assert {(row["terminated"], row["truncated"]) for row in ours[0]} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
@@ -107,14 +107,14 @@ def test_kept_transitions_and_next_values_are_what_happened_in_every_autoreset_m
 def test_the_same_holds_for_box_actions(mode: str) -> None:
     single, kept = clockworks(action_space=spaces.Box(-2, 2, (2,), np.float32)), 25
     ours = play(together(mode, single), lambda b, k: np.float32([b - 1, k % 3 - 1]), kept)
-    assert ours == [told(env, kept) for env in single]
+    assert ours == [recorded(env, kept) for env in single]
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_vector_environment_that_reuses_its_arrays_changes_nothing(mode: str) -> None:
     single = clockworks()
     ours = play(together(mode, single, copy=False), lambda b, k: k % 2, 30)
-    assert ours == [told(env, 30) for env in single]
+    assert ours == [recorded(env, 30) for env in single]
 
 
 def test_on_a_real_task_all_vector_modes_agree_and_the_loop_agrees_on_every_first_episode() -> None:
@@ -190,12 +190,12 @@ def test_a_restart_begins_another_episode_and_not_the_first_one_again(mode: str)
     environments = together(mode, single)
     environments.reset()
     environments.step(np.zeros(3, int))
-    observations, anew = environments.restart(1)
-    assert 1 in anew
+    observations, restarted = environments.restart(1)
+    assert 1 in restarted
     assert observations["observation"][1].tolist() == [1, 1, 0, 0]
     assert len(set(single[1].seeds)) == len(single[1].seeds) == 2
     if mode == "looped":
-        assert anew == [1]
+        assert restarted == [1]
         assert observations["observation"][0].tolist() == [0, 0, 1, 0]
 
 
@@ -278,7 +278,7 @@ def test_an_environment_whose_episode_ends_earlier_than_it_did_is_reported_lost(
     assert observations["observation"].tolist() == [[0, 1, 0, 0]]
 
 
-def test_a_vector_environment_says_that_all_its_episodes_begin_anew_and_they_are_not_the_first_ones_again() -> None:
+def test_a_resumed_vector_environment_reports_that_all_its_episodes_are_new_and_none_is_a_first_one() -> None:
     environments = together("NEXT_STEP", clockworks())
     environments.reset()
     environments.step(np.zeros(3, int))
@@ -332,7 +332,7 @@ def boom() -> Any:
 
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["in reset", "first step", "second step"])
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (boom, "RuntimeError: the wheels came off"),
         (lambda: np.zeros(3, np.float32), "shape (3,)"),
@@ -342,13 +342,13 @@ def boom() -> Any:
     ],
     ids=["raises", "wrong shape", "a list", "none", "strings"],
 )
-def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable[[], Any], said: str, at: int) -> None:
+def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable[[], Any], message: str, at: int) -> None:
     environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(fault, at)]), 2, SEED, "faulty")
     with pytest.raises(SurefootError) as caught:
         run(environments)
     line = str(caught.value)
     assert line.startswith("faulty: environment 1 ")
-    assert said in line
+    assert message in line
     assert f"in {'step()' if at else 'reset()'}, episode 1, step {at};" in line
     assert line.endswith(", then resume from the last checkpoint")
     assert ("fix the environment (test_environments.py:" in line) == (fault is boom)
@@ -398,15 +398,15 @@ class Older(Endless):
 
 
 @pytest.mark.parametrize(
-    ("resets", "said"),
+    ("resets", "message"),
     [
         (True, "gave 4 values where Gymnasium's interface has 5 .* in step"),
         (False, "gave one ndarray where .* has 2 .* in reset"),
     ],
 )
-def test_an_environment_of_the_older_interface_is_told_what_is_missing(resets: bool, said: str) -> None:
+def test_the_error_for_an_environment_of_the_older_interface_names_what_is_missing(resets: bool, message: str) -> None:
     environments = LoopedEnvironments(partial(Older, resets), 1, SEED, "older")
-    with pytest.raises(SurefootError, match=f"^older: environment 0 {said}"):
+    with pytest.raises(SurefootError, match=f"^older: environment 0 {message}"):
         run(environments)
 
 
@@ -430,7 +430,7 @@ def test_what_was_made_before_a_failure_is_closed() -> None:
     assert len(made) == 2
 
 
-def test_an_environment_that_fails_while_replaying_is_lost_and_begins_anew() -> None:
+def test_an_environment_that_fails_while_replaying_is_lost_and_starts_a_new_episode() -> None:
     environments = LoopedEnvironments(Endless, 1, SEED, "faulty")
     environments.reset()
     for _ in range(3):
@@ -454,14 +454,14 @@ def test_a_fault_stops_training_in_one_line() -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_fault_inside_a_vector_environment_is_said_in_one_line(mode: str, at: int) -> None:
+def test_a_fault_inside_a_vector_environment_is_a_one_line_error(mode: str, at: int) -> None:
     environments = together(mode, [Faulty(None, 0), Faulty(boom, at)])
     call = at + (4 if mode == "NEXT_STEP" else 3)  # the first episode takes three, and its end one more where a step resets
     with pytest.raises(
         SurefootError, match=rf"^tiny: raised RuntimeError: the wheels came off, in call {call} of step\(\)"
-    ) as said:
+    ) as caught:
         run(environments)
-    assert ("says metadata['autoreset_mode']=NEXT_STEP" in str(said.value)) == (mode == "NEXT_STEP" and not at)
+    assert ("has metadata['autoreset_mode']=NEXT_STEP" in str(caught.value)) == (mode == "NEXT_STEP" and not at)
 
 
 def test_a_vector_environment_whose_first_reset_fails_is_named() -> None:
@@ -636,7 +636,7 @@ def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any
 
 
 @pytest.mark.parametrize(
-    ("observation", "said"),
+    ("observation", "message"),
     [
         (
             spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}),
@@ -647,8 +647,8 @@ def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any
     ],
     ids=["the same path twice", "a mask among the observations", "nothing"],
 )
-def test_an_observation_space_of_odd_names_is_refused(observation: spaces.Space[Any], said: str) -> None:
-    with pytest.raises(SurefootError, match=rf"strange.*: observation space {said}"):
+def test_an_observation_space_of_odd_names_is_refused(observation: spaces.Space[Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=rf"strange.*: observation space {message}"):
         surefoot.train(endless_with(observation=observation), surefoot.PPO_CLIP, steps=100)
 
 
@@ -669,7 +669,7 @@ def test_an_unsupported_action_space_is_named(action: spaces.Space[Any], named: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ends_are_as_the_environments_were_told(mode: str) -> None:
+def test_episodes_end_at_the_lengths_the_environments_were_made_with(mode: str) -> None:
     """The fake itself: were its episodes to end otherwise, the laws above would be about nothing."""
     single = clockworks()
     play(together(mode, single), lambda b, k: 0, 20)
@@ -683,6 +683,6 @@ def test_leaves_of_a_vector_environment_lie_in_memory_as_they_are_read_whatever_
     reader = Reader(space, spaces.Discrete(2), 3, "rows")
     table = np.arange(6, dtype=np.float32).reshape(3, 2)
     for seen in (table, np.asfortranarray(table), np.ascontiguousarray(table.T).T):
-        found = reader.batch(seen)["observation"]
-        assert found.flags.c_contiguous
-        assert np.array_equal(found, table)
+        actual = reader.batch(seen)["observation"]
+        assert actual.flags.c_contiguous
+        assert np.array_equal(actual, table)

@@ -141,7 +141,7 @@ def test_the_normaliser_and_its_clip_are_inside(
         assert not np.allclose(values, raw, rtol=1e-2, atol=1e-2), "without a normaliser it would be another value"
 
 
-def test_the_onnx_file_says_what_it_takes_gives_and_is(files: dict[tuple[str, str], Path]) -> None:
+def test_the_onnx_file_describes_its_inputs_outputs_and_origin(files: dict[tuple[str, str], Path]) -> None:
     model = onnx.load(files["HalfCheetah-v5", "onnx"])
     onnx.checker.check_model(model, full_check=True)
     assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 18)]
@@ -164,7 +164,7 @@ def test_the_onnx_file_says_what_it_takes_gives_and_is(files: dict[tuple[str, st
     assert [value.name for value in discrete.graph.output] == ["action", "logits", "value"]
 
 
-def test_the_torch_file_says_what_it_is(files: dict[tuple[str, str], Path]) -> None:
+def test_the_torch_file_describes_its_origin(files: dict[tuple[str, str], Path]) -> None:
     extra = {"surefoot.json": ""}
     torch.export.load(files["CartPole-v1", "torch"], extra_files=extra)
     about = json.loads(extra["surefoot.json"])
@@ -264,10 +264,10 @@ def test_a_program_that_differs_in_one_entry_is_found_out(
     observations = [rng.normal(size=agent.observation_space.shape) for _ in range(10)]
     if (task, name) == ("CartPole-v1", "action"):  # so that 0 + 1 is the other action, and 7 is none
         observations.sort(key=lambda observation: agent.predict(observation, deterministic=True)[0])
-    situations = [export.ExportProbe(observation) for observation in observations]
-    export._compare(agent, acting, altered(acting, name, 0), situations, "it")
+    probes = [export.ExportProbe(observation) for observation in observations]
+    export._compare(agent, acting, altered(acting, name, 0), probes, "it")
     with pytest.raises(SurefootError, match=f"it: acts differently from the agent \\({name} is off by up to"):
-        export._compare(agent, acting, altered(acting, name, by), situations, "it")
+        export._compare(agent, acting, altered(acting, name, by), probes, "it")
 
 
 def test_nothing_is_written_when_the_file_differs(
@@ -286,13 +286,22 @@ def test_nothing_is_written_when_the_file_differs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_equally_likely_actions_may_be_told_apart_differently(agents: dict[str, surefoot.Agent]) -> None:
+def test_ties_between_equally_likely_actions_may_break_differently(agents: dict[str, surefoot.Agent]) -> None:
     agent = surefoot.train("CartPole-v1", surefoot.A2C, steps=1, evaluation={"episodes": 0})
     with torch.no_grad():
         agent.policy.actor_head.weight.zero_()
         agent.policy.actor_head.bias.zero_()
+    acting, probes = export.ExportedPolicy(agent, masked=False), [export.ExportProbe(np.zeros(4))]
+    greedy = int(agent.predict(np.zeros(4), deterministic=True)[0])
+    other = altered(acting, "action", 1 - 2 * greedy)
+    assert int(other([np.zeros((1, 4), np.float32)])[0][0]) == 1 - greedy, "it is the other action"
+    export._compare(agent, acting, other, probes, "it")
+    with torch.no_grad():
+        agent.policy.actor_head.bias[greedy] += 1e-2
     acting = export.ExportedPolicy(agent, masked=False)
-    export._compare(agent, acting, altered(acting, "action", 1), [export.ExportProbe(np.zeros(4))], "it")
+    other = altered(acting, "action", 1 - 2 * greedy)
+    with pytest.raises(SurefootError, match="it: acts differently from the agent"):
+        export._compare(agent, acting, other, probes, "it")
 
 
 def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +336,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_export_writes_one_file_and_says_one_line(command: Any, run: Path) -> None:
+def test_export_writes_one_file_and_prints_one_line(command: Any, run: Path) -> None:
     code, out, err = command("export", str(run), "--format", "torch", "--checkpoint", "64")
     assert (code, err, out.count("\n")) == (0, "", 1)
     assert out.startswith(
@@ -338,7 +347,7 @@ def test_export_writes_one_file_and_says_one_line(command: Any, run: Path) -> No
     assert [path.name for path in (run / "exports").iterdir()] == ["cartpole-v1-64.pt2"]
 
 
-def test_without_onnxruntime_the_line_says_that_the_file_was_not_run(
+def test_without_onnxruntime_the_line_states_that_the_file_was_not_run(
     command: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -490,9 +499,9 @@ def stepping(path: Path) -> Stepping:
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         names = ["observation", "memory", "episode_start"]
-        return lambda *given: session.run(None, dict(zip(names, given, strict=True)))
+        return lambda *arguments: session.run(None, dict(zip(names, arguments, strict=True)))
     module = torch.export.load(path).module()
-    return lambda *given: [output.numpy() for output in module(*map(torch.from_numpy, given))]
+    return lambda *arguments: [output.numpy() for output in module(*map(torch.from_numpy, arguments))]
 
 
 def remembering_agent(task: str, shared: bool = False, **changes: Any) -> surefoot.Agent:
@@ -568,25 +577,25 @@ def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, tmp_pa
 @pytest.mark.parametrize("name", ["action", "value", "next_memory"])
 def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
     agent = remembering_agent("Pendulum-v1")
-    acting, (situations, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
-    assert {situation.start for situation in situations} == {True, False}
-    export._compare(agent, acting, altered(acting, name, 0), situations, "it")
+    acting, (probes, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
+    assert {situation.start for situation in probes} == {True, False}
+    export._compare(agent, acting, altered(acting, name, 0), probes, "it")
     with pytest.raises(SurefootError, match=f"it: acts differently from the agent \\({name} is off by up to"):
-        export._compare(agent, acting, altered(acting, name, 0.01), situations, "it")
+        export._compare(agent, acting, altered(acting, name, 0.01), probes, "it")
 
 
 @pytest.mark.parametrize("forgotten", ["memory", "episode_start"])
 def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten: str) -> None:
     agent = remembering_agent("Pendulum-v1")
-    acting, (situations, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
+    acting, (probes, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
     index = list(acting.inputs).index(forgotten)
 
-    def blind(given: list[np.ndarray]) -> list[np.ndarray]:
-        kept = [np.zeros_like(part) if at == index else part for at, part in enumerate(given)]
+    def blind(arguments: list[np.ndarray]) -> list[np.ndarray]:
+        kept = [np.zeros_like(part) if at == index else part for at, part in enumerate(arguments)]
         return [output.numpy() for output in acting(*map(torch.from_numpy, kept))]
 
     with pytest.raises(SurefootError, match="it: acts differently from the agent"):
-        export._compare(agent, acting, blind, situations, "it")
+        export._compare(agent, acting, blind, probes, "it")
 
 
 # ---- action masks -----------------------------------------------------------------------------------------------------
@@ -619,9 +628,9 @@ def named(path: Path) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
     """A file as its own runtime runs it: its inputs, in their order -> its outputs."""
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        return lambda given: session.run(None, given)
+        return lambda arguments: session.run(None, arguments)
     module = torch.export.load(path).module()
-    return lambda given: [output.numpy() for output in module(*map(torch.from_numpy, given.values()))]
+    return lambda arguments: [output.numpy() for output in module(*map(torch.from_numpy, arguments.values()))]
 
 
 @pytest.mark.parametrize(("kind", "format"), [(kind, "onnx") for kind in MANY] + [("multidiscrete", "torch")])
@@ -665,16 +674,16 @@ def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", MANY)
 def test_a_program_that_does_not_look_at_masks_is_found_out(kind: str, lstm: int | None) -> None:
     agent = masking_agent(kind, lstm=lstm)
-    acting, (situations, _) = export.ExportedPolicy(agent, masked=True), export_probes(agent)
+    acting, (probes, _) = export.ExportedPolicy(agent, masked=True), export_probes(agent)
     index = list(acting.inputs).index(MASK)
 
-    def blind(given: list[np.ndarray]) -> list[np.ndarray]:
-        kept = [np.ones_like(part) if at == index else part for at, part in enumerate(given)]
+    def blind(arguments: list[np.ndarray]) -> list[np.ndarray]:
+        kept = [np.ones_like(part) if at == index else part for at, part in enumerate(arguments)]
         return [output.numpy() for output in acting(*map(torch.from_numpy, kept))]
 
-    export._compare(agent, acting, altered(acting, "action", 0), situations, "it")
+    export._compare(agent, acting, altered(acting, "action", 0), probes, "it")
     with pytest.raises(SurefootError, match="it: acts differently from the agent \\(action is off by up to inf"):
-        export._compare(agent, acting, blind, situations, "it")
+        export._compare(agent, acting, blind, probes, "it")
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -687,14 +696,14 @@ def test_whether_its_task_masks_is_saved_with_an_agent(masked: bool, tmp_path: P
 
 def forgetting(checkpoint: Path, elsewhere: Path) -> Path:
     """The same checkpoint as it was written before agents knew whether their task masks."""
-    trees = load_checkpoint(checkpoint)
-    del trees["spaces"]["masked"]
-    save_checkpoint(elsewhere, trees)
+    parts = load_checkpoint(checkpoint)
+    del parts["spaces"]["masked"]
+    save_checkpoint(elsewhere, parts)
     return elsewhere
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_an_agent_that_does_not_know_whether_its_task_masks_asks_it(masked: bool, tmp_path: Path) -> None:
+def test_an_agent_without_the_masked_flag_reads_it_from_the_task(masked: bool, tmp_path: Path) -> None:
     masking_agent("discrete", masked=masked).save(tmp_path / "new")
     agent = surefoot.load(forgetting(tmp_path / "new", tmp_path / "old"))
     assert agent.masked is None
@@ -704,7 +713,7 @@ def test_an_agent_that_does_not_know_whether_its_task_masks_asks_it(masked: bool
 
 
 @pytest.mark.parametrize(("task", "taken"), [("CartPole-v1", True), ("Pendulum-v1", False)])
-def test_where_nobody_knows_whether_a_task_masks_a_mask_is_taken_where_there_can_be_one(
+def test_without_the_masked_flag_or_the_task_a_mask_is_an_input_if_the_action_space_allows_one(
     task: str, taken: bool, tmp_path: Path
 ) -> None:
     surefoot.train(lambda: gymnasium.make(task), surefoot.A2C, steps=1, **QUIET).save(tmp_path / "new")
@@ -713,7 +722,7 @@ def test_where_nobody_knows_whether_a_task_masks_a_mask_is_taken_where_there_can
     assert ("action_mask" in made.signature) is taken
 
 
-def test_a_run_whose_checkpoint_does_not_say_whether_its_task_masks_resumes_and_then_says_so(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoint_lacks_the_masked_flag_resumes_and_sets_it(tmp_path: Path) -> None:
     masking_agent("discrete", tmp_path / "run")
     last = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert last is not None

@@ -81,9 +81,9 @@ def test_a_forbidden_action_has_probability_zero_and_the_others_share_the_rest(n
         weights = free[:, start : start + size]
         wanted = weights / weights.sum(-1, keepdim=True)
         row = logits if name == "discrete" else logits[:, part, :size]
-        found = row.softmax(-1)
-        assert (found[~allowed[:, start : start + size]] == 0).all()
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
+        actual = row.softmax(-1)
+        assert (actual[~allowed[:, start : start + size]] == 0).all()
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-7)
         if part > 20:
             break
 
@@ -194,7 +194,7 @@ def masked_agent() -> surefoot.Agent:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_predict_and_evaluate_obey_masks(deterministic: bool) -> None:
+def test_predict_and_evaluate_apply_masks(deterministic: bool) -> None:
     agent = masked_agent()
     make = partial(Sampled, SEEN, spaces.MultiDiscrete([3, 4]), True)
     surefoot.evaluate(agent, make, episodes=12, deterministic=deterministic)  # the fake would say so
@@ -209,15 +209,15 @@ def test_predict_and_evaluate_obey_masks(deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "said"),
+    ("mask", "message"),
     [
         ([1, 1], "length 2 where its action space needs length 7"),
         ([0, 0, 0, 1, 1, 1, 1], "allows no action"),
         ([[1] * 7], r"shape \(1, 7\) where"),
     ],
 )
-def test_predict_refuses_a_mask_that_can_not_be_meant(mask: Any, said: str) -> None:
-    with pytest.raises(SurefootError, match=f"action_mask: is an action mask .*{said}"):
+def test_predict_refuses_a_mask_that_can_not_be_meant(mask: Any, message: str) -> None:
+    with pytest.raises(SurefootError, match=f"action_mask: is an action mask .*{message}"):
         masked_agent().predict(SEEN.sample(), action_mask=mask)
 
 
@@ -254,14 +254,14 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("infos", "said"), FAULTS)
-def test_a_wrong_mask_stops_training_in_a_line_that_names_environment_and_step(infos: Any, said: str) -> None:
-    with pytest.raises(SurefootError, match=rf"environment 0 gave {said} in step\(\), episode 0, step 1;"):
+@pytest.mark.parametrize(("infos", "message"), FAULTS)
+def test_a_wrong_mask_stops_training_in_a_line_that_names_environment_and_step(infos: Any, message: str) -> None:
+    with pytest.raises(SurefootError, match=rf"environment 0 gave {message} in step\(\), episode 0, step 1;"):
         surefoot.train(lambda: Odd(*infos), PPO_CLIP, steps=100)
 
 
-@pytest.mark.parametrize(("infos", "said"), FAULTS[:2])
-def test_a_wrong_mask_of_a_vector_environment_names_environment_and_call(infos: Any, said: str) -> None:
+@pytest.mark.parametrize(("infos", "message"), FAULTS[:2])
+def test_a_wrong_mask_of_a_vector_environment_names_environment_and_call(infos: Any, message: str) -> None:
     single = iter([Odd(RIGHT), Odd(*infos)])
     vector = SyncVectorEnv([lambda: next(single)] * 2)
     environments = VectorEnvironments(vector, 1, "odd")
@@ -318,13 +318,13 @@ def test_a_run_of_nested_observations_and_masks_resumes_to_the_same_weights(tmp_
 
     whole = train(tmp_path / "whole")
     train(tmp_path / "cut", lambda metrics: metrics["iteration"] == 3)
-    said: list[str] = []
+    messages: list[str] = []
     resumed = surefoot.resume(
         tmp_path / "cut",
         task=nested_and_masked,
-        display=lambda event: said.append(event.text) if isinstance(event, Message) else None,
+        display=lambda event: messages.append(event.text) if isinstance(event, Message) else None,
     )
-    assert said == []
+    assert messages == []
     ours, theirs = whole.state_dict(), resumed.state_dict()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name

@@ -154,9 +154,9 @@ def test_every_autoreset_mode_gives_the_same_values_and_successors(mode: Autores
     world = ControlWorld(settings, vector)
     rollout = world.collector.collect(LearnerState.seeded(1, 10_000))
     assert int(rollout.mask.sum()) == 30
-    found = kept(rollout)
+    actual = kept(rollout)
     policy = world.policy
-    for observation, (value, following) in zip(found["observations"], found["values"], strict=True):
+    for observation, (value, following) in zip(actual["observations"], actual["values"], strict=True):
         at, kind = round(float(observation[0]) * 10), float(observation[1])
         episode = torch.tensor([[step / 10, kind] for step in range(at + 2)])
         inputs = {

@@ -257,10 +257,10 @@ class _Extra(nn.Module):
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_network_that_does_not_fit_is_refused_in_one_line(name: str, mine: ModuleType) -> None:
-    factory, said = BAD[name]
+    factory, message = BAD[name]
     if factory is not None:
         mine.bad = factory  # type: ignore[attr-defined]
-    with pytest.raises(SurefootError, match=rf"^network\.custom='mine:bad': .*{said}") as caught:
+    with pytest.raises(SurefootError, match=rf"^network\.custom='mine:bad': .*{message}") as caught:
         trained(path="mine:bad")
     assert "\n" not in str(caught.value)
 
@@ -272,7 +272,7 @@ def test_a_frozen_part_in_eval_mode_stays_in_it(mine: ModuleType) -> None:
     assert torch.equal(trunk.module[1].running_mean, torch.zeros(4))  # type: ignore[index, union-attr]
 
 
-def test_an_agent_whose_network_is_not_here_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_an_agent_whose_network_is_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained().save(tmp_path / "agent")
     monkeypatch.delitem(sys.modules, "mine")
     with pytest.raises(SurefootError, match=r"network\.custom='mine:Mine': can't be imported \(ModuleNotFoundError"):

@@ -105,7 +105,7 @@ def test_moments_of_observations_are_those_of_every_step_ever_taken() -> None:
         np.testing.assert_allclose(world.agent.observation_normaliser.var, seen.var(0), rtol=1e-12)
 
 
-def test_moments_for_rewards_are_those_of_the_discounted_return_begun_anew_after_any_end() -> None:
+def test_moments_for_rewards_are_those_of_the_discounted_return_which_restarts_after_any_end() -> None:
     single = clockworks()
     world = normalising(single, steps=13)
     for part in range(4):
@@ -335,9 +335,9 @@ def test_in_every_iteration_the_value_is_that_of_a_critic_that_learned_without_t
 
 def test_an_agent_saved_without_a_unit_loads_with_the_running_deviation(tmp_path: Path) -> None:
     agent = trained()
-    trees = agent.trees()
-    del trees["agent"]["reward_normaliser.unit"]
-    old = surefoot.Agent.from_trees(trees, tmp_path)
+    parts = agent.checkpoint_parts()
+    del parts["agent"]["reward_normaliser.unit"]
+    old = surefoot.Agent.from_parts(parts, tmp_path)
     assert old.value_scale == pytest.approx(float(agent.reward_normaliser.deviation))
     assert old.value_scale != agent.value_scale
 

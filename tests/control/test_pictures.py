@@ -58,7 +58,7 @@ def read(bar, times):
 
 
 @pytest.mark.parametrize(("height", "times"), [(96, 1), (240, 1), (480, 2), (720, 3)])
-def test_the_small_print_says_what_it_was_told_and_leaves_the_picture_alone(height, times):
+def test_the_caption_has_the_text_and_leaves_the_picture_unchanged(height, times):
     room = height - caption_height(height)
     picture = np.random.default_rng(1).integers(0, 256, (room, 320 * times, 3), np.uint8)
     text = "episode 2/3 step 17 reward -0.50 return 1.2e+06"

@@ -1,4 +1,4 @@
-"""A traced piece of an episode can be replayed and filmed; what comes out otherwise than in training is refused."""
+"""A traced piece of an episode can be replayed and recorded; what comes out otherwise than in training is refused."""
 
 import shutil
 from dataclasses import replace
@@ -17,7 +17,7 @@ from surefoot.control.normalise import action_converter
 from surefoot.control.replay import ReplayMismatchError, replay
 from surefoot.control.video import record_traces
 from surefoot.core.traces import TracedRow
-from surefoot.runs.reading import film_of, traces_in
+from surefoot.runs.reading import trace_video, traces_in
 from surefoot.runs.traces import to_bytes
 
 from .test_video import decoded
@@ -64,7 +64,7 @@ def test_so_can_actions_that_an_environment_gets_clipped(tmp_path: Path) -> None
         assert len(replayed(row, "Pendulum-v1", 3)) == 33
 
 
-def test_so_can_actions_that_are_stretched_over_their_bounds_and_films_of_them_are_made(tmp_path: Path) -> None:
+def test_actions_scaled_to_their_bounds_can_be_replayed_and_recorded(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"objective": {"reuse": {"minibatches": 4}}, "normalise": {"actions": True}}
     surefoot.train("Pendulum-v1", steps=128, seed=3, run_dir=tmp_path / "run", **{**SHORT, **fields})
     rows = rows_of(tmp_path / "run")
@@ -109,7 +109,7 @@ def test_worker_processes_note_the_same(run: Path, tmp_path: Path) -> None:
     assert here == there
 
 
-def test_a_vector_environment_that_cannot_be_replayed_has_no_film(tmp_path: Path) -> None:
+def test_a_vector_environment_that_cannot_be_replayed_has_no_video(tmp_path: Path) -> None:
     settings = {**SHORT, "rollout": {**SHORT["rollout"], "backend": "native"}}
     surefoot.train("CartPole-v1", steps=64, seed=1, run_dir=tmp_path / "run", **settings)
     assert [row.about for row in rows_of(tmp_path / "run")][:2] == [{}, {}]
@@ -118,13 +118,13 @@ def test_a_vector_environment_that_cannot_be_replayed_has_no_film(tmp_path: Path
     assert not (tmp_path / "run" / "videos").exists()
 
 
-def test_a_film_has_a_frame_before_every_step_and_one_after_the_last(run: Path) -> None:
-    told = list(record_traces(run, "last", size=(96, 64), caption=False))
+def test_a_video_has_a_frame_before_every_step_and_one_after_the_last(run: Path) -> None:
+    messages = list(record_traces(run, "last", size=(96, 64), caption=False))
     last = traces_in(run / "traces")[-1]
     rows = read_trace(last).rows
-    assert len(told) == len(rows) == 2
+    assert len(messages) == len(rows) == 2
     for index, row in enumerate(rows):
-        path = film_of(run, int(last.stem), index, row)
+        path = trace_video(run, int(last.stem), index, row)
         assert path is not None
         about, pictures = decoded(path)
         assert (len(pictures), ", 50 fps," in about) == (len(row.rewards) + 1, True)
@@ -142,7 +142,7 @@ def test_a_film_has_a_frame_before_every_step_and_one_after_the_last(run: Path) 
     assert not list((run / "videos" / "traces").glob(".*"))
 
 
-def test_what_did_not_happen_is_not_filmed(run: Path, tmp_path: Path, command: Any) -> None:
+def test_a_replay_that_differs_is_not_recorded(run: Path, tmp_path: Path, command: Any) -> None:
     other = tmp_path / "other"
     (other / "traces").mkdir(parents=True)
     (other / "config.toml").write_text((run / "config.toml").read_text())
@@ -150,25 +150,25 @@ def test_what_did_not_happen_is_not_filmed(run: Path, tmp_path: Path, command: A
     trace = read_trace(last)
     rows = [replace(row, actions=torch.zeros_like(row.actions)) for row in trace.rows[:1]]
     (other / "traces" / last.name).write_bytes(to_bytes(replace(trace, rows=rows + trace.rows[1:])))
-    code, said, _ = command("watch", str(other), "--traced", "all", "--size", "96x80")
+    code, output, _ = command("watch", str(other), "--traced", "all", "--size", "96x80")
     assert code == 0
-    first, second = said.strip().split("\n")
+    first, second = output.strip().split("\n")
     assert "row 0: not recorded; " in first
     assert ", replayed from its step " in second
-    films = other / "videos" / "traces"
-    (note,) = films.glob("*.txt")
-    assert len(list(films.iterdir())) == 2
+    videos = other / "videos" / "traces"
+    (note,) = videos.glob("*.txt")
+    assert len(list(videos.iterdir())) == 2
     assert note.name.startswith(f"{last.stem}-0-")
     assert note.read_text().strip() in first
     shutil.copy(last, other / "traces" / last.name)  # as on a machine where it comes out as it did in training
-    note.rename(films / film_of(run, int(last.stem), 0, trace.rows[0]).with_suffix(".txt").name)  # type: ignore[union-attr]
+    note.rename(videos / trace_video(run, int(last.stem), 0, trace.rows[0]).with_suffix(".txt").name)  # type: ignore[union-attr]
     assert command("watch", str(other), "--traced", "all", "--size", "96x80")[0] == 0
-    assert sorted(file.suffix for file in films.iterdir()) == [".mp4", ".mp4"]
+    assert sorted(file.suffix for file in videos.iterdir()) == [".mp4", ".mp4"]
     for flags, remedy in (
         (["--traced", "7"], "must be last, all, or the steps of a trace: 512"),
         (["--episodes", "1"], "leave it out"),
     ):
-        code, _, said = command("watch", str(other), "--traced", "last", *flags)
+        code, _, output = command("watch", str(other), "--traced", "last", *flags)
         assert code == 2
-        assert remedy in said
-        assert said.count("\n") == 1
+        assert remedy in output
+        assert output.count("\n") == 1

@@ -135,9 +135,9 @@ def test_what_was_stored_is_what_was_sent_and_both_belong_to_the_space(action: s
 
 
 def test_leaves_are_named_by_their_way_and_kept_in_the_spaces_order() -> None:
-    found = observation_parts(NESTED)
-    assert list(found) == ["camera.front", "camera.size", "type.0", "type.1", "values"]
-    assert [leaf.dtype.name for leaf in found.values()] == ["uint8", "float32", "int64", "int8", "float32"]
+    actual = observation_parts(NESTED)
+    assert list(actual) == ["camera.front", "camera.size", "type.0", "type.1", "values"]
+    assert [leaf.dtype.name for leaf in actual.values()] == ["uint8", "float32", "int64", "int8", "float32"]
     assert list(observation_parts(spaces.Discrete(3))) == ["observation"]
     ordered = spaces.Dict(OrderedDict([("b", spaces.Discrete(2)), ("a", spaces.Discrete(2))]))
     assert list(observation_parts(ordered)) == ["b", "a"]
@@ -236,21 +236,21 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("space", "shown", "said"), WRONG)
-def test_an_observation_that_is_not_of_its_space_names_leaf_environment_and_step(space: Any, shown: Any, said: str) -> None:
+@pytest.mark.parametrize(("space", "shown", "message"), WRONG)
+def test_an_observation_that_is_not_of_its_space_names_leaf_environment_and_step(space: Any, shown: Any, message: str) -> None:
     environments = LoopedEnvironments(lambda: Wrong(space, shown), 1, 1, "wrong")
     environments.reset()
     environments.step(np.zeros(1, int))
-    with pytest.raises(SurefootError, match=rf"^wrong: environment 0 gave {said}.* in step\(\), episode 0, step 2;"):
+    with pytest.raises(SurefootError, match=rf"^wrong: environment 0 gave {message}.* in step\(\), episode 0, step 2;"):
         environments.step(np.zeros(1, int))
 
 
-@pytest.mark.parametrize(("space", "shown", "said"), WRONG[1:2] + WRONG[6:])
-def test_predict_refuses_what_is_not_of_the_space(space: Any, shown: Any, said: str) -> None:
+@pytest.mark.parametrize(("space", "shown", "message"), WRONG[1:2] + WRONG[6:])
+def test_predict_refuses_what_is_not_of_the_space(space: Any, shown: Any, message: str) -> None:
     agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
-    for ask in (agent.predict, agent.value):
-        with pytest.raises(SurefootError, match=r"a: has shape \(3,\)" if space is PAIR else said):
-            ask(shown)
+    for method in (agent.predict, agent.value):
+        with pytest.raises(SurefootError, match=r"a: has shape \(3,\)" if space is PAIR else message):
+            method(shown)
 
 
 def test_leaves_of_different_batch_sizes_are_refused() -> None:
@@ -322,7 +322,7 @@ def test_choices_are_counted_per_part_of_an_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "sizes", "said"),
+    ("mask", "sizes", "message"),
     [
         ([0, 0, 0], (3,), "allows no action"),
         ([True, True, False, False], (2, 2), "allows no action"),
@@ -338,8 +338,8 @@ def test_choices_are_counted_per_part_of_an_action() -> None:
         ([1, 1], None, "Box actions can't be masked"),
     ],
 )
-def test_a_mask_that_can_not_be_meant_is_refused(mask: Any, sizes: Any, said: str) -> None:
-    with pytest.raises(SpaceError, match=said):
+def test_a_mask_that_can_not_be_meant_is_refused(mask: Any, sizes: Any, message: str) -> None:
+    with pytest.raises(SpaceError, match=message):
         read_mask(mask, sizes)
 
 
@@ -368,7 +368,7 @@ class Listing(Endless):
 
 
 @pytest.mark.parametrize("shown", [[0.5, -1], (0.5, -1)], ids=["a list", "a tuple"])
-def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_films_alike(shown: Any) -> None:
+def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_videos_alike(shown: Any) -> None:
     world = world_of(lambda: Listing(shown))
     rollout = world.collector.collect(fresh_state())
     assert rollout.inputs["observation"][0, 0].tolist() == [0.5, -1]
@@ -379,7 +379,7 @@ def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_films_a
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"),
+    ("shown", "message"),
     [
         ([0.5, -1, 3], r"shape \(3,\)"),
         ([[0.5], [0.5, 1]], "lists that differ in length"),
@@ -387,11 +387,11 @@ def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_films_a
         ([None, 1], "a list that contains more than numbers"),
     ],
 )
-def test_other_lists_are_refused_by_environments_and_predict_alike(shown: Any, said: str) -> None:
-    with pytest.raises(SurefootError, match=said):
+def test_other_lists_are_refused_by_environments_and_predict_alike(shown: Any, message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
         world_of(lambda: Listing(shown))
     world = world_of(lambda: Listing([0.5, -1]))
-    with pytest.raises(SurefootError, match=said):
+    with pytest.raises(SurefootError, match=message):
         world.agent.predict(shown)
     world.close()
 

@@ -1,4 +1,4 @@
-"""A film is what was evaluated: the same episodes, every step of them, in a file that browsers play, whole or not at all."""
+"""A video is what was evaluated: the same episodes, every step of them, in a file that browsers play, whole or not at all."""
 
 import ctypes.util
 import importlib.util
@@ -27,7 +27,7 @@ QUICK: dict[str, Any] = {"rollout": {"environments": 1, "steps": 64}, "evaluatio
 
 
 def decoded(path: Path) -> tuple[str, np.ndarray]:
-    """What a decoder says of a film's one stream, and its pictures [T, h, w, 3]."""
+    """What a decoder says of a video's one stream, and its pictures [T, h, w, 3]."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     done = subprocess.run(command, capture_output=True, check=True)
     about = re.findall(r"Stream #0:.*(Video: .*)", done.stderr.decode())[0]
@@ -35,7 +35,7 @@ def decoded(path: Path) -> tuple[str, np.ndarray]:
     return about, np.frombuffer(done.stdout, np.uint8).reshape(-1, height, width, 3)
 
 
-def assert_is_a_film(path: Path, size: tuple[int, int], frames: int, fps: float) -> np.ndarray:
+def check_video(path: Path, size: tuple[int, int], frames: int, fps: float) -> np.ndarray:
     """Its pictures, of which every one shows something and which change in the picture itself, not only in the print."""
     about, pictures = decoded(path)
     assert about.startswith("Video: h264 ")
@@ -63,49 +63,49 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---- what is filmed ---------------------------------------------------------------------------------------------------
+# ---- what is recorded ---------------------------------------------------------------------------------------------------
 
 
-def test_a_film_shows_every_step_of_the_episodes_that_evaluate_judges(agent: surefoot.Agent, tmp_path: Path) -> None:
-    made = record_video(agent, tmp_path / "film.mp4", episodes=3, seed=5)
-    judged = surefoot.evaluate(agent, episodes=3, seed=5)
-    assert made.returns == judged.returns
-    assert made.lengths == judged.lengths
-    assert len(set(judged.lengths)) > 1, "three times the same episode would prove nothing"
+def test_a_video_shows_every_step_of_the_evaluated_episodes(agent: surefoot.Agent, tmp_path: Path) -> None:
+    made = record_video(agent, tmp_path / "video.mp4", episodes=3, seed=5)
+    evaluation = surefoot.evaluate(agent, episodes=3, seed=5)
+    assert made.returns == evaluation.returns
+    assert made.lengths == evaluation.lengths
+    assert len(set(evaluation.lengths)) > 1, "three times the same episode would prove nothing"
     assert not made.truncated
-    assert made.frames == sum(judged.lengths) + 3
-    assert_is_a_film(tmp_path / "film.mp4", (320, 240), made.frames, 50)
-    assert list(tmp_path.iterdir()) == [tmp_path / "film.mp4"]
+    assert made.frames == sum(evaluation.lengths) + 3
+    check_video(tmp_path / "video.mp4", (320, 240), made.frames, 50)
+    assert list(tmp_path.iterdir()) == [tmp_path / "video.mp4"]
 
 
 def test_the_twelfth_episode_is_the_twelfth_that_evaluate_judges(agent: surefoot.Agent) -> None:
     """More than evaluate runs side by side."""
     environment = gymnasium.make("CartPole-v1")
     ends = [list(greedy_episode(agent, environment, "it", 5, episode, 500))[-1] for episode in range(12)]
-    judged = surefoot.evaluate(agent, episodes=12, seed=5)
-    assert [end.step for end in ends] == judged.lengths
-    assert [end.total for end in ends] == judged.returns
+    evaluation = surefoot.evaluate(agent, episodes=12, seed=5)
+    assert [end.step for end in ends] == evaluation.lengths
+    assert [end.total for end in ends] == evaluation.returns
     assert all(end.done for end in ends)
 
 
 def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, tmp_path: Path) -> None:
-    made = record_video(agent, tmp_path / "film.mp4", size=(200, 100), fps=12, max_steps=6, caption=False)
+    made = record_video(agent, tmp_path / "video.mp4", size=(200, 100), fps=12, max_steps=6, caption=False)
     assert (made.lengths, made.truncated, made.frames) == ([6], True, 7)
     assert made.line().endswith(
-        "film.mp4: 1 greedy episode, return 6.0 (cut off after 6 steps); 0.6 s, 7 frames at 12 a second"
+        "video.mp4: 1 greedy episode, return 6.0 (cut off after 6 steps); 0.6 s, 7 frames at 12 a second"
     )
-    about, pictures = decoded(tmp_path / "film.mp4")
+    about, pictures = decoded(tmp_path / "video.mp4")
     assert ", 12 fps, " in about
     assert pictures.shape == (7, 100, 200, 3)
     assert pictures[0, :, 30:170].min(0).max() > 200, "white above and below the cart: no bar for the print"
 
 
 @pytest.mark.parametrize(("task", "fps"), [("Pendulum-v1", 30), ("Acrobot-v1", 15)])
-def test_classic_tasks_can_be_filmed(task: str, fps: int, tmp_path: Path) -> None:
+def test_classic_tasks_can_be_recorded(task: str, fps: int, tmp_path: Path) -> None:
     agent = surefoot.train(task, surefoot.A2C, steps=1, **QUICK)
-    made = record_video(agent, tmp_path / "film.mp4", max_steps=20)
+    made = record_video(agent, tmp_path / "video.mp4", max_steps=20)
     assert (made.lengths, made.truncated) == ([20], True)
-    assert_is_a_film(made.path, (320, 240), 21, fps)
+    check_video(made.path, (320, 240), 21, fps)
 
 
 OTHER_LIBRARIES = """
@@ -132,9 +132,9 @@ def is_here(package: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In a process of its own: MuJoCo must be imported after EGL was chosen, and Box2D's import does not survive warnings."""
-    folder = tmp_path_factory.mktemp("films")
+    folder = tmp_path_factory.mktemp("videos")
     hidden = ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER", "PYTHONWARNINGS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     tasks = {task: arguments for task, (package, _, arguments) in KINDS.items() if is_here(package)}
@@ -145,11 +145,11 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("task", KINDS)
-def test_box2d_mujoco_and_atari_are_filmed_without_a_display(task: str, films: Path) -> None:
+def test_box2d_mujoco_and_atari_are_recorded_without_a_display(task: str, videos: Path) -> None:
     package, fps, _ = KINDS[task]
     if not is_here(package):
         pytest.skip(f"{package}, or what draws it, is not installed")
-    pictures = assert_is_a_film(films / f"{task.rpartition('/')[2]}.mp4", (320, 240), 21, fps)
+    pictures = check_video(videos / f"{task.rpartition('/')[2]}.mp4", (320, 240), 21, fps)
     shades = pictures[-1, :220].reshape(-1, 3).astype(int)
     assert np.ptp(shades, axis=1).max() > 40, "in colour"
 
@@ -192,7 +192,7 @@ def test_mujoco_that_cannot_draw_is_one_line_with_the_remedy(
     monkeypatch.setenv("MUJOCO_GL", backend)
     monkeypatch.setitem(sys.modules, f"mujoco.{backend}", None)
     with pytest.raises(SurefootError) as raised:
-        record_video(agent, tmp_path / "film.mp4")
+        record_video(agent, tmp_path / "video.mp4")
     assert str(raised.value).startswith(f"task='InvertedPendulum-v5': MuJoCo can't render with MUJOCO_GL='{backend}' (")
     assert str(raised.value).count(remedy) == 1
     assert list(tmp_path.iterdir()) == []
@@ -206,13 +206,13 @@ def test_mujoco_that_cannot_be_imported_for_want_of_egl_is_the_same_line(
     monkeypatch.setenv("MUJOCO_GL", "egl")
     agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
     with pytest.raises(SurefootError, match=r"MuJoCo can't render with MUJOCO_GL='egl' \(no eglQueryString\); install libegl1"):
-        record_video(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
+        record_video(agent, tmp_path / "video.mp4", lambda **_: exec(failing))
     failing = compile("raise AttributeError('no wheel')", "site-packages/mine/car.py", "exec")
     with pytest.raises(SurefootError, match=r"could not be made \(AttributeError: no wheel\)"):
-        record_video(agent, tmp_path / "film.mp4", lambda **_: exec(failing))
+        record_video(agent, tmp_path / "video.mp4", lambda **_: exec(failing))
 
 
-# ---- what can't be filmed ---------------------------------------------------------------------------------------------
+# ---- what can't be recorded ---------------------------------------------------------------------------------------------
 
 
 class Painted(Endless):
@@ -229,16 +229,16 @@ class Painted(Endless):
         return self.painting
 
 
-def filmed(make: Any, tmp_path: Path) -> Path:
+def recorded(make: Any, tmp_path: Path) -> Path:
     agent = surefoot.train(make, surefoot.A2C, steps=1, **QUICK)
-    return record_video(agent, tmp_path / "videos" / "film.mp4", make, max_steps=3).path
+    return record_video(agent, tmp_path / "videos" / "video.mp4", make, max_steps=3).path
 
 
-def test_any_environment_that_draws_can_be_filmed(tmp_path: Path) -> None:
+def test_any_environment_that_renders_can_be_recorded(tmp_path: Path) -> None:
     picture = np.full((10, 20, 3), 200, np.uint8)
-    _, pictures = decoded(filmed(lambda render_mode=None: Painted(picture, render_mode), tmp_path))
+    _, pictures = decoded(recorded(lambda render_mode=None: Painted(picture, render_mode), tmp_path))
     assert len(pictures) == 4
-    assert ", 30 fps, " in decoded(filmed(lambda: Painted(picture, "rgb_array"), tmp_path))[0]
+    assert ", 30 fps, " in decoded(recorded(lambda: Painted(picture, "rgb_array"), tmp_path))[0]
 
 
 @pytest.mark.parametrize(
@@ -257,11 +257,11 @@ def test_any_environment_that_draws_can_be_filmed(tmp_path: Path) -> None:
 )
 def test_what_does_not_draw_is_refused_and_leaves_nothing(make: Any, part: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=part):
-        filmed(make, tmp_path)
+        recorded(make, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_environment_that_fails_on_the_way_leaves_the_old_film(tmp_path: Path) -> None:
+def test_an_environment_that_fails_on_the_way_leaves_the_old_video(tmp_path: Path) -> None:
     class Short(Painted):
         steps = 0
 
@@ -272,16 +272,16 @@ def test_an_environment_that_fails_on_the_way_leaves_the_old_film(tmp_path: Path
             return super().step(action)
 
     agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
-    (tmp_path / "film.mp4").write_text("old")
+    (tmp_path / "video.mp4").write_text("old")
     with pytest.raises(SurefootError, match=r"raised RuntimeError: the wheel came off in step\(\), episode 0, step 3"):
-        record_video(agent, tmp_path / "film.mp4", lambda: Short(np.zeros((8, 8, 3), np.uint8), "rgb_array"), max_steps=5)
-    assert [path.name for path in tmp_path.iterdir()] == ["film.mp4"]
-    assert (tmp_path / "film.mp4").read_text() == "old"
+        record_video(agent, tmp_path / "video.mp4", lambda: Short(np.zeros((8, 8, 3), np.uint8), "rgb_array"), max_steps=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["video.mp4"]
+    assert (tmp_path / "video.mp4").read_text() == "old"
 
 
 def test_a_task_of_other_spaces_is_refused(agent: surefoot.Agent, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="task='Pendulum-v1': has spaces"):
-        record_video(agent, tmp_path / "film.mp4", "Pendulum-v1")
+        record_video(agent, tmp_path / "video.mp4", "Pendulum-v1")
 
 
 def black(path: Path, count: int) -> None:
@@ -291,13 +291,15 @@ def black(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 100], ids=["at the end", "on the way"])
-def test_an_encoder_that_fails_says_why_and_leaves_nothing(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_that_fails_is_an_error_with_its_cause_and_leaves_nothing(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "ffmpeg"
     script.write_text('#!/bin/sh\nfor last; do :; done\nhead -c 1000 > "$last"\necho "$last: No space left" >&2\nexit 1\n')
     script.chmod(0o700)
     monkeypatch.setattr(surefoot.control.video, "ffmpeg_path", lambda: str(script))
-    with pytest.raises(SurefootError, match=r"out/film.mp4: not written, the encoder failed \(.*No space left\)"):
-        black(tmp_path / "out" / "film.mp4", count)
+    with pytest.raises(SurefootError, match=r"out/video.mp4: not written, the encoder failed \(.*No space left\)"):
+        black(tmp_path / "out" / "video.mp4", count)
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -309,14 +311,14 @@ def stopped(path: Path) -> None:
 
 def test_a_stop_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        stopped(tmp_path / "film.mp4")
+        stopped(tmp_path / "video.mp4")
     assert list(tmp_path.iterdir()) == []
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_watch_films_the_best_agent_else_the_last_or_the_one_that_was_named(command: Any, run: Path, tmp_path: Path) -> None:
+def test_watch_records_the_best_agent_else_the_last_or_the_named_one(command: Any, run: Path, tmp_path: Path) -> None:
     best = next(folder.name for folder in (run / "best").iterdir() if folder.name.isdigit())
     copy = shutil.copytree(run, tmp_path / "run")
     code, out, err = command("watch", str(copy), "--max-steps", "2", "--seed", "4")
@@ -330,7 +332,7 @@ def test_watch_films_the_best_agent_else_the_last_or_the_one_that_was_named(comm
     assert out.startswith(f"{tmp_path}/a.mp4: ")
 
 
-def test_an_agent_saved_elsewhere_is_watched_where_one_says(
+def test_an_agent_saved_elsewhere_is_recorded_on_the_named_task(
     command: Any, agent: surefoot.Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -345,8 +347,8 @@ def test_an_agent_saved_elsewhere_is_watched_where_one_says(
         (["--size", "321x240"], ["size='321x240'", "even numbers"]),
         (["--episodes", "0"], ["--episodes"]),
         (["--fps", "0"], ["--fps"]),
-        (["--out", "film.gif"], ["out='film.gif'", "must end in .mp4"]),
-        (["--out", "/dev/null/film.mp4"], ["/dev/null/film.mp4: can't be written", "--out"]),
+        (["--out", "video.gif"], ["out='video.gif'", "must end in .mp4"]),
+        (["--out", "/dev/null/video.mp4"], ["/dev/null/video.mp4: can't be written", "--out"]),
         (["--checkpoint", "1"], ["checkpoint='1'", "has none of that name", "256, 512"]),
         (["--task", "nowhere:make"], ["task='nowhere:make'", "can't be imported", "--task"]),
         (["--task", "Nothing-v1"], ["Nothing-v1", "could not be made"]),

@@ -131,8 +131,9 @@ def test_an_id_that_was_registered_by_hand_is_known_to_the_workers() -> None:
     gymnasium.register("ByHand-v0", entry_point=Misbehaving)
     try:
         environments = in_workers("ByHand-v0", 1, 1)
-        environments.reset()
+        observations = environments.reset()
         environments.close()
+        assert observations[BARE].shape == (1, *Misbehaving.observation_space.shape)
     finally:
         del gymnasium.registry["ByHand-v0"]
 
@@ -153,7 +154,7 @@ def go_on(environments: Environments) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "at", "said"),
+    ("how", "at", "message"),
     [
         ("raises", 2, "raised RuntimeError: the wheels came off in step(), episode 1, step 2;"),
         ("unpicklable", 0, "raised Unpicklable: holds a lock in reset(), episode 1, step 0;"),
@@ -167,18 +168,18 @@ def go_on(environments: Environments) -> None:
         ("spins", 0, "did not return within 1 s (rollout.deadline) in reset(), episode 1, step 0;"),
     ],
 )
-def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(how: str, at: int, said: str) -> None:
+def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(how: str, at: int, message: str) -> None:
     workers = 2 if how in ("raises", "segfaults", "sleeps") else 1
     environments = in_workers(Misbehaving, 3, workers, 1.0, how=how, at=at, doom=episode_seed(SEED, 2, 1))
     pids = [worker.process.pid for worker in environments._workers]
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(SurefootError) as caught:
         go_on(environments)
     line = str(caught.value)
-    fix = r"fix the environment \(misbehaving\.py:\d+\)" if "raised" in said else "fix the environment"
-    told = rf"Misbehaving: environment 2 {re.escape(said)} {fix}, then resume from the last checkpoint"
-    assert re.fullmatch(told, line), line
-    assert time.monotonic() - begun < 20
+    fix = r"fix the environment \(misbehaving\.py:\d+\)" if "raised" in message else "fix the environment"
+    expected = rf"Misbehaving: environment 2 {re.escape(message)} {fix}, then resume from the last checkpoint"
+    assert re.fullmatch(expected, line), line
+    assert time.monotonic() - started < 20
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     if how in ("raises", "exits"):
         assert "misbehaving.py" in caught.value.__notes__[0]
@@ -186,22 +187,22 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
 
 def test_a_slow_environment_is_no_hanging_one_as_long_as_each_call_comes_back() -> None:
     environments = in_workers(Misbehaving, 4, 1, 1.0, how="dawdles", doom=None, at=0)
-    begun = time.monotonic()
+    started = time.monotonic()
     environments.reset()
-    assert time.monotonic() - begun > 2
+    assert time.monotonic() - started > 2
     environments.close()
 
 
-def test_a_worker_that_is_killed_between_two_steps_is_said_to_be_so() -> None:
+def test_a_worker_that_is_killed_between_two_steps_is_reported_as_killed() -> None:
     environments = in_workers(Misbehaving, 3, 2)
     environments.reset()
     os.kill(environments._workers[0].process.pid or 0, signal.SIGKILL)
-    said = r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) between two calls"
-    with pytest.raises(SurefootError, match=said):
+    message = r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) between two calls"
+    with pytest.raises(SurefootError, match=message):
         environments.step(np.zeros(3, int))
 
 
-def test_what_can_not_be_made_in_a_worker_is_said_in_one_line() -> None:
+def test_what_can_not_be_made_in_a_worker_is_a_one_line_error() -> None:
     with pytest.raises(SurefootError, match="Misbehaving: environment 0 raised SystemExit: 5 while it was made"):
         in_workers(Misbehaving, 2, 1, how="while made")
     with pytest.raises(SurefootError, match=r"task='Misbehaving': could not be made \(TypeError"):
@@ -221,7 +222,7 @@ def test_a_run_that_is_refused_leaves_no_process_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "said"),
+    ("rollout", "message"),
     [
         ({"workers": 2}, "rollout.workers=2: is for backend 'workers', not 'loop'; set rollout.backend = 'workers'"),
         ({"backend": "workers", "workers": 9}, "rollout.workers=9: more processes than rollout.environments=8"),
@@ -229,10 +230,10 @@ def test_a_run_that_is_refused_leaves_no_process_behind() -> None:
         ({"backend": "workers", "deadline": 0}, "rollout.deadline=0"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(rollout: dict[str, Any], said: str) -> None:
+def test_what_can_not_be_meant_is_refused(rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError) as caught:
         find_recipe("CartPole-v1", {"rollout": rollout})
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def test_a_script_may_define_its_environment_where_its_main_part_is_guarded(tmp_
     assert (done.stdout, done.stderr) == ("began\n(1, 2)\n", "")
 
 
-def test_a_script_without_a_guard_is_told_so_only_where_a_worker_must_import_it(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_is_an_error_only_if_a_worker_must_import_it(tmp_path: Path) -> None:
     done = run_python(OWN + "    go('CartPole-v1')\n    go(Own)\n", tmp_path)
     assert done.stdout.startswith("began\n(1, 4)\nbegan\n")
     assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]

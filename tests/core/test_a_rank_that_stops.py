@@ -21,7 +21,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     text = PAGE.read_text("utf-8")
     block = re.search(r"```python\n(# ranks\.py\n.*?)```", text, re.S)
     assert block is not None
-    begun: list[subprocess.Popen[str]] = []
+    started: list[subprocess.Popen[str]] = []
 
     def go(ranks: int = 2, changes: tuple[tuple[str, str], ...] = ()) -> list["subprocess.Popen[str]"]:
         program = block[1]
@@ -33,7 +33,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             port = free.getsockname()[1]
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         for rank in range(ranks):
-            begun.append(
+            started.append(
                 subprocess.Popen(
                     [sys.executable, tmp_path / "ranks.py"],
                     env={**os.environ, **meeting, "RANK": str(rank)},
@@ -42,10 +42,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
                     text=True,
                 )
             )
-        return begun
+        return started
 
     yield go
-    for process in begun:
+    for process in started:
         process.kill()
         process.communicate()
 
@@ -54,7 +54,7 @@ LINE = r"ranks.py: rank 1 of 2: another rank has died, or did not answer in time
 SAID = ("return Rollout(", "if state.iteration == 3:\n            print('at work', flush=True)\n        return Rollout(")
 
 
-def test_the_documented_program_prints_what_the_page_says(start: Start) -> None:
+def test_the_documented_program_prints_what_the_page_shows(start: Start) -> None:
     first, second = start()
     out, err = first.communicate(timeout=120)
     assert first.returncode == 0, err

@@ -35,16 +35,16 @@ def module_of(path: Path, source: Path = SOURCE) -> str:
 
 def imports(text: str, module: str, package: bool = False) -> set[str]:
     """Every module that a file imports, anywhere in it, by its full name; ``from a import b`` counts as a and as a.b."""
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             here = module.split(".")
             above = here[: len(here) - node.level + package] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-    return found
+            imported |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return imported
 
 
 FILES = {module_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
@@ -59,11 +59,11 @@ def offences(importers: str | tuple[str, ...], forbidden: str | tuple[str, ...])
     """Who among the importers imports something forbidden."""
     importers, forbidden = ((x,) if isinstance(x, str) else x for x in (importers, forbidden))
     return [
-        f"{name} imports {found}"
-        for name, all_found in IMPORTS.items()
+        f"{name} imports {imported}"
+        for name, names in IMPORTS.items()
         if any(inside(name, importer) for importer in importers)
-        for found in sorted(all_found)
-        if any(inside(found, package) for package in forbidden)
+        for imported in sorted(names)
+        if any(inside(imported, package) for package in forbidden)
     ]
 
 
@@ -93,8 +93,8 @@ def test_imports_are_read_by_their_full_names(text: str, module: str, package: b
 
 def test_functional_imports_torch_and_itself_only() -> None:
     allowed = {"torch", "collections", "dataclasses", "functools", "itertools", "math", "typing"}
-    found = {name for module, names in IMPORTS.items() if inside(module, "surefoot.functional") for name in names}
-    foreign = {name for name in found if name.split(".")[0] not in allowed and not inside(name, "surefoot.functional")}
+    imported = {name for module, names in IMPORTS.items() if inside(module, "surefoot.functional") for name in names}
+    foreign = {name for name in imported if name.split(".")[0] not in allowed and not inside(name, "surefoot.functional")}
     assert foreign == set()
 
 
@@ -109,9 +109,9 @@ def loaded() -> set[str]:
     modules = ", ".join(name for name in FILES if inside(name, "surefoot.language"))
     command = f"import sys, surefoot.compare.ladder, {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
-    found = set(done.stdout.split())
-    assert {"torch", "surefoot.compare.ladder", "surefoot.language.models.loading"} <= found
-    return found
+    loaded = set(done.stdout.split())
+    assert {"torch", "surefoot.compare.ladder", "surefoot.language.models.loading"} <= loaded
+    return loaded
 
 
 def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_used(loaded: set[str]) -> None:
@@ -125,9 +125,14 @@ def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_
 def test_verifiers_and_the_sandbox_know_nothing_of_training() -> None:
     parts, errors = ("surefoot.sandbox", "surefoot.verifiers"), "surefoot.errors"
     ours = {
-        found for part in parts for name in FILES if inside(name, part) for found in IMPORTS[name] if inside(found, "surefoot")
+        imported
+        for part in parts
+        for name in FILES
+        if inside(name, part)
+        for imported in IMPORTS[name]
+        if inside(imported, "surefoot")
     }
-    assert {name for name in ours if not any(inside(name, known) for known in (*parts, errors))} <= {"surefoot"}
+    assert {name for name in ours if not any(inside(name, allowed) for allowed in (*parts, errors))} <= {"surefoot"}
     assert offences(parts, ("torch", "numpy")) == []
     assert offences("surefoot.sandbox", "surefoot.verifiers") == []
 
@@ -137,7 +142,7 @@ def test_the_core_imports_torch_functional_errors_and_itself_only() -> None:
     core = [name for name in FILES if inside(name, "surefoot.core")]
     assert {"surefoot.core.learner", "surefoot.core.steps.compiled", "surefoot.core.minibatches"} <= set(core)
     allowed = ("surefoot.core", "surefoot.functional", "surefoot.errors")
-    ours = {found for name in core for found in IMPORTS[name] if inside(found, "surefoot")} - {"surefoot"}
+    ours = {imported for name in core for imported in IMPORTS[name] if inside(imported, "surefoot")} - {"surefoot"}
     assert {name for name in ours if not any(inside(name, part) for part in allowed)} == set()
     assert offences("surefoot.core", ("gymnasium", "transformers", "rich", "click", "pydantic")) == []
 
@@ -178,7 +183,12 @@ def test_no_two_modules_import_each_other_anywhere() -> None:
     """Imports inside functions count: a circle that is only postponed is still a circle."""
     typed = {name: set(IMPORTS[name]) - only_for_types(path) for name, path in FILES.items()}
     assert (
-        circles({name: {found for found in all_found if found in FILES and found != name} for name, all_found in typed.items()})
+        circles(
+            {
+                name: {imported for imported in all_imported if imported in FILES and imported != name}
+                for name, all_imported in typed.items()
+            }
+        )
         == []
     )
 

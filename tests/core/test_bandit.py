@@ -106,11 +106,11 @@ def test_ppo_with_the_kl_in_the_reward_converges_to_the_tilted_reference(beta: f
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_bar_tells_the_optimum_from_that_of_a_wrong_sign_or_scale(beta: float) -> None:
+def test_the_bar_separates_the_optimum_from_that_of_a_wrong_sign_or_scale(beta: float) -> None:
     """Twice or half the β, the other sign, no reference, no reward: all are further away than the bar, by a wide margin."""
-    found = learned(beta)
+    actual = learned(beta)
     wrong = [optimum(beta * 2), optimum(beta / 2), optimum(-beta), REFERENCE, (REWARDS / beta).softmax(-1)]
-    assert min(distance(found, other) for other in wrong) > 3 * BAR
+    assert min(distance(actual, other) for other in wrong) > 3 * BAR
 
 
 def test_a_penalty_of_the_wrong_sign_is_found_out() -> None:
@@ -147,9 +147,9 @@ def test_so_does_a_kl_in_the_loss_by_an_estimator_with_the_right_gradient(estima
 
 def test_beside_the_loss_the_groups_own_mean_makes_beta_larger() -> None:
     """The mean that holds the response itself shortens the reward's gradient by 1 − 1/n, and not the KL's."""
-    found = learned(0.0, in_the_loss(0.5, "k2", DR_GRPO), 240)
-    assert distance(found, optimum(0.5 / (1 - 1 / GROUP))) <= 2 * BAR
-    assert distance(found, optimum(0.5)) > 2 * BAR
+    actual = learned(0.0, in_the_loss(0.5, "k2", DR_GRPO), 240)
+    assert distance(actual, optimum(0.5 / (1 - 1 / GROUP))) <= 2 * BAR
+    assert distance(actual, optimum(0.5)) > 2 * BAR
 
 
 def other_optimum(beta: float) -> Tensor:
@@ -162,6 +162,6 @@ def other_optimum(beta: float) -> Tensor:
 
 
 def test_k3_in_the_loss_as_grpo_has_it_is_an_anchor_of_the_other_direction() -> None:
-    found = learned(0.0, in_the_loss(0.5, GRPO.reference_estimator), 240)
-    assert distance(found, other_optimum(0.5)) <= 2 * BAR
-    assert distance(found, optimum(0.5)) > 3 * BAR
+    actual = learned(0.0, in_the_loss(0.5, GRPO.reference_estimator), 240)
+    assert distance(actual, other_optimum(0.5)) <= 2 * BAR
+    assert distance(actual, optimum(0.5)) > 3 * BAR

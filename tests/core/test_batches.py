@@ -57,11 +57,11 @@ def test_a_part_holds_whole_rows_of_the_batch(unit: str) -> None:
     costs = None if batch.mask is None else batch.mask.sum(-1)
     parts = list(micro_batches(batch, None, tokens=8, costs=costs))
     assert len(parts) > 1
-    found = 0
+    count = 0
     for part in parts:
         for row in range(len(part.advantages)):
             (here,) = [i for i in range(len(batch.advantages)) if torch.equal(batch.old_log_probs[i], part.old_log_probs[row])]
             for name in ("inputs", "actions", "advantages", "returns", "old_values"):
                 assert torch.equal(getattr(part, name)[row], getattr(batch, name)[here])
-            found += 1
-    assert found == len(batch.advantages)
+            count += 1
+    assert count == len(batch.advantages)

@@ -67,7 +67,7 @@ def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
 
 def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace() -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
-    found, weights = [], []
+    results, weights = [], []
     for engine, recorder in (("compiled", None), ("compiled", Recorder(1, 2)), ("eager", Recorder(1, 2))):
         world = ControlWorld(recipe)
         learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
@@ -76,10 +76,10 @@ def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trac
         rollout = world.collector.collect(state)
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         weights.append(torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]))
-        found.append(None if recorder is None else recorder.take(state))
+        results.append(None if recorder is None else recorder.take(state))
         world.close()
     assert torch.equal(weights[0], weights[1])
-    _, compiled, eager = found
+    _, compiled, eager = results
     assert compiled is not None
     assert eager is not None
     check_chain(compiled, "minibatch")

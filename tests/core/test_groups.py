@@ -136,8 +136,8 @@ def test_golden_group_advantages() -> None:
         (DR_GRPO, 0.4, -0.6),
         (RLOO, 0.5, -0.75),
     ):
-        found = assign_credit(r, objective).advantages.flatten().tolist()
-        assert found == pytest.approx([high, low, low, high, high], rel=1e-12)
+        actual = assign_credit(r, objective).advantages.flatten().tolist()
+        assert actual == pytest.approx([high, low, low, high, high], rel=1e-12)
 
 
 def test_a_rollout_that_knows_no_groups_is_refused() -> None:
@@ -293,11 +293,11 @@ def test_clip_metrics_count_responses_where_the_ratio_is_theirs() -> None:
     policy, r = far_world()
     of_rows = mean_log_ratio(policy, r)[1]
     rho = [math.exp(x) for x in of_rows.values()]
-    found = metrics_of(policy, r, SEQUENCE)
-    assert found["clip_active"] == pytest.approx(len(pushed_far(r, of_rows)) / len(rho))
-    assert found["ratio_outside"] == pytest.approx(sum(not 0.9 <= x <= 1.1 for x in rho) / len(rho))
-    assert found["ratio_max"] == pytest.approx(max(rho))
-    assert found["ratio_min"] == pytest.approx(min(rho))
+    metrics = metrics_of(policy, r, SEQUENCE)
+    assert metrics["clip_active"] == pytest.approx(len(pushed_far(r, of_rows)) / len(rho))
+    assert metrics["ratio_outside"] == pytest.approx(sum(not 0.9 <= x <= 1.1 for x in rho) / len(rho))
+    assert metrics["ratio_max"] == pytest.approx(max(rho))
+    assert metrics["ratio_min"] == pytest.approx(min(rho))
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "constant"])
@@ -309,16 +309,16 @@ def test_metrics_are_means_however_the_loss_is_reduced(aggregation: Any) -> None
     of_tokens, of_rows = mean_log_ratio(policy, r)
     with torch.no_grad():
         entropy = policy(r.inputs, r.actions).entropy
-    found = metrics_of(policy, r, objective)
+    metrics = metrics_of(policy, r, objective)
 
     def averaged(x: Tensor) -> float:
         rows = [[float(x[row, t]) for t in kept(r, row)] for row in of_rows]
         return mean(y for row in rows for y in row) if aggregation == "token-mean" else mean(map(mean, rows))
 
-    assert found["entropy"] == pytest.approx(averaged(entropy))
-    assert found["kl"] == pytest.approx(averaged(of_tokens.exp() - 1 - of_tokens))
-    assert found["ratio_outside"] == pytest.approx(averaged(((of_tokens.exp() - 1).abs() > 0.2).double()))
-    assert 0 < found["ratio_outside"] <= 1
+    assert metrics["entropy"] == pytest.approx(averaged(entropy))
+    assert metrics["kl"] == pytest.approx(averaged(of_tokens.exp() - 1 - of_tokens))
+    assert metrics["ratio_outside"] == pytest.approx(averaged(((of_tokens.exp() - 1).abs() > 0.2).double()))
+    assert 0 < metrics["ratio_outside"] <= 1
 
 
 def test_a_clipped_response_is_silent_as_a_whole() -> None:
@@ -326,21 +326,21 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
     policy, r = far_world()
     row = pushed_far(r, mean_log_ratio(policy, r)[1])[0]
     alone = replace(r, mask=r.mask & (torch.arange(8) == row).unsqueeze(-1))
-    found = {}
+    results = {}
     for ratio in ("sequence", "token"):
         objective = replace(SEQUENCE, ratio=ratio, reuse=Reuse(1, 1), trust_region=Clip(0.02 if ratio == "token" else 0.1))
         learner = Learner(copy.deepcopy(policy), objective, AdamSettings(1e-3, max_grad_norm=None))
         learner.update(alone, assign_credit(r, objective), LearnerState.seeded(0, 1))
-        found[ratio] = learner.optimizers["policy"].gradients.abs().max()
-    assert found["sequence"] == 0
-    assert found["token"] > 0
+        results[ratio] = learner.optimizers["policy"].gradients.abs().max()
+    assert results["sequence"] == 0
+    assert results["token"] > 0
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("base", "changes", "said"),
+    ("base", "changes", "message"),
     [
         (PPO_CLIP, {"scale_by_group": True}, "objective.scale_by_group=True: needs objective.baseline"),
         (RLOO, {"scale_by_group": True}, "objective.scale_by_group=True: needs objective.baseline"),
@@ -349,8 +349,8 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
         (GRPO, {"value_clip": 0.2}, "objective.value_clip=0.2: needs a critic"),
     ],
 )
-def test_switches_that_do_not_go_together_are_refused(base: Objective, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SurefootError, match=said):
+def test_switches_that_do_not_go_together_are_refused(base: Objective, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
         replace(base, **changes)
 
 

@@ -203,7 +203,7 @@ def test_a_wholly_masked_row_adds_nothing(seed: int, objective: Objective) -> No
 # ---- what the aggregations mean -----------------------------------------------------------------------------------------
 
 
-def test_the_aggregations_differ_and_weigh_as_they_say() -> None:
+def test_the_aggregations_differ_and_weigh_as_documented() -> None:
     """A short and a long response: the policy gradient of each alone, and how each mode adds them up."""
     policy, rollout = world(1, "row")
     lengths = rollout.mask.sum(-1)

@@ -170,13 +170,13 @@ def constant_critic(rollout: Rollout, value: float) -> Rollout:
     return replace(rollout, values=filled, next_values=filled)
 
 
-def test_a_critic_that_says_zero_is_no_baseline(seed: int) -> None:
+def test_a_critic_that_predicts_zero_is_no_baseline(seed: int) -> None:
     policy = TinyPolicy(seed)
     rollout = constant_critic(random_rollout(policy, seed, whole=True), 0.0)
     same(gradient(policy, rollout, replace(ACTOR_CRITIC, value_coefficient=0.0)), gradient(policy, rollout, REINFORCE))
 
 
-def test_a_critic_that_says_the_mean_return_is_the_mean_baseline(seed: int) -> None:
+def test_a_critic_that_predicts_the_mean_return_is_the_mean_baseline(seed: int) -> None:
     policy = TinyPolicy(seed)
     rollout = random_rollout(policy, seed, whole=True)
     mean = float(assign_credit(rollout, REINFORCE).returns.mean())

@@ -156,15 +156,15 @@ def test_flat_adam_takes_the_golden_steps() -> None:
     (case,) = (case for case in json.loads(GOLDEN.read_text("utf-8")) if case["name"] == "adam_torch_vs_tf_eps")
     x, expected = case["inputs"], case["expected"]
     assert (x["beta1"], x["beta2"]) == BETAS
-    parameter, found = nn.Parameter(torch.zeros(1, dtype=torch.float64)), []
+    parameter, results = nn.Parameter(torch.zeros(1, dtype=torch.float64)), []
     flat = FlatOptimizer([parameter], AdamSettings(x["lr"], epsilon=x["eps"], max_grad_norm=None))
     for slope in x["grads"]:
         flat.zero()
         (slope * parameter).sum().backward()
         flat.step(flat.gradient_norm())
-        found.append(float(parameter.detach()))
-    assert found == pytest.approx(expected["torch"], abs=case["tolerance"])
-    assert found[0] != pytest.approx(expected["tf1"][0], rel=0.5)
+        results.append(float(parameter.detach()))
+    assert results == pytest.approx(expected["torch"], abs=case["tolerance"])
+    assert results[0] != pytest.approx(expected["tf1"][0], rel=0.5)
 
 
 def test_flat_adam_moves_the_policy_in_place_and_continues_from_its_state() -> None:
@@ -303,17 +303,17 @@ def test_a_separate_critic_has_its_own_gradient_clip() -> None:
     policy = TinyPolicy()
     rollout = random_rollout(policy, 0)
     advantages = assign_credit(rollout, A2C).advantages
-    found = []
+    results = []
     for error in (1.0, 1000.0):
         learner = Learner(
             copy.deepcopy(policy), A2C, AdamSettings(0.01, max_grad_norm=0.05), AdamSettings(0.01, max_grad_norm=0.1)
         )
         update(learner, rollout, advantages=advantages, returns=rollout.values + error)
-        found.append({name: optimizer.gradients.clone() for name, optimizer in learner.optimizers.items()})
-    assert torch.equal(found[0]["policy"], found[1]["policy"])
-    assert float(found[0]["policy"].norm()) == pytest.approx(0.05, rel=1e-3)
-    assert float(found[1]["critic"].norm()) == pytest.approx(0.1, rel=1e-3)
-    assert not torch.equal(found[0]["critic"], found[1]["critic"])
+        results.append({name: optimizer.gradients.clone() for name, optimizer in learner.optimizers.items()})
+    assert torch.equal(results[0]["policy"], results[1]["policy"])
+    assert float(results[0]["policy"].norm()) == pytest.approx(0.05, rel=1e-3)
+    assert float(results[1]["critic"].norm()) == pytest.approx(0.1, rel=1e-3)
+    assert not torch.equal(results[0]["critic"], results[1]["critic"])
 
 
 def test_both_optimizers_have_their_moments_in_the_state() -> None:
@@ -393,9 +393,9 @@ def test_where_the_gradient_flows_under_a_clip(clip: Clip, ratio: float, advanta
     rollout = replace(rollout, old_log_probs=old)
     credit = Credit(torch.full_like(old, advantage), torch.zeros_like(old))
     objective = Objective(reuse=Reuse(1, 1), trust_region=clip)
-    found = gradient_of(policy, rollout, credit, objective)
+    gradient = gradient_of(policy, rollout, credit, objective)
     free = gradient_of(policy, rollout, credit, replace(objective, trust_region=None))
-    near(found, free if flows else torch.zeros_like(free))
+    near(gradient, free if flows else torch.zeros_like(free))
     assert free.norm() > 0.01
     metrics = Learner(policy, objective, ADAM).update(rollout, credit, state())
     high = clip.clip if clip.clip_high is None else clip.clip_high
@@ -451,9 +451,9 @@ def test_what_each_estimator_of_the_reference_kl_pulls_towards(
     )
     objective = Objective(reuse=Reuse(1, 1), reference_coefficient=0.5, reference_estimator=estimator)  # type: ignore[arg-type]
     nothing = torch.zeros(1, 8, dtype=DOUBLE)
-    found = gradient_of(policy, rollout, Credit(nothing, nothing), objective)
+    gradient = gradient_of(policy, rollout, Credit(nothing, nothing), objective)
     (expected,) = torch.autograd.grad(0.5 * target(policy.logits.log_softmax(-1), reference), [policy.logits])
-    near(found, expected)
+    near(gradient, expected)
 
 
 def test_normalised_advantages_have_neither_scale_nor_mean() -> None:
@@ -467,7 +467,7 @@ def test_normalised_advantages_have_neither_scale_nor_mean() -> None:
         assert bool(torch.allclose(one, other, rtol=0, atol=1e-6)) == same
 
 
-def test_advantages_are_normalised_once_over_the_batch_or_anew_over_each_minibatch() -> None:
+def test_advantages_are_normalised_once_over_the_batch_or_over_each_minibatch() -> None:
     """The one is what comes of advantages that were normalised by hand before, the other is not."""
     policy = TinyPolicy(critic=False)
     rollout = random_rollout(policy, 0)
@@ -649,8 +649,8 @@ def test_what_is_not_finite_is_named_and_leaves_no_mark(
 def test_a_gradient_that_is_not_finite_behind_finite_losses_is_named() -> None:
     class Steep(TinyPolicy):
         def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
-            found = super().forward(inputs, actions, mask)
-            return replace(found, log_probs=found.log_probs + (self.head.bias * 0).square().sum().sqrt())
+            evaluation = super().forward(inputs, actions, mask)
+            return replace(evaluation, log_probs=evaluation.log_probs + (self.head.bias * 0).square().sum().sqrt())
 
     policy = Steep()
     rollout = random_rollout(policy, 0)
@@ -665,8 +665,8 @@ def test_a_metric_that_is_not_finite_stops_nothing_and_is_null() -> None:
 
     class Vague(TinyPolicy):
         def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
-            found = super().forward(inputs, actions, mask)
-            return replace(found, entropy=torch.full_like(found.entropy, torch.nan))
+            evaluation = super().forward(inputs, actions, mask)
+            return replace(evaluation, entropy=torch.full_like(evaluation.entropy, torch.nan))
 
     policy, at = Vague(), state()
     rollout = random_rollout(policy, 0)
@@ -697,15 +697,15 @@ def loop(
     script: list[Callable[[Rollout], Rollout]], total: int = 40, stop: int | None = None
 ) -> tuple[LearnerState, list[str]]:
     """A run of ten steps per iteration; its state and what was said of faults."""
-    policy, at, said = TinyPolicy(), state(total), []
+    policy, at, messages = TinyPolicy(), state(total), []
     learner = Learner(policy, A2C, ADAM)
-    run_loop(Repeated(policy, 10, script), learner, at, lambda s, _: s.iteration == stop, said.append)
-    return at, said
+    run_loop(Repeated(policy, 10, script), learner, at, lambda s, _: s.iteration == stop, messages.append)
+    return at, messages
 
 
 def test_the_loop_runs_until_the_budget_is_spent() -> None:
-    at, said = loop([])
-    assert (at.steps, at.iteration, at.updates, at.faults, said) == (40, 4, 4, 0, [])
+    at, messages = loop([])
+    assert (at.steps, at.iteration, at.updates, at.faults, messages) == (40, 4, 4, 0, [])
 
 
 def test_the_loop_stops_if_the_callback_returns_true() -> None:
@@ -715,9 +715,9 @@ def test_the_loop_stops_if_the_callback_returns_true() -> None:
 
 @pytest.mark.parametrize("fault", [bad, unseen])
 def test_two_consecutive_faults_are_reported_and_survived(fault: Callable[[Rollout], Rollout]) -> None:
-    at, said = loop([good, fault, fault, good])
+    at, messages = loop([good, fault, fault, good])
     assert (at.steps, at.updates, at.faults) == (40, 4, 0)
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
 @pytest.mark.parametrize("fault", [bad, unseen])
@@ -728,8 +728,8 @@ def test_three_consecutive_faults_end_the_run(fault: Callable[[Rollout], Rollout
 
 
 def test_a_good_update_resets_the_count_of_faults() -> None:
-    at, said = loop([bad, unseen, good, unseen, bad, good])
-    assert (at.updates, at.faults, len(said)) == (4, 0, 4)
+    at, messages = loop([bad, unseen, good, unseen, bad, good])
+    assert (at.updates, at.faults, len(messages)) == (4, 0, 4)
 
 
 def test_the_count_of_faults_survives_a_checkpoint() -> None:
@@ -784,8 +784,8 @@ def test_the_parts_of_a_split_batch_add_up_to_the_whole() -> None:
     denominator = global_count(batch, objective.aggregation)
 
     def terms(part: Batch) -> dict[str, Tensor]:
-        total, found, _ = loss(policy(part.inputs, part.actions), part, objective, denominator=denominator)
-        return {"total": total.detach(), **found}
+        total, actual, _ = loss(policy(part.inputs, part.actions), part, objective, denominator=denominator)
+        return {"total": total.detach(), **actual}
 
     parts = [Batch(**{name: cut(x, slice(i, i + 2)) for name, x in vars(batch).items()}) for i in (0, 2, 4)]
     for name, whole in terms(batch).items():

@@ -122,7 +122,7 @@ WORLDS = {
 }
 
 
-def explicit_hessian(policy: Policy, rollout: Rollout, known: bool = True) -> Tensor:
+def explicit_hessian(policy: Policy, rollout: Rollout, exact: bool = True) -> Tensor:
     """Of the mean KL at θ_old in the actor's parameters, by autograd twice on a function of one flat vector."""
     own = {id(p) for p in policy.critic_parameters()}
     named = {name: p.detach() for name, p in policy.named_parameters() if id(p) not in own}
@@ -132,7 +132,7 @@ def explicit_hessian(policy: Policy, rollout: Rollout, known: bool = True) -> Te
         parts = vector.split([p.numel() for p in named.values()])
         moved = {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
         here = torch.func.functional_call(policy, moved, (rollout.inputs, rollout.actions, rollout.mask))
-        if known:
+        if exact:
             return rollout.old_distribution.kl(here.distribution)[rollout.mask].mean()
         ratio = (here.log_probs - rollout.old_log_probs).exp()
         return (ratio - 1 - ratio.log())[rollout.mask].mean()
@@ -176,22 +176,22 @@ def test_the_fisher_vector_product_of_a_transformer_is_the_difference_of_two_gra
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(sum(p.numel() for p in actor), generator=generator, dtype=DOUBLE)
     expected = (gradient(1e-4 * v) - gradient(-1e-4 * v)) / 2e-4
-    found = damped_fisher(policy, [batch], actor, TRPO, count, damping=0.0)(v)
+    actual = damped_fisher(policy, [batch], actor, TRPO, count, damping=0.0)(v)
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
 
 
 # ---- the step -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["exact", "sampled"])
-def test_the_full_step_is_the_natural_gradient_to_the_length_that_the_bound_allows(known: bool) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sampled"])
+def test_the_full_step_is_the_natural_gradient_to_the_length_that_the_bound_allows(exact: bool) -> None:
     """With the system solved densely: θ − θ_old = √(2δ / xᵀHx) x, x = H⁻¹g, H damped in both places."""
     policy, rollout = in_a_page("step")
-    rollout = rollout if known else replace(rollout, old_distribution=None)
+    rollout = rollout if exact else replace(rollout, old_distribution=None)
     objective = constrained(replace(BATCHED, normalise_advantages=None), delta=1e-6, cg_iterations=200)
     before, _ = actor_and_critic(policy)
-    hessian = explicit_hessian(policy, rollout, known) + 0.1 * torch.eye(len(before), dtype=DOUBLE)
+    hessian = explicit_hessian(policy, rollout, exact) + 0.1 * torch.eye(len(before), dtype=DOUBLE)
     credit = assign_credit(rollout, objective)
     ratio = (policy(rollout.inputs, rollout.actions).log_probs - rollout.old_log_probs).exp()
     actor = [p for p in policy.parameters() if id(p) not in {id(q) for q in policy.critic_parameters()}]
@@ -263,14 +263,14 @@ class Slippery(TinyPolicy):
         self.start, self.fall, self.looks = None, fall, 0
 
     def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
-        found = super().forward(inputs, actions, mask)
+        evaluation = super().forward(inputs, actions, mask)
         if torch.is_grad_enabled() or self.start is None or torch.equal(self.start, self.head.bias):
-            return found
+            return evaluation
         self.looks += 1
         if self.fall is not None and self.looks == 3:
             raise self.fall
-        far = found.distribution.logits + 9 * torch.eye(4, dtype=DOUBLE)[0]
-        return replace(found, distribution=Choice(far))
+        far = evaluation.distribution.logits + 9 * torch.eye(4, dtype=DOUBLE)[0]
+        return replace(evaluation, distribution=Choice(far))
 
 
 def test_a_line_search_that_fails_leaves_the_policy_bit_for_bit_and_the_critic_is_fitted_all_the_same() -> None:
@@ -315,8 +315,8 @@ class Straight(TinyPolicy):
     """A policy whose KL is 0 whatever its parameters."""
 
     def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
-        found = super().forward(inputs, actions, mask)
-        return replace(found, distribution=Choice(found.distribution.logits * 0))
+        evaluation = super().forward(inputs, actions, mask)
+        return replace(evaluation, distribution=Choice(evaluation.distribution.logits * 0))
 
 
 def test_without_curvature_there_is_no_step_and_damping_is_a_curvature() -> None:
@@ -331,7 +331,7 @@ def test_without_curvature_there_is_no_step_and_damping_is_a_curvature() -> None
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e6])
-def test_the_scale_of_the_rewards_has_no_say_in_the_step(scale: float) -> None:
+def test_the_scale_of_the_rewards_does_not_change_the_step(scale: float) -> None:
     ends = []
     for factor in (1.0, scale):
         policy = TinyPolicy()
@@ -345,16 +345,16 @@ def test_the_scale_of_the_rewards_has_no_say_in_the_step(scale: float) -> None:
 
 @pytest.mark.parametrize("unit", ["step", "row"])
 def test_micro_batches_do_not_change_the_step(unit: str) -> None:
-    ends, told = [], []
+    ends, metrics = [], []
     for size in (None, 2):
         policy = TinyPolicy(2, memory=unit == "row")
         rollout = random_rollout(policy, 2, rows=6 if unit == "row" else 2, unit=unit)
-        told.append(update(Learner(policy, BATCHED, ADAM, micro_batch=size), rollout))
+        metrics.append(update(Learner(policy, BATCHED, ADAM, micro_batch=size), rollout))
         ends.append(parameters(policy))
-    assert told[0]["step_taken"] == 1.0
+    assert metrics[0]["step_taken"] == 1.0
     torch.testing.assert_close(*ends, rtol=1e-8, atol=1e-10)
-    assert told[1]["kl_after"] == pytest.approx(told[0]["kl_after"], rel=1e-7)
-    assert told[1]["line_search_tries"] == told[0]["line_search_tries"]
+    assert metrics[1]["kl_after"] == pytest.approx(metrics[0]["kl_after"], rel=1e-7)
+    assert metrics[1]["line_search_tries"] == metrics[0]["line_search_tries"]
 
 
 def test_the_entropy_bonus_is_part_of_what_is_climbed() -> None:
@@ -563,12 +563,12 @@ def test_a_constraint_that_means_nothing_is_refused(wrong: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"target_kl": 0.01}, "target_kl=0.01.*bounded"),
         ({"baseline": "mean", "gae_lambda": 1.0}, "objective.reuse=.*no critic"),
     ],
 )
-def test_what_means_nothing_beside_a_constraint_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SurefootError, match=said):
+def test_what_means_nothing_beside_a_constraint_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
         replace(TRPO, **changes)

@@ -49,10 +49,10 @@ def elsewhere(seed: int, unit: str = "step") -> tuple[TinyPolicy, Rollout]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("known", [True, False], ids=["exact", "sampled"])
-def test_a_penalty_of_weight_zero_has_the_unclipped_gradient(seed: int, known: bool) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sampled"])
+def test_a_penalty_of_weight_zero_has_the_unclipped_gradient(seed: int, exact: bool) -> None:
     policy, rollout = elsewhere(seed)
-    rollout = rollout if known else sampled(rollout)
+    rollout = rollout if exact else sampled(rollout)
     same(gradient(policy, rollout, priced(0.0)), gradient(policy, rollout, PPO_UNCLIPPED))
     gap = gradient(policy, rollout, priced(1.0)) - gradient(policy, rollout, PPO_UNCLIPPED)
     assert gap.abs().max() > 1e-3, "and of another weight it has not"
@@ -60,38 +60,38 @@ def test_a_penalty_of_weight_zero_has_the_unclipped_gradient(seed: int, known: b
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("unit", ["step", "row"])
-@pytest.mark.parametrize("known", [True, False], ids=["exact", "sampled"])
-def test_at_the_old_policy_a_penalty_of_any_weight_has_the_unclipped_gradient(seed: int, unit: str, known: bool) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sampled"])
+def test_at_the_old_policy_a_penalty_of_any_weight_has_the_unclipped_gradient(seed: int, unit: str, exact: bool) -> None:
     """There the KL is 0, its smallest."""
     policy = TinyPolicy(seed, memory=unit == "row")
     rollout = random_rollout(policy, seed, unit=unit)
-    rollout = rollout if known else sampled(rollout)
+    rollout = rollout if exact else sampled(rollout)
     same(gradient(policy, rollout, priced(1000.0)), gradient(policy, rollout, PPO_UNCLIPPED))
 
 
-def written_out(policy: TinyPolicy, rollout: Rollout, known: bool) -> Tensor:
+def written_out(policy: TinyPolicy, rollout: Rollout, exact: bool) -> Tensor:
     """The gradient of the mean KL over kept entries: from every action's probability, or from the samples."""
     here = policy(rollout.inputs, rollout.actions)
     log_new = here.distribution.logits.log_softmax(-1)
-    if known:
+    if exact:
         log_old = rollout.old_distribution.logits.log_softmax(-1)
         kl = (log_old.exp() * (log_old - log_new)).sum(-1)
     else:
         ratio = (here.log_probs - rollout.old_log_probs).exp()
         kl = ratio - 1 - ratio.log()
-    found = torch.autograd.grad(kl[rollout.mask].mean(), list(policy.parameters()), allow_unused=True, materialize_grads=True)
-    return torch.cat([g.flatten() for g in found])
+    grads = torch.autograd.grad(kl[rollout.mask].mean(), list(policy.parameters()), allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in grads])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("unit", ["step", "row"])
-@pytest.mark.parametrize("known", [True, False], ids=["exact", "sampled"])
-def test_the_penalty_adds_beta_times_the_gradient_of_the_kl_written_out(seed: int, unit: str, known: bool) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sampled"])
+def test_the_penalty_adds_beta_times_the_gradient_of_the_kl_written_out(seed: int, unit: str, exact: bool) -> None:
     policy, rollout = elsewhere(seed, unit)
-    rollout = rollout if known else sampled(rollout)
+    rollout = rollout if exact else sampled(rollout)
     credit = assign_credit(rollout, PPO_UNCLIPPED)
-    plain, with_price = (gradient_of(policy, rollout, credit, o) for o in (PPO_UNCLIPPED, priced(2.5)))
-    same(with_price - plain, 2.5 * written_out(policy, rollout, known))
+    plain, penalised = (gradient_of(policy, rollout, credit, o) for o in (PPO_UNCLIPPED, priced(2.5)))
+    same(penalised - plain, 2.5 * written_out(policy, rollout, exact))
 
 
 def test_the_sampled_penalty_has_the_exact_gradient_in_expectation_also_away_from_the_old_policy() -> None:
@@ -103,8 +103,8 @@ def test_the_sampled_penalty_has_the_exact_gradient_in_expectation_also_away_fro
         here = policy(rollout.inputs, torch.full_like(rollout.actions, action))
         batch = Batch(None, rollout.actions, None, old[..., action], *[rollout.values] * 3)
         total = total + (old[..., action].exp() * old_kl(replace(here, distribution=None), batch))[rollout.mask].mean()
-    found = torch.autograd.grad(total, list(policy.parameters()), allow_unused=True, materialize_grads=True)
-    same(torch.cat([g.flatten() for g in found]), written_out(policy, rollout, known=True))
+    gradient = torch.autograd.grad(total, list(policy.parameters()), allow_unused=True, materialize_grads=True)
+    same(torch.cat([g.flatten() for g in gradient]), written_out(policy, rollout, exact=True))
 
 
 def test_where_nothing_is_kept_the_old_distribution_may_be_nan() -> None:
@@ -122,17 +122,17 @@ def run(
     objective: Objective, learning_rate: float, batches: int, state: LearnerState | None = None, **settings: Any
 ) -> tuple[list[Metrics], list[float], LearnerState]:
     """Updates on fresh batches: their metrics, and the mean KL from old to new policy, computed here from probabilities."""
-    policy, told, moves = TinyPolicy(5), [], []
+    policy, metrics, moves = TinyPolicy(5), [], []
     learner = Learner(policy, objective, AdamSettings(learning_rate), **settings)
     state = state or LearnerState.seeded(0, 1000)
     for number in range(batches):
         rollout = random_rollout(policy, number, rows=6)
         before = copy.deepcopy(policy)
-        told.append(learner.update(rollout, assign_credit(rollout, objective), state))
+        metrics.append(learner.update(rollout, assign_credit(rollout, objective), state))
         with torch.no_grad():
             old, new = (p(rollout.inputs, rollout.actions).distribution.logits.log_softmax(-1) for p in (before, policy))
         moves.append(float((old.exp() * (old - new)).sum(-1)[rollout.mask].mean()))
-    return told, moves, state
+    return metrics, moves, state
 
 
 def rule(beta: float, kl: float, target: float) -> float:
@@ -146,14 +146,14 @@ ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=2, minibatches=2))
 
 
 def test_beta_moves_once_per_batch_by_the_kl_over_the_whole_of_it() -> None:
-    told, moves, state = run(ADAPTIVE, 0.025, 16)
+    messages, moves, state = run(ADAPTIVE, 0.025, 16)
     beta = 1.0
-    for metrics, kl in zip(told, moves, strict=True):
+    for metrics, kl in zip(messages, moves, strict=True):
         assert metrics["kl_after"] == pytest.approx(kl, rel=1e-9)
         assert metrics["beta"] == beta, "what is told is the weight that was used"
         beta = rule(beta, kl, 0.01)
     assert state.coefficients == {"beta": beta}
-    steps = [b["beta"] / a["beta"] for a, b in pairwise(told)]  # type: ignore[operator]
+    steps = [b["beta"] / a["beta"] for a, b in pairwise(messages)]  # type: ignore[operator]
     assert set(steps) == {0.5, 1.0, 2.0}, "this example shows all three cases"
 
 
@@ -165,16 +165,16 @@ def test_a_larger_beta_keeps_the_policy_closer() -> None:
 def test_a_fixed_beta_stays_and_is_the_recipes_and_not_the_states() -> None:
     state = LearnerState.seeded(0, 1000)
     state.coefficients["beta"] = 7.0
-    told, moves, _ = run(priced(3.0, reuse=Reuse(4, 3)), 0.05, 4, state)
-    assert [metrics["beta"] for metrics in told] == [3.0] * 4
-    assert [metrics["kl_after"] for metrics in told] == pytest.approx(moves)
+    messages, moves, _ = run(priced(3.0, reuse=Reuse(4, 3)), 0.05, 4, state)
+    assert [metrics["beta"] for metrics in messages] == [3.0] * 4
+    assert [metrics["kl_after"] for metrics in messages] == pytest.approx(moves)
     assert state.coefficients == {"beta": 7.0}
 
 
 def test_beta_adapts_after_an_early_stop_too() -> None:
     stopping = replace(ADAPTIVE, reuse=Reuse(4, 1), target_kl=0.001, trust_region=Penalty(1.0, target=1e-4))
-    told, moves, state = run(stopping, 0.05, 3)
-    assert all(metrics["stopped_early"] for metrics in told)
+    messages, moves, state = run(stopping, 0.05, 3)
+    assert all(metrics["stopped_early"] for metrics in messages)
     assert min(moves) > 1.5e-4
     assert state.coefficients["beta"] == 8.0
 
@@ -186,29 +186,29 @@ def test_micro_batches_do_not_change_the_kl_that_beta_follows() -> None:
         assert a["beta"] == b["beta"]
 
 
-class Told:
-    """A distribution that says what its KL is."""
+class FixedKL:
+    """A distribution with a fixed KL."""
 
     def __init__(self, like: Tensor, value: float) -> None:
         self.like, self.value = like, value
 
-    def kl(self, other: "Told") -> Tensor:
+    def kl(self, other: "FixedKL") -> Tensor:
         return torch.zeros_like(self.like) + other.value
 
 
-class Saying(TinyPolicy):
-    """A policy whose KL to any other is a number that was given."""
+class FixedKLPolicy(TinyPolicy):
+    """A policy with a fixed KL to any other."""
 
     kl = 0.0
 
     def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
-        found = super().forward(inputs, actions, mask)
-        return replace(found, distribution=Told(found.log_probs, self.kl))
+        evaluation = super().forward(inputs, actions, mask)
+        return replace(evaluation, distribution=FixedKL(evaluation.log_probs, self.kl))
 
 
 def betas(kls: list[float], penalty: Penalty) -> list[float]:
-    """β after each batch of which the KL is given."""
-    policy, state, found = Saying(0), LearnerState.seeded(0, 1000), []
+    """β after each batch, for fixed values of the KL."""
+    policy, state, results = FixedKLPolicy(0), LearnerState.seeded(0, 1000), []
     objective = replace(ADAPTIVE, reuse=Reuse(1, 1), trust_region=penalty)
     learner = Learner(policy, objective, AdamSettings(0.0))
     rollout = random_rollout(policy, 0, holes=False)
@@ -216,28 +216,28 @@ def betas(kls: list[float], penalty: Penalty) -> list[float]:
         policy.kl = kl
         metrics = learner.update(rollout, assign_credit(rollout, objective), state)
         assert metrics["kl_after"] == pytest.approx(kl)
-        found.append(state.coefficients["beta"])
-    return found
+        results.append(state.coefficients["beta"])
+    return results
 
 
 def test_beta_follows_the_golden_case() -> None:
     (case,) = (case for case in json.loads(GOLDEN.read_text("utf-8")) if case["name"] == "ppo_penalty_adaptive_beta")
     x = case["inputs"]
-    found = [betas([kl], Penalty(x["beta"], x["d_targ"]))[0] for kl in x["d"]]
-    assert found == pytest.approx(case["expected"]["beta_next"], abs=case["tolerance"])
+    actual = [betas([kl], Penalty(x["beta"], x["d_targ"]))[0] for kl in x["d"]]
+    assert actual == pytest.approx(case["expected"]["beta_next"], abs=case["tolerance"])
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.5), (1.0, 2.0)])
 def test_a_kl_that_beta_does_not_govern_takes_it_no_further_than_its_range(kl: float, factor: float) -> None:
-    found = betas([kl] * 24, Penalty(3.0, target=0.01))
-    assert found == [3.0 * factor ** min(batch, 20) for batch in range(1, 25)]
+    actual = betas([kl] * 24, Penalty(3.0, target=0.01))
+    assert actual == [3.0 * factor ** min(batch, 20) for batch in range(1, 25)]
     assert BETA_RANGE == 2**20
 
 
-def test_the_penalised_kl_is_told() -> None:
+def test_the_penalised_kl_is_a_metric() -> None:
     """Over the minibatches on the way, so less than at the end; and 0 in the first."""
-    told, _, _ = run(priced(1.0, reuse=Reuse(4, 1)), 0.01, 1)
-    assert 0 < told[0]["penalty_kl"] < told[0]["kl_after"]  # type: ignore[operator]
+    metrics, _, _ = run(priced(1.0, reuse=Reuse(4, 1)), 0.01, 1)
+    assert 0 < metrics[0]["penalty_kl"] < metrics[0]["kl_after"]  # type: ignore[operator]
     assert run(priced(1.0, reuse=Reuse(1, 1)), 0.01, 1)[0][0]["penalty_kl"] == pytest.approx(0, abs=1e-12)
 
 
@@ -295,11 +295,11 @@ def test_the_penalties_are_one_switch_away_from_the_unclipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [({"beta": -1.0}, "beta=-1.0"), ({"target": 0.0}, "target=0.0"), ({"beta": 0.0, "target": 0.01}, "beta=0.0")],
 )
-def test_a_penalty_that_means_nothing_is_refused(wrong: dict[str, float], said: str) -> None:
-    with pytest.raises(SurefootError, match=said):
+def test_a_penalty_that_means_nothing_is_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
         Penalty(**wrong)
 
 

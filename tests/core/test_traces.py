@@ -104,20 +104,20 @@ def test_a_token_world_adds_up_in_every_traced_iteration() -> None:
     collector = TokenCollector(policy := Transformer(1), 0.05)
     learner = Learner(policy, objective, AdamSettings(3e-3, max_grad_norm=1.0))
     learner.recorder = recorder = Recorder(every=2 * collector.responses, rows=3)
-    found: list[Trace] = []
+    traces: list[Trace] = []
 
     def keep(state: LearnerState, metrics: object) -> bool:
-        found.extend([trace] if (trace := recorder.take(state)) else [])
+        traces.extend([trace] if (trace := recorder.take(state)) else [])
         return False
 
     run_loop(collector, learner, LearnerState.seeded(1, 6 * collector.responses), keep)
-    assert [trace.iteration for trace in found] == [1, 3, 5]
-    assert [trace.steps for trace in found] == [i * collector.responses for i in (1, 3, 5)]
-    for trace in found:
+    assert [trace.iteration for trace in traces] == [1, 3, 5]
+    assert [trace.steps for trace in traces] == [i * collector.responses for i in (1, 3, 5)]
+    for trace in traces:
         check_chain(trace, "batch")
         assert all(row.ref_log_probs is not None for row in trace.rows)
         assert all((row.visits.updates[0] // 16 == trace.iteration - 1).all() for row in trace.rows)
-    assert len({tuple(row.row for row in trace.rows) for trace in found}) == 3, "other rows each time"
+    assert len({tuple(row.row for row in trace.rows) for trace in traces}) == 3, "other rows each time"
 
 
 def test_a_visit_shows_the_policy_as_it_was_then() -> None:
@@ -170,7 +170,7 @@ def test_recording_changes_no_weight(name: str, unit: str) -> None:
     assert not torch.equal(parameters(watched.policy), parameters(policy))
 
 
-def test_what_was_not_visited_says_so_when_the_kl_ends_the_passes() -> None:
+def test_steps_not_visited_are_marked_when_the_kl_ends_the_passes() -> None:
     policy = TinyPolicy()
     rollout = random_rollout(policy, 1, rows=6, steps=8)
     objective = replace(PPO_CLIP, reuse=Reuse(8, 4), target_kl=1e-3)
@@ -233,8 +233,8 @@ def test_an_iteration_is_traced_where_a_multiple_lies_among_its_steps(size: int,
     for first in range(0, 20 * size, size):
         at = LearnerState.seeded(0, 1000)
         at.steps = first
-        begun = recorder.begin(rollout, credit, PPO_CLIP, at, 1.0, 0.0) is not None
-        assert begun == any(step % every == 0 for step in range(first, first + size))
+        started = recorder.begin(rollout, credit, PPO_CLIP, at, 1.0, 0.0) is not None
+        assert started == any(step % every == 0 for step in range(first, first + size))
 
 
 def test_rows_are_spread_and_change_and_those_without_a_decision_are_passed_over() -> None:

@@ -88,11 +88,11 @@ def trained(
     """Parameters after some updates on the same experience, and what each update said."""
     learner = Learner(policy(rollout.unit), objective, AdamSettings(0.02), micro_batch=micro_batch)
     state = LearnerState.seeded(seed, 100)
-    said = []
+    metrics = []
     for _ in range(updates):
         rescored = with_old_scores(learner.policy, rollout)
-        said.append(learner.update(rescored, assign_credit(rescored, objective), state))
-    return parameters(learner.policy), said
+        metrics.append(learner.update(rescored, assign_credit(rescored, objective), state))
+    return parameters(learner.policy), metrics
 
 
 @torch.no_grad()
@@ -134,8 +134,8 @@ class Dropping(TinyPolicy):
     """Scores the marked inputs differently in training."""
 
     def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
-        found = super().forward(inputs, actions, mask)
-        return replace(found, log_probs=found.log_probs + 0.1 * (inputs[..., 0] == 99))
+        evaluation = super().forward(inputs, actions, mask)
+        return replace(evaluation, log_probs=evaluation.log_probs + 0.1 * (inputs[..., 0] == 99))
 
 
 def refusal(rollout: Rollout, scorer: TinyPolicy) -> str:
@@ -150,36 +150,36 @@ def refusal(rollout: Rollout, scorer: TinyPolicy) -> str:
 
 def answers(rank: int) -> Answers:
     """What one of two ranks says to everything that is asked below."""
-    found: Answers = {}
+    results: Answers = {}
     for name, (unit, objective) in OBJECTIVES.items():
-        found[name] = gradient(policy(unit), moved(share(rank, unit), rank), objective, micro_batch=2 + rank)
+        results[name] = gradient(policy(unit), moved(share(rank, unit), rank), objective, micro_batch=2 + rank)
     for unit in ("step", "row"):
         batch = rows_of(share(rank, unit), assign_credit(share(rank, unit), A2C))
-        found[f"normalised {unit}"] = normalised(batch).advantages
-    found["mean baseline"] = assign_credit(share(rank), REINFORCE_BASELINE).advantages
+        results[f"normalised {unit}"] = normalised(batch).advantages
+    results["mean baseline"] = assign_credit(share(rank), REINFORCE_BASELINE).advantages
     for estimator in ("k3", "exact"):
-        found[f"early {estimator}"] = trained(share(rank), replace(EARLY, kl_estimator=estimator), seed=rank, updates=1)
-    found["many updates"] = trained(share(rank), replace(PPO_CLIP, reuse=Reuse(3, 4)), seed=rank)
-    found["adaptive"] = trained(share(rank), ADAPTIVE, seed=rank, updates=4)
+        results[f"early {estimator}"] = trained(share(rank), replace(EARLY, kl_estimator=estimator), seed=rank, updates=1)
+    results["many updates"] = trained(share(rank), replace(PPO_CLIP, reuse=Reuse(3, 4)), seed=rank)
+    results["adaptive"] = trained(share(rank), ADAPTIVE, seed=rank, updates=4)
     for unit in ("step", "row"):
-        found[f"natural {unit}"] = trained(share(rank, unit), NATURAL, seed=rank, micro_batch=4 if rank else None)
+        results[f"natural {unit}"] = trained(share(rank, unit), NATURAL, seed=rank, micro_batch=4 if rank else None)
     rewards, kept = share(rank).rewards, share(rank).mask
-    found["at limit"] = RewardNormaliser(gamma=0.99, clip=1.0).clipped_fraction(rewards, kept)
-    found["loop"] = looped(share(rank), total=100)
+    results["at limit"] = RewardNormaliser(gamma=0.99, clip=1.0).clipped_fraction(rewards, kept)
+    results["loop"] = looped(share(rank), total=100)
     broken = share(rank)
-    found["broken"] = refusal(replace(broken, rewards=broken.rewards * (torch.inf if rank else 1.0)), policy())
+    results["broken"] = refusal(replace(broken, rewards=broken.rewards * (torch.inf if rank else 1.0)), policy())
     marked = share(rank).inputs.clone()
     marked[..., 0] = 99.0 if rank else 1.0
     odd = with_old_scores(policy(), replace(share(rank), inputs=marked))
-    found["ratio at start"] = refusal(odd, Dropping(7))
+    results["ratio at start"] = refusal(odd, Dropping(7))
     few = replace(share(rank), mask=torch.arange(30).view(5, 6) < (3 if rank else 30))
     try:
         trained(few, replace(PPO_CLIP, reuse=Reuse(1, 4)), seed=0)
     except ValueError as error:
-        found["too few rows"] = str(error)
+        results["too few rows"] = str(error)
     except RuntimeError:
-        found["too few rows"] = "the other rank left"
-    return found
+        results["too few rows"] = "the other rank left"
+    return results
 
 
 def work(rank: int, folder: str) -> None:
@@ -227,23 +227,23 @@ def test_the_gradient_is_the_same_on_both_ranks_bit_for_bit(ranks: list[Answers]
 @pytest.mark.parametrize("unit", ["step", "row"])
 def test_advantages_are_normalised_over_both_ranks(ranks: list[Answers], unit: str) -> None:
     whole = normalised(rows_of(both(unit), assign_credit(both(unit), A2C))).advantages
-    close(torch.cat([found[f"normalised {unit}"] for found in ranks]), whole)
+    close(torch.cat([output[f"normalised {unit}"] for output in ranks]), whole)
 
 
 def test_the_mean_baseline_is_the_mean_over_both_ranks(ranks: list[Answers]) -> None:
-    close(torch.cat([found["mean baseline"] for found in ranks]), assign_credit(both(), REINFORCE_BASELINE).advantages)
+    close(torch.cat([rank["mean baseline"] for rank in ranks]), assign_credit(both(), REINFORCE_BASELINE).advantages)
 
 
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_the_epochs_stop_at_the_same_time_as_in_one_process(ranks: list[Answers], estimator: str) -> None:
     """Though what a rank sees of the KL by itself would stop the one and not the other."""
     objective = replace(EARLY, kl_estimator=estimator)
-    expected, (said,) = trained(both(), objective, seed=0, updates=1)
-    (here, (first,)), (there, (second,)) = (found[f"early {estimator}"] for found in ranks)
-    assert said["stopped_early"] == 1.0
-    assert 0 < said["epochs"] < 8
+    expected, (metrics,) = trained(both(), objective, seed=0, updates=1)
+    (here, (first,)), (there, (second,)) = (output[f"early {estimator}"] for output in ranks)
+    assert metrics["stopped_early"] == 1.0
+    assert 0 < metrics["epochs"] < 8
     assert (first["epochs"], first["stopped_early"]) == (second["epochs"], second["stopped_early"])
-    assert (first["epochs"], first["stopped_early"]) == (said["epochs"], said["stopped_early"])
+    assert (first["epochs"], first["stopped_early"]) == (metrics["epochs"], metrics["stopped_early"])
     assert torch.equal(here, there)
     close(here, expected)
     seen = [kl_now(here, share(rank)) > 1.5 * 0.0225 for rank in range(RANKS)]
@@ -261,7 +261,7 @@ def kl_now(flat: Tensor, rollout: Rollout) -> float:
 
 def test_after_many_updates_both_ranks_have_the_same_parameters_bit_for_bit(ranks: list[Answers]) -> None:
     """With minibatches that each rank shuffles by a stream of its own."""
-    (here, first), (there, second) = (found["many updates"] for found in ranks)
+    (here, first), (there, second) = (output["many updates"] for output in ranks)
     assert not torch.equal(here, parameters(policy()))
     assert torch.equal(here, there)
     assert first == second, "and tell the same metrics"
@@ -269,13 +269,13 @@ def test_after_many_updates_both_ranks_have_the_same_parameters_bit_for_bit(rank
 
 def test_beta_follows_the_kl_over_both_ranks(ranks: list[Answers]) -> None:
     """Which halves or doubles it where a rank's own would not."""
-    expected, said = trained(both(), ADAPTIVE, seed=0, updates=4)
-    (here, first), (there, second) = (found["adaptive"] for found in ranks)
+    expected, expected_metrics = trained(both(), ADAPTIVE, seed=0, updates=4)
+    (here, first), (there, second) = (output["adaptive"] for output in ranks)
     assert first == second
     assert torch.equal(here, there)
     close(here, expected)
-    assert len({metrics["beta"] for metrics in said}) > 1
-    for mine, whole in zip(first, said, strict=True):
+    assert len({metrics["beta"] for metrics in expected_metrics}) > 1
+    for mine, whole in zip(first, expected_metrics, strict=True):
         assert mine["beta"] == whole["beta"]
         assert mine["kl_after"] == pytest.approx(whole["kl_after"], rel=1e-8)
 
@@ -285,12 +285,12 @@ def test_the_natural_step_is_that_of_one_process_and_the_same_on_both_ranks_bit_
     ranks: list[Answers], unit: str
 ) -> None:
     """One rank in micro-batches, the other not: both still make as many sums."""
-    expected, said = trained(both(unit), NATURAL, seed=0)
-    (here, first), (there, second) = (found[f"natural {unit}"] for found in ranks)
+    expected, metrics = trained(both(unit), NATURAL, seed=0)
+    (here, first), (there, second) = (output[f"natural {unit}"] for output in ranks)
     assert torch.equal(here, there)
     assert first == second
     torch.testing.assert_close(here, expected, rtol=1e-7, atol=1e-9)
-    for mine, whole in zip(first, said, strict=True):
+    for mine, whole in zip(first, metrics, strict=True):
         assert mine["step_taken"] == whole["step_taken"] == 1.0
         for name in ("kl_after", "surrogate_improvement", "line_search_tries", "gradient_norm_policy"):
             assert mine[name] == pytest.approx(whole[name], rel=1e-6)
@@ -307,13 +307,13 @@ def test_the_share_that_is_clipped_is_that_of_both_ranks(ranks: list[Answers]) -
     ]
     assert shares[0] != shares[1]
     whole = float((both().rewards[both().mask].abs() >= 1.0).double().mean())
-    assert [found["at limit"] for found in ranks] == [whole, whole]
+    assert [output["at limit"] for output in ranks] == [whole, whole]
 
 
 def test_the_budget_counts_the_steps_of_both_ranks(ranks: list[Answers]) -> None:
     """So the schedules agree, and the ranks leave the loop together."""
     expected = looped(both(), total=100)
-    for steps, rates, _ in (found["loop"] for found in ranks):
+    for steps, rates, _ in (rank["loop"] for rank in ranks):
         assert steps == expected[0]
         assert rates == expected[1]
     assert torch.equal(ranks[0]["loop"][2], ranks[1]["loop"][2])

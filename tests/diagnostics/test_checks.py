@@ -48,7 +48,7 @@ def test_every_extra_is_known() -> None:
     assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
 
 
-def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
+def test_what_a_machine_lacks_is_listed_with_its_fix() -> None:
     assert check_python((3, 9)).state == "failed"
     assert check_extras({"moon": ("no_such_module",)}).fix.endswith("[moon]'")
     assert [check_disk(free=size).state for size in (1e6, 1e9, 1e12)] == ["failed", "warning", "ok"]
@@ -56,15 +56,15 @@ def test_what_a_machine_lacks_is_said_with_its_fix() -> None:
     assert "device = 'cpu'" in check_device("cuda:77").fix
 
 
-def test_a_compiler_is_needed_by_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_serious_only_if_the_recipe_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.core.steps.compiled.compiler", lambda: None)
     assert [check_compiler(needed).state for needed in (False, True)] == ["absent", "failed"]
 
 
 def test_a_sound_environment_passes() -> None:
-    found = states("CartPole-v1")
-    assert found["environment"][0] == "ok"
-    assert found["speed"][0] == "ok"
+    actual = states("CartPole-v1")
+    assert actual["environment"][0] == "ok"
+    assert actual["speed"][0] == "ok"
 
 
 def test_a_reward_that_chance_never_meets_is_a_warning() -> None:
@@ -93,7 +93,7 @@ class Boxed(Task):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "stretched", "state", "said"),
+    ("low", "high", "stretched", "state", "message"),
     [
         (100, 1000, True, "ok", "bounds 100 to 1,000, over which −1 … 1 of the policy is stretched"),
         (100, 1000, False, "warning", "bounds 100 to 1,000: an untrained policy draws 0 ± 1, of which 0% is within"),
@@ -108,12 +108,12 @@ class Boxed(Task):
     ],
 )
 def test_bounds_far_from_where_a_policy_begins_are_a_warning_with_its_fix(
-    low: float, high: float, stretched: bool, state: str, said: str
+    low: float, high: float, stretched: bool, state: str, message: str
 ) -> None:
-    (found,) = (check for check in check_environment(lambda: Boxed(low, high), {}, 1, stretched) if check.name == "actions")
-    assert (found.state, said in found.what) == (state, True), found.what
+    (findings,) = (check for check in check_environment(lambda: Boxed(low, high), {}, 1, stretched) if check.name == "actions")
+    assert (findings.state, message in findings.what) == (state, True), findings.what
     if state == "warning":
-        assert found.fix == ("set normalise.actions = true" if high < np.inf else "scale actions to about ±1, by a wrapper")
+        assert findings.fix == ("set normalise.actions = true" if high < np.inf else "scale actions to about ±1, by a wrapper")
 
 
 def test_choices_have_no_bounds_to_check() -> None:
@@ -141,7 +141,7 @@ class Sick(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize(
-    ("sick", "said"),
+    ("sick", "message"),
     [
         ({"near": np.float32([0, np.nan]), "far": 0}, 'step 5 of chance gave an observation "near" that is not finite'),
         ({"near": np.zeros(2, np.float32)}, 'step 5 of chance gave an observation without "far"'),
@@ -150,10 +150,10 @@ class Sick(gymnasium.Env[Any, Any]):
     ],
     ids=["not finite", "a part is missing", "another shape", "out of range"],
 )
-def test_what_would_stop_a_training_at_its_fifth_step_is_found(sick: Any, said: str) -> None:
+def test_what_would_stop_a_training_at_its_fifth_step_is_found(sick: Any, message: str) -> None:
     state, line = states(lambda: Sick(sick))["observation"][:2]
     assert state == "failed"
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize("broken", [{"sees": 2.0}, {"random": True}], ids=["outside its space", "not replayed by a seed"])
@@ -167,10 +167,10 @@ def test_the_command_checks_a_machine_and_a_recipe(command: Any) -> None:
     for words in ("Python", "PyTorch", "8 environments x 32 steps = 256 steps", "passes Gymnasium's checker", "steps/s"):
         assert words in out
     code, out, _ = command("check", "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert {check["name"] for check in told["checks"]} >= {"Python", "PyTorch", "extras", "disk", "compiler"}
-    assert not told["failed"]
+    assert {check["name"] for check in report["checks"]} >= {"Python", "PyTorch", "extras", "disk", "compiler"}
+    assert not report["failed"]
 
 
 def test_a_recipe_that_can_not_begin_fails_with_its_remedy(command: Any, tmp_path: Path) -> None:
@@ -193,16 +193,16 @@ def test_a_budget_smaller_than_a_batch_is_noticed(command: Any, tmp_path: Path) 
     assert "! budget" in out
 
 
-def test_the_command_tells_a_runs_findings(command: Any) -> None:
+def test_the_command_prints_a_runs_findings(command: Any) -> None:
     fields = {"rollout": {"environments": 4, "steps": 32}, "evaluation": {"episodes": 0}}
     surefoot.train("CartPole-v1", steps=2_560, optimizer={"learning_rate": 1e-9}, run_dir="runs/idle", **fields)
     code, out, _ = command("check", "runs/idle")
     assert code == 0, "a warning is no failure"
     assert "warning: the return has hardly risen" in out
     assert "  try: a higher optimizer.learning_rate" in out
-    told = json.loads(command("check", "runs/idle", "--json")[1])
-    assert told["findings"][0]["evidence"][0]["metric"] == "episode_return"
-    assert "config_changed" not in told
+    report = json.loads(command("check", "runs/idle", "--json")[1])
+    assert report["findings"][0]["evidence"][0]["metric"] == "episode_return"
+    assert "config_changed" not in report
     config = Path("runs/idle/config.toml")
     config.write_text(config.read_text().replace("learning_rate = 1e-09", "learning_rate = 0.5"))
     assert "config.toml has changed since the checkpoint: optimizer.learning_rate: " in command("check", "runs/idle")[1]
@@ -241,10 +241,10 @@ def test_a_reward_is_tried_on_samples(command: Any, tmp_path: Path) -> None:
             f'reward = {{ terms = [{{ function = "paid.py:{function}" }}], missing_eos = "none" }}\n'
             "sampling = { max_tokens = 4 }\n"
         )
-        found = command("check", "recipe.toml")
-        assert found[0] == code, found
-        assert re.search(rf"^{re.escape(state)} reward ", found[1], flags=re.M), found[1]
-        assert "memory" in found[1]
+        actual = command("check", "recipe.toml")
+        assert actual[0] == code, actual
+        assert re.search(rf"^{re.escape(state)} reward ", actual[1], flags=re.M), actual[1]
+        assert "memory" in actual[1]
 
 
 class Listed(gymnasium.Env[Any, int]):
@@ -280,9 +280,9 @@ PAIR = spaces.Box(-1, 1, (2,), np.float32)
     ids=str,
 )
 def test_lists_of_numbers_pass_as_they_train(space: Any, observation: Any) -> None:
-    found = states(lambda: Listed(space, observation))
-    assert found["environment"] == ("ok", "<lambda> passes Gymnasium's checker")
-    assert not {"observation"} & found.keys()
+    actual = states(lambda: Listed(space, observation))
+    assert actual["environment"] == ("ok", "<lambda> passes Gymnasium's checker")
+    assert not {"observation"} & actual.keys()
     fields: dict[str, Any] = {"rollout": {"environments": 1, "steps": 8}, "evaluation": {"episodes": 0}}
     surefoot.train(lambda: Listed(space, observation), surefoot.A2C, steps=1, **fields)
 

@@ -26,11 +26,11 @@ def test_the_demos_are_healthy(name: str) -> None:
 def test_a_healthy_run_is_healthy_at_every_moment(name: str) -> None:
     rows = stored(name)
     budget = int(rows[-1]["steps"])
-    said: list[str] = []
+    messages: list[str] = []
     for stop in range(len(rows) // 20, len(rows), max(1, len(rows) // 20)):
         curves = RunCurves(rows[:stop], budget)
-        said += [found.name for check in RUN_CHECKS if (found := check(curves, None)) is not None]
-    assert said == []
+        messages += [findings.name for check in RUN_CHECKS if (findings := check(curves, None)) is not None]
+    assert messages == []
 
 
 def test_the_control_preset_shortened_is_healthy() -> None:
@@ -38,31 +38,31 @@ def test_the_control_preset_shortened_is_healthy() -> None:
 
 
 def test_the_demo_without_its_anchor_is_hacked() -> None:
-    found = {finding.name: finding for finding in findings_of(stored("hacked"))}
-    assert set(found) == {"reward_hacked", "left_reference"}
-    assert "gold score falls and responses repeat each other" in found["reward_hacked"].what
+    findings = {finding.name: finding for finding in findings_of(stored("hacked"))}
+    assert set(findings) == {"reward_hacked", "left_reference"}
+    assert "gold score falls and responses repeat each other" in findings["reward_hacked"].what
 
 
 def test_where_beta_is_adapted_its_first_value_is_not_what_to_raise() -> None:
-    given = {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}}
-    adapted = find_recipe("reviews", given | {"reference": {"beta": 0.1, "target": 6.0}})
-    for recipe, says in ((find_recipe("reviews", given), "raise reference.beta (it is"), (adapted, "lower reference.target")):
-        found = {finding.name: finding for finding in findings_of(stored("hacked"), recipe)}
+    fields = {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}}
+    adapted = find_recipe("reviews", fields | {"reference": {"beta": 0.1, "target": 6.0}})
+    for recipe, says in ((find_recipe("reviews", fields), "raise reference.beta (it is"), (adapted, "lower reference.target")):
+        findings = {finding.name: finding for finding in findings_of(stored("hacked"), recipe)}
         for name in ("reward_hacked", "left_reference"):
-            assert found[name].advice[0].startswith(says)
+            assert findings[name].advice[0].startswith(says)
 
 
-def test_what_is_hacked_is_said_while_there_is_time() -> None:
+def test_reward_hacking_is_reported_while_there_is_time() -> None:
     recipe = find_recipe("reviews", {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}})
-    said: list[str] = []
-    monitor = RunMonitor(recipe, said.append)
+    messages: list[str] = []
+    monitor = RunMonitor(recipe, messages.append)
     for row in stored("hacked"):
         monitor.add(row)
-    assert [line.split(",")[0] for line in said] == sorted({line.split(",")[0] for line in said}), "each once, in order"
-    hacked = next(line for line in said if "the reward rises" in line)
+    assert [line.split(",")[0] for line in messages] == sorted({line.split(",")[0] for line in messages}), "each once, in order"
+    hacked = next(line for line in messages if "the reward rises" in line)
     assert int(hacked.split(",")[0].split()[-1]) <= recipe.steps / 2
     monitor.end(Path("runs/x"))
-    assert said[-1] == "findings: reward hacked, left reference; more: surefoot check runs/x"
+    assert messages[-1] == "findings: reward hacked, left reference; more: surefoot check runs/x"
 
 
 def rows_of(count: int, **values: Any) -> list[dict[str, Any]]:
@@ -78,15 +78,15 @@ def names(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_ratio_off_one_in_float32_is_serious() -> None:
-    (found,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.02))
-    assert (found.name, found.severity) == ("wrong_start", "serious")
-    assert (found.evidence[0].first_step, found.evidence[0].value) == (300, 1.02)
+    (findings,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.02))
+    assert (findings.name, findings.severity) == ("wrong_start", "serious")
+    assert (findings.evidence[0].first_step, findings.evidence[0].value) == (300, 1.02)
 
 
 def test_a_kl_below_zero_for_long_is_no_chance() -> None:
-    (found,) = findings_of(rows_of(40, kl_reference=-0.02))
-    assert (found.name, found.severity) == ("negative_kl", "warning")
-    assert "not drawn from the policy" in found.what
+    (findings,) = findings_of(rows_of(40, kl_reference=-0.02))
+    assert (findings.name, findings.severity) == ("negative_kl", "warning")
+    assert "not drawn from the policy" in findings.what
 
 
 def test_a_peak_of_the_first_few_episodes_is_no_gain_that_is_lost() -> None:
@@ -102,8 +102,10 @@ def test_one_step_per_batch_whose_kl_is_measured_before_it_is_no_standing_still(
     recipe = find_recipe("CartPole-v1", {"algorithm": algorithm, "steps": 20_000})
     once = find_recipe("CartPole-v1", {"steps": 20_000, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}})
     for one_step in (recipe, once):
-        assert "return_flat" not in {found.name for found in findings_of(risen, one_step)}
-    flat = {found.name: found for found in findings_of(rows_of(200, episode_return=lambda i: 20 + i % 2, kl=0.0), recipe)}
+        assert "return_flat" not in {finding.name for finding in findings_of(risen, one_step)}
+    flat = {
+        findings.name: findings for findings in findings_of(rows_of(200, episode_return=lambda i: 20 + i % 2, kl=0.0), recipe)
+    }
     assert "the policy moves" in flat["return_flat"].cause
     assert not any("epochs" in advice for advice in flat["return_flat"].advice)
     assert [evidence.metric for evidence in flat["return_flat"].evidence] == ["episode_return"]
@@ -126,8 +128,8 @@ def test_what_was_so_for_a_moment_and_is_over_is_no_finding() -> None:
     assert names(rows_of(200, groups_without_signal=lambda i: 1.0 if i <= 4 else 0.3, **risen)) == []
     silent, cut = {"groups_without_signal": lambda i: float(i > 190 or i < 15)}, {"eos_rate": lambda i: float(15 <= i <= 190)}
     for going_on in (silent, cut):
-        found = findings_of(rows_of(200, **{"reward": lambda i: 0.1 * (i % 2), **going_on}))
-        assert [f.severity for f in found if f.name in ("no_reward_signal", "responses_cut")] == ["serious"]
+        findings = findings_of(rows_of(200, **{"reward": lambda i: 0.1 * (i % 2), **going_on}))
+        assert [f.severity for f in findings if f.name in ("no_reward_signal", "responses_cut")] == ["serious"]
 
 
 def test_a_task_that_is_solved_is_a_note_and_no_failure() -> None:
@@ -166,8 +168,8 @@ def test_a_metric_that_is_nowhere_known_is_no_finding() -> None:
 
 
 def test_numbers_in_words_are_rounded_before_they_are_called_large() -> None:
-    said = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
-    assert {value: in_words(value) for value in said} == said
+    text = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
+    assert {value: in_words(value) for value in text} == text
 
 
 def test_rules_read_metrics_that_there_are() -> None:
@@ -199,10 +201,10 @@ def test_a_check_that_fails_does_not_end_training_and_is_reported_once(monkeypat
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("surefoot.diagnostics.findings.check_curves", broken)
-    said: list[str] = []
-    monitor = RunMonitor(find_recipe("CartPole-v1", {"steps": 4_096}), said.append)
+    messages: list[str] = []
+    monitor = RunMonitor(find_recipe("CartPole-v1", {"steps": 4_096}), messages.append)
     for row in rows_of(40):
         monitor.add(row)
     monitor.end(None)
-    assert len(said) == 1
-    assert "a check failed (ZeroDivisionError: division by zero)" in said[0]
+    assert len(messages) == 1
+    assert "a check failed (ZeroDivisionError: division by zero)" in messages[0]

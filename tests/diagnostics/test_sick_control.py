@@ -33,30 +33,30 @@ class Bandit(gymnasium.Env[np.ndarray, int]):
 def test_a_learning_rate_far_too_high_runs_away() -> None:
     fast = {"optimizer": {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": None}}
     objective = {"reuse": {"epochs": 20, "minibatches": 2}, "trust_region": {"clip": 0.2, "schedule": "constant"}}
-    found = trained("CartPole-v1", steps=1_280, objective=objective, **fast, **SMALL)
-    assert found["kl_runaway"].severity == "serious"
-    assert "0.1" in found["kl_runaway"].advice[0], "what it is set to"
-    assert "clip_idle" not in found
+    findings = trained("CartPole-v1", steps=1_280, objective=objective, **fast, **SMALL)
+    assert findings["kl_runaway"].severity == "serious"
+    assert "0.1" in findings["kl_runaway"].advice[0], "what it is set to"
+    assert "clip_idle" not in findings
 
 
 def test_a_band_that_is_far_too_narrow_saturates_the_clip() -> None:
     objective = {"reuse": {"epochs": 40, "minibatches": 1}, "trust_region": {"clip": 0.005, "schedule": "constant"}}
-    found = trained("CartPole-v1", steps=1_280, objective=objective, optimizer={"learning_rate": 3e-3}, **SMALL)
-    assert found["clip_saturated"].evidence[0].value > 0.3
-    assert "(it is 40)" in found["clip_saturated"].advice[0]
+    findings = trained("CartPole-v1", steps=1_280, objective=objective, optimizer={"learning_rate": 3e-3}, **SMALL)
+    assert findings["clip_saturated"].evidence[0].value > 0.3
+    assert "(it is 40)" in findings["clip_saturated"].advice[0]
 
 
 def test_a_learning_rate_of_nothing_leaves_clip_idle_and_return_flat() -> None:
-    found = trained("CartPole-v1", steps=3_840, optimizer={"learning_rate": 1e-9}, **SMALL)
-    assert set(found) == {"clip_idle", "return_flat"}
-    assert "hardly moves" in found["return_flat"].cause
-    assert "learning_rate" in found["return_flat"].advice[0]
+    findings = trained("CartPole-v1", steps=3_840, optimizer={"learning_rate": 1e-9}, **SMALL)
+    assert set(findings) == {"clip_idle", "return_flat"}
+    assert "hardly moves" in findings["return_flat"].cause
+    assert "learning_rate" in findings["return_flat"].advice[0]
 
 
 def test_a_reward_that_never_differs_is_flat_for_want_of_a_reward() -> None:
-    found = trained("MountainCar-v0", steps=6_400, objective=FEW, rollout={"environments": 8, "steps": 32})
-    assert "has been −200 throughout" in found["return_flat"].what
-    assert "differs" in found["return_flat"].cause
+    findings = trained("MountainCar-v0", steps=6_400, objective=FEW, rollout={"environments": 8, "steps": 32})
+    assert "has been −200 throughout" in findings["return_flat"].what
+    assert "differs" in findings["return_flat"].cause
 
 
 class Far(Bandit):
@@ -72,65 +72,65 @@ class Far(Bandit):
     ("low", "high", "beyond"), [(100, 1000, True), (-1e-3, 1e-3, True), (400, 1e5, True), (-50, 40, False)]
 )
 def test_bounds_that_the_policy_does_not_meet_are_named_as_the_cause(low: float, high: float, beyond: bool) -> None:
-    def found(**fields: Any) -> Any:
+    def findings(**fields: Any) -> Any:
         return trained(BANDIT, lambda: Far(low, high), steps=2_560, optimizer={"learning_rate": 1e-4}, **SMALL, **fields)
 
-    flat = found(normalise={"actions": False})["return_flat"]
+    flat = findings(normalise={"actions": False})["return_flat"]
     assert "bounds" in flat.cause
     assert "normalise.actions = true" in flat.advice[0]
     clipped = next(evidence for evidence in flat.evidence if evidence.metric == "actions_clipped")
     assert (clipped.value > 0.9) is beyond
-    stretched = found().get("return_flat")
+    stretched = findings().get("return_flat")
     assert stretched is None or "bounds" not in stretched.cause
 
 
 def test_a_critic_that_is_thrown_about_misleads() -> None:
     optimizer = {"critic_learning_rate": 3.0, "critic_max_grad_norm": None}
     objective = {"gae_lambda": 1.0, **FEW}
-    found = trained("CartPole-v1", steps=3_840, optimizer=optimizer, objective=objective, **SMALL)
-    assert found["critic_misleads"].evidence[0].value < -0.1
+    findings = trained("CartPole-v1", steps=3_840, optimizer=optimizer, objective=objective, **SMALL)
+    assert findings["critic_misleads"].evidence[0].value < -0.1
 
 
 @pytest.mark.slow
 def test_a_policy_that_settles_on_chance_has_collapsed() -> None:
     coin = lambda arm, episode, draw: draw.random() < 0.5  # noqa: E731
-    found = trained(BANDIT, lambda: Bandit(coin), steps=5_120, optimizer={"learning_rate": 0.05}, **SMALL)
-    assert found["entropy_collapsed"].severity == "serious"
-    assert "the reward is no higher than before" in found["entropy_collapsed"].what
+    findings = trained(BANDIT, lambda: Bandit(coin), steps=5_120, optimizer={"learning_rate": 0.05}, **SMALL)
+    assert findings["entropy_collapsed"].severity == "serious"
+    assert "the reward is no higher than before" in findings["entropy_collapsed"].what
 
 
 def test_a_policy_that_is_rightly_sure_has_not_collapsed() -> None:
-    found = trained(
+    findings = trained(
         BANDIT, lambda: Bandit(lambda arm, *_: arm), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL
     )
-    assert "entropy_collapsed" not in found
-    assert "return_flat" not in found
+    assert "entropy_collapsed" not in findings
+    assert "return_flat" not in findings
 
 
-def test_what_is_learned_and_lost_again_is_said_to_be() -> None:
+def test_what_is_learned_and_lost_again_is_a_finding() -> None:
     turning = lambda arm, episode, draw: arm == (episode > 700)  # noqa: E731
-    found = trained(BANDIT, lambda: Bandit(turning), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL)
-    assert found["return_collapsed"].severity == "serious"
+    findings = trained(BANDIT, lambda: Bandit(turning), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL)
+    assert findings["return_collapsed"].severity == "serious"
 
 
 @pytest.mark.parametrize("what", ["observations", "rewards"])
 def test_a_normaliser_that_cuts_much_off_is_saturated(what: str) -> None:
-    found = trained("CartPole-v1", steps=1_280, normalise={what: True, "clip": 0.05}, **SMALL)
-    assert f"normalised {what} are clipped at ±normalise.clip = 0.05" in found["normaliser_saturated"].what
+    findings = trained("CartPole-v1", steps=1_280, normalise={what: True, "clip": 0.05}, **SMALL)
+    assert f"normalised {what} are clipped at ±normalise.clip = 0.05" in findings["normaliser_saturated"].what
 
 
 def test_a_normaliser_as_it_should_be_is_not() -> None:
-    found = trained("CartPole-v1", steps=1_280, normalise={"observations": True, "rewards": True}, **SMALL)
-    assert "normaliser_saturated" not in found
+    findings = trained("CartPole-v1", steps=1_280, normalise={"observations": True, "rewards": True}, **SMALL)
+    assert "normaliser_saturated" not in findings
 
 
 def test_a_target_kl_that_nothing_passes_ends_all_passes() -> None:
     objective = {"target_kl": 1e-9, "reuse": {"epochs": 4, "minibatches": 2}}
-    found = trained("CartPole-v1", steps=2_560, objective=objective, **SMALL)
-    assert "objective.target_kl = 1e-09" in found["passes_end_at_once"].what
+    findings = trained("CartPole-v1", steps=2_560, objective=objective, **SMALL)
+    assert "objective.target_kl = 1e-09" in findings["passes_end_at_once"].what
 
 
 def test_a_line_search_without_room_takes_no_step() -> None:
     region = {"delta": 50.0, "tries": 1, "damping": 0.0}
-    found = trained("CartPole-v1", steps=2_560, algorithm="TRPO", objective={"trust_region": region}, **SMALL)
-    assert found["no_step_taken"].evidence[0].value < 0.5
+    findings = trained("CartPole-v1", steps=2_560, algorithm="TRPO", objective={"trust_region": region}, **SMALL)
+    assert findings["no_step_taken"].evidence[0].value < 0.5

@@ -51,45 +51,45 @@ def sick(files: Path, reward: str, gold: str | None = None, **fields: Any) -> di
 @pytest.mark.parametrize(("algorithm", "samples"), [("PPO_CLIP", 1), ("GRPO", 4)])
 def test_a_reward_that_never_differs_gives_no_signal(files: Path, algorithm: str, samples: int) -> None:
     sampling = {"prompts": 4, "samples": samples, "max_tokens": 4}
-    found = sick(files, "nothing", steps=16 * samples, algorithm=algorithm, sampling=sampling)
-    assert found["no_reward_signal"].severity == "serious"
-    assert ("every group" if samples > 1 else "every response") in found["no_reward_signal"].what
-    assert "return_flat" not in found, "that is said already"
+    findings = sick(files, "nothing", steps=16 * samples, algorithm=algorithm, sampling=sampling)
+    assert findings["no_reward_signal"].severity == "serious"
+    assert ("every group" if samples > 1 else "every response") in findings["no_reward_signal"].what
+    assert "return_flat" not in findings, "that is said already"
 
 
 def test_a_reward_that_hardly_ever_differs_leaves_few_groups_with_signal(files: Path) -> None:
     sampling = {"prompts": 4, "samples": 2, "max_tokens": 4}
-    found = sick(files, "rarely", steps=64, algorithm="GRPO", sampling=sampling, optimizer={"learning_rate": 1e-9})
-    assert {"no_reward_signal", "few_groups_with_signal"} & set(found)
+    findings = sick(files, "rarely", steps=64, algorithm="GRPO", sampling=sampling, optimizer={"learning_rate": 1e-9})
+    assert {"no_reward_signal", "few_groups_with_signal"} & set(findings)
 
 
 def test_responses_that_are_all_cut_are_noticed(files: Path) -> None:
     sampling = {"prompts": 4, "max_tokens": 1}
-    found = sick(files, "letters", steps=32, sampling=sampling)
-    assert found["responses_cut"].severity == "serious"
-    assert "sampling.max_tokens (it is 1)" in found["responses_cut"].advice[0]
+    findings = sick(files, "letters", steps=32, sampling=sampling)
+    assert findings["responses_cut"].severity == "serious"
+    assert "sampling.max_tokens (it is 1)" in findings["responses_cut"].advice[0]
 
 
 def test_a_proxy_without_an_anchor_is_hacked(files: Path) -> None:
     sampling, optimizer = {"prompts": 8, "max_tokens": 8}, {"learning_rate": 3e-3}
-    found = sick(files, "letters", "variety", steps=240, sampling=sampling, optimizer=optimizer, reference={"beta": 0.0})
-    hacked = found["reward_hacked"]
+    findings = sick(files, "letters", "variety", steps=240, sampling=sampling, optimizer=optimizer, reference={"beta": 0.0})
+    hacked = findings["reward_hacked"]
     assert hacked.severity == "serious"
     assert "the gold score falls" in hacked.what
     assert "reference.beta (it is 0)" in hacked.advice[0]
     assert {"reward", "gold"} <= {evidence.metric for evidence in hacked.evidence}
-    assert "left_reference" in found
+    assert "left_reference" in findings
 
 
 def test_a_kl_below_zero_by_chance_is_explained_and_no_alarm(files: Path) -> None:
     sampling, optimizer = {"prompts": 4, "max_tokens": 4}, {"learning_rate": 3e-4}
-    found = sick(files, "letters", steps=64, sampling=sampling, optimizer=optimizer)
-    assert found["negative_kl"].severity == "note"
-    assert "never negative" in found["negative_kl"].cause
+    findings = sick(files, "letters", steps=64, sampling=sampling, optimizer=optimizer)
+    assert findings["negative_kl"].severity == "note"
+    assert "never negative" in findings["negative_kl"].cause
 
 
 def test_bfloat16_explains_a_ratio_that_is_not_one(files: Path) -> None:
     sampling = {"prompts": 4, "max_tokens": 8, "old_log_probs": "sampler"}
-    found = sick(files, "letters", steps=16, sampling=sampling, precision="bfloat16")
-    assert found["wrong_start"].severity == "note"
-    assert "bfloat16" in found["wrong_start"].cause
+    findings = sick(files, "letters", steps=16, sampling=sampling, precision="bfloat16")
+    assert findings["wrong_start"].severity == "note"
+    assert "bfloat16" in findings["wrong_start"].cause

@@ -29,10 +29,10 @@ def random(seed: int, *shape: int) -> Tensor:
 
 def flags(number: int, *shape: int) -> Tensor:
     """A bool tensor from the bits of a number; from 0 comes all False."""
-    found = torch.zeros(shape, dtype=torch.bool)
-    for i in range(found.numel()):
-        found.view(-1)[i] = bool(number >> (i % 16) & 1)
-    return found
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for i in range(mask.numel()):
+        mask.view(-1)[i] = bool(number >> (i % 16) & 1)
+    return mask
 
 
 def masks(*shape: int) -> st.SearchStrategy[Tensor]:
@@ -107,8 +107,8 @@ def batches(
         if telescoping:
             last = random(seed + 1, rows).tolist()
             columns = (x.tolist() for x in (values, mask, truncated, following))
-            found = [oracles.successors(v, end, *rest) for end, v, *rest in zip(last, *columns, strict=True)]
-            following = torch.tensor(found, dtype=DOUBLE).nan_to_num()
+            actual = [oracles.successors(v, end, *rest) for end, v, *rest in zip(last, *columns, strict=True)]
+            following = torch.tensor(actual, dtype=DOUBLE).nan_to_num()
         return Batch(rewards, values, following, terminated, truncated, mask, gamma)
 
     ends = st.tuples(bits, bits, bits, bits)

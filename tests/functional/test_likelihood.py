@@ -110,11 +110,11 @@ def scored(seed: int, rows: int, chunk: int | None, temperature: float) -> list[
         return 4 * torch.tanh(rows @ weight.T + bias)
 
     if chunk is None:
-        found = F.token_log_probs(head(hidden), tokens, temperature), F.token_entropy(head(hidden), temperature)
+        actual = F.token_log_probs(head(hidden), tokens, temperature), F.token_entropy(head(hidden), temperature)
     else:
-        found = F.chunked_likelihood(hidden, tokens, head, temperature, chunk)
-    total = sum((x * random(seed + 3 + i, rows)).sum() for i, x in enumerate(found))
-    return [*found, *torch.autograd.grad(total, (hidden, weight, bias))]
+        actual = F.chunked_likelihood(hidden, tokens, head, temperature, chunk)
+    total = sum((x * random(seed + 3 + i, rows)).sum() for i, x in enumerate(actual))
+    return [*actual, *torch.autograd.grad(total, (hidden, weight, bias))]
 
 
 @given(seeds, st.integers(1, 9), st.integers(1, 10), temperatures)

@@ -275,6 +275,6 @@ def test_every_function_with_an_optional_mask_is_in_the_masked_table() -> None:
 def test_flags_and_discounts_are_keyword_only(flag: str) -> None:
     """Two of them swapped by position would be silent."""
     staircase = [F.discounted_returns, F.successor_values, F.td_residual, F.n_step_advantages, F.gae]
-    found = [p for f in staircase if (p := inspect.signature(f).parameters.get(flag))]
-    assert found
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in found)
+    flags = [p for f in staircase if (p := inspect.signature(f).parameters.get(flag))]
+    assert flags
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in flags)

@@ -178,7 +178,7 @@ def test_conjugate_gradient_stops_by_its_iterations_and_by_its_tolerance() -> No
     assert tight @ tight <= 1e-10
 
 
-def test_conjugate_gradient_of_no_gradient_is_no_step_and_asks_for_no_product() -> None:
+def test_conjugate_gradient_of_a_zero_gradient_is_no_step_and_computes_no_product() -> None:
     def matvec(v: Tensor) -> Tensor:
         raise AssertionError("nothing to solve")
 

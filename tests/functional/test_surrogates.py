@@ -283,13 +283,13 @@ def test_reinforce_with_weight_one_is_the_cross_entropy_gradient(seed: int, othe
 @given(seeds, masks(3, 5))
 def test_the_ratio_of_a_response_is_the_geometric_mean_of_its_tokens_ratios(seed: int, mask: Tensor) -> None:
     new, old = random(3 * seed, 2, 3, 5)
-    found = F.sequence_ratio(new, old, mask)
+    actual = F.sequence_ratio(new, old, mask)
     for row in range(3):
         kept = [t for t in range(5) if mask[row, t]]
         product = math.prod(math.exp(float(new[row, t] - old[row, t])) for t in kept)
         for t in range(5):
             expected = product ** (1 / len(kept)) if t in kept else 1.0
-            assert found[row, t].item() == pytest.approx(expected, rel=1e-12)
+            assert actual[row, t].item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_ratio_of_a_response_pushes_its_tokens_alike() -> None:

@@ -32,9 +32,9 @@ def vowels(responses):
 
 
 @pytest.fixture(scope="session")
-def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a tiny model, traced in every iteration, whose name and prompts would like to be markup."""
-    folder = tmp_path_factory.mktemp("spoken")
+    folder = tmp_path_factory.mktemp("text")
     write_folder(folder / "llama", "llama")
     (folder / "rewards.py").write_text(REWARD)
     for name, count in (("prompts", 24), ("held_out", 8)):
@@ -60,7 +60,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def inspector() -> Iterator[Callable[[list[Path]], str]]:
     """Begins to serve some runs, and says the address that the command would print."""
-    begun: list[tuple[Any, threading.Thread]] = []
+    servers: list[tuple[Any, threading.Thread]] = []
 
     def begin(runs: list[Path]) -> str:
         listening = socket.create_server(("127.0.0.1", 0))
@@ -69,10 +69,10 @@ def inspector() -> Iterator[Callable[[list[Path]], str]]:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        begun.append((server, thread))
+        servers.append((server, thread))
         return f"http://127.0.0.1:{port}/enter?token=once"
 
     yield begin
-    for server, thread in begun:
+    for server, thread in servers:
         server.should_exit = True
         thread.join(20)

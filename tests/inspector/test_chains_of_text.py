@@ -21,7 +21,7 @@ from .test_inspector import bold, number, settled
 Begin = Callable[[list[Path]], str]
 
 
-def says(folder: Path, chances: Mapping[str, float]) -> Path:
+def language_model(folder: Path, chances: Mapping[str, float]) -> Path:
     """A model that says these characters about as often as told, the empty one being its end, nearly whatever it has read."""
     words, made = tokenizer(), model("gpt2")
     wanted = {words.eos_token_id if not text else words.convert_tokens_to_ids(text): p for text, p in chances.items()}
@@ -56,7 +56,7 @@ def train(folder: Path, start: Path, prompts: list[dict[str, Any]], **fields: An
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digits of which each is right or wrong by itself."""
     folder = tmp_path_factory.mktemp("dense")
-    start = says(folder / "start", {"2": 0.45, "3": 0.45, "": 0.1})
+    start = language_model(folder / "start", {"2": 0.45, "3": 0.45, "": 0.1})
     prompts = [{"prompt": f"{i:04b}=".replace("0", "2")} for i in range(16)]
     return train(
         folder,
@@ -72,7 +72,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Games of guessing a number, most of them of several turns."""
     folder = tmp_path_factory.mktemp("turns")
-    start = says(folder / "start", {**{str(digit): 0.07 for digit in range(1, 8)}, "": 0.5})
+    start = language_model(folder / "start", {**{str(digit): 0.07 for digit in range(1, 8)}, "": 0.5})
     return train(
         folder,
         start,
@@ -138,7 +138,7 @@ def test_a_step_earns_on_its_own_token_and_the_chain_adds_up(page: Any, dense: P
         assert following(page) == pytest.approx(float(row.advantages[t + 1]), rel=2e-3), "one step of the same response on"
 
 
-def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(
+def test_messages_of_others_are_shown_and_skipped_and_the_chain_continues_after_them(
     page: Any, turns: Path, inspector: Begin
 ) -> None:
     trace = opened(page, turns, inspector)
@@ -153,10 +153,10 @@ def test_what_others_said_is_shown_and_skipped_and_the_chain_goes_on_behind_it(
     for index, t in gaps[:2]:
         row = choose(page, trace, index, t)
         back = next(i for i in range(t + 1, len(row.mask)) if row.mask[i])
-        heard = "".join(row.about["tokens"][t + 1 : back])
-        assert "higher" in heard or "lower" in heard
+        received = "".join(row.about["tokens"][t + 1 : back])
+        assert "higher" in received or "lower" in received
         shown = page.query_selector_all("#steps .masked")
-        assert "".join(cell.text_content() for cell in shown).replace("⏎", "\n").count(heard) >= 1
+        assert "".join(cell.text_content() for cell in shown).replace("⏎", "\n").count(received) >= 1
         assert following(page) == pytest.approx(float(row.advantages[back]), rel=2e-3)
         assert bold(page, "TD residual") == pytest.approx(
             float(row.rewards[t] + trace.gamma * row.values[back] - row.values[t]), abs=2e-3

@@ -43,7 +43,7 @@ def number(text: str) -> float:
     return float(text.replace("−", "-").replace(",", ""))
 
 
-def test_every_cell_is_what_functional_says(table: Any) -> None:
+def test_every_cell_equals_what_functional_computes(table: Any) -> None:
     branches = set()
     for low, high, dual in RULES:
         set_rule(table, low, high, dual)
@@ -188,10 +188,10 @@ def test_a_long_run_is_thinned_evenly() -> None:
     assert few.advantages.equal(-few.ratios)
 
 
-def test_the_command_writes_a_page_that_asks_nobody_for_anything(command: Any, cart: Path, tmp_path: Path) -> None:
-    code, said, _ = command("inspect", "--clip-table")
+def test_the_command_writes_a_page_that_loads_nothing_else(command: Any, cart: Path, tmp_path: Path) -> None:
+    code, output, _ = command("inspect", "--clip-table")
     assert code == 0
-    assert said.startswith("clip-table.html: the clip table; ")
+    assert output.startswith("clip-table.html: the clip table; ")
     text = (tmp_path / "clip-table.html").read_text("utf-8")
     assert "http://www.w3.org/2000/svg" in text
     assert text.replace("http://www.w3.org/2000/svg", "").count("http") == 1, "the one in http-equiv"
@@ -201,16 +201,16 @@ def test_the_command_writes_a_page_that_asks_nobody_for_anything(command: Any, c
     assert [run["name"] for run in json.loads(held)] == ["cart"]
 
 
-def test_what_is_no_run_or_has_no_samples_is_said_in_one_line(command: Any, cart: Path, tmp_path: Path) -> None:
-    code, _, said = command("inspect", "--clip-table", "nowhere")
+def test_a_folder_without_a_run_or_samples_is_a_one_line_error(command: Any, cart: Path, tmp_path: Path) -> None:
+    code, _, output = command("inspect", "--clip-table", "nowhere")
     assert code == 2
-    assert said.startswith("surefoot: nowhere: no such run folder")
+    assert output.startswith("surefoot: nowhere: no such run folder")
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.toml").write_text((cart / "config.toml").read_text())
-    code, _, said = command("inspect", "--clip-table", str(bare))
+    code, _, output = command("inspect", "--clip-table", str(bare))
     assert code == 2
-    assert "has no traces of a loss with ratios" in said
-    code, _, said = command("inspect", "--clip-table", "--out", str(tmp_path / "no" / "where.html"))
+    assert "has no traces of a loss with ratios" in output
+    code, _, output = command("inspect", "--clip-table", "--out", str(tmp_path / "no" / "where.html"))
     assert code == 2
-    assert "can't be written" in said
+    assert "can't be written" in output

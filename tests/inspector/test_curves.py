@@ -96,7 +96,7 @@ def test_a_line_that_does_not_fit_between_its_neighbours_is_passed_over_when_the
     assert columns.columns["steps"].tolist() == [10.0 * i for i in (1, 2, 3, 4, 5, 6, 7, 9, 10)]
 
 
-def test_a_file_that_a_resumed_run_cut_back_is_read_anew(columns: Columns, tmp_path: Path) -> None:
+def test_a_file_that_a_resumed_run_truncated_is_read_again(columns: Columns, tmp_path: Path) -> None:
     assert columns.read_on() == 7
     write(tmp_path / "other", rows(1, 4), "w")
     (tmp_path / "other").replace(columns.path)
@@ -105,12 +105,12 @@ def test_a_file_that_a_resumed_run_cut_back_is_read_anew(columns: Columns, tmp_p
     assert columns.read_on() == 0
 
 
-def test_few_iterations_are_told_as_they_are(columns: Columns) -> None:
+def test_few_iterations_are_not_averaged(columns: Columns) -> None:
     columns.read_on()
     grid = grid_of([columns], -np.inf, np.inf, 100)
-    told = curve(columns, "score", grid, 1)
+    result = curve(columns, "score", grid, 1)
     assert grid.tolist() == [10.0 * i for i in range(1, 8)]
-    assert numbers(told.high) == numbers(told.low) == numbers(told.smooth) == [None, None, 3.0, None, None, 6.0, None]
+    assert numbers(result.high) == numbers(result.low) == numbers(result.smooth) == [None, None, 3.0, None, None, 6.0, None]
     assert numbers(curve(columns, "nothing", grid, 1).high) == [None] * 7
 
 
@@ -124,11 +124,11 @@ def test_no_spike_of_many_iterations_is_lost(tmp_path: Path) -> None:
     run = Columns(path)
     run.read_on()
     grid = grid_of([run], 1_000.0, 4_500.0, 100)
-    told = curve(run, "x", grid, 50)
+    result = curve(run, "x", grid, 50)
     assert len(grid) == 100
     assert (grid[0], grid[-1]) == (1_000.0, 4_500.0)
-    assert told.high.max() == 99.0
-    for before, at, low, high, smooth in zip(grid, grid[1:], told.low[1:], told.high[1:], told.smooth[1:], strict=False):
+    assert result.high.max() == 99.0
+    for before, at, low, high, smooth in zip(grid, grid[1:], result.low[1:], result.high[1:], result.smooth[1:], strict=False):
         span = values[int(before) + 1 : int(at) + 1]
         assert (low, high) == (np.nanmin(span), np.nanmax(span))
         assert smooth == pytest.approx(np.nanmean(values[int(at) - 49 : int(at) + 1]))
@@ -142,9 +142,9 @@ def test_runs_of_different_lengths_share_a_grid(tmp_path: Path) -> None:
         runs[-1].read_on()
     grid = grid_of(runs, -np.inf, np.inf, 1000)
     assert set(grid.tolist()) == {7.0 * i for i in range(1, 20)} | {11.0 * i for i in range(1, 20)}
-    told = dict(zip(grid.tolist(), curve(runs[0], "x", grid, 1).high.tolist(), strict=True))
-    assert told[7.0 * 12] == 12.0
-    assert np.isnan(told[11.0])
+    highs = dict(zip(grid.tolist(), curve(runs[0], "x", grid, 1).high.tolist(), strict=True))
+    assert highs[7.0 * 12] == 12.0
+    assert np.isnan(highs[11.0])
 
 
 def test_a_running_mean_forgets_what_is_older_and_skips_what_is_unknown() -> None:

@@ -1,4 +1,4 @@
-"""The frame beside a traced step is of that very step: real films, decoded by a real browser."""
+"""The frame beside a traced step is of that very step: real videos, decoded by a real browser."""
 
 import shutil
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from surefoot import read_trace
 from surefoot.control.video import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.inspector.folders import RunFolders
-from surefoot.runs.reading import film_of, refusal_of, traces_in
+from surefoot.runs.reading import replay_failure, trace_video, traces_in
 
 from .test_inspector import settled, until
 from .test_server import TOKEN, client
 
 Begin = Callable[[list[Path]], str]
 PROFILES = """() => {
-  const [film, canvas] = [document.getElementById("film"), document.createElement("canvas")];
-  [canvas.width, canvas.height] = [film.videoWidth, film.videoHeight];
+  const [video, canvas] = [document.getElementById("frame-video"), document.createElement("canvas")];
+  [canvas.width, canvas.height] = [video.videoWidth, video.videoHeight];
   const pen = canvas.getContext("2d");
-  pen.drawImage(film, 0, 0);
+  pen.drawImage(video, 0, 0);
   const { data, width, height } = pen.getImageData(0, 0, canvas.width, canvas.height);
   const found = new Array(width + height).fill(0);
   for (let y = 0; y < height; y++) for (let x = 0; x < width; x++) {
@@ -38,9 +38,9 @@ PROFILES = """() => {
 
 
 @pytest.fixture(scope="module")
-def filmed(cart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run, with films of its last trace."""
-    copy = tmp_path_factory.mktemp("filmed") / "cart"
+def recorded(cart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, with videos of its last trace."""
+    copy = tmp_path_factory.mktemp("has_video") / "cart"
     shutil.copytree(cart, copy)
     assert len(list(record_traces(copy, "last", size=(600, 400), caption=False))) == 3
     return copy
@@ -60,13 +60,13 @@ def pictures(row: TracedRow) -> np.ndarray:
     return np.concatenate([light.mean(1), light.mean(2)], 1)
 
 
-def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: Any, filmed: Path, inspector: Begin) -> None:
-    trace = read_trace(traces_in(filmed / "traces")[-1])
+def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: Any, recorded: Path, inspector: Begin) -> None:
+    trace = read_trace(traces_in(recorded / "traces")[-1])
     index = max(range(3), key=lambda i: len(trace.rows[i].rewards))
     row = trace.rows[index]
-    known, last = pictures(row), len(row.rewards) - 1
+    frames, last = pictures(row), len(row.rewards) - 1
     assert last > 10
-    page.goto(inspector([filmed]))
+    page.goto(inspector([recorded]))
     page.click("nav a[data-view=steps]")
     settled(page)
     if index:
@@ -76,7 +76,7 @@ def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: 
         page.click(f"#steps [data-t='{t}']")
         page.wait_for_selector(f"#frame[data-step='{t}']")
         shown = np.array(page.evaluate(PROFILES))
-        assert int(np.abs(known - shown).mean(1).argmin()) == t, "another moment of the episode looks more like it"
+        assert int(np.abs(frames - shown).mean(1).argmin()) == t, "another moment of the episode looks more like it"
         assert f"Before step {row.about['step'] + t} of episode {row.about['episode']}" in page.inner_text("#frame")
     page.click("#steps [data-t='0']")
     page.wait_for_selector("#frame[data-step='0']")
@@ -85,61 +85,63 @@ def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: 
     assert "After the last step" in page.inner_text("#frame")
     until(page, "document.getElementById('play').textContent === 'Play'")
     chosen = int(page.get_attribute("#steps [aria-selected=true]", "data-t"))
-    assert chosen > last // 2, "whoever plays the film walks along the steps"
+    assert chosen > last // 2, "whoever plays the video walks along the steps"
     assert page.get_attribute("#audit", "data-wrong") == "0"
 
 
-def test_the_films_of_whole_episodes_are_there_and_nothing_about_answers(
-    page: Any, filmed: Path, inspector: Begin, tmp_path: Path
+def test_videos_of_whole_episodes_are_shown_and_nothing_about_answers(
+    page: Any, recorded: Path, inspector: Begin, tmp_path: Path
 ) -> None:
     run = tmp_path / "cart"
-    shutil.copytree(filmed, run)
+    shutil.copytree(recorded, run)
     shutil.copy(next((run / "videos" / "traces").glob("*.mp4")), run / "videos" / "CartPole-v1-10.mp4")
     page.goto(inspector([run]))
     page.click("nav a[data-view=samples]")
-    page.wait_for_selector("#films video")
-    assert page.inner_text("#films figcaption") == "CartPole-v1-10.mp4"
+    page.wait_for_selector("#videos video")
+    assert page.inner_text("#videos figcaption") == "CartPole-v1-10.mp4"
     assert "[object" not in page.inner_text("body")
-    until(page, "document.querySelector('#films video').readyState > 0")
+    until(page, "document.querySelector('#videos video').readyState > 0")
     assert page.locator("#before").is_hidden(), "an agent gave no answers"
 
 
-def test_what_is_not_filmed_says_how_it_can_be(page: Any, filmed: Path, spoken: Path, inspector: Begin) -> None:
-    first = traces_in(filmed / "traces")[0].stem
-    page.goto(inspector([filmed, spoken]))
+def test_a_step_without_a_video_shows_the_command_that_records_one(
+    page: Any, recorded: Path, text_run: Path, inspector: Begin
+) -> None:
+    first = traces_in(recorded / "traces")[0].stem
+    page.goto(inspector([recorded, text_run]))
     page.click("nav a[data-view=steps]")
     settled(page)
-    page.wait_for_selector("#film")
+    page.wait_for_selector("#frame-video")
     page.locator("#iteration").fill("0")
     until(page, f"location.hash.startsWith('#steps/0/{first}/')")
-    assert page.inner_text("#frame code") == f"surefoot watch {filmed} --traced {first}"
-    assert page.locator("#film").is_hidden()
-    row = read_trace(traces_in(filmed / "traces")[0]).rows[0]
-    refusal_of(film_of(filmed, int(first), 0, row)).write_text("<b>the reward</b> of step 3 came out otherwise\n")  # type: ignore[arg-type]
+    assert page.inner_text("#frame code") == f"surefoot watch {recorded} --traced {first}"
+    assert page.locator("#frame-video").is_hidden()
+    row = read_trace(traces_in(recorded / "traces")[0]).rows[0]
+    replay_failure(trace_video(recorded, int(first), 0, row)).write_text("<b>the reward</b> of step 3 came out otherwise\n")  # type: ignore[arg-type]
     page.reload()
     settled(page)
     until(page, "document.querySelector('#frame figcaption').textContent.includes('No video: <b>the reward</b> of step 3')")
-    assert page.inner_text("#frame code") == f"surefoot watch {filmed} --traced {first}"
+    assert page.inner_text("#frame code") == f"surefoot watch {recorded} --traced {first}"
     page.select_option("#steps-run", "1")
     until(page, "location.hash.startsWith('#steps/1/')")
     assert page.locator("#frame").is_hidden(), "text has no frames"
 
 
-def test_a_film_is_sent_in_parts_to_whoever_is_inside_and_only_of_its_own_row(filmed: Path, tmp_path: Path) -> None:
+def test_a_video_is_sent_in_ranges_to_logged_in_browsers_and_only_for_its_own_row(recorded: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(filmed, run)
+    shutil.copytree(recorded, run)
     steps = traces_in(run / "traces")[-1].stem
     inside = client(RunFolders([run]))
-    path = f"/api/runs/0/traces/{steps}/rows/1/film"
+    path = f"/api/runs/0/traces/{steps}/rows/1/video"
     assert inside.get(path).status_code == 403
     assert inside.get(f"/enter?token={TOKEN}").status_code == 303
     part = inside.get(path, headers={"range": "bytes=4-7"})
     assert (part.status_code, part.content, part.headers["content-type"]) == (206, b"ftyp", "video/mp4")
-    assert inside.get(f"/api/runs/0/traces/{steps}/rows/9/film").status_code == 404
-    assert inside.get(f"/api/runs/0/traces/{traces_in(run / 'traces')[0].stem}/rows/1/film").status_code == 404
-    film = next((run / "videos" / "traces").glob(f"{steps}-1-*.mp4"))
-    film.rename(film.with_name(film.name.replace(f"{steps}-1-", f"{steps}-1-0")))
+    assert inside.get(f"/api/runs/0/traces/{steps}/rows/9/video").status_code == 404
+    assert inside.get(f"/api/runs/0/traces/{traces_in(run / 'traces')[0].stem}/rows/1/video").status_code == 404
+    video = next((run / "videos" / "traces").glob(f"{steps}-1-*.mp4"))
+    video.rename(video.with_name(video.name.replace(f"{steps}-1-", f"{steps}-1-0")))
     assert inside.get(path).status_code == 404, "it is not known to be of this episode"
-    film.symlink_to(run / "config.toml")
+    video.symlink_to(run / "config.toml")
     assert inside.get(path).status_code == 404
     assert isinstance(inside, TestClient)

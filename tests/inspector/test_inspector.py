@@ -40,7 +40,7 @@ def until(page: Any, condition: str) -> None:
     raise AssertionError(f"never became true: {condition}")
 
 
-def test_curves_are_the_runs_own_and_share_a_cursor(page: Any, cart: Path, spoken: Path, inspector: Begin) -> None:
+def test_curves_are_the_runs_own_and_share_a_cursor(page: Any, cart: Path, text_run: Path, inspector: Begin) -> None:
     page.goto(inspector([cart]))
     page.wait_for_selector("#curves[data-iterations='8'] .chart canvas")
     assert "token" not in page.url, "the address in the bar is one that can be kept"
@@ -103,11 +103,11 @@ def test_a_run_that_goes_on_is_followed(page: Any, cart: Path, tmp_path: Path, i
     assert f"{last['steps']:,} of 2,048 steps" in page.inner_text("#runs")
 
 
-def test_the_chain_of_a_token_adds_up_and_is_what_the_trace_has(page: Any, spoken: Path, inspector: Begin) -> None:
-    page.goto(inspector([spoken]))
+def test_the_chain_of_a_token_adds_up_and_is_what_the_trace_has(page: Any, text_run: Path, inspector: Begin) -> None:
+    page.goto(inspector([text_run]))
     page.click("nav a[data-view=steps]")
     settled(page)
-    files = traces_in(spoken / "traces")
+    files = traces_in(text_run / "traces")
     trace = read_trace(files[-1])
     lengths = [len(row.rewards) for row in trace.rows]
     index = lengths.index(max(lengths))
@@ -138,8 +138,8 @@ def test_the_chain_of_a_token_adds_up_and_is_what_the_trace_has(page: Any, spoke
         assert int(page.get_attribute("#audit", "data-count")) > 20
 
 
-def test_tokens_are_coloured_found_and_walked_through(page: Any, spoken: Path, inspector: Begin) -> None:
-    page.goto(inspector([spoken]))
+def test_tokens_are_coloured_and_reached_by_search_and_keys(page: Any, text_run: Path, inspector: Begin) -> None:
+    page.goto(inspector([text_run]))
     page.click("nav a[data-view=steps]")
     settled(page)
     names = [button.inner_text() for button in page.query_selector_all("[data-colour]")]
@@ -151,7 +151,7 @@ def test_tokens_are_coloured_found_and_walked_through(page: Any, spoken: Path, i
     assert len({tuple(each) for each in colours.values()}) == 3
     page.click("[data-find=ratio]")
     page.wait_for_selector("#hits li")
-    highest = max(float(row.visits.ratio.max()) for file in traces_in(spoken / "traces") for row in read_trace(file).rows)
+    highest = max(float(row.visits.ratio.max()) for file in traces_in(text_run / "traces") for row in read_trace(file).rows)
     page.click("#hits li:first-child button")
     shown = "Number(document.querySelector('#chain [data-term=ratio] b').textContent)"
     until(page, f"Math.abs({shown} - {highest}) < 1e-3")
@@ -214,9 +214,9 @@ def test_every_algorithms_chain_adds_up(page: Any, tmp_path: Path, inspector: Be
     assert int(page.get_attribute("#audit", "data-count")) > 30
 
 
-def test_before_and_after_and_whatever_a_run_says_is_text(page: Any, spoken: Path, tmp_path: Path, inspector: Begin) -> None:
-    copy = tmp_path / spoken.name
-    shutil.copytree(spoken, copy)
+def test_before_and_after_and_all_text_of_a_run_is_escaped(page: Any, text_run: Path, tmp_path: Path, inspector: Begin) -> None:
+    copy = tmp_path / text_run.name
+    shutil.copytree(text_run, copy)
     steps = sorted(int(file.stem) for file in (copy / "samples").iterdir())
     files = [copy / "samples" / f"{at}.jsonl" for at in (steps[0], steps[-1])]
     first, last = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
@@ -224,13 +224,13 @@ def test_before_and_after_and_whatever_a_run_says_is_text(page: Any, spoken: Pat
     files[1].write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in last))
     page.goto(inspector([copy]))
     page.wait_for_selector(".chart canvas")
-    assert spoken.name in page.inner_text("#runs")
+    assert text_run.name in page.inner_text("#runs")
     page.click("nav a[data-view=steps]")
     settled(page)
     assert HOSTILE in page.inner_text("#prompt")
     page.click("nav a[data-view=clip]")
     page.wait_for_selector("[data-counter=good-inside] b")
-    assert page.text_content("#run option") == spoken.name
+    assert page.text_content("#run option") == text_run.name
     page.click("nav a[data-view=samples]")
     page.wait_for_selector("#samples tbody tr")
     rows = page.locator("#samples tbody tr")
@@ -238,10 +238,10 @@ def test_before_and_after_and_whatever_a_run_says_is_text(page: Any, spoken: Pat
     turned = rows.nth(0).inner_text()
     assert f"\\u202e\\u001b\\u2028{HOSTILE}" in turned, "what would turn the writing round is shown as its number"
     for i, (before, after) in list(enumerate(zip(first, last, strict=True)))[1:]:
-        told = rows.nth(i).inner_text()
+        text = rows.nth(i).inner_text()
         assert before["prompt"] == after["prompt"]
         for sample in (before, after):
-            assert sample["response"].replace("\n", "⏎").strip()[:20] in told
+            assert sample["response"].replace("\n", "⏎").strip()[:20] in text
     assert page.locator("img").count() == 0
     assert "taken" not in page.title().split("·")[1]
 

@@ -53,38 +53,38 @@ def test_a_browser_gets_in_by_the_file_once_and_the_cookie_stays_strict(
 def opened(cart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[], None]]]:
     """What a browser was told by the command, and how to end the inspector."""
     servers: list[uvicorn.Server] = []
-    told: list[str] = []
-    known = threading.Event()
+    addresses: list[str] = []
+    ready = threading.Event()
     monkeypatch.setattr(uvicorn.Server, "__init__", remembering(uvicorn.Server.__init__, servers))
     monkeypatch.setattr(cli_inspect, "has_desktop", lambda: True)
-    monkeypatch.setattr(cli_inspect.webbrowser, "open", lambda uri: (told.append(uri), known.set()))
+    monkeypatch.setattr(cli_inspect.webbrowser, "open", lambda uri: (addresses.append(uri), ready.set()))
     monkeypatch.setenv("HOME", str(tmp_path))
     thread = threading.Thread(target=cli_inspect.show_runs, args=([cart], 0, False))
     thread.start()
-    assert known.wait(20)
+    assert ready.wait(20)
 
     def end() -> None:
         servers[0].should_exit = True
         thread.join(20)
         assert not thread.is_alive()
 
-    yield told[0], end
+    yield addresses[0], end
     end()
 
 
 def test_the_file_goes_as_soon_as_somebody_is_inside(opened: tuple[str, Callable[[], None]], tmp_path: Path) -> None:
     file = file_of(opened[0])
     assert file.parent == tmp_path, "a home folder, which browsers in a sandbox can read"
-    found = re.search(r"url=http://127\.0\.0\.1:(\d+)(/enter\?token=[\w-]{32})\"", file.read_text())
-    assert found is not None
-    assert found[2].split("=")[1] not in opened[0]
-    connection = HTTPConnection("127.0.0.1", int(found[1]), timeout=10)
+    match = re.search(r"url=http://127\.0\.0\.1:(\d+)(/enter\?token=[\w-]{32})\"", file.read_text())
+    assert match is not None
+    assert match[2].split("=")[1] not in opened[0]
+    connection = HTTPConnection("127.0.0.1", int(match[1]), timeout=10)
     connection.request("GET", "/enter?token=wrong")
     answer = connection.getresponse()
     answer.read()
     assert answer.status == 403
     assert file.exists(), "nobody is inside yet"
-    connection.request("GET", found[2])
+    connection.request("GET", match[2])
     answer = connection.getresponse()
     answer.read()
     assert answer.status == 303

@@ -19,7 +19,7 @@ from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
-from surefoot.language.models.language_model import from_trees
+from surefoot.language.models.language_model import from_parts
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
 from surefoot.language.models.reward_model import RewardModel
@@ -48,16 +48,16 @@ def files(tmp_path: Path) -> dict[str, str]:
         rows["demonstrations"].append({"prompt": prompt, "completion": "yes" * (1 + i % 2)})
         rows["pairs"].append({"prompt": prompt, "chosen": "yes" * (1 + i % 2), "rejected": "no"})
         rows["prompts"].append({"prompt": prompt})
-    for name, found in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     (tmp_path / "rewards.py").write_text("def vowels(responses):\n    return [float(t.count('a')) for t in responses]\n")
     return {name: str(tmp_path / f"{name}.jsonl") for name in rows} | {"reward": f"{tmp_path / 'rewards.py'}:vowels"}
 
 
 def table(kind: str, files: dict[str, str], model: Path, /, **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": kind, "model": str(model), "adapter": SMALL, "optimizer": {"learning_rate": 1e-2}}
+    fields: dict[str, Any] = {"kind": kind, "model": str(model), "adapter": SMALL, "optimizer": {"learning_rate": 1e-2}}
     if kind == "language":
-        found |= {
+        fields |= {
             "steps": 32,
             "data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32},
             "sampling": {"prompts": 8, "max_tokens": 6},
@@ -66,13 +66,13 @@ def table(kind: str, files: dict[str, str], model: Path, /, **changes: Any) -> d
         }
     else:
         rows = files["demonstrations" if kind == "sft" else "pairs"]
-        found |= {"steps": 32, "data": {"train": rows, "held_out": rows, "max_length": 32, "batch": 8}}
-    return {**found, **changes}
+        fields |= {"steps": 32, "data": {"train": rows, "held_out": rows, "max_length": 32, "batch": 8}}
+    return {**fields, **changes}
 
 
 def started(kind: str, files: dict[str, str], model: Path, run: Path, **changes: Any) -> Any:
-    given = table(kind, files, model, **changes)
-    return surefoot.train(given.pop("kind"), run_dir=run, **given)
+    fields = table(kind, files, model, **changes)
+    return surefoot.train(fields.pop("kind"), run_dir=run, **fields)
 
 
 def moved(base: SharedBase, role: str, seed: int = 5) -> None:
@@ -85,8 +85,8 @@ def moved(base: SharedBase, role: str, seed: int = 5) -> None:
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
-    return found
+        scores: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
+    return scores
 
 
 # ---- the base -----------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_only_adapters_can_be_trained_and_each_starts_from_a_stream_of_its_own(l
     assert not any(torch.equal(a[name], b[name]) for name in a if ".lora_A." in name)
 
 
-def test_merged_weights_say_what_the_adapter_model_says(loaded: tuple[Any, Any]) -> None:
+def test_merged_weights_have_the_logits_of_the_adapter_model(loaded: tuple[Any, Any]) -> None:
     model = loaded[0]
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(**SMALL))
@@ -184,14 +184,14 @@ def batch() -> Batch:
 def test_roles_on_one_base_have_the_loss_and_the_gradients_of_separate_copies(checkpointing: bool, folder: Path) -> None:
     together, base = roles(folder, checkpointing)
     separate, bases = apart(folder)
-    found = []
+    results = []
     for policy in (together, separate):
         b = batch()
         objective = make_recipe({"kind": "control", "task": "CartPole-v1"}).objective
         total, _, _ = loss(policy(b.inputs, b.actions, b.mask), b, objective, denominator=b.mask.sum(), beta=0.0)
         total.backward()  # type: ignore[no-untyped-call]
-        found.append(float(total.detach()))
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+        results.append(float(total.detach()))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
     for role in (POLICY, VALUE):
         own = {name: p.grad for name, p in base.parameters(role)}
         other = {name: p.grad for name, p in bases[role].parameters(role)}
@@ -311,13 +311,13 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     if kind != "language":
         extra = {"adapter": {**SMALL, "dropout": 0.2}}
     started(kind, files, model, tmp_path / "whole", **extra)
-    given = table(kind, files, model, **extra)
-    given.pop("kind")
+    fields = table(kind, files, model, **extra)
+    fields.pop("kind")
 
     def halfway(metrics: Any) -> bool:
         return bool(metrics["steps"] >= 16)
 
-    surefoot.train(kind, run_dir=tmp_path / "cut", callback=halfway, **given)
+    surefoot.train(kind, run_dir=tmp_path / "cut", callback=halfway, **fields)
     surefoot.resume(tmp_path / "cut")
     ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32") for run in ("whole", "cut")]
     assert ends[0]["agent"].keys() == ends[1]["agent"].keys()
@@ -343,16 +343,16 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
         assert (one - logits(load_model(model)[0])).abs().max() > 1e-3
         torch.testing.assert_close(logits(surefoot.load(folder).model), two, atol=1e-6, rtol=0)
     torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
-    told = evaluate_run(folder)
-    assert told["steps"] > 0
+    report = evaluate_run(folder)
+    assert report["steps"] > 0
 
 
 def test_a_base_that_has_changed_or_gone_is_refused(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
     model = tmp_path / "base"
     shutil.copytree(folders["llama"], model)
-    given = table("sft", files, model)
-    given.pop("kind")
-    surefoot.train("sft", run_dir=tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 16, **given)
+    fields = table("sft", files, model)
+    fields.pop("kind")
+    surefoot.train("sft", run_dir=tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 16, **fields)
     write_folder(model, "llama", seed=7)
     with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
         surefoot.resume(tmp_path / "run")
@@ -367,7 +367,7 @@ def test_a_base_that_has_changed_or_gone_is_refused(files: dict[str, str], folde
         surefoot.load(tmp_path / "run")
 
 
-def test_the_code_of_a_checkpoints_base_runs_only_where_who_loads_it_says_so(
+def test_the_code_of_a_checkpoints_base_runs_only_if_the_caller_allows_it(
     files: dict[str, str],
     folders: dict[str, Path],
     tmp_path: Path,
@@ -383,15 +383,15 @@ def test_the_code_of_a_checkpoints_base_runs_only_where_who_loads_it_says_so(
     (evil / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto, "architectures": ["Own"]}))
     (evil / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise RuntimeError('ran')\n")
     where = checkpoint_to_load(tmp_path / "run")
-    trees = load_checkpoint(where)
-    trees["recipe"]["trust_remote_code"], trees["base"]["model"] = True, str(evil)
+    parts = load_checkpoint(where)
+    parts["recipe"]["trust_remote_code"], parts["base"]["model"] = True, str(evil)
     with pytest.raises(SurefootError, match="its own Python code, which is not run by default"):
-        from_trees(trees, where)
+        from_parts(parts, where)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(SurefootError, match="RuntimeError: ran"):
-        from_trees(trees, where, trust_remote_code=True)
+        from_parts(parts, where, trust_remote_code=True)
     (tmp_path / "ran").unlink()
-    save_checkpoint(where, trees)
+    save_checkpoint(where, parts)
     words = ("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))
     assert "its own Python code, which is not run by default" in command(*words)[2]
     assert not (tmp_path / "ran").exists()
@@ -416,7 +416,7 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"adapter": {"rank": 0}}, r"^adapter.rank=0: "),
         ({"adapter": {"targets": []}}, r"^adapter.targets"),
@@ -430,9 +430,9 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused_in_one_line(
-    changes: dict[str, Any], said: str, files: dict[str, str], folders: dict[str, Path]
+    changes: dict[str, Any], message: str, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
-    with pytest.raises(SurefootError, match=said) as error:
+    with pytest.raises(SurefootError, match=message) as error:
         make_recipe(table("sft", files, folders["llama"], **changes))
     assert "\n" not in str(error.value)
 
@@ -467,7 +467,7 @@ def test_without_peft_the_extra_is_named(
         SupervisedWorld(make_recipe(table("sft", files, folders["llama"])))  # type: ignore[arg-type]
 
 
-def test_the_adapter_folder_says_whose_it_is(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_adapter_folder_names_its_base_model(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
     started("sft", files, folders["gpt2"], tmp_path / "run")
     note = json.loads((tmp_path / "run" / "adapter" / "base.json").read_text())
     assert note["model"] == str(folders["gpt2"])

@@ -14,7 +14,7 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.terms import FunctionReward
 from surefoot.recipes.reading import make_recipe
 
-from .tiny import say
+from .tiny import set_probabilities
 
 WANTED = ("a", "b", "a", "", "bb", "zz")
 
@@ -38,34 +38,34 @@ def made(folder: Path, where: Path, **reward: Any) -> tuple[LanguageWorld, list[
     """A world whose policy says a (0.5), b (0.3) or ends (0.2), and all responses that its reward was asked about."""
     world = LanguageWorld(make_recipe(recipe(folder, where, **reward)))  # type: ignore[arg-type]
     letters = [world.tokens.encode_prompt(letter)[-1] for letter in "ab"]
-    say(world.policy.model, [*letters, world.tokens.eos_id], (0.5, 0.3, 0.2))
-    asked: list[list[str]] = []
+    set_probabilities(world.policy.model, [*letters, world.tokens.eos_id], (0.5, 0.3, 0.2))
+    requests: list[list[str]] = []
     verifier = world.reward
 
     def watching(prompts: Any, responses: Any, columns: Any, tokens: Any = None) -> Any:
-        asked.append(list(responses))
+        requests.append(list(responses))
         return verifier(prompts, responses, columns)
 
     world.reward = watching
-    return world, asked
+    return world, requests
 
 
-def test_each_number_is_what_the_written_responses_say(folders: dict[str, Path], tmp_path: Path) -> None:
-    world, asked = made(folders["llama"], tmp_path, missing_eos="none")
-    told = measure_attempts(world, Attempts(4, (1, 4)))
-    assert [len(responses) for responses in asked] == [2, 8] * 3, "no more responses at a time than training samples"
-    greedy = [response for responses in asked[::2] for response in responses]
-    drawn = [response for responses in asked[1::2] for response in responses]
+def test_each_number_follows_from_the_written_responses(folders: dict[str, Path], tmp_path: Path) -> None:
+    world, requests = made(folders["llama"], tmp_path, missing_eos="none")
+    report = measure_attempts(world, Attempts(4, (1, 4)))
+    assert [len(responses) for responses in requests] == [2, 8] * 3, "no more responses at a time than training samples"
+    greedy = [response for responses in requests[::2] for response in responses]
+    drawn = [response for responses in requests[1::2] for response in responses]
     groups = [drawn[row * 4 : row * 4 + 4] for row in range(6)]
     assert greedy == ["aaa"] * 6
     right = [sum(response == wanted for response in group) for group, wanted in zip(groups, WANTED, strict=True)]
     assert 0 < sum(right) < 24
-    assert told["greedy_accuracy"] == 0
-    assert told["sampled_accuracy"] == told["pass_at"]["1"] == sum(right) / 24
-    assert told["pass_at"]["4"] == pytest.approx(sum(count > 0 for count in right) / 6)
+    assert report["greedy_accuracy"] == 0
+    assert report["sampled_accuracy"] == report["pass_at"]["1"] == sum(right) / 24
+    assert report["pass_at"]["4"] == pytest.approx(sum(count > 0 for count in right) / 6)
     votes = [max(group, key=lambda text: (group.count(text), -group.index(text))) for group in groups]
-    assert told["majority_accuracy"] == sum(vote == wanted for vote, wanted in zip(votes, WANTED, strict=True)) / 6
-    assert told["without_score"] == 0
+    assert report["majority_accuracy"] == sum(vote == wanted for vote, wanted in zip(votes, WANTED, strict=True)) / 6
+    assert report["without_score"] == 0
 
 
 def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_a_time(
@@ -75,10 +75,10 @@ def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_
     world, _ = made(folders["llama"], tmp_path)
     answer, seen = world.collector.respond, dict[int, list[int]]()
     for samples in (1, 4, 8):
-        given = seen.setdefault(samples, [])
+        results = seen.setdefault(samples, [])
 
-        def watching(prompts: Any, seeds: Any, count: int = 1, greedy: bool = False, given: Any = given) -> Any:
-            given.extend(seeds if greedy else ())
+        def watching(prompts: Any, seeds: Any, count: int = 1, greedy: bool = False, results: Any = results) -> Any:
+            results.extend(seeds if greedy else ())
             return answer(prompts, seeds, count, greedy)
 
         world.collector.respond = watching  # type: ignore[method-assign]
@@ -88,21 +88,21 @@ def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_
 
 
 def test_the_same_attempts_are_made_again(folders: dict[str, Path], tmp_path: Path) -> None:
-    world, asked = made(folders["llama"], tmp_path)
+    world, requests = made(folders["llama"], tmp_path)
     assert measure_attempts(world, Attempts(4)) == measure_attempts(world, Attempts(4))
-    assert asked[:6] == asked[6:]
+    assert requests[:6] == requests[6:]
 
 
 def test_a_cut_response_is_wrong_and_has_no_vote_where_the_recipe_punishes_it(folders: dict[str, Path], tmp_path: Path) -> None:
-    found = {}
+    results = {}
     for treatment in ("none", "penalty"):
         world, _ = made(folders["llama"], tmp_path, missing_eos=treatment)
         world.reward = FunctionReward(lambda responses: [float(len(text) == 3) for text in responses])
-        found[treatment] = measure_attempts(world, Attempts(4))
-    assert found["none"]["greedy_accuracy"] == 1, "three letters are as many tokens as there may be"
-    assert found["none"]["sampled_accuracy"] > 0
-    assert found["penalty"]["greedy_accuracy"] == found["penalty"]["sampled_accuracy"] == 0
-    assert found["penalty"]["majority_accuracy"] == 0
+        results[treatment] = measure_attempts(world, Attempts(4))
+    assert results["none"]["greedy_accuracy"] == 1, "three letters are as many tokens as there may be"
+    assert results["none"]["sampled_accuracy"] > 0
+    assert results["penalty"]["greedy_accuracy"] == results["penalty"]["sampled_accuracy"] == 0
+    assert results["penalty"]["majority_accuracy"] == 0
 
 
 def test_a_reward_between_needs_a_threshold_and_missing_scores_are_wrong(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -126,24 +126,24 @@ def test_a_vote_goes_to_the_text_that_most_give_and_a_tie_to_the_first() -> None
     assert majority([None, None]) is None
 
 
-def test_pass_at_powers_of_two_and_n_unless_told() -> None:
+def test_pass_at_powers_of_two_and_n_by_default() -> None:
     assert Attempts(12).all_ks == [1, 2, 4, 8, 12]
     assert Attempts(1).all_ks == [1]
     assert Attempts(8, parse_ks("8, 3,3")).all_ks == [3, 8]
 
 
-def test_evaluate_tells_attempts_of_the_trained_model_and_its_start(command: Any, folders: dict[str, Path]) -> None:
+def test_evaluate_prints_attempts_of_the_trained_model_and_its_start(command: Any, folders: dict[str, Path]) -> None:
     fields = {name: value for name, value in recipe(folders["llama"], Path.cwd()).items() if name != "kind"}
     surefoot.train("language", run_dir=Path("run"), **fields)
     words = ("evaluate", "run", "--samples", "2", "--k", "1,2", "--after", "#")
     code, out, err = command(*words, "--json")
     assert (code, err) == (0, "")
-    told = json.loads(out)["attempts"]
-    assert told["samples"] == 2
+    report = json.loads(out)["attempts"]
+    assert report["samples"] == 2
     for side in ("start", "trained"):
-        assert told[side]["pass_at"]["1"] == told[side]["sampled_accuracy"]
-        assert set(told[side]["pass_at"]) == {"1", "2"}
-        assert told[side]["majority_accuracy"] == 0, "no response has an answer after #"
+        assert report[side]["pass_at"]["1"] == report[side]["sampled_accuracy"]
+        assert set(report[side]["pass_at"]) == {"1", "2"}
+        assert report[side]["majority_accuracy"] == 0, "no response has an answer after #"
     code, out, _ = command(*words)
     assert code == 0
     for line in ("greedy accuracy", "sampled accuracy", "pass@1", "pass@2", "majority of 2"):
@@ -151,10 +151,10 @@ def test_evaluate_tells_attempts_of_the_trained_model_and_its_start(command: Any
 
 
 def test_a_vote_reads_what_follows_the_marker(folders: dict[str, Path], tmp_path: Path) -> None:
-    world, asked = made(folders["llama"], tmp_path, missing_eos="none")
+    world, requests = made(folders["llama"], tmp_path, missing_eos="none")
     measure_attempts(world, Attempts(1))
-    drawn = [response for responses in asked[1::2] for response in responses]
+    drawn = [response for responses in requests[1::2] for response in responses]
     world.reward = FunctionReward(lambda responses: [float(text.endswith("a")) for text in responses])
-    found = measure_attempts(world, Attempts(1, after="b"))["majority_accuracy"]
-    assert found == sum("b" in text and text.endswith("a") for text in drawn) / 6
-    assert found != sum(text.endswith("a") for text in drawn) / 6
+    actual = measure_attempts(world, Attempts(1, after="b"))["majority_accuracy"]
+    assert actual == sum("b" in text and text.endswith("a") for text in drawn) / 6
+    assert actual != sum(text.endswith("a") for text in drawn) / 6

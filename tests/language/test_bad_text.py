@@ -22,12 +22,12 @@ REWARDS = """
 import math
 from pathlib import Path
 
-def _until_mended(bad):
+def _until_fixed(bad):
     calls = []
     def reward(responses):
         calls.append(1)
         numbers = [float(len(text)) for text in responses]
-        return numbers if len(calls) <= 2 or Path("mended").exists() else bad(responses)
+        return numbers if len(calls) <= 2 or Path("fixed").exists() else bad(responses)
     return reward
 
 def _boom(responses):
@@ -37,14 +37,14 @@ def _forever(responses):
     while True:
         pass
 
-raises = _until_mended(_boom)
-hangs = _until_mended(_forever)
-nan = _until_mended(lambda responses: [math.nan] * len(responses))
-none = _until_mended(lambda responses: None)
-nones = _until_mended(lambda responses: [None] * len(responses))
-strings = _until_mended(lambda responses: ["good"] * len(responses))
-text = _until_mended(lambda responses: "good")
-count = _until_mended(lambda responses: [1.0] * (len(responses) + 1))
+raises = _until_fixed(_boom)
+hangs = _until_fixed(_forever)
+nan = _until_fixed(lambda responses: [math.nan] * len(responses))
+none = _until_fixed(lambda responses: None)
+nones = _until_fixed(lambda responses: [None] * len(responses))
+strings = _until_fixed(lambda responses: ["good"] * len(responses))
+text = _until_fixed(lambda responses: "good")
+count = _until_fixed(lambda responses: [1.0] * (len(responses) + 1))
 
 def fine(responses):
     return [1.0] * len(responses)
@@ -91,10 +91,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     larger = character_tokenizer("".join(map(chr, range(32, 300))))
     with_tokenizer("larger", larger)
     other = copied("other")
-    told = json.loads((other / "tokenizer.json").read_text())
-    words = told["model"]["vocab"]
+    report = json.loads((other / "tokenizer.json").read_text())
+    words = report["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
-    (other / "tokenizer.json").write_text(json.dumps(told))
+    (other / "tokenizer.json").write_text(json.dumps(report))
     for name in ("whole", "other"):
         new_reward_model(load_model(root / name)[0], 1, load_model(root / name)[1]).save(root / f"scores-{name}")
     with_tokenizer("scores-larger", larger, root / "scores-whole")
@@ -222,7 +222,7 @@ def test_a_reward_model_of_another_tokenizer_is_fine_because_it_gets_text(comman
     assert (code, err) == (0, "")
 
 
-def test_prompts_longer_than_the_context_are_told_before_training(command: Command, models: Path) -> None:
+def test_prompts_longer_than_the_context_are_reported_before_training(command: Command, models: Path) -> None:
     words = [word.replace("M/", f"{models}/") for word in online()]
     code, out, _ = command(*words)
     assert code == 0
@@ -241,17 +241,30 @@ WRONG: dict[str, tuple[str, ...]] = {
 }
 
 
+def failed(name: str, command: Command, models: Path) -> tuple[int, str, str]:
+    """A run whose reward function fails in the third iteration."""
+    return command(
+        *online(str(models / "whole"), f'{{ function = "rewards.py:{name}" }}', "prompts", "--reward.deadline", "0.3")
+    )
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_a_reward_function_that_goes_wrong_is_named_and_the_run_resumes_when_it_is_mended(
+def test_a_failing_reward_function_is_named_and_the_last_checkpoint_is_sound(
     name: str, command: Command, models: Path, tmp_path: Path
 ) -> None:
-    words = online(str(models / "whole"), f'{{ function = "rewards.py:{name}" }}', "prompts", "--reward.deadline", "0.3")
-    result = command(*words)
+    result = failed(name, command, models)
     refused(result, f"reward.terms[0].function='rewards.py:{name}': ", *WRONG[name], "resume from the last checkpoint")
     kept = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in kept.iterdir()) == ["4", "8"]
     load_checkpoint(kept / "8")
-    (tmp_path / "mended").touch()
+
+
+@pytest.mark.parametrize("name", ["raises", "hangs", "nan"])
+def test_a_run_whose_reward_function_failed_resumes_once_it_is_fixed(
+    name: str, command: Command, models: Path, tmp_path: Path
+) -> None:
+    assert failed(name, command, models)[0] == 2
+    (tmp_path / "fixed").touch()
     code, out, err = command("resume", "run", "--quiet")
     assert (code, err) == (0, "")
     assert "after 16 steps" in out

@@ -18,7 +18,7 @@ from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import load_model
 from surefoot.language.rewards.terms import FunctionReward, load_flag_reward, parse_term
 
-from .tiny import say
+from .tiny import set_probabilities
 
 Command = Callable[..., tuple[int, str, str]]
 DRAWING = BestOfSettings(4, max_tokens=3)
@@ -39,7 +39,7 @@ def writer(folders: dict[str, Path]) -> LanguageModel:
     """Says a (0.4), b (0.3) or ends (0.3)."""
     model, tokenizer = load_model(folders["llama"])
     tokens = Tokens(tokenizer, model)
-    say(model, [*(tokens.encode_prompt(letter)[-1] for letter in "ab"), tokens.eos_id], (0.4, 0.3, 0.3))
+    set_probabilities(model, [*(tokens.encode_prompt(letter)[-1] for letter in "ab"), tokens.eos_id], (0.4, 0.3, 0.3))
     return LanguageModel(model, tokens)
 
 
@@ -69,35 +69,35 @@ def groups_of(watching: Watching, n: int = 4) -> list[list[str]]:
 
 def test_the_first_of_the_best_that_ended_is_chosen(writer: LanguageModel, prompts: Path) -> None:
     watching = Watching()
-    found = best_of_n(writer, prompts, FunctionReward(watching), DRAWING)
+    result = best_of_n(writer, prompts, FunctionReward(watching), DRAWING)
     wanted = {}
     for row, group in enumerate(groups_of(watching)):
         ended = [text for text in group if len(text) < 3]  # three letters are three tokens, and no end
         if ended:
             wanted[f"{row} is "] = max(ended, key=lambda text: text.count("a"))
-    assert {row["prompt"]: row["completion"] for row in found.rows} == wanted
+    assert {row["prompt"]: row["completion"] for row in result.rows} == wanted
     texts = [text for _, text in watching.asked]
-    assert 0 < found.cut < 1
-    assert found.cut == pytest.approx(sum(len(text) == 3 for text in texts) / 32)
-    assert found.mean_reward == pytest.approx(sum(text.count("a") for text in texts) / 32)
-    assert found.best_reward == pytest.approx(sum(text.count("a") for text in wanted.values()) / len(wanted))
+    assert 0 < result.cut < 1
+    assert result.cut == pytest.approx(sum(len(text) == 3 for text in texts) / 32)
+    assert result.mean_reward == pytest.approx(sum(text.count("a") for text in texts) / 32)
+    assert result.best_reward == pytest.approx(sum(text.count("a") for text in wanted.values()) / len(wanted))
 
 
-def test_what_was_cut_may_be_chosen_if_asked_for(writer: LanguageModel, prompts: Path) -> None:
+def test_truncated_responses_may_be_chosen_with_keep_cut(writer: LanguageModel, prompts: Path) -> None:
     watching = Watching()
-    found = best_of_n(writer, prompts, FunctionReward(watching), BestOfSettings(4, max_tokens=3, keep_cut=True))
-    assert [row["reward"] for row in found.rows] == [max(text.count("a") for text in group) for group in groups_of(watching)]
-    assert any(len(row["completion"]) == 3 for row in found.rows)
+    result = best_of_n(writer, prompts, FunctionReward(watching), BestOfSettings(4, max_tokens=3, keep_cut=True))
+    assert [row["reward"] for row in result.rows] == [max(text.count("a") for text in group) for group in groups_of(watching)]
+    assert any(len(row["completion"]) == 3 for row in result.rows)
 
 
 def test_pairs_are_the_best_and_the_worst_and_none_where_they_earn_the_same(writer: LanguageModel, prompts: Path) -> None:
     watching = Watching()
-    found = best_of_n(writer, prompts, FunctionReward(watching), BestOfSettings(3, max_tokens=2, keep_cut=True), worst=True)
+    result = best_of_n(writer, prompts, FunctionReward(watching), BestOfSettings(3, max_tokens=2, keep_cut=True), worst=True)
     counts = [[text.count("a") for text in group] for group in groups_of(watching, 3)]
     differ = [each for each in counts if max(each) > min(each)]
     assert 0 < len(differ) < 8
-    assert [(row["reward"], row["reward_rejected"]) for row in found.rows] == [(max(each), min(each)) for each in differ]
-    for row in found.rows:
+    assert [(row["reward"], row["reward_rejected"]) for row in result.rows] == [(max(each), min(each)) for each in differ]
+    for row in result.rows:
         assert (row["chosen"].count("a"), row["rejected"].count("a")) == (row["reward"], row["reward_rejected"])
 
 
@@ -139,20 +139,20 @@ def test_rows_of_conversations_are_conversations() -> None:
     assert chosen_row(talk, ["a", "b"], [0.0, 1.0], [False, False], None, worst=False) is None
 
 
-def test_where_there_is_no_checkpoint_nothing_is_said_of_one(tmp_path: Path) -> None:
+def test_without_a_checkpoint_none_is_mentioned(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "import time\ndef raises(responses):\n    raise RuntimeError('down')\n"
         "def slow(responses):\n    time.sleep(5)\n    return [0.0] * len(responses)\n"
     )
-    said = []
+    messages = []
     for name, term in (("raises", ""), ("slow", ""), ("url", "{ url = 'http://127.0.0.1:9/x', retries = 0 }")):
         with pytest.raises(SurefootError) as raised:
             load_flag_reward([term or f"{tmp_path}/bad.py:{name}"], deadline=0.2)(["p"], ["r"], {})
-        said.append(str(raised.value))
-        assert said[-1].startswith("--reward=")
-        assert "checkpoint" not in said[-1]
-        assert said[-1].endswith(", then repeat the command")
-    assert "took longer than 0.2 s for 1 responses; make it faster, or score fewer at a time" in said[1]
+        messages.append(str(raised.value))
+        assert messages[-1].startswith("--reward=")
+        assert "checkpoint" not in messages[-1]
+        assert messages[-1].endswith(", then repeat the command")
+    assert "took longer than 0.2 s for 1 responses; make it faster, or score fewer at a time" in messages[1]
 
 
 def test_a_term_is_a_folder_a_function_or_a_table(tmp_path: Path) -> None:
@@ -178,11 +178,11 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
     code, out, _ = command(
         *words, "--reward", "mine.py:codes", "--reward", "mine.py:same", "--worst", "--out", "pairs.jsonl", "--json"
     )
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
     pairs = read_rows("pairs.jsonl")
-    assert told["rows"] == len(pairs) == len(data.pairs(pairs, writer.tokens, 64).chosen)
-    assert told["kl_best_of_n"] == pytest.approx(0.43195, abs=1e-5)
+    assert report["rows"] == len(pairs) == len(data.pairs(pairs, writer.tokens, 64).chosen)
+    assert report["kl_best_of_n"] == pytest.approx(0.43195, abs=1e-5)
     surefoot.train(
         "reward", run_dir=Path("judge"), model="pocket", data={"train": "pairs.jsonl", "max_length": 16, "batch": 2}, steps=2
     )

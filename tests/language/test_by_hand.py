@@ -28,7 +28,7 @@ from surefoot.core.rollout import Credit, LearnerState, Rollout, map_tensors
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
 
-from .tiny import say
+from .tiny import set_probabilities
 
 BETA = 0.1
 POLICY, MOVED, REFERENCE = (0.5, 0.3, 0.2), (0.65, 0.15, 0.2), (0.25, 0.25, 0.5)
@@ -59,20 +59,20 @@ def ids(made: LanguageWorld) -> list[int]:
 @pytest.fixture
 def rollout(made: LanguageWorld, ids: list[int]) -> Rollout:
     """One that was sampled, and of it the first row that is "a", "b", EOS."""
-    say(made.policy.model, ids, POLICY)
-    say(made.reference.policy.model, ids, REFERENCE)
+    set_probabilities(made.policy.model, ids, POLICY)
+    set_probabilities(made.reference.policy.model, ids, REFERENCE)
     assert made.policy.value_head is not None
     with torch.no_grad():
         made.policy.value_head.bias.fill_(0.5)
     whole = made.collector.collect(LearnerState.seeded(1, 256))
-    said = [tokens[kept].tolist() for tokens, kept in zip(whole.actions, whole.mask, strict=True)]
-    row = said.index(ids)
-    found: Rollout = map_tensors(lambda x: x[row : row + 1], whole)
-    return found
+    responses = [tokens[kept].tolist() for tokens, kept in zip(whole.actions, whole.mask, strict=True)]
+    row = responses.index(ids)
+    part: Rollout = map_tensors(lambda x: x[row : row + 1], whole)
+    return part
 
 
-def near(found: torch.Tensor, *wanted: float) -> None:
-    torch.testing.assert_close(found[0, :3], torch.tensor(wanted), rtol=0, atol=2e-6)
+def near(actual: torch.Tensor, *wanted: float) -> None:
+    torch.testing.assert_close(actual[0, :3], torch.tensor(wanted), rtol=0, atol=2e-6)
 
 
 def test_the_kl_of_a_token_is_log_policy_minus_log_reference_and_is_taken_off_the_reward(rollout: Rollout) -> None:
@@ -91,7 +91,7 @@ def test_advantages_and_returns_are_those_worked_out_by_hand(rollout: Rollout) -
 def test_the_loss_is_the_one_worked_out_by_hand(made: LanguageWorld, ids: list[int], rollout: Rollout) -> None:
     credit: Credit = assign_credit(rollout, OBJECTIVE)
     batch = rows_of(rollout, credit)
-    say(made.policy.model, ids, MOVED)
+    set_probabilities(made.policy.model, ids, MOVED)
     evaluation = made.policy(batch.inputs, batch.actions, batch.mask)
     total, terms, ratio = loss(evaluation, batch, OBJECTIVE, denominator=global_count(batch, "token-mean"))
     near(ratio, 1.3, 0.5, 1.0)

@@ -49,26 +49,26 @@ def world(tmp_path: Path, model: Path, function: str, missing_eos_value: float =
 
 
 def test_reliability_and_brier_score_are_those_computed_by_hand() -> None:
-    found = success(torch.tensor([0.05, 0.15, 0.15, 0.95, 1.2, -0.3]), torch.tensor([0, 0, 1, 1, 1, 0]).bool())
-    assert found["count"] == 6
-    assert found["brier"] == pytest.approx((0.0025 + 0.0225 + 0.7225 + 0.0025 + 0 + 0) / 6)
-    assert found["brier_baseline"] == pytest.approx(0.25)
-    assert found["predicted"] == pytest.approx((0.05 + 0.15 + 0.15 + 0.95 + 1) / 6), "clipped to [0, 1]"
-    assert found["observed"] == 0.5
-    rows = {row["from"]: row for row in found["bins"]}
+    scores = success(torch.tensor([0.05, 0.15, 0.15, 0.95, 1.2, -0.3]), torch.tensor([0, 0, 1, 1, 1, 0]).bool())
+    assert scores["count"] == 6
+    assert scores["brier"] == pytest.approx((0.0025 + 0.0225 + 0.7225 + 0.0025 + 0 + 0) / 6)
+    assert scores["brier_baseline"] == pytest.approx(0.25)
+    assert scores["predicted"] == pytest.approx((0.05 + 0.15 + 0.15 + 0.95 + 1) / 6), "clipped to [0, 1]"
+    assert scores["observed"] == 0.5
+    rows = {row["from"]: row for row in scores["bins"]}
     assert len(rows) == 10
-    assert [row["count"] for row in found["bins"]] == [2, 2, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert [row["count"] for row in scores["bins"]] == [2, 2, 0, 0, 0, 0, 0, 0, 0, 2]
     assert (rows[0.0]["predicted"], rows[0.0]["observed"]) == (pytest.approx(0.025), 0)
     assert (rows[0.1]["predicted"], rows[0.1]["observed"]) == (pytest.approx(0.15), 0.5)
     assert (rows[0.9]["predicted"], rows[0.9]["observed"], rows[0.9]["to"]) == (pytest.approx(0.975), 1, 1)
     assert rows[0.5]["predicted"] is None
 
 
-def test_values_of_returns_are_judged_by_numbers_computed_by_hand() -> None:
-    found = returns(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 5.0]))
-    assert found["rmse"] == pytest.approx(math.sqrt(4 / 3))
-    assert found["rmse_baseline"] == pytest.approx(math.sqrt(78 / 27))
-    assert found["explained_variance"] == pytest.approx(1 - 24 / 78)
+def test_calibration_of_returns_equals_numbers_computed_by_hand() -> None:
+    scores = returns(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 5.0]))
+    assert scores["rmse"] == pytest.approx(math.sqrt(4 / 3))
+    assert scores["rmse_baseline"] == pytest.approx(math.sqrt(78 / 27))
+    assert scores["explained_variance"] == pytest.approx(1 - 24 / 78)
     constant = returns(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]))
     assert (constant["rmse_baseline"], constant["explained_variance"]) == (0, None)
     nothing = torch.zeros(0)
@@ -88,11 +88,11 @@ def test_a_critic_that_is_trained_for_another_return_is_not_read_as_a_probabilit
     prompt = data.repeat_prompts(made.collector.prompts, [0])
     drawn = (made.collector.respond(prompt, [seed]) for seed in range(1000))
     short = next(one for one in drawn if bool(one.samples.ended.all()) and len(one.texts[0]) < 3)
-    assert (found := calibration(made, short)) is not None
-    assert found["first"]["kind"] == ("success" if reward else "returns")
+    assert (curve := calibration(made, short)) is not None
+    assert curve["first"]["kind"] == ("success" if reward else "returns")
     made.recipe = made.recipe.model_copy(update={"reward": made.recipe.reward.model_copy(update=reward)})
-    assert (found := calibration(made, short)) is not None
-    assert found["first"]["kind"] == "returns"
+    assert (curve := calibration(made, short)) is not None
+    assert curve["first"]["kind"] == "returns"
 
 
 @pytest.mark.parametrize("function", ["brief", "half"])
@@ -102,11 +102,11 @@ def test_scores_of_steps_are_no_success_unless_they_all_come_at_the_end(
     made = world(tmp_path, folders["llama"], function)
     answers = made.sample_held_out()
     assert set(answers.scores(made.reward).total.tolist()) == {0.0, 1.0}
-    assert (found := calibration(made, answers)) is not None
-    assert found["first"]["kind"] == ("success" if function == "brief" else "returns")
+    assert (curve := calibration(made, answers)) is not None
+    assert curve["first"]["kind"] == ("success" if function == "brief" else "returns")
 
 
-def test_a_critic_is_judged_at_the_price_of_kl_that_it_was_trained_for(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_a_critic_is_evaluated_at_the_kl_coefficient_that_it_was_trained_for(tmp_path: Path, folders: dict[str, Path]) -> None:
     """An adapted one, which the best checkpoint holds beside the weights."""
     made = world(tmp_path, folders["llama"], "length", reference={"beta": 0.5, "target": 1e-3, "horizon": 16})
     with torch.no_grad():
@@ -114,31 +114,35 @@ def test_a_critic_is_judged_at_the_price_of_kl_that_it_was_trained_for(tmp_path:
     state = LearnerState.seeded(1, 64)
     for _ in range(2):
         made.collector.collect(state)
-    assert made.trees()["beta"] == pytest.approx(0.5 * 1.2), "what the second rollout paid, and not what the third will"
+    assert made.checkpoint_parts()["beta"] == pytest.approx(0.5 * 1.2), (
+        "what the second rollout paid, and not what the third will"
+    )
     answers = made.sample_held_out()
-    judged, found = made.evaluate_responses(answers), calibration(made, answers)
-    assert found is not None
-    wanted = [row["reward"] - 0.6 * row["kl"] for row in judged.samples[1:]]
-    assert found["first"]["observed"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
+    evaluation, curve = made.evaluate_responses(answers), calibration(made, answers)
+    assert curve is not None
+    wanted = [row["reward"] - 0.6 * row["kl"] for row in evaluation.samples[1:]]
+    assert curve["first"]["observed"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
 
 
-def test_a_verifiers_critic_is_asked_before_the_first_token_and_in_the_middle(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_a_verifiers_critic_is_evaluated_before_the_first_token_and_in_the_middle(
+    tmp_path: Path, folders: dict[str, Path]
+) -> None:
     made = world(tmp_path, folders["llama"], "brief")
     answers = made.sample_held_out()
-    found = calibration(made, answers)
-    assert found is not None
+    curve = calibration(made, answers)
+    assert curve is not None
     prompts, tokens = answers.samples.prompt_mask.sum(-1), answers.samples.lengths
-    assert found["first"]["predicted"] == pytest.approx(float((prompts.double() / 100).mean()))
-    assert found["middle"]["predicted"] == pytest.approx(float(((prompts + tokens // 2).double() / 100).mean()))
+    assert curve["first"]["predicted"] == pytest.approx(float((prompts.double() / 100).mean()))
+    assert curve["middle"]["predicted"] == pytest.approx(float(((prompts + tokens // 2).double() / 100).mean()))
     right = [len(text) < 6 and ended for text, ended in zip(answers.texts, answers.samples.ended.tolist(), strict=True)]
     assert 0 < sum(right) < len(right), "some of each"
     assert any(len(text) < 6 for text, ended in zip(answers.texts, answers.samples.ended.tolist(), strict=True) if ended)
     for moment in ("first", "middle"):
-        assert found[moment]["observed"] == pytest.approx(sum(right) / len(right))
-        assert sum(row["count"] for row in found[moment]["bins"]) == 24
-    told = calibration_lines(found)
-    assert told[0].startswith("critic as P(success)")
-    assert any(line.startswith("Brier score") for line in told)
+        assert curve[moment]["observed"] == pytest.approx(sum(right) / len(right))
+        assert sum(row["count"] for row in curve[moment]["bins"]) == 24
+    lines = calibration_lines(curve)
+    assert lines[0].startswith("critic as P(success)")
+    assert any(line.startswith("Brier score") for line in lines)
 
 
 def test_other_rewards_have_the_return_that_the_critic_is_trained_for(tmp_path: Path, folders: dict[str, Path]) -> None:
@@ -146,17 +150,17 @@ def test_other_rewards_have_the_return_that_the_critic_is_trained_for(tmp_path: 
     with torch.no_grad():  # otherwise the reference is the policy and the KL 0
         made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
     answers = made.sample_held_out()
-    judged, found = made.evaluate(answers), calibration(made, answers)
-    assert judged is not None
-    assert found is not None
-    assert found["first"]["kind"] == "returns"
-    assert found["first"]["count"] == 23, "the first has no score"
-    rows = judged.samples[1:]
+    evaluation, curve = made.evaluate(answers), calibration(made, answers)
+    assert evaluation is not None
+    assert curve is not None
+    assert curve["first"]["kind"] == "returns"
+    assert curve["first"]["count"] == 23, "the first has no score"
+    rows = evaluation.samples[1:]
     wanted = sum(row["reward"] - 0.3 * row["kl"] for row in rows) / len(rows)
-    assert found["first"]["observed"] == pytest.approx(wanted, rel=1e-5)
-    assert found["middle"]["observed"] != pytest.approx(wanted, rel=1e-3), "the KL of the first half is spent"
+    assert curve["first"]["observed"] == pytest.approx(wanted, rel=1e-5)
+    assert curve["middle"]["observed"] != pytest.approx(wanted, rel=1e-3), "the KL of the first half is spent"
 
 
-def test_without_a_critic_there_is_nothing_to_tell(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_without_a_critic_there_is_no_calibration(tmp_path: Path, folders: dict[str, Path]) -> None:
     made = world(tmp_path, folders["llama"], "brief", algorithm="REINFORCE", critic={})
     assert calibration(made, made.sample_held_out()) is None

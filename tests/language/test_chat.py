@@ -50,15 +50,15 @@ def lines(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *said: str | type[BaseException]) -> None:
+def typed(monkeypatch: pytest.MonkeyPatch, *text: str | type[BaseException]) -> None:
     """What a person types, and how it ends."""
-    rest: Iterator[str | type[BaseException]] = iter(said)
+    rest: Iterator[str | type[BaseException]] = iter(text)
 
     def one(prompt: str) -> str:
-        found = next(rest)
-        if isinstance(found, str):
-            return found
-        raise found
+        line = next(rest)
+        if isinstance(line, str):
+            return line
+        raise line
 
     monkeypatch.setattr(builtins, "input", one)
 
@@ -69,15 +69,15 @@ def typed(monkeypatch: pytest.MonkeyPatch, *said: str | type[BaseException]) -> 
 def test_with_a_template_every_answer_follows_the_whole_conversation(talker: LanguageModel) -> None:
     chat = Chat(talker, ChatOptions(max_tokens=6, greedy=True))
     assert chat.remembers
-    said = []
+    messages = []
     for line in ("hello", "and you?"):
-        said.append({"role": "user", "content": line})
-        wanted = talker.generate([said], max_tokens=6, greedy=True)[0]
+        messages.append({"role": "user", "content": line})
+        wanted = talker.generate([messages], max_tokens=6, greedy=True)[0]
         assert chat.answer(line) == wanted
-        said.append({"role": "assistant", "content": wanted})
-    assert chat.messages == said
+        messages.append({"role": "assistant", "content": wanted})
+    assert chat.messages == messages
     chat.reset()
-    assert chat.answer("and you?") == talker.generate([said[2:3]], max_tokens=6, greedy=True)[0]
+    assert chat.answer("and you?") == talker.generate([messages[2:3]], max_tokens=6, greedy=True)[0]
 
 
 def test_without_a_template_each_line_is_a_prompt_by_itself(plain: LanguageModel) -> None:
@@ -92,11 +92,11 @@ def test_without_a_template_each_line_is_a_prompt_by_itself(plain: LanguageModel
 def test_the_same_seed_and_lines_give_the_same_conversation_and_an_answer_drawn_again_is_another(talker: LanguageModel) -> None:
     def conversation(seed: int) -> list[str]:
         chat = Chat(talker, ChatOptions(max_tokens=12, seed=seed))
-        found = []
+        results = []
         for _ in range(2):
-            found.append(chat.answer("hello"))
+            results.append(chat.answer("hello"))
             chat.reset()
-        return found
+        return results
 
     first = conversation(1)
     assert conversation(1) == first
@@ -179,7 +179,7 @@ def test_a_person_may_try_again_and_leaves_cleanly(
     assert out.endswith("\n")
 
 
-def test_an_interrupted_answer_was_not_said(talker: LanguageModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_answer_is_not_part_of_the_chat(talker: LanguageModel, capsys: pytest.CaptureFixture[str]) -> None:
     def stop(piece: str) -> None:
         raise KeyboardInterrupt
 

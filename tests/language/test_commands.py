@@ -19,8 +19,8 @@ Command = Callable[..., tuple[int, str, str]]
 def runs(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Path:
     """Three small runs, each from the one before: ``sft``, ``reward`` and ``ppo``."""
     root = tmp_path_factory.mktemp("runs")
-    said = ("i love it.", "it is fine.", "no.")
-    rows = ({"prompt": "old bike: ", "completion": text, "chosen": text, "rejected": "bad"} for text in said * 4)
+    texts = ("i love it.", "it is fine.", "no.")
+    rows = ({"prompt": "old bike: ", "completion": text, "chosen": text, "rejected": "bad"} for text in texts * 4)
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(root / "rows.jsonl"), "held_out": str(root / "rows.jsonl"), "max_length": 64}
     batches = {"data": {**data, "batch": 6}, "steps": 12}
@@ -42,21 +42,21 @@ def test_generate_answers_from_a_run_a_folder_and_a_file(command: Command, runs:
     words = ("generate", str(runs / "ppo"), "--file", str(runs / "rows.jsonl"), "--json", "--greedy", "--max-tokens", "5")
     first, second = command(*words), command(*words)
     assert first == second
-    found = [json.loads(line) for line in first[1].splitlines()]
-    assert len(found) == 12
-    assert {row["prompt"] for row in found} == {"old bike: "}
-    assert len({row["response"] for row in found}) == 1, "greedy answers to one prompt are one"
+    results = [json.loads(line) for line in first[1].splitlines()]
+    assert len(results) == 12
+    assert {row["prompt"] for row in results} == {"old bike: "}
+    assert len({row["response"] for row in results}) == 1, "greedy answers to one prompt are one"
 
 
 def test_evaluate_of_an_online_run_compares_it_with_its_start(command: Command, runs: Path) -> None:
     code, out, _ = command("evaluate", str(runs / "ppo"), "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert told["start"]["kl"] == pytest.approx(0, abs=1e-6), "the start is the reference"
-    assert {"reward", "gold", "kl", "length", "eos_rate", "distinct_2"} <= set(told["trained"])
-    assert 0 <= told["win_rate_gold"] <= 1
-    assert len(told["samples"]) == 12
-    assert told["calibration"]["first"]["kind"] == "returns"
+    assert report["start"]["kl"] == pytest.approx(0, abs=1e-6), "the start is the reference"
+    assert {"reward", "gold", "kl", "length", "eos_rate", "distinct_2"} <= set(report["trained"])
+    assert 0 <= report["win_rate_gold"] <= 1
+    assert len(report["samples"]) == 12
+    assert report["calibration"]["first"]["kind"] == "returns"
     code, table, _ = command("evaluate", str(runs / "ppo"), "--rows", "4")
     assert code == 0
     assert "explained variance" in table
@@ -65,7 +65,7 @@ def test_evaluate_of_an_online_run_compares_it_with_its_start(command: Command, 
 
 
 @pytest.mark.parametrize(("run", "key"), [("sft", "held_out_loss"), ("reward", "held_out_accuracy")])
-def test_evaluate_of_supervised_runs_says_what_is_held_out(run: str, key: str, command: Command, runs: Path) -> None:
+def test_evaluate_of_supervised_runs_names_the_held_out_rows(run: str, key: str, command: Command, runs: Path) -> None:
     code, out, _ = command("evaluate", str(runs / run), "--json")
     assert code == 0
     assert key in json.loads(out)
@@ -77,7 +77,7 @@ def test_samples_of_every_evaluation_are_kept(runs: Path) -> None:
     assert {"prompt", "response", "reward", "gold", "kl"} <= set(rows[0])
 
 
-def test_an_online_run_tells_the_whole_story(runs: Path) -> None:
+def test_an_online_run_logs_reward_kl_ratios_texts_and_times(runs: Path) -> None:
     """Reward and its anchor, how far θ moved, what responses are like, and where the time went."""
     story = "reward gold kl_reference kl_reference_response reference_beta kl ratio_outside clip_active ratio_min ratio_max"
     story += " ratio_at_start entropy explained_variance response_length eos_rate distinct_2 repeated without_score sampler_gap"
@@ -93,15 +93,15 @@ def test_preview_shows_what_is_trained(command: Command, runs: Path, folders: di
     assert "i love it." in out
 
 
-def test_dry_run_tells_parameters_rows_and_updates_of_each_kind(command: Command, runs: Path) -> None:
-    for run, said in (
+def test_a_dry_run_prints_parameters_rows_and_updates_of_each_kind(command: Command, runs: Path) -> None:
+    for run, message in (
         ("sft", "1.00 epochs"),
         ("reward", "updates: 12 / 6 = 2"),
         ("ppo", "4 prompts x 1 samples = 4 responses"),
     ):
         code, out, _ = command("train", str(runs / run / "config.toml"), "--dry-run")
         assert code == 0
-        assert said in out
+        assert message in out
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 
 def test_a_checkpoint_that_would_write_outside_its_folder_is_refused(runs: Path, tmp_path: Path) -> None:
-    from surefoot.language.models.language_model import from_trees
+    from surefoot.language.models.language_model import from_parts
 
     where = checkpoint_to_load(runs / "sft")
     for name in ("../escaped.json", str(tmp_path / "escaped.json"), "code.py"):
-        trees = load_checkpoint(where)
-        trees["model"]["tokenizer"][name] = "{}"
+        parts = load_checkpoint(where)
+        parts["model"]["tokenizer"][name] = "{}"
         with pytest.raises(SurefootError, match="never writes"):
-            from_trees(trees, where)
+            from_parts(parts, where)
     assert not list(tmp_path.iterdir())
 
 

@@ -86,7 +86,7 @@ def test_a_line_that_is_no_object_is_named(content: bytes, expected: str, tmp_pa
         read_rows(tmp_path / "a.jsonl")
 
 
-def test_a_file_that_is_not_there_or_not_what_its_name_says_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_file_or_one_of_another_format_is_a_one_line_error(tmp_path: Path) -> None:
     jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(SurefootError, match=r"trian\.jsonl: no such file; did you mean '.*train\.jsonl'\?$"):
         read_rows(tmp_path / "trian.jsonl")
@@ -128,10 +128,10 @@ def test_demonstrations_of_every_shape(write: Callable[..., Path], tmp_path: Pat
         "text": ({"text": "abc"}, "abc⟨eos⟩", "bc⟨eos⟩"),
     }
     for name, (row, whole, trained) in shapes.items():
-        found = demonstrations(read_rows(write(tmp_path / f"{name}.{write.__name__}", [row])), TOKENS, 100)
-        assert texts(found.ids) == [whole], name
-        assert texts([[i for i, kept in zip(found.ids[0], found.trained[0], strict=True) if kept]]) == [trained], name
-        assert found.dropped == 0
+        rows = demonstrations(read_rows(write(tmp_path / f"{name}.{write.__name__}", [row])), TOKENS, 100)
+        assert texts(rows.ids) == [whole], name
+        assert texts([[i for i, kept in zip(rows.ids[0], rows.trained[0], strict=True) if kept]]) == [trained], name
+        assert rows.dropped == 0
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_demonstrations_of_every_shape(write: Callable[..., Path], tmp_path: Pat
     ],
 )
 def test_pairs_of_every_shape(row: dict[str, Any], prompt: str, tmp_path: Path) -> None:
-    found = pairs(read_rows(jsonl(tmp_path / "a.jsonl", [row])), TOKENS, 100)
+    rows = pairs(read_rows(jsonl(tmp_path / "a.jsonl", [row])), TOKENS, 100)
     answers = ("c", "dd") if isinstance(row["chosen"], str) else ("4", "55")
-    assert texts(found.chosen + found.rejected) == [f"{prompt}{answer}⟨eos⟩" for answer in answers]
-    assert texts([found.chosen[0][: found.prompt_lengths[0]]]) == [prompt]
+    assert texts(rows.chosen + rows.rejected) == [f"{prompt}{answer}⟨eos⟩" for answer in answers]
+    assert texts([rows.chosen[0][: rows.prompt_lengths[0]]]) == [prompt]
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -157,16 +157,16 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
         {"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
     ]
     rows = [*equal, {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b" * 100, "rejected": "c"}]
-    found = pairs(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
-    assert (texts(found.chosen), found.equal, found.dropped) == (["ab⟨eos⟩"], 3, 1)
+    data = pairs(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
+    assert (texts(data.chosen), data.equal, data.dropped) == (["ab⟨eos⟩"], 3, 1)
     with pytest.raises(SurefootError, match=r"b\.jsonl: chosen and rejected are the same in all 3 rows"):
         pairs(read_rows(jsonl(tmp_path / "b.jsonl", equal)), TOKENS, 100)
 
 
 def test_two_answers_of_which_one_begins_the_other_leave_something_after_the_prompt(tmp_path: Path) -> None:
     rows = [{"chosen": "ab", "rejected": "a"}, {"chosen": "", "rejected": "a"}]
-    found = pairs(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
-    assert all(0 < n < len(ids) for n, ids in zip(found.prompt_lengths, found.rejected, strict=True))
+    data = pairs(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
+    assert all(0 < n < len(ids) for n, ids in zip(data.prompt_lengths, data.rejected, strict=True))
 
 
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -191,17 +191,17 @@ MORE = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "n
 def test_an_answer_may_repeat_its_prompt_and_nothing_is_rendered_twice(
     prompt: Any, before: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    asked = prompt
+    question = prompt
     if isinstance(prompt, str) or before[:1] == [SYSTEM]:
-        asked = [*before[:-1], {**ASK, "content": prompt if isinstance(prompt, str) else ASK["content"]}]
+        question = [*before[:-1], {**ASK, "content": prompt if isinstance(prompt, str) else ASK["content"]}]
     for answer, worse in (([ANSWER], [WORSE]), ([ANSWER, *MORE], [WORSE])):
         row = {"prompt": prompt, "chosen": [*before, *answer], "rejected": [*before, *worse], "completion": [*before, *answer]}
         rows = read_rows(jsonl(tmp_path / "a.jsonl", [row]))
-        found, shown = pairs(rows, TOKENS, 100), demonstrations(rows, TOKENS, 100)
-        whole = TOKENS.demonstration({"prompt": asked, "completion": answer})
-        assert (found.chosen[0], found.chosen_trained[0]) == (shown.ids[0], shown.trained[0]) == whole
-        assert found.rejected[0] == TOKENS.demonstration({"prompt": asked, "completion": worse})[0]
-        assert found.chosen[0][: found.prompt_lengths[0]] == TOKENS.encode_prompt(asked)
+        data, shown = pairs(rows, TOKENS, 100), demonstrations(rows, TOKENS, 100)
+        whole = TOKENS.demonstration({"prompt": question, "completion": answer})
+        assert (data.chosen[0], data.chosen_trained[0]) == (shown.ids[0], shown.trained[0]) == whole
+        assert data.rejected[0] == TOKENS.demonstration({"prompt": question, "completion": worse})[0]
+        assert data.chosen[0][: data.prompt_lengths[0]] == TOKENS.encode_prompt(question)
 
 
 def test_prompts_bring_the_other_columns_of_their_rows(tmp_path: Path) -> None:
@@ -211,26 +211,26 @@ def test_prompts_bring_the_other_columns_of_their_rows(tmp_path: Path) -> None:
         {"prompt": [ASK], "hint": "x"},
         {"messages": [ASK, ANSWER]},
     ]
-    found = prompts(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 5)
-    assert found.prompts == ["ab", [ASK], [ASK]]
-    assert texts(found.ids) == ["ab", "⟨user⟩2+2⟨assistant⟩", "⟨user⟩2+2⟨assistant⟩"]
-    assert found.columns == {"answer": [1, None, None], "hint": [None, "x", None]}
-    assert found.dropped == 1
+    data = prompts(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 5)
+    assert data.prompts == ["ab", [ASK], [ASK]]
+    assert texts(data.ids) == ["ab", "⟨user⟩2+2⟨assistant⟩", "⟨user⟩2+2⟨assistant⟩"]
+    assert data.columns == {"answer": [1, None, None], "hint": [None, "x", None]}
+    assert data.dropped == 1
 
 
 def test_overlong_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = read_rows(jsonl(tmp_path / "a.jsonl", ROWS))
-    found = demonstrations(rows, TOKENS, 4)
-    assert texts(found.ids) == ["abc⟨eos⟩", "def⟨eos⟩"], "four tokens fit into four"
-    assert len(found.trained) == 2
-    assert found.dropped == 1
+    data = demonstrations(rows, TOKENS, 4)
+    assert texts(data.ids) == ["abc⟨eos⟩", "def⟨eos⟩"], "four tokens fit into four"
+    assert len(data.trained) == 2
+    assert data.dropped == 1
     both = [{"prompt": "a", "chosen": "b", "rejected": "ccc"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
     kept = pairs(read_rows(jsonl(tmp_path / "b.jsonl", both)), TOKENS, 4)
     assert (texts(kept.rejected), kept.dropped) == (["ac⟨eos⟩"], 1)
 
 
 @pytest.mark.parametrize("make", [demonstrations, prompts, pairs])
-def test_when_every_row_is_dropped_the_shortest_is_told(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_when_every_row_is_dropped_the_error_has_the_shortest_length(make: Callable[..., Any], tmp_path: Path) -> None:
     row = {"prompt": "ab", "completion": "cd", "chosen": "cd", "rejected": "e"}
     rows = read_rows(jsonl(tmp_path / "a.jsonl", [row, {**row, "prompt": "abc"}]))
     shortest = 2 if make is prompts else 5
@@ -270,39 +270,39 @@ def test_tools_and_settings_of_a_row_reach_the_chat_template(
     }
     for make, rows in shapes.items():
         for row in rows:
-            found: Any = make(read_rows(write(tmp_path / f"a.{write.__name__}", [row | beside])), WITH_TOOLS, 200)
-            first = (found.chosen if make is pairs else found.ids)[0]
+            data: Any = make(read_rows(write(tmp_path / f"a.{write.__name__}", [row | beside])), WITH_TOOLS, 200)
+            first = (data.chosen if make is pairs else data.ids)[0]
             assert texts([first]) == [HEAD if make is prompts else f"{HEAD}4⟨eos⟩"]
-            assert found.unused == ()
+            assert data.unused == ()
             if make is pairs:
-                assert texts([found.rejected[0], first[: found.prompt_lengths[0]]]) == [f"{HEAD}55⟨eos⟩", HEAD]
+                assert texts([data.rejected[0], first[: data.prompt_lengths[0]]]) == [f"{HEAD}55⟨eos⟩", HEAD]
 
 
 def test_rows_without_tools_beside_rows_with_them_are_rendered_without(tmp_path: Path) -> None:
     more = {**TOOL, "function": {**TOOL["function"], "parameters": {"c": "text"}}}
     rows = [{"messages": [ASK, ANSWER], "tools": tools} for tools in ([TOOL], [more], [], None)]
-    found = demonstrations(read_rows(parquet(tmp_path / "a.parquet", rows)), WITH_TOOLS, 200)
+    data = demonstrations(read_rows(parquet(tmp_path / "a.parquet", rows)), WITH_TOOLS, 200)
     plain = "<user>2+2<assistant>4⟨eos⟩"
     one, other = '[add{"a": "number", "b": "number"}]', '[add{"c": "text"}]'
-    assert texts(found.ids) == [one + plain, other + plain, plain, plain]
+    assert texts(data.ids) == [one + plain, other + plain, plain, plain]
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
 def test_a_message_may_call_tools_in_place_of_its_content(write: Callable[..., Path], tmp_path: Path) -> None:
-    said = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "4"}, ANSWER]
-    found = demonstrations(read_rows(write(tmp_path / f"a.{write.__name__}", [{"messages": said}])), WITH_TOOLS, 200)
+    messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "4"}, ANSWER]
+    rows = demonstrations(read_rows(write(tmp_path / f"a.{write.__name__}", [{"messages": messages}])), WITH_TOOLS, 200)
     call = '{"name": "add", "arguments": {"a": 2, "b": 2}}⟨eos⟩'
-    assert texts(found.ids) == [f"<user>2+2<assistant>{call}<tool>4<assistant>4⟨eos⟩"]
-    assert texts([[i for i, kept in zip(found.ids[0], found.trained[0], strict=True) if kept]]) == [f"{call}4⟨eos⟩"]
+    assert texts(rows.ids) == [f"<user>2+2<assistant>{call}<tool>4<assistant>4⟨eos⟩"]
+    assert texts([[i for i, kept in zip(rows.ids[0], rows.trained[0], strict=True) if kept]]) == [f"{call}4⟨eos⟩"]
 
 
 def test_a_prompt_keeps_its_tools_wherever_it_is_rendered_again(tmp_path: Path) -> None:
-    found = prompts(read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": [ASK], **OPTIONS}])), WITH_TOOLS, 200)
-    again = repeat_prompts(found, [0, 0])
-    assert [WITH_TOOLS.encode_prompt(prompt) for prompt in again.prompts] == found.ids * 2
-    row = pair_row(found.prompts[0], "4", "55")
+    rows = prompts(read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": [ASK], **OPTIONS}])), WITH_TOOLS, 200)
+    again = repeat_prompts(rows, [0, 0])
+    assert [WITH_TOOLS.encode_prompt(prompt) for prompt in again.prompts] == rows.ids * 2
+    row = pair_row(rows.prompts[0], "4", "55")
     assert row == {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE], **OPTIONS}
-    best = chosen_row(found.prompts[0], ["4", "55"], [1.0, 0.0], [True, True], None, worst=False)
+    best = chosen_row(rows.prompts[0], ["4", "55"], [1.0, 0.0], [True, True], None, worst=False)
     assert best == {"prompt": [ASK], "completion": [ANSWER], "reward": 1.0, **OPTIONS}
 
 
@@ -326,11 +326,11 @@ def test_messages_of_weight_0_are_read_and_not_trained(tmp_path: Path) -> None:
     for template in (None, pocket()[1].chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")):
         tokens = Tokens(pocket()[1])
         tokens.tokenizer.chat_template = template or tokens.tokenizer.chat_template
-        found = demonstrations(rows, tokens, 100)
-        assert found.ids == [whole[0]]
-        kept = [i for i, kept in zip(found.ids[0], found.trained[0], strict=True) if kept]
+        data = demonstrations(rows, tokens, 100)
+        assert data.ids == [whole[0]]
+        kept = [i for i, kept in zip(data.ids[0], data.trained[0], strict=True) if kept]
         assert texts([kept]) == ["55⟨eos⟩4⟨eos⟩"]
-        assert found.unused == ()
+        assert data.unused == ()
         last = demonstrations(read_rows(jsonl(tmp_path / "b.jsonl", [{"messages": [*long[:5], long[1]]}])), tokens, 100)
         assert texts(last.ids) == ["⟨user⟩2+2⟨assistant⟩4⟨eos⟩⟨user⟩2+2⟨assistant⟩55⟨eos⟩"], (
             "nothing is kept after what is trained"
@@ -457,9 +457,9 @@ def test_a_preview_knows_pairs_and_prompts(tmp_path: Path) -> None:
     assert "1 chosen" in both
     assert "abdd⟨eos⟩" in both
     assert "9, of which 5 trained" in both
-    asked, _ = printed(jsonl(tmp_path / "b.jsonl", [{"prompt": "a\nb", "answer": 2}]))
-    assert "a⏎" in asked
-    assert "3, of which 0 trained" in asked
+    shown, _ = printed(jsonl(tmp_path / "b.jsonl", [{"prompt": "a\nb", "answer": 2}]))
+    assert "a⏎" in shown
+    assert "3, of which 0 trained" in shown
 
 
 def test_a_preview_names_what_is_left_out_and_what_is_not_used(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_a_preview_names_what_is_left_out_and_what_is_not_used(tmp_path: Path) -
     assert "pairs    │ 1 of 2 rows" in both
     assert "equal    │ 1 whose answers are the same, dropped" in both
     assert "not used │ score" in both
-    asked, _ = printed(jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "answer": 2}]))
-    assert "for rewards │ answer" in asked
+    question, _ = printed(jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "answer": 2}]))
+    assert "for rewards │ answer" in question
     shown, _ = printed(jsonl(tmp_path / "c.jsonl", [{"messages": [{**ASK, "name": "[b]me[/b]"}, ANSWER]}]))
     assert "not used       │ messages[].name" in shown

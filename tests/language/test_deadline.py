@@ -104,18 +104,18 @@ def test_errors_pass_through(run):
 @needs_alarms
 def test_an_alarm_that_was_set_before_still_rings():
     """pytest-timeout has one of its own here: it is put back too."""
-    heard = []
+    messages = []
     before, left = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
     try:
-        signal.signal(signal.SIGALRM, lambda *_: heard.append(time.monotonic()))
+        signal.signal(signal.SIGALRM, lambda *_: messages.append(time.monotonic()))
         signal.setitimer(signal.ITIMER_REAL, 1.0)
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             with_deadline(SOON, spin)
-        assert heard == []
-        while not heard and time.monotonic() - started < 20:
+        assert messages == []
+        while not messages and time.monotonic() - started < 20:
             time.sleep(0.05)
-        assert heard[0] - started >= 0.9
+        assert messages[0] - started >= 0.9
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *left)
@@ -124,20 +124,20 @@ def test_an_alarm_that_was_set_before_still_rings():
 @needs_alarms
 def test_an_alarm_that_is_set_meanwhile_is_kept():
     """As by StopOnSignal, when the run is asked to stop while a reward function works."""
-    heard = []
+    messages = []
     before, left = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
 
     def stopped_meanwhile():
-        signal.signal(signal.SIGALRM, lambda *_: heard.append("stop"))
+        signal.signal(signal.SIGALRM, lambda *_: messages.append("stop"))
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         return "done"
 
     try:
         assert with_deadline(60, stopped_meanwhile) == "done"
         deadline = time.monotonic() + 20
-        while not heard and time.monotonic() < deadline:
+        while not messages and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert heard == ["stop"]
+        assert messages == ["stop"]
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *left)

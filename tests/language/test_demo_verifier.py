@@ -31,10 +31,10 @@ def digits(rows: list[dict[str, Any]]) -> set[str]:
     return {"".join(sorted(row["prompt"].removesuffix("="))) for row in rows}
 
 
-def test_no_multiset_of_digits_is_trained_on_and_judged_or_chooses_and_judges(tmp_path: Path) -> None:
+def test_no_multiset_of_digits_is_in_two_of_training_selection_and_test(tmp_path: Path) -> None:
     write_data(tmp_path / "data", "sorting", 1, Sizes(2_000, 2_000, 128, 256))
     rows = {name: rows_in(tmp_path / "data", name) for name in ("demonstrations", "problems", "validation", "test")}
-    assert {name: len(found) for name, found in rows.items()} == {
+    assert {name: len(lines) for name, lines in rows.items()} == {
         "demonstrations": 2_000,
         "problems": 2_000,
         "validation": 128,
@@ -45,7 +45,7 @@ def test_no_multiset_of_digits_is_trained_on_and_judged_or_chooses_and_judges(tm
         assert one.isdisjoint(digits(rows[other]))
 
 
-def test_no_pair_of_numbers_is_judged_that_chooses_in_the_other_order(tmp_path: Path) -> None:
+def test_no_pair_of_numbers_is_in_test_and_reversed_in_selection(tmp_path: Path) -> None:
     write_data(tmp_path / "data", "addition", 1, Sizes(8, 8, 256, 512))
     pairs = [
         {frozenset(row["prompt"].removesuffix("=").split("+")) for row in rows_in(tmp_path / "data", name)}
@@ -54,14 +54,14 @@ def test_no_pair_of_numbers_is_judged_that_chooses_in_the_other_order(tmp_path: 
     assert pairs[0].isdisjoint(pairs[1])
 
 
-def test_the_demo_reads_as_much_as_its_presets_say() -> None:
+def test_the_data_of_the_demo_has_the_sizes_of_its_presets() -> None:
     assert (presets()["task_sft"]["steps"], presets()["sorting"]["steps"]) == (Sizes().demonstrations, Sizes().problems)
 
 
 @pytest.mark.parametrize("name", ["sorting", "addition"])
 def test_all_algorithms_see_as_many_answers_per_iteration(name: str) -> None:
-    given = {"model": "pocket", "data": {"train": "problems.jsonl"}}
-    ppo, grpo = find_recipe(name, given), find_recipe(name, {**given, **in_groups("GRPO")})
+    fields = {"model": "pocket", "data": {"train": "problems.jsonl"}}
+    ppo, grpo = find_recipe(name, fields), find_recipe(name, {**fields, **in_groups("GRPO")})
     assert ppo.responses == grpo.responses == 256  # type: ignore[attr-defined]
     assert (ppo.objective.baseline, grpo.objective.baseline) == ("critic", "group")
 
@@ -74,16 +74,16 @@ def test_a_demo_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
 
 
 def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = verifier_demo(tmp_path, 3, lambda recipe, folder: Display(), TINY)
+    report = verifier_demo(tmp_path, 3, lambda recipe, folder: Display(), TINY)
     folder, printed = tmp_path / "demo-verifier", capsys.readouterr().out
-    assert json.loads((folder / "demo.json").read_text()) == told
-    assert set(told) == {"seconds", "SFT", "PPO", "GRPO"}
+    assert json.loads((folder / "demo.json").read_text()) == report
+    assert set(report) == {"seconds", "SFT", "PPO", "GRPO"}
     for name, algorithm in (("sft", "REINFORCE"), ("ppo", "PPO_CLIP"), ("grpo", "GRPO")):
         recipe = make_recipe(read_toml(folder / name / "config.toml"))
         assert (recipe.algorithm, recipe.seed) == (algorithm, 3)
         assert (folder / name / "model").is_dir()
     test = folder / "data" / "test.jsonl"
-    assert attempts_at(folder / "grpo", test)["start"] == told["SFT"], "both begin where SFT ended"
+    assert attempts_at(folder / "grpo", test)["start"] == report["SFT"], "both begin where SFT ended"
     _, _, proposed = printed.partition("Try next:\n")
     commands = [shlex.split(line) for line in proposed.replace("\\\n", " ").splitlines()]
     assert [command[1] for command in commands] == ["inspect", "generate", "evaluate", "train"]
@@ -104,6 +104,6 @@ def test_a_verifier_makes_likely_what_a_small_model_does_half_of_the_time(tmp_pa
     sft = stages.run("sft", "task_sft", changes)
     prompts = {"train": str(data / "problems.jsonl")}
     changes = {"model": str(sft), "steps": 3_072, "optimizer": {"learning_rate": 3e-3}, "data": prompts}
-    told = attempts_at(stages.run("ppo", "sorting", {**changes, "sampling": {"max_tokens": 4}}), data / "test.jsonl")
-    assert 0.3 < told["start"]["sampled_accuracy"] < 0.65
-    assert told["trained"]["sampled_accuracy"] > 0.75
+    report = attempts_at(stages.run("ppo", "sorting", {**changes, "sampling": {"max_tokens": 4}}), data / "test.jsonl")
+    assert 0.3 < report["start"]["sampled_accuracy"] < 0.65
+    assert report["trained"]["sampled_accuracy"] > 0.75

@@ -88,12 +88,12 @@ def refusal(function: Any, **options: Any) -> str:
 
 
 def test_a_step_ends_with_its_separator_and_white_space_is_none() -> None:
-    found = [[(step.text, step.end) for step in split_steps(text, ";")] for text in TEXTS]
-    assert found[0] == [("a", 2), ("bb", 5), ("c", 6)]
-    assert found[1] == [("été", 4), ("日本", 7), ("🙂!", 9)]
-    assert found[2:4] == [[], []]
-    assert found[4] == [("no separator", 12)]
-    assert found[6] == [("end", 4)]
+    actual = [[(step.text, step.end) for step in split_steps(text, ";")] for text in TEXTS]
+    assert actual[0] == [("a", 2), ("bb", 5), ("c", 6)]
+    assert actual[1] == [("été", 4), ("日本", 7), ("🙂!", 9)]
+    assert actual[2:4] == [[], []]
+    assert actual[4] == [("no separator", 12)]
+    assert actual[6] == [("end", 4)]
     assert [(step.text, step.end) for step in split_steps("a\n\nb\n\n\nc", "\n\n")] == [("a", 3), ("b", 6), ("\nc", 8)]
 
 
@@ -110,9 +110,9 @@ def test_what_is_not_white_space_is_in_one_step(text: str, separator: str) -> No
 @given(data=st.data())
 def test_texts_of_tokens_joined_are_the_text_whatever_was_sampled(tokens: Tokens, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, len(tokens.tokenizer) - 1), max_size=12))
-    found = token_texts(tokens.decode, ids)
-    assert len(found) == len(ids)
-    assert "".join(found) == tokens.decode(ids)
+    actual = token_texts(tokens.decode, ids)
+    assert len(actual) == len(ids)
+    assert "".join(actual) == tokens.decode(ids)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -122,14 +122,14 @@ def test_the_reward_of_a_step_is_on_the_token_that_writes_its_last_character(tex
     written = tokens.decode(ids)  # pocket knows no é and says nothing in its place
     steps = split_steps(written, ";")
     values = [float(2**number) for number in range(len(steps))]
-    found = score(marking(values), [written], [token_texts(tokens.decode, ids)], per="step", separator=";")
+    scores = score(marking(values), [written], [token_texts(tokens.decode, ids)], per="step", separator=";")
     expected = torch.zeros(len(ids))
     for step, value in zip(steps, values, strict=True):
         so_far = [tokens.decode(ids[: place + 1]).startswith(written[: step.end]) for place in range(len(ids))]
         expected[so_far.index(True)] += value
-    assert found.dense is not None
-    assert found.dense[0].tolist() == expected.tolist()
-    assert found.total.tolist() == [sum(values)]
+    assert scores.dense is not None
+    assert scores.dense[0].tolist() == expected.tolist()
+    assert scores.total.tolist() == [sum(values)]
 
 
 def test_characters_of_several_tokens_and_tokens_of_several_characters_are_met_in_these_tests() -> None:
@@ -144,11 +144,11 @@ def test_a_score_per_token_is_there_and_the_function_may_see_the_tokens() -> Non
     def letters(tokens: list[list[str]]) -> list[list[float]]:
         return [[float(len(piece)) for piece in row] for row in tokens]
 
-    found = score(letters, per="token", weight=0.5)
-    assert found.dense is not None
-    assert found.dense.tolist() == [[0.5, 1, 1.5, 0], [0.5, 0.5, 0, 0]]
-    assert found.total.tolist() == [3, 1]
-    assert found.parts["<locals>.letters".rpartition(".")[2]].tolist() == [6, 2]
+    scores = score(letters, per="token", weight=0.5)
+    assert scores.dense is not None
+    assert scores.dense.tolist() == [[0.5, 1, 1.5, 0], [0.5, 0.5, 0, 0]]
+    assert scores.total.tolist() == [3, 1]
+    assert scores.parts["<locals>.letters".rpartition(".")[2]].tolist() == [6, 2]
 
 
 @pytest.mark.parametrize(
@@ -163,34 +163,34 @@ def test_a_score_per_token_is_there_and_the_function_may_see_the_tokens() -> Non
     ids=["lists", "tuples", "arrays", "an array over the longest", "a tensor over the longest"],
 )
 def test_numbers_per_token_of_every_kind_are_numbers(rows: Any) -> None:
-    found = score(lambda responses: rows, per="token")
-    assert found.dense is not None
-    assert found.dense.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
-    assert found.valid.all()
+    scores = score(lambda responses: rows, per="token")
+    assert scores.dense is not None
+    assert scores.dense.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert scores.valid.all()
 
 
-def test_a_function_may_say_itself_where_steps_end() -> None:
+def test_a_function_may_return_where_steps_end() -> None:
     def odd(responses: list[str]) -> list[Any]:
         return [[(1, 0.5), (4, 1.0), (6, -2)], np.array([[0, 3.0], [2, 4.0]])]
 
     odd.per = "step"  # type: ignore[attr-defined]
-    found = score(odd)
-    assert found.dense is not None
-    assert found.dense.tolist() == [[0.5, 0, -1, 0], [3, 4, 0, 0]], "of one token several add up; none is the first"
-    assert found.total.tolist() == [-0.5, 7]
+    scores = score(odd)
+    assert scores.dense is not None
+    assert scores.dense.tolist() == [[0.5, 0, -1, 0], [3, 4, 0, 0]], "of one token several add up; none is the first"
+    assert scores.total.tolist() == [-0.5, 7]
 
 
 def test_a_function_gets_the_steps_it_is_to_score() -> None:
-    found = score(lambda steps: [[len(step) for step in row] for row in steps], per="step", separator=";")
-    assert found.parts["<lambda>"].tolist() == [4, 1]
+    scores = score(lambda steps: [[len(step) for step in row] for row in steps], per="step", separator=";")
+    assert scores.parts["<lambda>"].tolist() == [4, 1]
 
 
 def test_one_bad_number_masks_its_response() -> None:
     for bad, kind in ((None, "None"), ([1.0, None, 2.0], "None"), ([1.0, float("nan"), 2.0], "NaN"), ([1, "2", 3], "str")):
-        found = score(marking(bad, [1.0]), per="step", separator=";", tolerated=0.5)
-        assert found.valid.tolist() == [False, True]
-        assert found.dense is not None
-        assert found.dense.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+        scores = score(marking(bad, [1.0]), per="step", separator=";", tolerated=0.5)
+        assert scores.valid.tolist() == [False, True]
+        assert scores.dense is not None
+        assert scores.dense.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
         with pytest.raises(SurefootError, match=rf"no number for 1 of 2 responses \({kind} 1\)"):
             score(marking(bad, [1.0]), per="step", separator=";")
 
@@ -229,9 +229,9 @@ def test_another_count_or_form_is_refused_in_one_line(function: Any, options: di
 
 
 def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_refused() -> None:
-    found = score(lambda steps: [[1.0] * len(row) for row in steps], tokens=None, per="step", separator=";")
-    assert found.total.tolist() == [3, 1]
-    assert found.dense is None
+    scores = score(lambda steps: [[1.0] * len(row) for row in steps], tokens=None, per="step", separator=";")
+    assert scores.total.tolist() == [3, 1]
+    assert scores.dense is None
     assert "scores tokens, and only whole texts are scored here" in refusal(
         lambda tokens: [[1.0] * 4], tokens=None, per="token"
     )
@@ -240,11 +240,11 @@ def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_refused() -> No
 def test_a_sum_puts_scores_of_whole_responses_on_their_last_tokens() -> None:
     steps = FunctionReward(marking([1, 2, 3], [None]), 2.0, per="step", separator=";", tolerated=0.5, name="steps")
     whole = FunctionReward(marking(10.0, 20.0), name="whole")
-    found = WeightedSum([whole, steps])(["", ""], ["a;bb;c", "x;"], {}, TOKENS)
-    assert found.dense is not None
-    assert found.dense.tolist() == [[0, 2, 10, 10], [0, 0, 0, 0]]
-    assert found.total.tolist() == [22, 0]
-    assert found.valid.tolist() == [True, False]
+    results = WeightedSum([whole, steps])(["", ""], ["a;bb;c", "x;"], {}, TOKENS)
+    assert results.dense is not None
+    assert results.dense.tolist() == [[0, 2, 10, 10], [0, 0, 0, 0]]
+    assert results.total.tolist() == [22, 0]
+    assert results.valid.tolist() == [True, False]
 
 
 # ---- a process reward model -------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_a_model_scores_a_step_where_it_ends_and_in_one_pass(folders: dict[str, 
     prompts, responses = ["one: ", "a longer one: ", "x"], ["a;bb;c", "x;", ""]
     tokens = [["a;b", "b;", "c", ""], ["x", ";"], [""]]
     reward = ModelReward(tmp_path / "process", 0.5, per="step", separator=";", batch_tokens=30)
-    found = reward(prompts, responses, {}, tokens)
+    results = reward(prompts, responses, {}, tokens)
 
     def by_hand(text: str) -> float:
         ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
@@ -269,9 +269,9 @@ def test_a_model_scores_a_step_where_it_ends_and_in_one_pass(folders: dict[str, 
 
     first = [by_hand(f"one: {text}") for text in ("a;", "a;bb;", "a;bb;c")]
     expected = torch.tensor([[first[0], first[1], first[2], 0], [0, by_hand("a longer one: x;"), 0, 0], [0, 0, 0, 0]]) * 0.5
-    assert found.dense is not None
-    torch.testing.assert_close(found.dense, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.total, expected.sum(-1), rtol=1e-4, atol=1e-4)
+    assert results.dense is not None
+    torch.testing.assert_close(results.dense, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results.total, expected.sum(-1), rtol=1e-4, atol=1e-4)
     assert expected.abs().sum() > 0.1
 
 
@@ -338,7 +338,7 @@ def test_rewards_lie_on_tokens_before_the_kl_and_their_sum_is_the_metric(
 
 
 @pytest.mark.parametrize("treatment", ["none", "penalty", "subtract", "bootstrap"])
-def test_a_cut_response_is_treated_as_the_switch_says(treatment: str, files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_a_truncated_response_is_treated_as_configured(treatment: str, files: dict[str, str], folders: dict[str, Path]) -> None:
     reward = {"missing_eos": treatment, "missing_eos_value": -4.0}
     made, r = collected(files, folders["llama"], "places", reward=reward)
     cut = r.mask.all(-1) & (r.actions[:, -1] != made.tokens.eos_id)
@@ -384,11 +384,11 @@ def test_a_run_with_steps_trains_and_evaluates_and_its_traces_show_them(files: d
     table = fields(files, Path("pocket"), ("letters",), reward={"gold": f"{files['rewards']}:letters"})
     table["data"]["held_out"] = files["prompts"]
     surefoot.train("language", run_dir=tmp_path / "run", **{**table, "evaluation": {"rows": 8}, "steps": 32})
-    judged = [json.loads(line) for path in (tmp_path / "run" / "samples").iterdir() for line in path.read_text().splitlines()]
+    scored = [json.loads(line) for path in (tmp_path / "run" / "samples").iterdir() for line in path.read_text().splitlines()]
     assert (
-        {row["reward"] for row in judged}
-        == {sum(c in "aeiou " for c in row["response"]) for row in judged}
-        == {row["gold"] for row in judged}
+        {row["reward"] for row in scored}
+        == {sum(c in "aeiou " for c in row["response"]) for row in scored}
+        == {row["gold"] for row in scored}
     )
     (row, *_), *_ = (read_trace(path).rows for path in traces_in(tmp_path / "run" / "traces"))
     assert row.reward_parts["score"].tolist() == [float(token in set("aeiou ")) for token in row.about["tokens"]]
@@ -408,8 +408,8 @@ def test_a_stop_string_writes_nothing_as_eos_does(files: dict[str, str], folders
     answers.scores(FunctionReward(joined, per="token"))
     assert [text for text, _ in seen] == answers.texts == ["".join(pieces) for _, pieces in seen]
     assert [len(pieces) for _, pieces in seen] == answers.samples.lengths.tolist()
-    assert sum(len(said) > len(made.tokens.decode(ids)) for said, ids in zip(answers.texts, answers.ids, strict=True)) == 0
-    cut = [len(made.tokens.decode(ids)) - len(said) for said, ids in zip(answers.texts, answers.ids, strict=True)]
+    assert sum(len(text) > len(made.tokens.decode(ids)) for text, ids in zip(answers.texts, answers.ids, strict=True)) == 0
+    cut = [len(made.tokens.decode(ids)) - len(text) for text, ids in zip(answers.texts, answers.ids, strict=True)]
     assert any(cut), "some had one"
     dense = answers.scores(made.reward).dense
     assert dense is not None
@@ -420,9 +420,9 @@ def test_a_stop_string_writes_nothing_as_eos_does(files: dict[str, str], folders
 def test_a_critic_is_held_against_what_is_still_to_be_earned(files: dict[str, str], folders: dict[str, Path]) -> None:
     made, _ = collected(files, folders["llama"], "places", reference={"beta": 0.0})
     answers = made.collector.respond(made.collector.prompts, range(40))
-    found = calibration(made, answers)
-    assert found is not None
+    curve = calibration(made, answers)
+    assert curve is not None
     lengths = answers.samples.lengths.tolist()
     to_come = {"first": [sum(range(1, n + 1)) for n in lengths], "middle": [sum(range(n // 2 + 1, n + 1)) for n in lengths]}
     for name, sums in to_come.items():
-        assert found[name]["observed"] == pytest.approx(sum(sums) / len(sums))
+        assert curve[name]["observed"] == pytest.approx(sum(sums) / len(sums))

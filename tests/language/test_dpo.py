@@ -35,8 +35,8 @@ from .tiny import write_folder
 LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss}
 
 
-def recipe(folder: Path, told: str, **fields: Any) -> Any:
-    settings = {"train": told, "max_length": 64, "batch": 8}
+def recipe(folder: Path, data: str, **fields: Any) -> Any:
+    settings = {"train": data, "max_length": 64, "batch": 8}
     return make_recipe({"kind": "dpo", "model": str(folder), "steps": 96, "data": settings, **fields})
 
 
@@ -53,13 +53,13 @@ def gradient(world: SupervisedWorld, rollout: Any) -> tuple[Tensor, float]:
     parameters = [p for p in world.policy.parameters() if p.requires_grad]
     step = learner.optimizers["policy"].step
 
-    def look(*given: Any, **named: Any) -> Any:
+    def look(*arguments: Any, **named: Any) -> Any:
         seen.append(torch.cat([p.grad.flatten() for p in parameters]))  # type: ignore[union-attr]
-        return step(*given, **named)
+        return step(*arguments, **named)
 
     learner.optimizers["policy"].step = look  # type: ignore[method-assign]
-    found = learner.update(rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96))
-    return seen[0], float(found["policy_loss"] or 0.0)
+    metrics = learner.update(rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96))
+    return seen[0], float(metrics["policy_loss"] or 0.0)
 
 
 # ---- the loss -----------------------------------------------------------------------------------------------------------
@@ -90,24 +90,24 @@ def test_the_gradient_is_that_of_the_loss_by_the_book(
     wanted = LOSSES[loss](ours[:, 0], ours[:, 1], reference[:, 0], reference[:, 1], 0.02, wrong).mean()
     parameters = [p for p in world.policy.parameters() if p.requires_grad]
     by_the_book = torch.cat([g.flatten() for g in torch.autograd.grad(wanted, parameters)])
-    found, value = gradient(world, rollout)
+    actual, value = gradient(world, rollout)
     assert by_the_book.norm() > 1e-3
     assert value == pytest.approx(float(wanted.detach()), rel=1e-6)
-    assert float((found - by_the_book).norm() / by_the_book.norm()) < 1e-6
+    assert float((actual - by_the_book).norm() / by_the_book.norm()) < 1e-6
 
 
 def test_micro_batches_change_no_gradient(folders: dict[str, Path], tmp_path: Path) -> None:
-    told, found = uneven(tmp_path / "p.jsonl"), []
+    messages, results = uneven(tmp_path / "p.jsonl"), []
     for settings in ({}, {"micro_batch": 3}, {"micro_batch_tokens": 40}):
-        world = SupervisedWorld(recipe(folders["qwen2"], told, optimizer=settings, preference={"label_smoothing": 0.2}))
+        world = SupervisedWorld(recipe(folders["qwen2"], messages, optimizer=settings, preference={"label_smoothing": 0.2}))
         rollout = world.collector.collect(LearnerState.seeded(1, 96))
         state = LearnerState.seeded(1, 96)
         metrics = make_learner(world.recipe, world.policy).update(
             rollout, assign_credit(rollout, world.recipe.objective), state
         )
-        found.append((metrics["policy_loss"], metrics["gradient_norm_policy"]))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] == pytest.approx(found[0], rel=1e-5)
+        results.append((metrics["policy_loss"], metrics["gradient_norm_policy"]))
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert results[2] == pytest.approx(results[0], rel=1e-5)
 
 
 def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_
 
 def test_of_an_answer_in_messages_only_what_the_assistant_wrote_counts(folders: dict[str, Path], tmp_path: Path) -> None:
     """As in SFT: a second question inside an answer is read, and neither rewarded nor punished."""
-    asked = [{"role": "user", "content": "one?"}]
+    question = [{"role": "user", "content": "one?"}]
 
     def talk(first: str, last: str) -> list[dict[str, str]]:
         turns = [("assistant", first), ("user", "and two?"), ("assistant", last)]
         return [{"role": role, "content": content} for role, content in turns]
 
-    rows = [{"prompt": asked, "chosen": talk("1", "22"), "rejected": talk("no", "x")}] * 8
+    rows = [{"prompt": question, "chosen": talk("1", "22"), "rejected": talk("no", "x")}] * 8
     world = SupervisedWorld(recipe(folders["llama"], write(tmp_path / "p.jsonl", rows)))
     inputs = world.collector.collect(LearnerState.seeded(1, 96)).inputs
     for side, texts in (("chosen", ("1", "22")), ("rejected", ("no", "x"))):
@@ -163,10 +163,10 @@ def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0)
 @pytest.mark.parametrize("beta", BETAS)
 def test_dpo_on_bradley_terry_pairs_converges_to_the_tilted_reference(beta: float) -> None:
     counts = (200 * (REWARDS[:, None] - REWARDS[None]).sigmoid()).round()
-    found = learned(counts, beta).exp()
-    assert distance(found, optimum(beta)) <= BAR
+    policy = learned(counts, beta).exp()
+    assert distance(policy, optimum(beta)) <= BAR
     wrong = [optimum(beta * 2), optimum(beta / 2), optimum(-beta), REFERENCE, (REWARDS / beta).softmax(-1)]
-    assert min(distance(found, other) for other in wrong) > 3 * BAR
+    assert min(distance(policy, other) for other in wrong) > 3 * BAR
 
 
 def margins(log_probs: Tensor) -> Tensor:
@@ -179,16 +179,16 @@ def test_labels_that_never_contradict_each_other_end_at_the_odds_of_label_smooth
     """Of two arms, as often swapped as assumed: β·h = log((1 − ε)/ε)."""
     counts = torch.zeros(5, 5)
     counts[2, 3] = 8
-    found = learned(counts, 0.5, (0.8, 0.2))
-    assert float(0.5 * margins(found)[2, 3]) == pytest.approx(float(torch.tensor(0.8 / 0.2).log()), abs=1e-2)
+    actual = learned(counts, 0.5, (0.8, 0.2))
+    assert float(0.5 * margins(actual)[2, 3]) == pytest.approx(float(torch.tensor(0.8 / 0.2).log()), abs=1e-2)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.2])
 def test_in_ipo_they_end_at_a_margin_of_one_over_two_beta(wrong: float) -> None:
     counts = torch.zeros(5, 5)
     counts[2, 3] = 8
-    found = learned(counts, 0.5, (1 - wrong, wrong), ipo=True)
-    assert float(margins(found)[2, 3]) == pytest.approx((1 - 2 * wrong) / (2 * 0.5), abs=1e-2)
+    actual = learned(counts, 0.5, (1 - wrong, wrong), ipo=True)
+    assert float(margins(actual)[2, 3]) == pytest.approx((1 - 2 * wrong) / (2 * 0.5), abs=1e-2)
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def test_a_run_learns_to_prefer_and_leaves_a_model_that_transformers_loads(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    told = pairs(tmp_path / "p.jsonl")
-    fields: dict[str, Any] = {"data": {"train": told, "held_out": told, "max_length": 64, "batch": 8}, "steps": 240}
+    data = pairs(tmp_path / "p.jsonl")
+    fields: dict[str, Any] = {"data": {"train": data, "held_out": data, "max_length": 64, "batch": 8}, "steps": 240}
     fields |= {"optimizer": {"learning_rate": 1e-3}, "preference": {"loss": loss}}
     trained = surefoot.train("dpo", run_dir=tmp_path / "run", model=str(folders["llama"]), **fields)
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in row]
@@ -218,11 +218,11 @@ def test_a_run_learns_to_prefer_and_leaves_a_model_that_transformers_loads(
         torch.testing.assert_close(loaded.model(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
 
 
-def test_an_interrupted_run_resumes_bit_for_bit_and_never_asks_the_reference_again(
+def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_again(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = uneven(tmp_path / "rows.jsonl", 20)  # epochs end inside batches
-    fields = {"model": str(folders["qwen2"]), "data": {"train": told, "max_length": 64, "batch": 8}, "steps": 64}
+    rows = uneven(tmp_path / "rows.jsonl", 20)  # epochs end inside batches
+    fields = {"model": str(folders["qwen2"]), "data": {"train": rows, "max_length": 64, "batch": 8}, "steps": 64}
     fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
     whole = surefoot.train("dpo", run_dir=tmp_path / "whole", **fields)
     surefoot.train("dpo", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
@@ -236,7 +236,7 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_asks_the_reference_aga
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"algorithm": "PPO_CLIP"}, "kind = 'dpo' gives every row a reward of 1"),
         ({"objective": {"aggregation": "token-mean"}}, "objective.aggregation='token-mean'"),
@@ -246,20 +246,20 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_asks_the_reference_aga
         ({"optimizer": {"critic_learning_rate": 0.1}}, "has no critic"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused_in_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError) as caught:
         recipe(tmp_path, "rows.jsonl", **fields)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_reference_with_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     other = write_folder(tmp_path / "other", "llama")
     path = other / "tokenizer.json"
-    told = json.loads(path.read_text())
-    vocabulary = told["model"]["vocab"]
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
     a, b = list(vocabulary)[40:42]
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(tokenizer))
     with pytest.raises(SurefootError, match="its vocabulary differs"):
         SupervisedWorld(recipe(folders["llama"], pairs(tmp_path / "p.jsonl"), reference={"model": str(other)}))

@@ -237,7 +237,7 @@ def test_a_server_that_is_down_is_tried_again_and_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("trouble", [(503, b"busy"), (500, b""), (429, b""), (0, b"")], ids=str)
-def test_a_server_that_is_flaky_is_asked_until_it_answers(trouble: Answer, server: Server) -> None:
+def test_a_flaky_server_is_retried_until_it_answers(trouble: Answer, server: Server) -> None:
     server.in_turn(trouble, trouble, (200, [1, 2, 3]))
     assert score(server.url).total.tolist() == [1, 2, 3]
     assert len(server.bodies) == 3
@@ -259,19 +259,19 @@ def test_waiting_doubles_at_random_and_has_an_end(monkeypatch: pytest.MonkeyPatc
 
 def test_retry_after_is_waited_for(server: Server) -> None:
     server.in_turn((429, b"", {"Retry-After": "1"}), (200, [1, 2, 3]))
-    begun = time.monotonic()
+    started = time.monotonic()
     assert score(server.url).total.tolist() == [1, 2, 3]
-    assert time.monotonic() - begun >= 1
+    assert time.monotonic() - started >= 1
     assert endpoint.retry_after(format_datetime(datetime.now(UTC) + timedelta(seconds=100))) == pytest.approx(100, abs=3)
     assert [endpoint.retry_after(text) for text in (None, "", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 5
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun(server: Server) -> None:
     server.in_turn((503, b"", {"Retry-After": "3600"}))
-    begun = time.monotonic()
+    started = time.monotonic()
     text = refusal(server.url)
     assert text.startswith("returned 503 Service Unavailable, and waiting 3.6e+03 s for a retry would exceed reward.deadline")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
 
 
 def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
@@ -280,9 +280,9 @@ def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
         return 200, [1, 2, 3]
 
     server.answer = slowly
-    begun = time.monotonic()
+    started = time.monotonic()
     assert refusal(server.url, deadline=0.3).startswith("took longer than reward.deadline=0.3 s for 3 responses")
-    assert time.monotonic() - begun < 1.4
+    assert time.monotonic() - started < 1.4
 
 
 # ---- wrong ----------------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_wrong_answer_is_one_line_and_is_not_asked_for_again(answer: Answer, what: str, server: Server) -> None:
+def test_a_wrong_answer_is_a_one_line_error_and_is_not_retried(answer: Answer, what: str, server: Server) -> None:
     server.in_turn(answer)
     assert refusal(server.url).startswith(what)
     assert len(server.bodies) == 1
@@ -326,7 +326,7 @@ def test_single_bad_scores_are_masked_like_those_of_functions(server: Server) ->
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
-def test_a_server_on_this_machine_is_never_asked_through_a_proxy(
+def test_a_server_on_this_machine_is_never_reached_through_a_proxy(
     name: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for other in ("NO_PROXY", "no_proxy"):

@@ -103,14 +103,14 @@ def test_a_run_that_was_killed_before_it_left_its_model_leaves_it_when_resumed(
         surefoot.resume(files / "cut")
 
 
-def test_where_no_policy_was_within_reach_of_the_target_the_last_one_is_left_and_that_is_said(
+def test_if_no_policy_was_within_reach_of_the_target_the_last_one_is_left_with_a_note(
     files: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     """And patience, which waits for a better one, does not run out before β could bring the policy back."""
-    given = fields(
+    table = fields(
         "language", files, reference={"beta": 1e-6, "target": 1e-6}, evaluation={"every": 8, "rows": 16, "patience": 2}
     )
-    (files / "far.toml").write_text(to_toml(make_recipe({"kind": "language", **given})))
+    (files / "far.toml").write_text(to_toml(make_recipe({"kind": "language", **table})))
     code, out, err = command("train", str(files / "far.toml"), "--run-dir", str(files), "--name", "far", "--quiet")
     assert code == 0, err
     assert (
@@ -146,7 +146,7 @@ def test_the_best_policy_by_another_measure_is_forgotten_when_a_change_is_allowe
 
 
 @KINDS
-def test_where_nothing_is_judged_any_more_the_last_policy_is_left_and_no_best_of_before(kind: str, files: Path) -> None:
+def test_once_nothing_is_evaluated_the_last_policy_is_left_and_no_earlier_best(kind: str, files: Path) -> None:
     run = cut_short(kind, files)
     table = read_toml(run / "config.toml")
     table["data"]["held_out"] = "none"
@@ -167,7 +167,7 @@ def test_where_nothing_is_judged_any_more_the_last_policy_is_left_and_no_best_of
         ("evaluation", "patience", (1, 2), True),
     ],
 )
-def test_scores_are_alike_where_the_same_is_asked(section: str, field: str, values: Any, alike: bool) -> None:
+def test_scores_are_comparable_if_the_same_is_measured(section: str, field: str, values: Any, alike: bool) -> None:
     one, other = ({section: {field: value}} for value in values)
     assert scored_alike(one, other) == alike
     if (section, field) == ("reference", "beta"):
@@ -192,7 +192,7 @@ def test_a_run_is_not_resumed_on_other_rows(kind: str, files: Path) -> None:
         surefoot.resume(run)
 
 
-def test_a_run_is_not_resumed_or_judged_against_another_reference(files: Path) -> None:
+def test_a_run_is_not_resumed_or_evaluated_against_another_reference(files: Path) -> None:
     """The folder that training started from, written anew since: by an SFT run that was extended, say."""
     run = cut_short("language", files)
     shutil.rmtree(files / "model")
@@ -225,7 +225,9 @@ def test_what_is_for_agents_refuses_a_model_of_language_in_one_line(
     assert "has a language model and no agent" in capsys.readouterr().err
 
 
-def test_a_run_with_relative_paths_says_where_to_resume_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_run_with_relative_paths_names_the_folder_to_resume_it_from(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     relative = {"model": "model", "data": {**fields("sft", files)["data"], "train": "rows.jsonl"}}
     surefoot.train("sft", run_dir=files / "whole", **fields("sft", files, **relative))
@@ -249,12 +251,12 @@ def test_a_run_stands_for_its_model_in_a_preview_too(files: Path) -> None:
 
 
 def test_a_reward_run_loads_with_the_scores_that_it_gave_back(files: Path) -> None:
-    given = surefoot.train("reward", run_dir=files / "run", **fields("reward", files))
+    trained = surefoot.train("reward", run_dir=files / "run", **fields("reward", files))
     ids = torch.arange(20, 32).view(1, -1)
     kept = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
-        wanted = given(ids, kept)
-        assert given.std != 1
+        wanted = trained(ids, kept)
+        assert trained.std != 1
         assert torch.equal(RewardModel.load(files / "run" / "model")(ids, kept), wanted)
         assert torch.equal(surefoot.load(files / "run")(ids, kept), wanted)
 
@@ -274,7 +276,7 @@ def test_a_model_that_ends_with_several_tokens_comes_back_from_a_checkpoint_with
     path = files / "model" / "generation_config.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(table | {"eos_token_id": [1, 2]}))
-    given = surefoot.train("sft", run_dir=files / "run", **fields("sft", files))
-    assert given.tokens.eos_ids == (1, 2)
+    trained = surefoot.train("sft", run_dir=files / "run", **fields("sft", files))
+    assert trained.tokens.eos_ids == (1, 2)
     assert surefoot.load(files / "run").tokens.eos_ids == (1, 2)
     assert load_language_model(str(files / "run" / "model")).tokens.eos_ids == (1, 2)

@@ -75,8 +75,8 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
-    return found
+        scores: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
+    return scores
 
 
 def moved(base: SharedBase, role: str, seed: int = 5) -> None:
@@ -117,7 +117,7 @@ def test_every_expert_gets_the_gradient_of_its_pair_and_the_base_none(mixture: P
     assert any("experts" in name for name in with_gradient)
 
 
-def test_merged_experts_say_what_the_adapter_says(mixture: Path) -> None:
+def test_merged_experts_have_the_logits_of_the_adapter(mixture: Path) -> None:
     model, _ = load_model(mixture)
     names = set(model.state_dict())
     base = SharedBase(model)
@@ -136,7 +136,7 @@ def test_merged_experts_say_what_the_adapter_says(mixture: Path) -> None:
     torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
 
 
-def test_what_an_adapter_is_beside_and_what_it_leaves_frozen_is_said(mixture: Path) -> None:
+def test_the_summary_names_adapted_and_frozen_layers(mixture: Path) -> None:
     model, _ = load_model(mixture)
     size = sum(p.numel() for p in model.parameters())
     base = SharedBase(model)
@@ -289,16 +289,16 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": str(model), "steps": 32, "optimizer": {"learning_rate": 1e-2}}
+    table: dict[str, Any] = {"model": str(model), "steps": 32, "optimizer": {"learning_rate": 1e-2}}
     if kind == "sft":
-        return {**found, "data": {"train": files["rows"], "held_out": files["rows"], "max_length": 32, "batch": 8}, **changes}
+        return {**table, "data": {"train": files["rows"], "held_out": files["rows"], "max_length": 32, "batch": 8}, **changes}
     online = {
         "data": {"train": files["rows"], "max_length": 32},
         "sampling": {"prompts": 8, "max_tokens": 6},
         "reward": {"terms": [{"function": files["reward"]}], "missing_eos": "none"},
         "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
     }
-    return {**found, **online, **changes}
+    return {**table, **online, **changes}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
@@ -310,9 +310,9 @@ def test_a_run_that_adapts_experts_resumes_exactly_and_leaves_what_peft_and_tran
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    given = fields(kind, files, mixture, adapter={"rank": 2, "targets": targets}, checkpoint={"every": 16})
-    whole = surefoot.train(kind, run_dir=tmp_path / "whole", **given)
-    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **given)
+    table = fields(kind, files, mixture, adapter={"rank": 2, "targets": targets}, checkpoint={"every": 16})
+    whole = surefoot.train(kind, run_dir=tmp_path / "whole", **table)
+    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **table)
     resumed = surefoot.resume(tmp_path / "cut")
     assert torch.equal(logits(whole.model), logits(resumed.model))
     base = AutoModelForCausalLM.from_pretrained(mixture)
@@ -329,8 +329,8 @@ def test_a_run_that_adapts_experts_resumes_exactly_and_leaves_what_peft_and_tran
 
 def theirs(model: Any, ids: Tensor, real: Tensor) -> Tensor:
     """The loss that the model's own class computes."""
-    found: Tensor = model(input_ids=ids, attention_mask=real.long(), use_cache=False, output_router_logits=True).aux_loss
-    return found
+    loss: Tensor = model(input_ids=ids, attention_mask=real.long(), use_cache=False, output_router_logits=True).aux_loss
+    return loss
 
 
 def some_text() -> tuple[Tensor, Tensor]:
@@ -366,11 +366,11 @@ def test_equal_loads_cost_as_much_as_each_token_has_experts_and_unequal_ones_mor
 
 def gradients(kind: str, files: dict[str, str], mixture: Path, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
     """Of one update: the gradient by parameter, what was logged, and the batch; parameters stay."""
-    given = fields(kind, files, mixture, **changes)
+    table = fields(kind, files, mixture, **changes)
     if kind == "language":
-        given["objective"] = {**given["objective"], "reuse": {"epochs": 1, "minibatches": 1}}
+        table["objective"] = {**table["objective"], "reuse": {"epochs": 1, "minibatches": 1}}
     recipe = make_recipe(
-        {"kind": kind, **given, "optimizer": {"learning_rate": 1e-2, "max_grad_norm": "none", **given["optimizer"]}}
+        {"kind": kind, **table, "optimizer": {"learning_rate": 1e-2, "max_grad_norm": "none", **table["optimizer"]}}
     )
     world: Any = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 100)
@@ -378,11 +378,11 @@ def gradients(kind: str, files: dict[str, str], mixture: Path, **changes: Any) -
     parameters = {name: p for name, p in world.policy.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in parameters.items()}
     metrics = learner.update(rollout, assign_credit(rollout, recipe.objective), state)
-    found = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+    grads = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(before[name])
-    return found, metrics, (world, rollout)
+    return grads, metrics, (world, rollout)
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2, "targets": EXPERTS}], ids=["whole", "adapter"])
@@ -393,13 +393,13 @@ def test_the_coefficient_adds_so_much_of_the_gradient_of_transformers_loss(
     extra = {} if adapter is None else {"adapter": adapter}
     objective = fields(kind, files, mixture).get("objective", {})
     off, quiet, (world, rollout) = gradients(kind, files, mixture, **extra)
-    on, told, _ = gradients(kind, files, mixture, objective={**objective, "router_coefficient": 0.5}, **extra)
+    on, metrics, _ = gradients(kind, files, mixture, objective={**objective, "router_coefficient": 0.5}, **extra)
     batch = pack_batch(rollout.inputs, rollout.actions, rollout.mask, 0)
     loss = theirs(world.policy.model, batch.ids, batch.real)
     moving = {name: p for name, p in world.policy.named_parameters() if p.requires_grad}
     expected = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
     assert "router_loss" not in quiet
-    assert told["router_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["router_loss"] == pytest.approx(loss.item(), rel=1e-5)
     some = False
     for (name, _), ours in zip(moving.items(), expected, strict=True):
         if ours is not None:
@@ -413,16 +413,16 @@ def test_the_gradient_does_not_depend_on_micro_batches_nor_on_gradient_checkpoin
     split: dict[str, int], mixture: Path, files: dict[str, str]
 ) -> None:
     objective = {"router_coefficient": 0.5}
-    whole, told, _ = gradients("sft", files, mixture, objective=objective)
+    whole, metrics, _ = gradients("sft", files, mixture, objective=objective)
     parts, also, _ = gradients(
         "sft", files, mixture, objective=objective, optimizer={"learning_rate": 1e-2, **split}, gradient_checkpointing=True
     )
-    assert also["router_loss"] == pytest.approx(told["router_loss"], rel=1e-5)
+    assert also["router_loss"] == pytest.approx(metrics["router_loss"], rel=1e-5)
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=2e-5)
 
 
-def test_without_a_coefficient_no_router_is_asked(
+def test_without_a_coefficient_no_router_logits_are_computed(
     mixture: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any) -> None:

@@ -48,11 +48,11 @@ def world(files: Path, model: Path, **changes: Any) -> LanguageWorld:
 
 
 def measured(made: LanguageWorld) -> float:
-    judged = made.evaluate()
-    assert judged is not None
-    found = judged.metrics[LIKELIHOOD]
-    assert found is not None
-    return found
+    evaluation = made.evaluate()
+    assert evaluation is not None
+    actual = evaluation.metrics[LIKELIHOOD]
+    assert actual is not None
+    return actual
 
 
 def test_ppo_starts_from_the_likelihood_that_sft_ended_with(files: Path, folders: dict[str, Path]) -> None:
@@ -75,15 +75,15 @@ def test_the_likelihood_is_the_mean_over_tokens_of_the_first_rows_whatever_goes_
         ids = torch.tensor([[*prompt, *made.tokens.encode_prompt(row["completion"]), made.tokens.eos_id]])
         with torch.no_grad():
             log_probs = made.policy.model(ids).logits[0, :-1].log_softmax(-1)
-        found = log_probs.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :]
-        total, count = total + float(found.sum()), count + len(found)
+        actual = log_probs.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :]
+        total, count = total + float(actual.sum()), count + len(actual)
     assert measured(made) == pytest.approx(total / count, rel=1e-4)
     data = {"train": str(files / "prompts.jsonl"), "max_length": 16}  # no prompts are answered
     for bound, most in (({"micro_batch": 2}, 2), ({"micro_batch_tokens": 64}, 64)):
         read: list[torch.Size] = []
         small = world(files, folder, evaluation=chosen, optimizer=bound, data=data)
         words = small.policy.model.get_input_embeddings()
-        words.register_forward_hook(lambda _, given, __, read=read: read.append(given[0].shape))
+        words.register_forward_hook(lambda _, arguments, __, read=read: read.append(arguments[0].shape))
         assert measured(small) == pytest.approx(total / count, rel=1e-4)
         assert 0 < max(shape[0] if "micro_batch" in bound else shape.numel() for shape in read) <= most
 
@@ -94,12 +94,12 @@ def test_what_a_run_forgets_is_in_its_metrics_and_in_its_evaluation(files: Path,
     surefoot.train("language", run_dir=files / "run", **settings)
     rows = [row for row in read_metrics(files / "run" / "metrics.jsonl") if LIKELIHOOD in row]
     assert [row["steps"] for row in rows] == [64, 128, 192, 256]
-    told = evaluate_run(files / "run")
-    assert told["start"]["log_likelihood"] == pytest.approx(measured(world(files, folders["llama"])), rel=1e-6)
-    at_best = next(row for row in rows if row["steps"] == told["steps"])
-    assert told["trained"]["log_likelihood"] == pytest.approx(at_best[LIKELIHOOD], rel=1e-6)
-    assert rows[-1][LIKELIHOOD] < told["start"]["log_likelihood"] - 0.1, "without an anchor the start's language is lost"
-    assert "log π of demonstrations" in report_table(told)
+    report = evaluate_run(files / "run")
+    assert report["start"]["log_likelihood"] == pytest.approx(measured(world(files, folders["llama"])), rel=1e-6)
+    at_best = next(row for row in rows if row["steps"] == report["steps"])
+    assert report["trained"]["log_likelihood"] == pytest.approx(at_best[LIKELIHOOD], rel=1e-6)
+    assert rows[-1][LIKELIHOOD] < report["start"]["log_likelihood"] - 0.1, "without an anchor the start's language is lost"
+    assert "log π of demonstrations" in report_table(report)
 
 
 def test_it_is_measured_without_held_out_prompts_too_and_decides_nothing(files: Path, folders: dict[str, Path]) -> None:
@@ -117,16 +117,16 @@ def test_it_is_measured_without_held_out_prompts_too_and_decides_nothing(files: 
 def test_demonstrations_that_cannot_be_read_are_refused_before_the_run_begins(files: Path, folders: dict[str, Path]) -> None:
     (files / "half.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     (files / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
-    for evaluation, said in (
+    for evaluation, message in (
         ({"demonstrations": str(files / "row.jsonl")}, r"row\.jsonl: no such file; did you mean .*rows\.jsonl"),
         ({"demonstrations": str(files / "half.jsonl")}, r"half\.jsonl, line 2: missing column 'completion'"),
         ({"demonstrations": str(files / "long.jsonl")}, r"long\.jsonl: all 1 rows are dropped"),
         ({"demonstrations": "x.jsonl", "rows": 0}, r"evaluation\.demonstrations='x\.jsonl': evaluation\.rows=0"),
     ):
-        with pytest.raises(SurefootError, match=said):
+        with pytest.raises(SurefootError, match=message):
             surefoot.train("language", run_dir=files / "run", **fields(files, folders["llama"], evaluation=evaluation))
         assert not (files / "run").exists()
     with (files / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
-    told = world(files, folders["llama"]).arithmetic()
-    assert any("rows.jsonl: dropped, because longer than 128 tokens: 1 rows" in line for line in told)
+    lines = world(files, folders["llama"]).arithmetic()
+    assert any("rows.jsonl: dropped, because longer than 128 tokens: 1 rows" in line for line in lines)

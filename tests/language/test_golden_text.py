@@ -83,8 +83,8 @@ def three(folders: dict[str, Path], tmp_path: Path) -> Rollout:
     tiny.teach(policy.value_head, before, torch.tensor(x["values"]).unsqueeze(-1))
     whole = world.collector.collect(LearnerState.seeded(1, 128))
     row = [tokens[kept].tolist() for tokens, kept in zip(whole.actions, whole.mask, strict=True)].index(ids)
-    found: Rollout = map_tensors(lambda y: y[row : row + 1], whole)
-    return found
+    part: Rollout = map_tensors(lambda y: y[row : row + 1], whole)
+    return part
 
 
 def test_rewards_advantages_returns_and_kl_of_a_sampled_response_are_the_golden_ones(three: Rollout) -> None:
@@ -116,10 +116,10 @@ def test_sampler_policy_and_reference_divide_logits_by_the_temperature_as_in_the
         drawn = sample(
             model, [prompt], samples=16, max_tokens=1, temperature=temperature, eos_ids=[1], pad_id=0, seeds=range(16)
         )
-        said = drawn.log_probs[drawn.actions == actions[0, 0]]
-        assert len(said) > 1
-        expect(name, key, said[0])
-        assert abs(float(said[0]) - expected["wrong_divide_logprob"]) > 0.1
+        sampled = drawn.log_probs[drawn.actions == actions[0, 0]]
+        assert len(sampled) > 1
+        expect(name, key, sampled[0])
+        assert abs(float(sampled[0]) - expected["wrong_divide_logprob"]) > 0.1
 
 
 # ---- supervised ---------------------------------------------------------------------------------------------------------
@@ -164,14 +164,14 @@ def test_a_reward_model_has_the_golden_loss_and_a_tie_is_no_win(folders: dict[st
         letters[f] = letters[e]  # a tie to the last bit
         ends = torch.stack([model.backbone(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts])  # type: ignore[union-attr, operator]
     tiny.teach(model.head, ends, torch.tensor(list(scores.values())).unsqueeze(-1))
-    judged = world.evaluate()
-    assert judged is not None
-    expect(name, "loss_mean", judged.metrics["held_out_loss"])
-    expect(name, "accuracy", judged.metrics["held_out_accuracy"])
+    evaluation = world.evaluate()
+    assert evaluation is not None
+    expect(name, "loss_mean", evaluation.metrics["held_out_loss"])
+    expect(name, "accuracy", evaluation.metrics["held_out_accuracy"])
     state = LearnerState.seeded(1, 3)
     rollout = world.collector.collect(state)
-    found = -world.policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[:, 0]
-    expect(name, "loss_per_pair", found[found.argsort()[torch.tensor([0, 2, 1])]])  # the walk has its own order
+    actual = -world.policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[:, 0]
+    expect(name, "loss_per_pair", actual[actual.argsort()[torch.tensor([0, 2, 1])]])  # the walk has its own order
     metrics = make_learner(world.recipe, world.policy).update(rollout, assign_credit(rollout, world.recipe.objective), state)
     expect(name, "loss_mean", metrics["policy_loss"])
 
@@ -194,7 +194,7 @@ def test_standardised_scores_have_the_golden_gain_and_bias_in_the_reward_and_in_
             policy = LanguagePolicy(tiny.model("llama"), critic, 0)
             inputs = {"prompt": ids[:, :1], "prompt_mask": mask[:, :1]}
             values.append(float(policy.values_after(inputs, ids[:, 1:], mask[:, 1:])))
-    for found in (rewards, values):
-        expect(name, "normalised", found[:3])
-        expect(name, "bias", found[3])
-        expect(name, "gain", found[4] - found[3])
+    for actual in (rewards, values):
+        expect(name, "normalised", actual[:3])
+        expect(name, "bias", actual[3])
+        expect(name, "gain", actual[4] - actual[3])

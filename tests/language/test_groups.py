@@ -60,9 +60,9 @@ def fields(files: dict[str, str], model: Path, function: str = "vowels", **chang
 
 def recipe(algorithm: str = "GRPO", **changes: Any) -> LanguageRecipe:
     table = {"kind": "language", "algorithm": algorithm, "model": "nowhere", "data": {"train": "x"}}
-    found = make_recipe({**table, "reward": {"terms": [{"function": "x:y"}]}, **changes})
-    assert isinstance(found, LanguageRecipe)
-    return found
+    made = make_recipe({**table, "reward": {"terms": [{"function": "x:y"}]}, **changes})
+    assert isinstance(made, LanguageRecipe)
+    return made
 
 
 def world(files: dict[str, str], model: Path, function: str, algorithm: str = "GRPO", **changes: Any) -> LanguageWorld:
@@ -81,7 +81,7 @@ def test_an_algorithm_that_compares_responses_samples_several() -> None:
     assert recipe("PPO_CLIP").sampling.samples == 1
 
 
-def test_the_kl_is_in_the_reward_beside_leave_one_out_alone_unless_a_recipe_says_otherwise() -> None:
+def test_the_kl_is_in_the_reward_only_with_leave_one_out_unless_the_recipe_sets_it() -> None:
     betas = {name: recipe(name).reference.beta for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO", "PPO_CLIP")}
     assert betas == {"GRPO": 0, "DR_GRPO": 0, "DAPO": 0, "GSPO": 0, "RLOO": 0.05, "PPO_CLIP": 0.05}
     assert recipe("GRPO", reference={"beta": 0.1}).reference.beta == 0.1
@@ -114,12 +114,12 @@ def test_what_was_filled_in_is_written_and_read_back() -> None:
 
 def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> None:
     own = replace(DR_GRPO, entropy_coefficient=0.01)
-    found = find_recipe("language", fields(files, Path("nowhere")), own)
-    assert found.objective == replace(own, aggregation_length=8)
+    recipe = find_recipe("language", fields(files, Path("nowhere")), own)
+    assert recipe.objective == replace(own, aggregation_length=8)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"sampling": {"samples": 1}}, "sampling.samples=1: objective.baseline='group' compares the responses to a prompt"),
         ({"algorithm": "RLOO", "sampling": {"samples": 1}}, "needs at least 2; set sampling.samples = 8"),
@@ -136,10 +136,10 @@ def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> Non
         ({"algorithm": "DR_GRPO", "sampling": {"max_tokens": "many"}}, "sampling.max_tokens='many'"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_work_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError) as refusal:
         recipe(**changes)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -211,7 +211,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_prompts(
     assert filled.group is not None
     assert filled.group.tolist() == [row // 4 for row in range(24)]
     assert (filled.inputs["prompt"][::4] == filled.inputs["prompt"][3::4]).all()
-    assert made.collector.walk.epochs * 40 == pytest.approx(sampled)
+    assert made.collector.sampler.epochs * 40 == pytest.approx(sampled)
 
 
 def test_what_was_sampled_in_several_rounds_is_scored_by_the_policy_as_the_sampler_did(
@@ -250,7 +250,7 @@ def test_responses_without_a_score_are_left_out_of_their_group(files: dict[str, 
         both = credit[[row, row + 2]].abs().amax(-1)
         torch.testing.assert_close(both, torch.full((2,), 0.5**0.5), rtol=1e-3, atol=0)
     assert credit[1::2].eq(0).all()
-    assert [said["kl"] is None for said in made.collector.last_samples] == [False, True] * 12  # what is not known is not 0
+    assert [sample["kl"] is None for sample in made.collector.last_samples] == [False, True] * 12  # what is not known is not 0
 
 
 def test_joined_rounds_hold_the_same_tokens() -> None:

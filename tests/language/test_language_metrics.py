@@ -101,16 +101,16 @@ def test_pass_at_k_is_the_share_of_subsets_of_k_with_a_right_one():
 @given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1))
 def test_pass_at_k_is_unbiased(n, k, p):
     k = min(k, n)
-    found = pass_at_k(torch.arange(n + 1), n, k).tolist()
-    mean = sum(math.comb(n, c) * p**c * (1 - p) ** (n - c) * value for c, value in enumerate(found))
+    actual = pass_at_k(torch.arange(n + 1), n, k).tolist()
+    mean = sum(math.comb(n, c) * p**c * (1 - p) ** (n - c) * value for c, value in enumerate(actual))
     assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-9)
 
 
 def test_pass_at_k_holds_where_binomials_overflow():
     n, k = 10_000, 5_000
     wanted = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (0, 1)]
-    found = pass_at_k(torch.tensor([0, 1, n - k + 1, n]), n, k).tolist()
-    assert found == pytest.approx([*wanted, 1, 1], abs=1e-12)
+    actual = pass_at_k(torch.tensor([0, 1, n - k + 1, n]), n, k).tolist()
+    assert actual == pytest.approx([*wanted, 1, 1], abs=1e-12)
     tiny = float(pass_at_k(torch.tensor([1]), 10**7, 1))
     assert tiny == pytest.approx(1e-7, rel=1e-8)
 

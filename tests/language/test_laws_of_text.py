@@ -29,7 +29,7 @@ from surefoot.language.sampling import cut_at_stop
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 
-from .tiny import VOCABULARY, say, write_folder
+from .tiny import VOCABULARY, set_probabilities, write_folder
 
 LETTERS = "def letters(responses):\n    return [len(set(text)) / 4 + text.count('a') for text in responses]\n"
 PROMPTS = ("hi ", "what is it? ", "x", "say something: ", "go", "a longer one, of two parts: ", "no", "yes, ")
@@ -136,9 +136,9 @@ def test_a_response_does_not_depend_on_who_is_in_the_batch(folder: Path, tmp_pat
         state.steps += 2
         width = part.mask.shape[1]
         for name in ("actions", "mask", "rewards", "values", "old_log_probs"):
-            found, wanted = getattr(part, name), getattr(whole, name)[first : first + 2]
+            actual, wanted = getattr(part, name), getattr(whole, name)[first : first + 2]
             assert not wanted[:, width:][whole.mask[first : first + 2, width:]].any()
-            torch.testing.assert_close(found * part.mask, wanted[:, :width] * part.mask, rtol=0, atol=1e-4)
+            torch.testing.assert_close(actual * part.mask, wanted[:, :width] * part.mask, rtol=0, atol=1e-4)
 
 
 # ---- what must be where it is -------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_response_does_not_depend_on_who_is_in_the_batch(folder: Path, tmp_pat
 def test_the_score_sits_on_eos_and_where_there_is_none_on_the_last_token(folders: dict[str, Path], tmp_path: Path) -> None:
     plain = made(folders["gpt2"], tmp_path, sampling={"prompts": 8, "samples": 4, "max_tokens": 4}, reference={"beta": 0.0})
     eos = plain.tokens.eos_id
-    say(plain.policy.model, [*plain.tokens.encode_completion("ab")], (0.5, 0.25, 0.25))
+    set_probabilities(plain.policy.model, [*plain.tokens.encode_completion("ab")], (0.5, 0.25, 0.25))
     r = collected(plain)
     ends = (r.actions == eos) & r.mask
     ended = ends.any(-1)
@@ -182,8 +182,8 @@ def test_values_are_of_the_state_before_each_token_and_successors_of_that_after_
             v = (states @ head.weight[0] + head.bias)[len(prompt) - 1 :]  # type: ignore[union-attr, operator]
         count = len(response)
         torch.testing.assert_close(r.values[row, :count], v[:-1], rtol=1e-4, atol=1e-4)
-        known = count if r.truncated[row].any() else count - 1
-        torch.testing.assert_close(r.next_values[row, :known], v[1 : known + 1], rtol=1e-4, atol=1e-4)
+        last = count if r.truncated[row].any() else count - 1
+        torch.testing.assert_close(r.next_values[row, :last], v[1 : last + 1], rtol=1e-4, atol=1e-4)
         credit = assign_credit(
             map_tensors(lambda x, row=row: x[row : row + 1], r), replace(world.recipe.objective, gae_lambda=0.0)
         )
@@ -224,16 +224,16 @@ def test_where_beta_is_adapted_the_best_policy_is_one_within_reach_of_the_target
     spent = made(folders["llama"], tmp_path, data=data).evaluate().metrics["held_out_kl"]  # type: ignore[union-attr]
     assert spent > 1e-3  # type: ignore[operator]
     target = spent / times  # type: ignore[operator]
-    judged = made(folders["llama"], tmp_path, data=data, reference={"beta": 1e-6, "target": target}).evaluate()
-    assert judged is not None
-    assert judged.score == (judged.metrics["held_out_reward"] if within else -math.inf)
+    evaluation = made(folders["llama"], tmp_path, data=data, reference={"beta": 1e-6, "target": target}).evaluate()
+    assert evaluation is not None
+    assert evaluation.score == (evaluation.metrics["held_out_reward"] if within else -math.inf)
 
 
 def test_a_stop_string_is_no_part_of_the_text_that_is_scored(world: LanguageWorld) -> None:
     """As in best-of-n, chat and generate: a reward sees the same answer everywhere."""
     world.collector.collect(LearnerState.seeded(1, 64))
-    said = [row["response"] for row in world.collector.last_samples]
-    assert not any(stop in text for text in said for stop in "eo")
+    responses = [row["response"] for row in world.collector.last_samples]
+    assert not any(stop in text for text in responses for stop in "eo")
     prompts = repeat_prompts(world.collector.prompts, range(8))
     answers = world.collector.respond(prompts, list(range(8)))
     whole = [world.tokens.decode(ids) for ids in answers.samples.responses()]
@@ -241,34 +241,34 @@ def test_a_stop_string_is_no_part_of_the_text_that_is_scored(world: LanguageWorl
     assert answers.texts == [cut_at_stop(text, "eo") for text in whole]
 
 
-def test_what_several_rounds_sampled_is_told_without_stop_strings(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_samples_of_several_rounds_are_shown_without_stop_strings(folders: dict[str, Path], tmp_path: Path) -> None:
     sampling = {"prompts": 2, "samples": 4, "rounds": 3, "max_tokens": 7, "stop": ["e", "o"]}
     world = made(folders["llama"], tmp_path, algorithm="DAPO", sampling=sampling, objective={"reuse": {"minibatches": 1}})
     world.reward = world.collector.reward = FunctionReward(lambda responses: [1.0] * len(responses))  # no group has a signal
     rollout = collected(world)
     assert rollout.metrics["sampling_rounds"] > 1  # type: ignore[operator]
-    said = [row["response"] for row in world.collector.last_samples]
-    assert len(said) > 8, "of both rounds"
-    assert not any(stop in text for text in said for stop in "eo")
+    message = [row["response"] for row in world.collector.last_samples]
+    assert len(message) > 8, "of both rounds"
+    assert not any(stop in text for text in message for stop in "eo")
 
 
 def test_reinforce_without_a_baseline_has_none() -> None:
     """Advantages less their mean over the batch would be those of the rung above."""
     table = {"kind": "language", "model": "m", "data": {"train": "p.jsonl"}, "reward": {"terms": [{"function": "here:f"}]}}
-    found = [make_recipe(table | {"algorithm": name}).objective for name in ("REINFORCE", "REINFORCE_BASELINE", "A2C")]
-    assert [objective.normalise_advantages for objective in found] == [None, "batch", "batch"]
+    objectives = [make_recipe(table | {"algorithm": name}).objective for name in ("REINFORCE", "REINFORCE_BASELINE", "A2C")]
+    assert [objective.normalise_advantages for objective in objectives] == [None, "batch", "batch"]
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_groups_are_of_undiscounted_responses(baseline: str, tmp_path: Path, folders: dict[str, Path]) -> None:
     name = "GRPO" if baseline == "group" else "RLOO"
-    said = rf"objective\.gamma=0: baseline '{baseline}' compares the undiscounted rewards of whole responses"
-    with pytest.raises(SurefootError, match=said):
+    message = rf"objective\.gamma=0: baseline '{baseline}' compares the undiscounted rewards of whole responses"
+    with pytest.raises(SurefootError, match=message):
         made(folders["llama"], tmp_path, algorithm=name, objective={"gamma": 0.0})
 
 
 @pytest.mark.parametrize("own_model", [False, True])
-def test_dropout_that_a_models_folder_asks_for_is_off_in_sampling_scoring_and_learning(own_model: bool, tmp_path: Path) -> None:
+def test_dropout_in_a_models_config_is_off_in_sampling_scoring_and_learning(own_model: bool, tmp_path: Path) -> None:
     drops = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
     world = made(write_folder(tmp_path / "model", "gpt2", **drops), tmp_path, critic={"own_model": own_model})
     r = collected(world)
@@ -281,11 +281,11 @@ def test_dropout_that_a_models_folder_asks_for_is_off_in_sampling_scoring_and_le
 # ---- the tokenizer's habits ---------------------------------------------------------------------------------------------
 
 HABITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "no pad": lambda told: told | {"pad_token": None},
-    "pad = eos": lambda told: told | {"pad_token": told["eos_token"]},
-    "padding on the left": lambda told: told | {"padding_side": "left"},
-    "padding on the right": lambda told: told | {"padding_side": "right"},
-    "pad = eos on the left": lambda told: told | {"pad_token": told["eos_token"], "padding_side": "left"},
+    "no pad": lambda settings: settings | {"pad_token": None},
+    "pad = eos": lambda settings: settings | {"pad_token": settings["eos_token"]},
+    "padding on the left": lambda settings: settings | {"padding_side": "left"},
+    "padding on the right": lambda settings: settings | {"padding_side": "right"},
+    "pad = eos on the left": lambda settings: settings | {"pad_token": settings["eos_token"], "padding_side": "left"},
 }
 
 

@@ -73,7 +73,7 @@ def test_the_gradient_is_that_of_the_reward_and_coefficient_times_that_of_plain_
     made = world(files, folder, 0.3, objective=objective)
     assert made.auxiliary_loss is not None
     rows = [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()]
-    first = type(made.auxiliary_loss.walk)(len(rows), made.auxiliary_loss.walk.seed).next(5)
+    first = type(made.auxiliary_loss.sampler)(len(rows), made.auxiliary_loss.sampler.seed).next(5)
     model, total, count = made.policy.model, torch.zeros(()), 0
     for row in first:
         prompt = made.tokens.encode_prompt(rows[row]["prompt"])
@@ -88,28 +88,28 @@ def test_the_gradient_is_that_of_the_reward_and_coefficient_times_that_of_plain_
     updated(alone)
     assert metrics["sft_loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     base = gradients(alone)
-    for name, found in gradients(made).items():
-        own = torch.zeros_like(found) if wanted[name] is None else wanted[name]
-        torch.testing.assert_close(found, base[name] + 0.3 * own, rtol=1e-4, atol=2e-6)
-        assert not torch.equal(found, base[name]) or wanted[name] is None
+    for name, gradient in gradients(made).items():
+        own = torch.zeros_like(gradient) if wanted[name] is None else wanted[name]
+        torch.testing.assert_close(gradient, base[name] + 0.3 * own, rtol=1e-4, atol=2e-6)
+        assert not torch.equal(gradient, base[name]) or wanted[name] is None
     for optimizer in ({"micro_batch": 3}, {"micro_batch_tokens": 40}):
         settings = {"learning_rate": 1e-3, "max_grad_norm": "none", **optimizer}
         split = world(files, folder, 0.3, objective=objective, optimizer=settings)
         updated(split)
-        for name, found in gradients(split).items():
-            torch.testing.assert_close(found, base[name] + (gradients(made)[name] - base[name]), rtol=1e-4, atol=2e-6)
+        for name, gradient in gradients(split).items():
+            torch.testing.assert_close(gradient, base[name] + (gradients(made)[name] - base[name]), rtol=1e-4, atol=2e-6)
 
 
 def test_with_coefficient_0_nothing_is_read_and_no_bit_changes(files: Path, folders: dict[str, Path]) -> None:
-    told: list[list[dict[str, Any]]] = [[], []]
+    messages: list[list[dict[str, Any]]] = [[], []]
     weights = []
     for at, mixing in enumerate(({}, {"sft_coefficient": 0.0, "demonstrations": "nowhere.jsonl"})):
-        found = told[at]
+        actual = messages[at]
         settings = fields(files, folders["llama"], 0.0, steps=32, mixing=mixing)
-        made = surefoot.train("language", **settings, callback=lambda metrics, found=found: bool(found.append(metrics)))
+        made = surefoot.train("language", **settings, callback=lambda metrics, actual=actual: bool(actual.append(metrics)))
         weights.append(made.model.state_dict())
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
-    kept = [[{k: v for k, v in row.items() if "second" not in k} for row in rows] for rows in told]
+    kept = [[{k: v for k, v in row.items() if "second" not in k} for row in rows] for rows in messages]
     assert kept[0] == kept[1]
     assert "sft_loss" not in kept[0][0]
 
@@ -144,13 +144,13 @@ def test_demonstrations_that_changed_since_the_checkpoint_are_refused(
 def test_traces_are_of_the_responses_alone(files: Path, folders: dict[str, Path]) -> None:
     """Before the first step they are the same to the last bit; after it θ is another one, and the arithmetic still holds."""
     objective = {"reuse": {"epochs": 2, "minibatches": 1}}
-    found = []
+    results = []
     for coefficient in (0.0, 0.5):
         made = world(files, folders["llama"], coefficient, objective=objective)
-        _, trace = updated(made, Recorder(every=1, rows=2, describe=made.describe))
+        _, trace = updated(made, Recorder(every=1, rows=2, row_details=made.row_details))
         assert trace is not None
-        found.append(trace)
-    for without, mixed in zip(found[0].rows, found[1].rows, strict=True):
+        results.append(trace)
+    for without, mixed in zip(results[0].rows, results[1].rows, strict=True):
         for name in ("actions", "rewards", "advantages", "returns", "old_log_probs"):
             assert torch.equal(getattr(without, name), getattr(mixed, name)), name
         assert torch.equal(without.visits.log_probs[0], mixed.visits.log_probs[0])
@@ -170,15 +170,15 @@ def test_a_loss_of_demonstrations_that_is_not_finite_takes_no_step(files: Path, 
 
 
 @pytest.mark.parametrize(
-    ("mixing", "said"),
+    ("mixing", "message"),
     [
         ({"sft_coefficient": 0.1}, r"mixing\.sft_coefficient=0\.1: .*mixing\.demonstrations"),
         ({"sft_coefficient": -1.0}, r"mixing\.sft_coefficient=-1"),
         ({"coefficient": 1.0}, r"mixing\.coefficient=1\.0: unknown key"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused_before_a_model_is_loaded(mixing: dict[str, Any], said: str, files: Path) -> None:
-    with pytest.raises(SurefootError, match=said):
+def test_an_impossible_mixture_is_rejected_before_a_model_is_loaded(mixing: dict[str, Any], message: str, files: Path) -> None:
+    with pytest.raises(SurefootError, match=message):
         find_recipe("language", fields(files, Path("/nonexistent"), 0.0, mixing=mixing))
 
 

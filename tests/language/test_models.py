@@ -311,7 +311,7 @@ def test_a_settings_file_that_transformers_would_not_write_again_can_be_saved(fo
         ("models/sft/config.json", "is a file"),
     ],
 )
-def test_a_folder_that_is_not_there_never_asks_the_hub(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_never_contacts_the_hub(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("asked the network")
 
@@ -327,10 +327,10 @@ def test_a_folder_that_is_not_there_never_asks_the_hub(name: str, expected: str,
 def test_a_hub_id_without_a_network_is_one_line_at_once(
     name: str, hint: str, offline: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
+    requests = []
 
     def no_network(host: str, *args: Any, **kwargs: Any) -> Any:
-        asked.append(host)
+        requests.append(host)
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
@@ -338,7 +338,7 @@ def test_a_hub_id_without_a_network_is_one_line_at_once(
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     with pytest.raises(SurefootError, match=rf"^model='{name}': no such folder here, and the hub can't be reached{hint}; give"):
         load_model(name)
-    assert len(asked) == (0 if offline else 1), "not again and again"
+    assert len(requests) == (0 if offline else 1), "not again and again"
     assert capfd.readouterr() == ("", "")
 
 
@@ -363,7 +363,7 @@ def test_a_model_that_was_downloaded_needs_no_network(
     assert len(tokenizer) == tiny.VOCABULARY
 
 
-def test_a_models_own_code_is_not_run_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_own_code_is_not_run_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("cache").absolute()))
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "modeling.py").write_text("import pathlib\npathlib.Path('ran').touch()\nraise RuntimeError('ran')\n")
@@ -379,7 +379,7 @@ def test_a_models_own_code_is_not_run_unless_asked(tmp_path: Path, monkeypatch: 
     assert Path("ran").exists()
 
 
-def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SurefootError, match=r"^model='pocket' needs transformers.*pip install .*\[language\]'"):
         load_model("pocket")

@@ -69,7 +69,7 @@ def test_the_rollout_has_the_sampler_s_own_log_probabilities_or_the_trainer_s(fi
 def test_in_float32_both_train_alike(files: Path, folder: Path) -> None:
     rows, weights = [], []
     for whose in ("trainer", "sampler"):
-        made = surefoot.train("language", run_dir=files / whose, **fields(files, folder, whose))
+        made = surefoot.train("language", run_dir=files / whose, **fields(files, folder, whose, steps=32))
         rows.append(read_metrics(files / whose / "metrics.jsonl"))
         weights.append(made.model.state_dict())
         assert read_toml(files / whose / "config.toml")["sampling"]["old_log_probs"] == whose
@@ -101,7 +101,7 @@ def test_in_float32_a_sampler_that_scores_otherwise_than_training_is_refused(fil
         made.collector.collect(LearnerState.seeded(1, 64))
 
 
-def test_in_bfloat16_a_ratio_that_does_not_start_at_one_is_said_once(files: Path, folders: dict[str, Path]) -> None:
+def test_in_bfloat16_a_ratio_that_does_not_start_at_one_is_reported_once(files: Path, folders: dict[str, Path]) -> None:
     display, rows = Listening(), []
     surefoot.train(
         "language",

@@ -78,12 +78,12 @@ def collected(made: LanguageWorld) -> Rollout:
     return made.collector.collect(LearnerState.seeded(1, 64))
 
 
-def test_a_run_says_when_it_begins_that_hanging_responses_would_end_it(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_a_run_warns_at_its_start_that_hanging_responses_would_end_it(files: dict[str, str], folders: dict[str, Path]) -> None:
     held_out = {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32}
     made = world(files, folders["llama"], "patient", data=held_out, evaluation={"rows": 30})
-    said = [note for note in made.warnings if "hang" in note]
-    assert len(said) == 1
-    assert "patient': if all 30 responses hang, a call takes 75 s and the run ends at reward.deadline=60 s" in said[0]
+    notes = [note for note in made.warnings if "hang" in note]
+    assert len(notes) == 1
+    assert "patient': if all 30 responses hang, a call takes 75 s and the run ends at reward.deadline=60 s" in notes[0]
     made = world(files, folders["llama"], "patient", evaluation={"rows": 30})
     assert not [note for note in made.warnings if "hang" in note], "of 16 responses at a time none is too late"
 
@@ -92,8 +92,8 @@ def test_of_several_ranks_each_has_time_enough_for_its_own_share(
     files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = {"terms": [{"function": f"{files['rewards']}:patient"}], "deadline": 30.0}
-    (said,) = [note for note in world(files, folders["llama"], reward=reward).warnings if "hang" in note]
-    assert "all 16 responses" in said
+    (message,) = [note for note in world(files, folders["llama"], reward=reward).warnings if "hang" in note]
+    assert "all 16 responses" in message
     monkeypatch.setattr("surefoot.language.online.world.world_size", lambda: 2)
     assert not [note for note in world(files, folders["llama"], reward=reward).warnings if "hang" in note]
 
@@ -134,7 +134,7 @@ def test_the_score_sits_on_the_last_token_and_the_kl_to_the_reference_on_every_o
 
 
 @pytest.mark.parametrize(("treatment", "wanted"), [("none", 8.0), ("penalty", -2.0), ("subtract", 6.0), ("bootstrap", 8.0)])
-def test_a_response_cut_by_the_limit_is_treated_as_the_switch_says(
+def test_a_response_truncated_by_the_limit_is_treated_as_configured(
     treatment: str, wanted: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     settings = {
@@ -190,7 +190,7 @@ def test_reward_functions_and_reward_models_get_the_whole_conversation(files: di
     assert collected(made).reward_parts["score"].sum(-1).eq(2).all()
 
 
-def test_a_rollout_without_any_score_moves_nothing_and_the_judgement_says_so(
+def test_a_rollout_without_any_score_changes_no_weight_and_has_no_reward_metric(
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     settings = {"terms": [{"function": f"{files['rewards']}:nothing"}], "tolerated": 1.0}
@@ -203,10 +203,10 @@ def test_a_rollout_without_any_score_moves_nothing_and_the_judgement_says_so(
     make_learner(made.recipe, made.policy).update(r, assign_credit(r, made.recipe.objective), state)
     for name, weights in made.policy.state_dict().items():
         assert torch.equal(weights, before[name]), name
-    judged = made.evaluate()
-    assert judged is not None
-    assert judged.metrics["held_out_reward"] is None
-    assert all(row["reward"] is None for row in judged.samples)
+    evaluation = made.evaluate()
+    assert evaluation is not None
+    assert evaluation.metrics["held_out_reward"] is None
+    assert all(row["reward"] is None for row in evaluation.samples)
 
 
 def test_a_response_that_is_eos_alone_earns_its_score_there(files: dict[str, str], folders: dict[str, Path]) -> None:
@@ -236,7 +236,7 @@ def test_a_cut_response_without_a_score_is_neither_bootstrapped_nor_learned_from
 
 
 @pytest.mark.parametrize("rows", [7, 40])
-def test_a_held_out_prompt_is_answered_once_and_judged_by_its_own_answer(
+def test_a_held_out_prompt_is_answered_once_and_scored_by_its_own_answer(
     rows: int, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     """However many samples a prompt gets in training."""
@@ -277,7 +277,7 @@ def test_memory_is_bounded_in_collecting_as_in_learning(files: dict[str, str], f
     whole = collected(world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 6}))
     sizes: list[int] = []
     for model in (made.policy, made.reference.policy):
-        model.register_forward_hook(lambda _, given, __: sizes.append(len(given[1])))
+        model.register_forward_hook(lambda _, arguments, __: sizes.append(len(arguments[1])))
     r = collected(made)
     assert sizes
     assert max(sizes) <= 3
@@ -320,7 +320,7 @@ def test_a_larger_beta_keeps_the_policy_closer_to_the_reference(files: dict[str,
         rows: list[Any] = []
         surefoot.train(
             "language",
-            **fields(files, folders["llama"], steps=32 * 16, sampling={"prompts": 32, "max_tokens": 8}),
+            **fields(files, folders["llama"], steps=32 * 10, sampling={"prompts": 32, "max_tokens": 8}),
             reference={"beta": beta},
             callback=lambda metrics, rows=rows: bool(rows.append(metrics)),
         )
@@ -362,7 +362,7 @@ def test_a_separate_critic_learns_with_its_own_rate_and_leaves_the_policy_alone(
 
 def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(files: dict[str, str]) -> None:
     nowhere = Path("/nonexistent")
-    for changes, said in (
+    for changes, message in (
         ({"sampling": {"prompts": 6}}, "objective.reuse.minibatches=4: does not divide the 6 responses"),
         ({"reward": {"terms": [{"weight": 1.0}]}}, "reward.terms"),
         ({"algorithm": "TRPO"}, "natural steps are for control"),
@@ -375,7 +375,7 @@ def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(file
         ({"reference": {"beta": 0.0, "target": 1.0}}, "reference.target=1.0: .* reference.beta=0 stays 0"),
         ({"reference": {"target": 1.0, "horizon": 10}}, "reference.horizon=10: .* at least the 16 responses"),
     ):
-        with pytest.raises(SurefootError, match=said):
+        with pytest.raises(SurefootError, match=message):
             find_recipe("language", fields(files, nowhere) | changes)
 
 
@@ -385,7 +385,7 @@ def test_a_device_that_is_not_there_is_refused(files: dict[str, str], folders: d
         world(files, folders["llama"], device=missing)
 
 
-def test_a_reward_function_that_asks_for_another_column_is_refused_before_the_run_begins(
+def test_a_reward_function_that_needs_another_column_is_rejected_before_the_run_begins(
     files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     Path(files["rewards"]).write_text("def asks(responses, answer):\n    return [0.0] * len(responses)\n")
@@ -394,7 +394,7 @@ def test_a_reward_function_that_asks_for_another_column_is_refused_before_the_ru
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_message_says_of_a_models_folder_begins_with_the_field_that_names_it(
+def test_an_error_about_a_models_folder_begins_with_the_field_that_names_it(
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     for changes, field in (
@@ -412,18 +412,18 @@ def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_refuse
 ) -> None:
     """By its tokenizer, whatever the size of its embedding; and by its context."""
     other = write_folder(tmp_path / "other", "llama")
-    told = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = told["model"]["vocab"]
+    report = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = report["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (other / "tokenizer.json").write_text(json.dumps(told))
+    (other / "tokenizer.json").write_text(json.dumps(report))
     short = write_folder(tmp_path / "short", "gpt2", n_positions=12)
-    for folder, said in ((other, "its vocabulary differs"), (short, "have up to 15 tokens and its context is 12")):
+    for folder, message in ((other, "its vocabulary differs"), (short, "have up to 15 tokens and its context is 12")):
         model, tokenizer = load_model(folder)
         new_reward_model(model, 1, tokenizer).save(tmp_path / f"{folder.name}-scores")
         changes: dict[str, Any] = {"own_model": True, "start": str(tmp_path / f"{folder.name}-scores")}
-        with pytest.raises(SurefootError, match=f"critic.start=.*{said}"):
+        with pytest.raises(SurefootError, match=f"critic.start=.*{message}"):
             world(files, folders["llama"], critic=changes)
-        with pytest.raises(SurefootError, match=f"reference.model=.*{said}"):
+        with pytest.raises(SurefootError, match=f"reference.model=.*{message}"):
             world(files, folders["llama"], reference={"model": str(folder)})
 
 

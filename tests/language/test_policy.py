@@ -92,8 +92,8 @@ def naive(model: Any, batch: tuple[dict[str, Tensor], Tensor, Tensor], temperatu
     for row, (prompt, response) in enumerate(rows_of(*batch)):
         logits = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
         for t, token in enumerate(response):
-            said = logits[len(prompt) + t - 1].log_softmax(-1)
-            log_probs[row, t], entropy[row, t] = said[token], -(said.exp() * said).sum()
+            expected = logits[len(prompt) + t - 1].log_softmax(-1)
+            log_probs[row, t], entropy[row, t] = expected[token], -(expected.exp() * expected).sum()
     return log_probs, entropy
 
 
@@ -110,9 +110,9 @@ def awake(policy: LanguagePolicy, seed: int = 0) -> LanguagePolicy:
     return policy
 
 
-def gradients(policy: nn.Module, found: Evaluation) -> dict[str, Tensor]:
+def gradients(policy: nn.Module, actual: Evaluation) -> dict[str, Tensor]:
     """Of a random sum of everything that was found."""
-    outputs = [x for x in (found.log_probs, found.entropy, found.values) if x is not None]
+    outputs = [x for x in (actual.log_probs, actual.entropy, actual.values) if x is not None]
     generator = torch.Generator().manual_seed(3)
     total = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
     named = dict(policy.named_parameters())
@@ -132,13 +132,13 @@ def near(a: Any, b: Any, tolerance: float = 1e-5) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_token_is_scored_by_the_models_own_logits_before_it(kind: str, temperature: float) -> None:
     model, batch = make(kind, scale=20.0), text()
-    found = policy_of(model, temperature=temperature)(*batch)
+    evaluation = policy_of(model, temperature=temperature)(*batch)
     log_probs, entropy = naive(model, batch, temperature)
     assert log_probs[batch[2]].std() > 0.5
-    near(found.log_probs, log_probs)
-    near(found.entropy, entropy)
-    assert found.values is None
-    for x in (found.log_probs, found.entropy):
+    near(evaluation.log_probs, log_probs)
+    near(evaluation.entropy, entropy)
+    assert evaluation.values is None
+    for x in (evaluation.log_probs, evaluation.entropy):
         assert x.dtype == torch.float32
         assert not x[~batch[2]].any(), "zeros outside the mask"
 
@@ -168,13 +168,13 @@ def test_of_a_head_that_is_not_understood_the_models_own_logits_are_used() -> No
         model, batch = Wavy(transformers.LlamaConfig(**SHAPE)).eval(), text()
     policy = awake(policy_of(model, "head", temperature=0.7, chunk=3))
     assert not policy.readout.plain
-    found = policy(*batch)
-    for ours, theirs in zip((found.log_probs, found.entropy), naive(model, batch, 0.7), strict=True):
+    evaluation = policy(*batch)
+    for ours, theirs in zip((evaluation.log_probs, evaluation.entropy), naive(model, batch, 0.7), strict=True):
         near(ours, theirs)
     plain = awake(policy_of(make("llama"), "head"))
     plain.model.load_state_dict(model.state_dict())
-    near(found.values, plain(*batch).values)
-    gradients(policy, found)
+    near(evaluation.values, plain(*batch).values)
+    gradients(policy, evaluation)
 
 
 def test_a_soft_cap_that_is_too_weak_to_show_is_still_found() -> None:
@@ -203,10 +203,10 @@ def test_chunks_are_the_naive_ones_in_value_and_gradient(chunk: int) -> None:
     model, batch = make("gpt2", scale=20.0).double(), text()
     policy = policy_of(model, temperature=0.7, chunk=chunk)
     log_probs, entropy = naive(model, batch, 0.7)
-    found = policy(*batch)
+    evaluation = policy(*batch)
     assert int(batch[2].sum()) > 2 * chunk
-    near((found.log_probs, found.entropy), (log_probs, entropy), 1e-10)
-    near(gradients(policy, found), gradients(policy, Evaluation(log_probs, entropy)), 1e-10)
+    near((evaluation.log_probs, evaluation.entropy), (log_probs, entropy), 1e-10)
+    near(gradients(policy, evaluation), gradients(policy, Evaluation(log_probs, entropy)), 1e-10)
 
 
 def test_a_prompt_without_a_token_is_refused() -> None:
@@ -241,10 +241,10 @@ def test_amount_side_and_content_of_padding_change_nothing_to_the_last_bit(kind:
     expected = vars(policy(*batch))
     for left, between, right in ((0, 0, 0), (3, 0, 0), (0, 4, 0), (0, 0, 5), (2, 3, 4)):
         wider = repadded(batch, left, between, right)
-        for name, found in vars(policy(*wider)).items():
-            if found is not None:
-                assert torch.equal(found[:, : batch[1].shape[1]], expected[name])
-                assert not found[:, batch[1].shape[1] :].any()
+        for name, tensor in vars(policy(*wider)).items():
+            if tensor is not None:
+                assert torch.equal(tensor[:, : batch[1].shape[1]], expected[name])
+                assert not tensor[:, batch[1].shape[1] :].any()
         after = policy.values_after(*batch)
         assert torch.equal(policy.values_after(*wider), after)
 
@@ -268,12 +268,12 @@ def test_tokens_between_decisions_are_read_and_not_scored() -> None:
     model, (inputs, actions, mask) = make("llama", scale=20.0), text()
     holes = mask.clone()
     holes[:, 1:3] = False
-    found = policy_of(model)(inputs, actions, holes).log_probs
+    actual = policy_of(model)(inputs, actions, holes).log_probs
     expected = naive(model, (inputs, actions, mask))[0]
     kept = holes & (holes[:, 3:].any(-1, keepdim=True) | (torch.arange(7) < 1))
     assert kept.sum() > 4
-    near(found[kept], expected[kept])
-    assert not found[~holes].any()
+    near(actual[kept], expected[kept])
+    assert not actual[~holes].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 10_000, None])
@@ -294,7 +294,9 @@ def test_a_row_costs_its_real_tokens() -> None:
 def test_what_is_all_padding_is_not_computed() -> None:
     policy, batch = policy_of(make("llama")), text()
     shapes: list[tuple[int, ...]] = []
-    policy.model.model.register_forward_pre_hook(lambda _, __, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    policy.model.model.register_forward_pre_hook(
+        lambda _, __, arguments: shapes.append(arguments["input_ids"].shape), with_kwargs=True
+    )
     policy(*repadded(batch, 20, 0, 30))
     assert shapes == [(6, int(policy.costs(batch[0], batch[2]).max()))]
 
@@ -308,15 +310,15 @@ def test_values_are_of_the_prompt_and_the_response_before_each_token(kind: str, 
     model, batch = make(kind), text()
     policy = awake(policy_of(model, "head" if critic == "head" else Critic.from_policy(model)))
     head = policy.value_head if critic == "head" else policy.critic.head  # type: ignore[union-attr]
-    found, after = policy(*batch).values, policy.values_after(*batch)
-    assert found.std() > 0.1
+    evaluation, after = policy(*batch).values, policy.values_after(*batch)
+    assert evaluation.std() > 0.1
     for row, (prompt, response) in enumerate(rows_of(*batch)):
         for t in range(len(response) + 1):
             ids = torch.tensor([prompt + response[:t]])
             hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
             expected = hidden @ head.weight[0] + head.bias[0]
-            near(found[row, t] if t < len(response) else after[row], expected)
-    assert not found[~batch[2]].any()
+            near(evaluation[row, t] if t < len(response) else after[row], expected)
+    assert not evaluation[~batch[2]].any()
 
 
 def test_a_value_does_not_depend_on_the_token_it_stands_before() -> None:
@@ -330,7 +332,7 @@ def test_a_value_does_not_depend_on_the_token_it_stands_before() -> None:
     assert not changed[[0, 2, 3, 4, 5]].any()
 
 
-def test_a_new_critic_says_zero_everywhere() -> None:
+def test_a_new_critic_predicts_zero_everywhere() -> None:
     model, batch = make("llama"), text()
     for critic in ("head", Critic.from_policy(model)):
         policy = policy_of(model, critic)
@@ -343,10 +345,10 @@ def test_a_critic_of_a_reward_model_starts_as_its_normalised_score() -> None:
     model, batch = make("llama"), text()
     head = nn.Linear(WIDTH, 1)
     critic = Critic.from_reward_model(model.model, head, mean=0.3, std=2.0)
-    found = policy_of(make("llama", seed=1), critic).values_after(*batch)
+    actual = policy_of(make("llama", seed=1), critic).values_after(*batch)
     for row, (prompt, response) in enumerate(rows_of(*batch)):
         hidden = model.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0, -1]
-        near(found[row], (head(hidden)[0] - 0.3) / 2)
+        near(actual[row], (head(hidden)[0] - 0.3) / 2)
     with torch.no_grad():
         critic.head.weight.add_(1)
     assert {p.data_ptr() for p in critic.parameters()}.isdisjoint(
@@ -445,15 +447,15 @@ def test_micro_batches_do_not_change_the_gradient(sizes: dict[str, int], aggrega
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_checkpointed_layers_give_the_same_gradient_and_are_computed_twice(kind: str) -> None:
-    found, passes = [], []
+    results, passes = [], []
     for checkpointing in (False, True):
         model = make(kind)
         policy = awake(policy_of(model, Critic.from_policy(model), checkpointing=checkpointing))
         counts = [0]
         count_layers(policy, counts)
-        found.append(gradients(policy, policy(*text())))
+        results.append(gradients(policy, policy(*text())))
         passes.append(counts[0])
-    near(found[0], found[1], 1e-6)
+    near(results[0], results[1], 1e-6)
     assert passes[1] == 2 * passes[0] > 0
 
 
@@ -475,9 +477,9 @@ def test_dropout_is_off_in_training_too(checkpointing: bool) -> None:
     policy, batch = policy_of(model, checkpointing=checkpointing).train(), text()
     expected = naive(model.eval(), batch)[0]
     policy.train()
-    found = policy(*batch)
-    near(found.log_probs, expected)
-    assert found.log_probs.requires_grad
+    evaluation = policy(*batch)
+    near(evaluation.log_probs, expected)
+    assert evaluation.log_probs.requires_grad
     assert not any(module.training for module in policy.modules())
 
 

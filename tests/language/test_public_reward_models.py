@@ -15,7 +15,7 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import right_padded
-from surefoot.language.memory.check import known_workload
+from surefoot.language.memory.check import readable_workload
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, load_reward_model, new_reward_model, write_head
 from surefoot.language.online.world import LanguageWorld
@@ -328,11 +328,11 @@ def test_memory_is_still_checked_beside_a_classifier_that_cant_be_counted(
     folders: dict[str, Path], rows: Path, tmp_path: Path
 ) -> None:
     reward = {"terms": [{"model": str(encoder(tmp_path / "sentiment")), "label": "POSITIVE"}]}
-    workload = known_workload(online(folders["llama"], rows, reward=reward))
+    workload = readable_workload(online(folders["llama"], rows, reward=reward))
     assert workload is not None
     assert workload.rewards == ()
     decoder = {"terms": [{"model": str(classifier(tmp_path / "public", {0: "LABEL_0"}))}]}
-    assert len(known_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1  # type: ignore[union-attr]
+    assert len(readable_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1  # type: ignore[union-attr]
 
 
 def test_best_of_n_chooses_by_a_public_model(

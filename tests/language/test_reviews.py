@@ -54,7 +54,7 @@ def parts(response):
         ("great great great great", {"repetition": -1.5, "malformed": -0.5}),
     ],
 )
-def test_gold_counts_what_it_says(response, expected):
+def test_gold_scores_each_part(response, expected):
     assert parts(response) == expected
     assert gold([BIKE], [response]) == [sum(expected.values())]
 
@@ -118,10 +118,10 @@ def test_a_seed_gives_the_same_rows_and_another_others():
 
 def test_demonstrations_are_well_formed_but_for_a_lost_letter():
     """One time in twenty a character is lost; nothing else is wrong with their form, and no word that counts comes twice."""
-    found = [gold_parts(row["prompt"], row["completion"]) for row in demonstrations(4000, 3)]
-    broken = [row for row in found if row["malformed"] or row["non_words"]]
-    assert 0.03 < len(broken) / len(found) < 0.06
-    assert all(row["repetition"] == 0 for row in found)
+    actual = [gold_parts(row["prompt"], row["completion"]) for row in demonstrations(4000, 3)]
+    broken = [row for row in actual if row["malformed"] or row["non_words"]]
+    assert 0.03 < len(broken) / len(actual) < 0.06
+    assert all(row["repetition"] == 0 for row in actual)
 
 
 def test_demonstrations_leave_room_to_improve():
@@ -130,8 +130,8 @@ def test_demonstrations_leave_room_to_improve():
     values = gold([row["prompt"] for row in rows], [row["completion"] for row in rows])
     assert 0.6 < statistics.mean(values) < 0.8
     assert statistics.stdev(values) > 0.5
-    found = [gold_parts(row["prompt"], row["completion"]) for row in rows]
-    shares = {name: sum(row[name] != 0 for row in found) / len(found) for name in found[0]}
+    actual = [gold_parts(row["prompt"], row["completion"]) for row in rows]
+    shares = {name: sum(row[name] != 0 for row in actual) / len(actual) for name in actual[0]}
     assert shares["praise"] > 0.7
     assert 0.2 < shares["blame"] < 0.5
     assert 0.05 < shares["off_topic"] < 0.2
@@ -147,14 +147,14 @@ def gap(row):
 
 def random_pairs(count):
     """Reviews of one product by twos, as demonstrations give them."""
-    waiting, found = {}, []
+    waiting, results = {}, []
     for row in demonstrations(4 * count, 5):
         first = waiting.pop(row["prompt"], None)
         if first is None:
             waiting[row["prompt"]] = row["completion"]
         else:
-            found.append((row["prompt"], first, row["completion"]))
-    return found[:count]
+            results.append((row["prompt"], first, row["completion"]))
+    return results[:count]
 
 
 def test_without_noise_the_better_one_is_chosen():

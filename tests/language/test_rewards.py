@@ -57,7 +57,7 @@ def test_arguments_of_a_term_reach_its_function():
 
     assert score(longer, arguments={"than": 1}).total.tolist() == [0, 1, 1]
     assert score(longer, arguments={"than": 1, "by": 1}).total.tolist() == [0, 0, 1]
-    assert score(lambda **given: [given["than"]] * 3, arguments={"than": 2}).total.tolist() == [2, 2, 2]
+    assert score(lambda **arguments: [arguments["than"]] * 3, arguments={"than": 2}).total.tolist() == [2, 2, 2]
     term = Term(function="surefoot.verifiers:numeric", arguments={"tolerance": 1})
     assert load_reward([term])([""], ["4"], {"answer": [5]}).total.tolist() == [1]
 
@@ -254,7 +254,7 @@ def test_a_sum_is_valid_where_every_term_is():
     assert scores.total.tolist() == [0, 2, 0]
 
 
-def test_terms_of_one_name_are_told_apart():
+def test_terms_of_the_same_name_get_different_names():
     scores = WeightedSum([FunctionReward(lengths, weight) for weight in (1.0, 2.0, 3.0)])(PROMPTS, RESPONSES, {})
     assert list(scores.parts) == ["lengths", "lengths_2", "lengths_3"]
     assert scores.total.tolist() == [6, 12, 18]

@@ -21,7 +21,7 @@ from surefoot.language.data.sources import read_rows
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs.folder import RunFolder
-from surefoot.runs.rounds import Plan, accuracy, policy_before, ppo_recipe, reward_before, rounds_table
+from surefoot.runs.rounds import RoundsSettings, accuracy, policy_before, ppo_recipe, reward_before, rounds_table
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
@@ -99,25 +99,25 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     words = ("rounds", "ppo.toml", "--rounds", "2", "--pairs", "20", "--name", "r", "--quiet", "--json")
     code, out, err = command(*words)
     assert code == 0, err
-    told = json.loads(out)["rounds"]
+    report = json.loads(out)["rounds"]
     folder = start / "runs" / "r"
     first, second = folder / "round-1", folder / "round-2"
-    assert [one["round"] for one in told] == [1, 2]
-    assert told[0]["kl"]["start"] == pytest.approx(0, abs=1e-5)
-    assert told[1]["kl"]["start"] == pytest.approx(told[0]["kl"]["trained"], abs=1e-4), (
+    assert [one["round"] for one in report] == [1, 2]
+    assert report[0]["kl"]["start"] == pytest.approx(0, abs=1e-5)
+    assert report[1]["kl"]["start"] == pytest.approx(report[0]["kl"]["trained"], abs=1e-4), (
         "on from the last policy, from one start"
     )
-    assert told[1]["gold"]["start"] == told[0]["gold"]["trained"]
-    judged = [sum(map(ord, row[side])) for side in ("chosen", "rejected") for row in lines(second / "pairs.jsonl")]
-    half = len(judged) // 2
-    assert all(ours > theirs for ours, theirs in zip(judged[:half], judged[half:], strict=True)), "the judge's labels"
+    assert report[1]["gold"]["start"] == report[0]["gold"]["trained"]
+    scored = [sum(map(ord, row[side])) for side in ("chosen", "rejected") for row in lines(second / "pairs.jsonl")]
+    half = len(scored) // 2
+    assert all(ours > theirs for ours, theirs in zip(scored[:half], scored[half:], strict=True)), "the judge's labels"
     old, new = lines(first / "all_pairs.jsonl"), lines(second / "all_pairs.jsonl")
     assert old == lines(start / "pairs.jsonl") + lines(first / "pairs.jsonl")
     assert new == old + lines(first / "held_out_pairs.jsonl") + lines(second / "pairs.jsonl")
-    asked = [
+    question = [
         {row["prompt"] for name in ("pairs", "held_out_pairs") for row in lines(at / f"{name}.jsonl")} for at in (first, second)
     ]
-    assert not asked[0] & asked[1], "while there are others"
+    assert not question[0] & question[1], "while there are others"
     assert read_toml(second / "reward" / "config.toml")["steps"] == len(new), "as many passes as the first: one"
 
     whole = {run: timeless(second / run) for run in ("reward", "ppo")}
@@ -128,30 +128,30 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     assert code == 130
     assert "repeat the command to continue" in err
     assert not (second / "round.json").exists()
-    begun, recipe = (second / "ppo" / "config.toml").read_text(), (start / "ppo.toml").read_text()
+    started, recipe = (second / "ppo" / "config.toml").read_text(), (start / "ppo.toml").read_text()
     (start / "ppo.toml").write_text(recipe.replace("missing_eos", "deadline = 90\n        missing_eos"))
     with closing(RunFolder.open(second / "ppo")):
         assert "ppo: in use by another process" in command(*words)[2]
-    assert (second / "ppo" / "config.toml").read_text() == begun, "who holds the run says what it is"
+    assert (second / "ppo" / "config.toml").read_text() == started, "who holds the run says what it is"
     (start / "ppo.toml").write_text(recipe)
     Path("STOP").unlink()
     code, again, _ = command(*words)
     assert code == 0
-    assert json.loads(again)["rounds"] == told
+    assert json.loads(again)["rounds"] == report
     assert {run: timeless(second / run) for run in ("reward", "ppo")} == whole
-    for name, found in load_file(second / "ppo" / "model" / "model.safetensors").items():
-        assert torch.equal(found, weights[name]), name
+    for name, actual in load_file(second / "ppo" / "model" / "model.safetensors").items():
+        assert torch.equal(actual, weights[name]), name
 
     code, shown, _ = command(*words[:-1])
     assert code == 0
-    assert rounds_table(told) in shown
+    assert rounds_table(report) in shown
     code, _, err = command(*words, "--noise", "1")
     assert code == 2
     assert "has rounds with other settings (noise: 0.0 -> 1.0)" in err
 
 
 def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_anchored_to_the_start(start: Path) -> None:
-    plan, folder = Plan(recipe_of(start), "j:j"), start / "r"
+    plan, folder = RoundsSettings(recipe_of(start), "j:j"), start / "r"
     for number, model, reward in (
         (1, plan.recipe.model, start / "reward"),
         (3, folder / "round-2/ppo", folder / "round-2/reward"),
@@ -175,11 +175,11 @@ def test_refreshed_reward_models_are_merged_whatever_the_first_one_left(
     rows = {"train": str(start / "pairs.jsonl"), "max_length": 32, "batch": 3}
     settings = {"model": str(folders["llama"]), "steps": 6, "data": rows, "adapter": {"rank": 2, "merge": False}}
     surefoot.train("reward", run_dir=start / "thin", **settings)
-    given = {"reward": {"terms": [{"model": str(start / "thin")}]}, "critic": {}}
+    fields = {"reward": {"terms": [{"model": str(start / "thin")}]}, "critic": {}}
     with pytest.raises(SurefootError, match=r"has only an adapter.*surefoot merge .*thin --out .*thin/model"):
-        Plan(recipe_of(start, **given), "j:j")
+        RoundsSettings(recipe_of(start, **fields), "j:j")
     assert command("merge", str(start / "thin"), "--out", str(start / "thin" / "model"))[0] == 0
-    (start / "ppo.toml").write_text(to_toml(recipe_of(start, **given)))
+    (start / "ppo.toml").write_text(to_toml(recipe_of(start, **fields)))
     words = ("--judge", "judge.py:judge", "--rounds", "1", "--pairs", "20", "--name", "r", "--quiet", "--json")
     code, out, err = command("rounds", "ppo.toml", *words)
     assert code == 0, err
@@ -194,10 +194,10 @@ def test_the_critic_follows_the_refreshed_reward_model_however_it_is_spelled(
     monkeypatch.chdir(start)
     (start / "sub").mkdir()
     (start / "link").symlink_to(start / "reward")
-    plan, folder = Plan(recipe_of(start, critic={"own_model": True, "start": spelled}), "j:j"), start / "r"
+    plan, folder = RoundsSettings(recipe_of(start, critic={"own_model": True, "start": spelled}), "j:j"), start / "r"
     assert ppo_recipe(plan, folder, 2).critic.start == str(folder / "round-2" / "reward")
     other = recipe_of(start, critic={"own_model": True, "start": "elsewhere"})
-    assert ppo_recipe(Plan(other, "j:j"), folder, 2).critic.start == "elsewhere"
+    assert ppo_recipe(RoundsSettings(other, "j:j"), folder, 2).critic.start == "elsewhere"
 
 
 def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no_other_plan(
@@ -228,7 +228,7 @@ def test_rounds_are_refused_where_several_processes_would_make_them(
     assert not (start / "runs").exists()
 
 
-def test_without_noise_the_better_answer_is_chosen_and_with_it_as_bradley_and_terry_say() -> None:
+def test_without_noise_the_better_answer_is_chosen_and_with_it_by_bradley_terry() -> None:
     draw = random.Random(1)
     assert (prefers_first(2, 1, 0, draw), prefers_first(1, 2, 0, draw), prefers_first(1, 1, 0, draw)) == (True, False, None)
     share = sum(bool(prefers_first(1.5, 1.0, 0.25, draw)) for _ in range(4000)) / 4000
@@ -247,7 +247,7 @@ def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"reward": {"terms": [{"function": "a:b"}]}}, "this recipe names 0"),
         ({"reward": {"terms": [{"model": "nowhere"}]}}, "is no run of kind 'reward'"),
@@ -256,9 +256,9 @@ def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
         ({"adapter": {}}, "critic.start=.*every round has another base; unset it"),
     ],
 )
-def test_what_cannot_be_refreshed_is_refused(changes: dict[str, Any], said: str, start: Path) -> None:
-    with pytest.raises(SurefootError, match=said):
-        Plan(recipe_of(start, **changes), "j:j")
+def test_what_cannot_be_refreshed_is_refused(changes: dict[str, Any], message: str, start: Path) -> None:
+    with pytest.raises(SurefootError, match=message):
+        RoundsSettings(recipe_of(start, **changes), "j:j")
 
 
 def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Path, command: Command) -> None:
@@ -271,10 +271,10 @@ def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Pa
         (("ppo.toml", "--name", "b", "--pairs", "20", "--judge", "judge.py:bored"), "prefers an answer in only 0 of 20 pairs"),
         (("ppo.toml", "--name", "c", "--judge", "nowhere.py:judge"), "nowhere.py"),
     )
-    for words, said in cases:
+    for words, message in cases:
         code, _, err = command("rounds", *words)
         assert (code, err.count("\n")) == (2, 1), err
-        assert said in err
+        assert message in err
     assert not (start / "runs" / "c").exists(), "a judge that is none claims no folder"
     code, _, err = command("rounds", "ppo.toml", "--run-dir", str(start / "reward"))
     assert (code, "has other files" in err) == (2, True)

@@ -40,8 +40,8 @@ def expect_own_log_probs(
 ) -> None:
     repeated = [prompt for prompt in prompts for _ in range(len(drawn.ended) // len(prompts))]
     for i, (prompt, response) in enumerate(zip(repeated, drawn.responses(), strict=True)):
-        said = (own_logits(model, prompt, response) / temperature).log_softmax(-1)
-        expected = said[range(len(response)), response]
+        log_probs = (own_logits(model, prompt, response) / temperature).log_softmax(-1)
+        expected = log_probs[range(len(response)), response]
         torch.testing.assert_close(drawn.log_probs[i, : len(response)], expected, atol=within, rtol=0)
 
 
@@ -94,12 +94,12 @@ def test_a_token_is_where_its_responses_own_uniform_falls(path: DecodingPath) ->
     drawn = draw(model, path=path, temperature=0.8)
     for i, response in enumerate(drawn.responses()):
         uniforms = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + i)).numpy()
-        said = (own_logits(model, PROMPTS[i // 3], response).double() / 0.8).softmax(-1).numpy()
-        expected = [int(np.searchsorted(row.cumsum(), u, side="right")) for row, u in zip(said, uniforms, strict=False)]
+        log_probs = (own_logits(model, PROMPTS[i // 3], response).double() / 0.8).softmax(-1).numpy()
+        expected = [int(np.searchsorted(row.cumsum(), u, side="right")) for row, u in zip(log_probs, uniforms, strict=False)]
         assert response == expected
 
 
-def test_tokens_come_as_often_as_their_probability_says() -> None:
+def test_tokens_have_the_frequencies_of_their_probabilities() -> None:
     model = tiny.model("qwen2", scale=2.0)
     many = 20_000
     drawn = draw(model, [[33, 34]], samples=many, max_tokens=1, seeds=range(many), temperature=1.3)
@@ -110,7 +110,7 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_company_order_and_padding_have_no_say(family: str, path: DecodingPath) -> None:
+def test_other_rows_order_and_padding_change_nothing(family: str, path: DecodingPath) -> None:
     model = tiny.model(family)
     together = draw(model, path=path)
     seeds = [*range(100, 112)]
@@ -332,7 +332,7 @@ def test_what_comes_out_can_be_learned_from() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_weights_are_read_anew_at_every_call(family: str) -> None:
+def test_weights_are_read_again_at_every_call(family: str) -> None:
     model = tiny.model(family)
     draw(model)
     with torch.no_grad():
@@ -371,7 +371,7 @@ def test_a_model_that_is_not_what_it_seems_is_decoded_by_its_own_forward_pass(ch
     expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
 
 
-def test_a_cache_that_says_something_else_is_not_used() -> None:
+def test_a_cache_with_other_logits_is_not_used() -> None:
     """A model whose pass with a cache forgets a layer, as a family with a defect would."""
     model = tiny.model("llama")
     other_activation(model)
@@ -432,7 +432,7 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"prompts": []}, "prompts: the list is empty"),
         ({"prompts": [[5], []]}, r"prompts\[1\]: has no tokens"),
@@ -451,8 +451,8 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
         ({"path": "quick"}, "path='quick': choose one of fast, cached, recomputed"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused_in_one_line(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(SurefootError, match=said) as refused:
+def test_what_cannot_be_sampled_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=message) as refused:
         draw(tiny.model("gpt2"), **options)
     assert "\n" not in str(refused.value)
 
@@ -471,7 +471,7 @@ def test_a_path_that_a_model_does_not_have_is_refused() -> None:
         draw(model, path="fast")
 
 
-def test_logits_that_are_not_finite_are_told(family: str) -> None:
+def test_logits_that_are_not_finite_are_an_error(family: str) -> None:
     model = tiny.model(family)
     with torch.no_grad():
         next(model.parameters())[33] = torch.nan

@@ -54,11 +54,11 @@ def test_the_loss_of_sft_is_the_cross_entropy_of_the_completion(folder: Path, tm
     for prompt, mask, actions, kept in zip(
         rollout.inputs["prompt"], rollout.inputs["prompt_mask"], rollout.actions, rollout.mask, strict=True
     ):
-        asked, said = prompt[mask], actions[kept]
+        question, sampled = prompt[mask], actions[kept]
         with torch.no_grad():
-            logits = model(torch.cat([asked, said]).unsqueeze(0)).logits[0, len(asked) - 1 : -1]
-        total += float(torch.nn.functional.cross_entropy(logits, said, reduction="sum"))
-        count += len(said)
+            logits = model(torch.cat([question, sampled]).unsqueeze(0)).logits[0, len(question) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, sampled, reduction="sum"))
+        count += len(sampled)
     metrics = learner.update(rollout, credit, LearnerState.seeded(1, 96))
     assert metrics["policy_loss"] == pytest.approx(total / count, rel=1e-5)
 
@@ -105,8 +105,12 @@ def test_sft_learns_and_its_model_loads_in_plain_transformers_with_the_same_logi
 def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demonstrations(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    told, shown = pairs(tmp_path / "p.jsonl"), demonstrations(tmp_path / "d.jsonl")
-    fields = {"data": {"train": told, "held_out": told, "max_length": 64, "batch": 8}, "steps": 480, "demonstrations": shown}
+    chosen, shown = pairs(tmp_path / "p.jsonl"), demonstrations(tmp_path / "d.jsonl")
+    fields = {
+        "data": {"train": chosen, "held_out": chosen, "max_length": 64, "batch": 8},
+        "steps": 480,
+        "demonstrations": shown,
+    }
     surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["llama"]), optimizer={"learning_rate": 3e-3}, **fields)
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_accuracy"] > 0.95
     model = RewardModel.load(tmp_path / "run" / "model")
@@ -124,8 +128,8 @@ def test_eos_is_learned_also_where_the_tokenizer_pads_with_it(side: str, folders
     """Who masks by "is it the pad token" loses every EOS, and the model never stops."""
     shutil.copytree(folders["llama"], tmp_path / "model")
     path = tmp_path / "model" / "tokenizer_config.json"
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps(told | {"pad_token": told["eos_token"], "padding_side": side}))
+    tokenizer = json.loads(path.read_text())
+    path.write_text(json.dumps(tokenizer | {"pad_token": tokenizer["eos_token"], "padding_side": side}))
     made = SupervisedWorld(recipe("sft", tmp_path / "model", demonstrations(tmp_path / "d.jsonl")))
     assert made.tokens.tokenizer.pad_token_id == made.tokens.eos_id != made.tokens.pad_id
     r = made.collector.collect(LearnerState.seeded(1, 96))
@@ -134,7 +138,7 @@ def test_eos_is_learned_also_where_the_tokenizer_pads_with_it(side: str, folders
         assert (tokens[kept] == made.tokens.eos_id).tolist() == [False] * (int(kept.sum()) - 1) + [True]
 
 
-def test_what_transformers_says_of_padding_is_not_passed_on(
+def test_padding_warnings_of_transformers_are_suppressed(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It warns where pad tokens come without an attention mask; here they are where no real token sees them."""
@@ -218,7 +222,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
-    found = []
+    results = []
     for checkpointing in (False, True):
         made = SupervisedWorld(recipe(kind, folders["llama"], rows, gradient_checkpointing=checkpointing))
         passes = []
@@ -227,8 +231,8 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
         state = LearnerState.seeded(1, 96)
         rollout = made.collector.collect(state)
         metrics = make_learner(made.recipe, made.policy).update(rollout, assign_credit(rollout, made.recipe.objective), state)
-        found.append((len(passes), metrics["gradient_norm_policy"]))
-    (once, plain), (again, checkpointed) = found
+        results.append((len(passes), metrics["gradient_norm_policy"]))
+    (once, plain), (again, checkpointed) = results
     assert again == 2 * once
     assert checkpointed == pytest.approx(plain, rel=1e-5)
 
@@ -239,11 +243,11 @@ def test_an_objective_that_weighs_rows_otherwise_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
-def test_evaluation_reads_no_more_at_a_time_than_learning_does_and_says_the_same(
+def test_evaluation_reads_no_more_at_a_time_than_learning_does_with_the_same_result(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     file = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
-    told = []
+    losses = []
     for most in (None, 40):
         settings = {"train": file, "held_out": file, "max_length": 64, "batch": 8}
         table = {"kind": kind, "model": str(folders["llama"]), "steps": 96, "data": settings}
@@ -257,9 +261,9 @@ def test_evaluation_reads_no_more_at_a_time_than_learning_does_and_says_the_same
             return whole(inputs, *others)
 
         setattr(world.policy, "forward" if kind != "dpo" else "log_ratios", watched)
-        judged = world.evaluate()
-        assert judged is not None
-        told.append(judged.metrics["held_out_loss"])
+        evaluation = world.evaluate()
+        assert evaluation is not None
+        losses.append(evaluation.metrics["held_out_loss"])
         assert read
         assert (max(read) > 40) is (most is None)
-    assert told[0] == pytest.approx(told[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -51,13 +51,13 @@ def test_a_tasks_own_answer_is_right_and_every_letter_of_it_matters(name: str, l
 
 @names
 @given(response=st.text())
-def test_any_text_is_judged(name: str, response: str) -> None:
+def test_any_text_gets_a_score(name: str, response: str) -> None:
     (row,) = rows(name, 1)
     assert scores([row], [response])[0] in (0.0, 1.0)
 
 
 @names
-def test_a_seed_says_it_all(name: str) -> None:
+def test_a_seed_determines_the_rows(name: str) -> None:
     assert rows(name, 30, 1) == rows(name, 30, 1)
     assert rows(name, 30, 1) != rows(name, 30, 2)
     assert rows(name, 10, 1) == rows(name, 30, 1)[:10]
@@ -104,7 +104,7 @@ def test_a_sloppy_teacher_is_often_wrong_and_a_careful_one_never(name: str) -> N
     assert share(1.0) < share(0.6) < 0.8
 
 
-def test_answers_are_true_by_another_way_to_tell() -> None:
+def test_answers_are_correct_by_an_independent_check() -> None:
     for row in rows("sorting", 50, 1):
         answer = row["answer"]
         assert all(a <= b for a, b in pairwise(answer))
@@ -130,11 +130,11 @@ def test_answers_are_true_by_another_way_to_tell() -> None:
 
 
 def test_a_step_of_successors_is_right_at_its_place() -> None:
-    found = successors.steps(["3917="] * 4, ["4028", "4x2", "402811", ""])
-    assert found[0] == [(1, 1), (2, 1), (3, 1), (4, 1)]
-    assert found[1] == [(1, 1), (2, 0), (3, 1)]
-    assert found[2] == [*found[0], (5, -1), (6, -1)], "a model that writes on is told so"
-    assert found[3] == []
+    actual = successors.steps(["3917="] * 4, ["4028", "4x2", "402811", ""])
+    assert actual[0] == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    assert actual[1] == [(1, 1), (2, 0), (3, 1)]
+    assert actual[2] == [*actual[0], (5, -1), (6, -1)], "a model that writes on is told so"
+    assert actual[3] == []
 
 
 # ---- countdown -------------------------------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ def test_expressions_have_the_value_that_exact_arithmetic_gives(text: str) -> No
     except ZeroDivisionError:
         assert countdown.evaluate(text) is None
         return
-    found = countdown.evaluate(text)
-    assert found is not None
-    assert found[0] == wanted
-    assert found[1] == [int(number) for number in re.findall(r"\d+", text)]
+    actual = countdown.evaluate(text)
+    assert actual is not None
+    assert actual[0] == wanted
+    assert actual[1] == [int(number) for number in re.findall(r"\d+", text)]
 
 
 NONE = ["+", "1+", "(1", "1)", "()", "-1", "2**3", "1//2", "1/0", "1e3", "1.5", "x", "__import__('os')", "1=1", "²", "١"]
@@ -242,27 +242,27 @@ def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:  # type
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": "3"}])
     reward = FunctionReward("surefoot.verifiers:exact")
-    found = measure_accuracy(Writer(), path, reward, samples=4)  # type: ignore[arg-type]
-    assert [found.greedy, found.sampled, found.mixed] == pytest.approx([1 / 3, 1 / 3, 2 / 3])
-    assert len(found.lines()) == 2
-    found = measure_accuracy(Writer(), path, reward, samples=1, prompts=1)  # type: ignore[arg-type]
-    assert (found.sampled, found.mixed) == (1, 0)
-    assert "use harder problems" in found.lines()[-1]
+    accuracy = measure_accuracy(Writer(), path, reward, samples=4)  # type: ignore[arg-type]
+    assert [accuracy.greedy, accuracy.sampled, accuracy.mixed] == pytest.approx([1 / 3, 1 / 3, 2 / 3])
+    assert len(accuracy.lines()) == 2
+    accuracy = measure_accuracy(Writer(), path, reward, samples=1, prompts=1)  # type: ignore[arg-type]
+    assert (accuracy.sampled, accuracy.mixed) == (1, 0)
+    assert "use harder problems" in accuracy.lines()[-1]
 
 
 def test_a_response_that_was_cut_is_wrong_unless_it_is_kept(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": "a", "answer": "1"}] * 4)
     reward = FunctionReward("surefoot.verifiers:exact")
-    found = measure_accuracy(Writer(cut=4), path, reward, samples=4)  # type: ignore[arg-type]
-    assert (found.cut, found.sampled, found.greedy) == (0.25, 0.25, 0.75)
-    assert "25% of the samples were truncated at 64 tokens: wrong" in found.lines()
+    accuracy = measure_accuracy(Writer(cut=4), path, reward, samples=4)  # type: ignore[arg-type]
+    assert (accuracy.cut, accuracy.sampled, accuracy.greedy) == (0.25, 0.25, 0.75)
+    assert "25% of the samples were truncated at 64 tokens: wrong" in accuracy.lines()
     kept = measure_accuracy(Writer(cut=4), path, reward, samples=4, keep_cut=True)  # type: ignore[arg-type]
     assert (kept.cut, kept.sampled, kept.greedy) == (0.25, 0.5, 1.0)
     assert kept.mixed == 1
     ends = Writer(cut=2)
-    found = measure_accuracy(ends, path, reward, samples=2, stop=["#"])  # type: ignore[arg-type]
-    assert (found.sampled, found.mixed) == (0, 0), "the right one of every two was cut, so there is nothing to compare"
+    accuracy = measure_accuracy(ends, path, reward, samples=2, stop=["#"])  # type: ignore[arg-type]
+    assert (accuracy.sampled, accuracy.mixed) == (0, 0), "the right one of every two was cut, so there is nothing to compare"
     assert ends.options["stop"] == ["#"]
     never = measure_accuracy(Writer(cut=1), path, reward, samples=4)  # type: ignore[arg-type]
     assert "almost every sample is truncated" in never.lines()[-1]
@@ -275,11 +275,11 @@ def test_a_response_without_a_score_is_neither_wrong_nor_a_difference(tmp_path) 
     def all_right_but_one_unknown(prompts: list[str], responses: list[str]) -> list[float | None]:
         return [None if number == 5 else 1.0 for number in range(len(responses))]
 
-    found = measure_accuracy(Writer(), path, FunctionReward(all_right_but_one_unknown), samples=4)  # type: ignore[arg-type]
-    assert [found.greedy, found.sampled, found.mixed] == [1, 1, 0]
+    accuracy = measure_accuracy(Writer(), path, FunctionReward(all_right_but_one_unknown), samples=4)  # type: ignore[arg-type]
+    assert [accuracy.greedy, accuracy.sampled, accuracy.mixed] == [1, 1, 0]
 
 
-def test_no_signal_is_said_before_training(command) -> None:  # type: ignore[no-untyped-def]
+def test_no_signal_is_a_warning_before_training(command) -> None:  # type: ignore[no-untyped-def]
     command(*["data", "make", "sorting", "--rows", "8", "--out", "rows.jsonl"])
     code, out, _ = command(*["data", "accuracy", "rows.jsonl", "--model", "pocket", "--rows", "4", "--max-tokens", "6"])
     assert code == 0

@@ -402,8 +402,8 @@ REPLY = [{"role": "user", "content": SAYS}]
 
 def chat(turn: str = TURN, before: str = "", over: str = "messages") -> str:
     """A chat template."""
-    ask = "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-    return f"{before}{{% for m in {over} %}}{turn}{{% endfor %}}{ask}"
+    actual = "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    return f"{before}{{% for m in {over} %}}{turn}{{% endfor %}}{actual}"
 
 
 @pytest.mark.parametrize(

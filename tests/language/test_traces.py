@@ -101,7 +101,7 @@ def test_responses_without_a_score_are_not_traced(settings: dict[str, Any], tmp_
     assert all(row.row % 2 == 0 for row in trace.rows)
 
 
-def test_demonstrations_are_traced_when_asked_for_and_not_otherwise(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_demonstrations_are_traced_only_if_enabled(tmp_path: Path, folders: dict[str, Path]) -> None:
     rows = [{"prompt": f"{i} ", "completion": "yes" * (1 + i % 3)} for i in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields: dict[str, Any] = {

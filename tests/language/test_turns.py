@@ -201,20 +201,20 @@ def collected(made: LanguageWorld) -> Rollout:
     return made.collector.collect(LearnerState.seeded(1, 64))
 
 
-def judged(tokens: Tokens, ids: Tensor | list[int]) -> str:
+def turn_text(tokens: Tokens, ids: Tensor | list[int]) -> str:
     """A turn's text as environments and rewards get it: without the stop string that ended it."""
     return cut_at_stop(tokens.decode(ids), STOP)
 
 
 def pieces(row: Tensor) -> list[list[int]]:
     """Places of each run of True.   [T]"""
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for place, kept in enumerate(row.tolist()):
-        if kept and found and found[-1][-1] == place - 1:
-            found[-1].append(place)
+        if kept and results and results[-1][-1] == place - 1:
+            results[-1].append(place)
         elif kept:
-            found.append([place])
-    return found
+            results.append([place])
+    return results
 
 
 # ---- what a rollout holds -----------------------------------------------------------------------------------------------
@@ -232,13 +232,13 @@ def test_a_conversation_is_one_row_as_the_template_writes_it_and_the_mask_is_tru
         own = pieces(r.mask[row])
         messages = [{"role": "user", "content": tokens.decode(prompt)}]
         for number, place in enumerate(own):
-            said = r.actions[row][place].tolist()
-            ids = said[:-1] if said[-1] in tokens.eos_ids else said
+            sampled = r.actions[row][place].tolist()
+            ids = sampled[:-1] if sampled[-1] in tokens.eos_ids else sampled
             messages.append({"role": "assistant", "content": tokens.tokenizer.decode(ids)})
             if number + 1 < len(own):
-                heard = r.actions[row, place[-1] + 1 : own[number + 1][0]].tolist()
-                reply = tokens.decode(heard)
-                assert reply.startswith(f"{len(judged(tokens, ids))}, and then? ")
+                received = r.actions[row, place[-1] + 1 : own[number + 1][0]].tolist()
+                reply = tokens.decode(received)
+                assert reply.startswith(f"{len(turn_text(tokens, ids))}, and then? ")
                 messages.append({"role": "user", "content": reply})
         whole, kept = tokens.render(messages), r.actions[row, : own[-1][-1] + 1].tolist()
         closed = kept[-1] in tokens.eos_ids
@@ -255,11 +255,11 @@ def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_
     answers = made.collector.respond(made.collector.prompts, range(24))
     assert answers.conversations is not None
     whole = cut = 0
-    for talk, history, said in zip(answers.conversations, answers.prompts.prompts, answers.texts, strict=True):
-        assert said == judged(tokens, [talk.ids[place] for place in talk.last])
+    for talk, history, sample in zip(answers.conversations, answers.prompts.prompts, answers.texts, strict=True):
+        assert sample == turn_text(tokens, [talk.ids[place] for place in talk.last])
         written = [message["content"] for message in history if message["role"] == "assistant"]  # type: ignore[index]
         assert written == [cut_at_stop(turn, STOP) for turn in talk.turns[:-1]]
-        assert talk.transcript.startswith((*written, said)[0])
+        assert talk.transcript.startswith((*written, sample)[0])
         whole, cut = whole + len(written), cut + (written != talk.turns[:-1])
     assert whole > cut > 0
     plain = world(files, folders["llama"], "Plain")
@@ -277,7 +277,7 @@ def test_what_a_turn_earns_lands_on_its_last_token_and_the_kl_on_the_models_own_
     wanted = torch.zeros_like(r.rewards)
     for row in range(len(r.mask)):
         for number, place in enumerate(pieces(r.mask[row]), 1):
-            wanted[row, place[-1]] = number + len(set(judged(made.tokens, r.actions[row][place])))
+            wanted[row, place[-1]] = number + len(set(turn_text(made.tokens, r.actions[row][place])))
     assert r.ref_log_probs is not None
     assert r.old_log_probs is not None
     kl = (r.old_log_probs - r.ref_log_probs) * r.mask
@@ -313,7 +313,7 @@ def test_gae_over_a_row_with_others_in_it_is_that_over_the_models_tokens_alone(
         assert not credit.advantages[row][~keep].any()
 
 
-def test_what_others_say_gives_no_gradient_but_by_what_the_model_says_after_it(
+def test_messages_of_others_give_no_gradient_except_through_the_tokens_after_them(
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     r = collected(world(files, folders["llama"]))
@@ -364,17 +364,17 @@ def test_sampled_ids_stay_what_they_are_where_their_text_would_be_encoded_otherw
     drawn: list[Any] = []
     sample = made.collector._sample
 
-    def kept(*given: Any) -> Any:
-        drawn.append(sample(*given))
+    def kept(*arguments: Any) -> Any:
+        drawn.append(sample(*arguments))
         return drawn[-1]
 
     made.collector._sample = kept  # type: ignore[method-assign]
     r = collected(made)
-    said = [[tuple(r.actions[row][place].tolist()) for place in pieces(r.mask[row])] for row in range(len(r.mask))]
-    assert sorted(turn for row in said for turn in row) == sorted(tuple(ids) for part in drawn for ids in part.responses())
+    sampled = [[tuple(r.actions[row][place].tolist()) for place in pieces(r.mask[row])] for row in range(len(r.mask))]
+    assert sorted(turn for row in sampled for turn in row) == sorted(tuple(ids) for part in drawn for ids in part.responses())
     encode = made.tokens.tokenizer.encode
-    again = [encode(made.tokens.decode(turn), add_special_tokens=False) for row in said for turn in row]
-    assert any(tuple(ids) != turn[: len(ids)] for ids, turn in zip(again, (t for row in said for t in row), strict=True))
+    again = [encode(made.tokens.decode(turn), add_special_tokens=False) for row in sampled for turn in row]
+    assert any(tuple(ids) != turn[: len(ids)] for ids, turn in zip(again, (t for row in sampled for t in row), strict=True))
     assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
     between = made.tokens.encode_reply([{"role": "user", "content": "and then?"}], ended=True)
     assert made.tokens.tokenizer.decode(between) == "\n<turn>user: and then?<eos>\n<turn>assistant:"
@@ -386,9 +386,9 @@ def test_text_follows_as_it_stands_without_a_template(files: dict[str, str], fol
     made.tokens.tokenizer.chat_template = None
     r = collected(made)
     assert r.metrics["turns"] > 1.5  # type: ignore[operator]
-    for row, said in enumerate(made.collector.last_samples):
+    for row, sample in enumerate(made.collector.last_samples):
         length = pieces(r.mask[row])[-1][-1] + 1
-        assert said["response"].startswith(made.tokens.decode(r.actions[row, :length]))
+        assert sample["response"].startswith(made.tokens.decode(r.actions[row, :length]))
 
 
 def test_one_turn_is_what_a_response_is_without_an_environment(files: dict[str, str], folders: dict[str, Path]) -> None:
@@ -400,9 +400,9 @@ def test_one_turn_is_what_a_response_is_without_an_environment(files: dict[str, 
     one = collected(world(files, folders["llama"], turns={}, reward={"terms": terms, "missing_eos": "penalty"}))
     other = collected(world(files, folders["llama"], "Once", reward={"missing_eos": "penalty"}))
     for name in ("actions", "mask", "rewards", "values", "next_values", "old_log_probs", "terminated"):
-        found, wanted = getattr(other, name), getattr(one, name)
-        width = min(found.shape[1], wanted.shape[1])  # what was told after a cut stays behind it
-        torch.testing.assert_close(found[:, :width] * one.mask[:, :width], wanted[:, :width] * one.mask[:, :width])
+        actual, wanted = getattr(other, name), getattr(one, name)
+        width = min(actual.shape[1], wanted.shape[1])  # what was told after a cut stays behind it
+        torch.testing.assert_close(actual[:, :width] * one.mask[:, :width], wanted[:, :width] * one.mask[:, :width])
     assert other.mask.sum() == one.mask.sum()
 
 
@@ -419,25 +419,25 @@ def test_a_conversation_that_is_not_done_in_time_is_treated_as_cut_and_its_earli
     assert r.metrics["eos_rate"] == 0
     for row in range(len(r.mask)):
         for number, place in enumerate(own := pieces(r.mask[row]), 1):
-            earned = number + len(set(judged(made.tokens, r.actions[row][place])))
+            earned = number + len(set(turn_text(made.tokens, r.actions[row][place])))
             wanted = earned if number < len(own) else last + (earned if treatment != "penalty" else 0)
             assert float(r.rewards[row, place[-1]]) == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_cut_conversation_is_bootstrapped_by_v_of_all_that_was_said_the_last_reply_included(
+def test_a_truncated_conversation_is_bootstrapped_by_v_of_the_whole_text_including_the_last_reply(
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     made = world(files, folders["llama"], "Endless", reward={"missing_eos": "bootstrap"})
     r, widths = collected(made), set()
     for row in range(len(r.mask)):
         own = pieces(r.mask[row])
-        place, said = own[-1][-1], made.collector.last_samples[row]["response"]
+        place, text = own[-1][-1], made.collector.last_samples[row]["response"]
         ended = bool(made.tokens.decode(r.actions[row][own[-1]]).endswith(tuple(STOP))) or r.actions[row, place] == 1
         prompt = r.inputs["prompt"][row][r.inputs["prompt_mask"][row]].tolist()
         ids = prompt + r.actions[row, : place + 1].tolist()
         if ended:
-            told = [{"role": "user", "content": said.split("user: ")[-1]}]
-            ids += made.tokens.encode_reply(told, ended=ids[-1] == 1)
+            reply = [{"role": "user", "content": text.split("user: ")[-1]}]
+            ids += made.tokens.encode_reply(reply, ended=ids[-1] == 1)
         with torch.no_grad():
             state = made.policy.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
             wanted = made.policy.value_head(state)  # type: ignore[misc]
@@ -467,7 +467,7 @@ def test_a_final_reward_scores_the_last_turn_as_a_response_to_all_before_it(
     for row in range(len(r.mask)):
         own = pieces(r.mask[row])
         for number, place in enumerate(own, 1):
-            earned = number + len(set(judged(made.tokens, r.actions[row][place])))
+            earned = number + len(set(turn_text(made.tokens, r.actions[row][place])))
             final = 100.0 * (2 * len(own) - 1) if number == len(own) else 0.0  # messages before the last turn
             assert float(r.rewards[row, place[-1]]) == pytest.approx(earned + final, rel=1e-5)
     assert {"reward_environment", "reward_last"} <= set(r.metrics)
@@ -486,7 +486,7 @@ def test_tokens_of_the_last_turn_may_be_scored_each_and_turns_earn_beside_them(
         own = pieces(r.mask[row])
         for number, place in enumerate(own, 1):
             wanted = torch.zeros(len(place))
-            wanted[-1] = number + len(set(judged(made.tokens, r.actions[row][place])))
+            wanted[-1] = number + len(set(turn_text(made.tokens, r.actions[row][place])))
             if number == len(own):
                 wanted = wanted + torch.arange(1, len(place) + 1) if treatment == "none" else 0 * wanted
                 wanted[-1] -= 2.0 * (treatment == "penalty")
@@ -522,7 +522,7 @@ def test_nothing_is_learned_from_a_conversation_whose_environment_fails_and_the_
     assert 0 < failed.sum() <= 4, "those of two turns, of which some are cut in the first"
     assert torch.isfinite(r.rewards).all()
     assert torch.isfinite(r.next_values).all()
-    assert [said["reward"] is None for said in made.collector.last_samples] == failed.tolist()
+    assert [sample["reward"] is None for sample in made.collector.last_samples] == failed.tolist()
 
 
 def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
@@ -538,14 +538,14 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
     assert made.gold is not None
     failed = ~r.mask.any(-1)
     assert 0 < failed.sum() < 6
-    assert [said["gold"] is None for said in made.collector.last_samples] == failed.tolist()
-    known = [said["gold"] for said in made.collector.last_samples if said["gold"] is not None]
-    assert r.metrics["gold"] == pytest.approx(sum(known) / len(known))
+    assert [sample["gold"] is None for sample in made.collector.last_samples] == failed.tolist()
+    scored = [sample["gold"] for sample in made.collector.last_samples if sample["gold"] is not None]
+    assert r.metrics["gold"] == pytest.approx(sum(scored) / len(scored))
     assert set(made.gold.function.__globals__["seen"]) == {12 - int(failed.sum())}, "nor is it asked about them"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Raises", "RuntimeError: no network"),
         ("NotANumber", "a reward that is no finite number (nan)"),
@@ -561,11 +561,11 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
         ("Tlak", "can't be imported"),
     ],
 )
-def test_a_broken_environment_is_one_line(name: str, said: str, files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_a_broken_environment_is_one_line(name: str, message: str, files: dict[str, str], folders: dict[str, Path]) -> None:
     with pytest.raises(SurefootError) as error:
         collected(world(files, folders["llama"], name, reward={"tolerated": 0.0, "deadline": 0.3}))
     assert str(error.value).startswith(f"turns.environment='{files['others']}:{name}': ")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -574,11 +574,11 @@ def test_the_last_turn_of_what_has_failed_may_be_longer_than_any_that_steps_were
     failed = Conversation({}, 2, ids=[7] * 5, own=[True] * 5, ends=[4], failure="raised")
     one = torch.ones(1)
     scores = Scores(one, {"steps": one}, one.bool(), torch.tensor([[0.5, 0.5]]))
-    found = add_turn_rewards(scatter_scores(scores, [0], 2), [fine, failed], (2, 6))
-    assert found.total.tolist() == [1.25, 0.0]
-    assert found.valid.tolist() == [True, False]
-    assert found.dense is not None
-    assert found.dense.tolist() == [[0.5, 0.75, 0, 0, 0, 0], [0] * 6]
+    actual = add_turn_rewards(scatter_scores(scores, [0], 2), [fine, failed], (2, 6))
+    assert actual.total.tolist() == [1.25, 0.0]
+    assert actual.valid.tolist() == [True, False]
+    assert actual.dense is not None
+    assert actual.dense.tolist() == [[0.5, 0.75, 0, 0, 0, 0], [0] * 6]
 
 
 def test_every_environment_is_closed_those_that_failed_too(files: dict[str, str], folders: dict[str, Path]) -> None:
@@ -622,7 +622,7 @@ def test_an_interrupted_run_of_several_turns_resumes_bit_for_bit(
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
 
 
-def test_a_run_is_traced_judged_and_shown_with_its_whole_conversations(
+def test_a_run_is_traced_evaluated_and_shown_with_its_whole_conversations(
     files: dict[str, str], folders: dict[str, Path], tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     data = {"train": files["rows"], "held_out": files["rows"], "max_length": 24}
@@ -633,16 +633,16 @@ def test_a_run_is_traced_judged_and_shown_with_its_whole_conversations(
     several = [row for row in trace.rows if not row.mask.all()]
     assert several, "what others said is in the trace, masked"
     for row in several:
-        heard = "".join(t for t, own in zip(row.about["tokens"], row.mask.tolist(), strict=True) if not own)
-        assert "and then?" in heard
+        received = "".join(t for t, own in zip(row.about["tokens"], row.mask.tolist(), strict=True) if not own)
+        assert "and then?" in received
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert 1 <= metrics["turns"] <= 3  # type: ignore[operator]
     assert metrics["held_out_turns"] is not None
-    told = evaluate_run(tmp_path / "run")
+    report = evaluate_run(tmp_path / "run")
     (best,) = (int(path.name) for path in (tmp_path / "run" / "best").iterdir())
     then = next(row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["steps"] == best)
-    assert told["trained"]["reward"] == pytest.approx(then["held_out_reward"])
-    long = next(row for row in told["samples"] if "assistant: " in row["response"])
+    assert report["trained"]["reward"] == pytest.approx(then["held_out_reward"])
+    long = next(row for row in report["samples"] if "assistant: " in row["response"])
     assert long["prompt"].startswith("say ")
     assert ", and then? \nassistant: " in long["response"].replace("? , ", "? ")
     assert command("evaluate", str(tmp_path / "run"), "--samples", "2", "--threshold", "3")[0] == 0
@@ -652,7 +652,7 @@ def test_a_run_is_traced_judged_and_shown_with_its_whole_conversations(
     assert failed[2].count("\n") == 1
 
 
-def test_the_critic_is_asked_at_the_models_own_tokens() -> None:
+def test_the_critic_is_evaluated_at_the_models_own_tokens() -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
     assert place_of(mask, torch.tensor([0, 0])).tolist() == [0, 1]
     assert place_of(mask, torch.tensor([2, 1])).tolist() == [4, 2]
@@ -661,38 +661,38 @@ def test_the_critic_is_asked_at_the_models_own_tokens() -> None:
 # ---- guess a number -----------------------------------------------------------------------------------------------------
 
 
-def test_halving_finds_every_number_in_as_many_turns_as_the_difficulty_says() -> None:
+def test_bisection_reaches_every_number_within_the_turns_of_the_difficulty() -> None:
     for difficulty in (2, 4, 6):
         highest = 2**difficulty - 1
         for secret in range(1, highest + 1):
             game, low, high, done, turns = Guess(), 1, highest, False, 0
             assert game.reset({"secret": secret, "highest": highest})[0]["content"] == f"1 to {highest}"
             while not done:
-                said, turns = (low + high) // 2, turns + 1
-                messages, reward, done = game.step(f" {said}\n")
-                low, high = (said + 1, high) if messages and messages[0]["content"] == "higher" else (low, said - 1)
+                text, turns = (low + high) // 2, turns + 1
+                messages, reward, done = game.step(f" {text}\n")
+                low, high = (text + 1, high) if messages and messages[0]["content"] == "higher" else (low, text - 1)
             assert reward == 1
             assert turns <= difficulty
 
 
-@pytest.mark.parametrize("said", ["", "x", "0", "16", "-1", "1 2", "99999", "3.5", "３"])
-def test_what_is_no_number_of_the_range_ends_the_game_and_earns_nothing(said: str) -> None:
+@pytest.mark.parametrize("message", ["", "x", "0", "16", "-1", "1 2", "99999", "3.5", "３"])
+def test_what_is_no_number_of_the_range_ends_the_game_and_earns_nothing(message: str) -> None:
     game = Guess()
     game.reset({"secret": 3, "highest": 15})
-    assert game.step(said) == ([], 0.0, True)
+    assert game.step(message) == ([], 0.0, True)
 
 
 @pytest.mark.parametrize("sloppy", [0.0, 1.0])
-def test_a_teacher_is_told_the_truth_and_never_asks_what_cannot_be(sloppy: float) -> None:
+def test_a_demonstration_has_true_replies_and_only_possible_guesses(sloppy: float) -> None:
     for row in tasks.demonstrations("guess", 50, 1, 4, sloppy=sloppy):
         messages, low, high = row["messages"], 1, 15
-        for said, told in zip(messages[1::2], [*messages[2::2], None], strict=True):
-            number = int(said["content"])
+        for message, expected in zip(messages[1::2], [*messages[2::2], None], strict=True):
+            number = int(message["content"])
             assert low <= number <= high
             if sloppy == 0:
                 assert number == (low + high) // 2
-            if told is not None:
-                low, high = (number + 1, high) if told["content"] == "higher" else (low, number - 1)
+            if expected is not None:
+                low, high = (number + 1, high) if expected["content"] == "higher" else (low, number - 1)
     assert len({row["secret"] for row in tasks.rows("guess", 200, 1, 4)}) == 15
 
 
@@ -720,9 +720,9 @@ def test_a_pocket_model_learns_to_halve(tmp_path: Path) -> None:
     surefoot.train("guess_sft", run_dir=tmp_path / "sft", data={"train": str(tmp_path / "teacher.jsonl")}, steps=3_840)
     data = {"train": str(tmp_path / "train.jsonl"), "held_out": str(tmp_path / "test.jsonl")}
     surefoot.train("guess", run_dir=tmp_path / "ppo", model=str(tmp_path / "sft"), data=data, steps=2_304)
-    told = evaluate_run(tmp_path / "ppo", rows=512)
-    assert told["start"]["reward"] < 0.7
-    assert told["trained"]["reward"] > 0.75
+    report = evaluate_run(tmp_path / "ppo", rows=512)
+    assert report["start"]["reward"] < 0.7
+    assert report["trained"]["reward"] > 0.75
 
 
 def test_a_tokenizers_reply_ends_the_turn_only_where_the_model_did_not(folder: Path) -> None:

@@ -92,12 +92,12 @@ RESUMED = {"with dropout": with_dropout, "shuffling": shuffling}
 RECIPES = {"online": online, "mixed": mixed, "supervised": supervised, "routed": routed, "in groups": in_groups}
 
 
-def said(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+def prompts_and_tokens(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
     """Prompt and tokens of each row that is learned from."""
     prompts, kept = rollout.inputs["prompt"], rollout.inputs["prompt_mask"]
     rows = zip(prompts, kept, rollout.actions, rollout.mask, strict=True)
-    found = [(prompt[is_real].tolist(), tokens[is_kept].tolist()) for prompt, is_real, tokens, is_kept in rows]
-    return found if rollout.metrics.get("sampling_rounds") is None else [row for row in found if row[1]]
+    pairs = [(prompt[is_real].tolist(), tokens[is_kept].tolist()) for prompt, is_real, tokens, is_kept in rows]
+    return pairs if rollout.metrics.get("sampling_rounds") is None else [row for row in pairs if row[1]]
 
 
 def trained(recipe: Recipe) -> dict[str, Any]:
@@ -105,16 +105,16 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
     learner.auxiliary_loss = world.auxiliary_loss
-    found: dict[str, Any] = {"rows": [], "rounds": 0, "told": []}
+    results: dict[str, Any] = {"rows": [], "rounds": 0, "metrics": []}
     for _ in range(3):
         rollout = world.collector.collect(state)
         assert recipe.kind == "sft" or len(rollout.mask) >= 4, "no rank is without rows"
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         state.steps += sum_count(rollout.steps, rollout.rewards)
-        found["rows"].append(said(rollout))
-        found["told"].append({name: rollout.metrics[name] for name in ("reward", "score_std") if name in rollout.metrics})
-        found["rounds"] = max(found["rounds"], rollout.metrics.get("sampling_rounds") or 0)
-    return {**found, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
+        results["rows"].append(prompts_and_tokens(rollout))
+        results["metrics"].append({name: rollout.metrics[name] for name in ("reward", "score_std") if name in rollout.metrics})
+        results["rounds"] = max(results["rounds"], rollout.metrics.get("sampling_rounds") or 0)
+    return {**results, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
 
 
 def resumed(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
@@ -127,9 +127,9 @@ def resumed(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
             own = RunFolder.open(path) if path.exists() else RunFolder.create(path, recipe)
         session = Session(recipe, world, own, [metrics_listener(lambda metrics: bool(metrics["steps"] >= last))])
         dist.barrier()
-        found = latest_checkpoint(path / "checkpoints")
-        if found is not None:
-            session.restore(found, allow_changes=False)
+        checkpoint = latest_checkpoint(path / "checkpoints")
+        if checkpoint is not None:
+            session.restore(checkpoint, allow_changes=False)
         session.run()
         if own is not None:
             own.close()
@@ -150,15 +150,15 @@ def work(rank: int, folder: str) -> None:
     meeting, patience = f"file://{folder}/meet", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
     try:
-        found: dict[str, Any] = {name: trained(make(Path(folder))) for name, make in RECIPES.items()}
-        found |= {name: resumed(make(Path(folder)), Path(folder) / name) for name, make in RESUMED.items() if makeable(name)}
+        results: dict[str, Any] = {name: trained(make(Path(folder))) for name, make in RECIPES.items()}
+        results |= {name: resumed(make(Path(folder)), Path(folder) / name) for name, make in RESUMED.items() if makeable(name)}
         recipe = supervised(Path(folder))
         table = recipe.model_dump() | {"data": {**recipe.model_dump()["data"], "batch": 1}}
         try:
             trained(make_recipe({k: v for k, v in table.items() if k in ("kind", "model", "data")}))
         except SurefootError as error:
-            found["too few"] = str(error)
-        torch.save(found, f"{folder}/{rank}.pt")
+            results["too few"] = str(error)
+        torch.save(results, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -200,10 +200,10 @@ def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
         for name, weights in alone["weights"].items():
             torch.testing.assert_close(rank[kind]["weights"][name], weights, rtol=1e-4, atol=2e-6)
     assert ranks[0][kind]["beta"] == ranks[1][kind]["beta"]
-    assert ranks[0][kind]["told"] == ranks[1][kind]["told"]
-    for ours, whole in zip(ranks[0][kind]["told"], alone["told"], strict=True):
+    assert ranks[0][kind]["metrics"] == ranks[1][kind]["metrics"]
+    for ours, whole in zip(ranks[0][kind]["metrics"], alone["metrics"], strict=True):
         assert ours == pytest.approx(whole, rel=1e-5)
-    assert kind in ("supervised", "routed") or min(whole["score_std"] for whole in alone["told"]) > 0
+    assert kind in ("supervised", "routed") or min(whole["score_std"] for whole in alone["metrics"]) > 0
 
 
 def test_fewer_rows_than_ranks_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:

@@ -36,8 +36,8 @@ def model(family: str, seed: int = 1, scale: float = 4.0, **changes: Any) -> Any
     return made.eval()
 
 
-def say(model: Any, ids: list[int], probabilities: tuple[float, ...]) -> None:
-    """Have a model give these tokens these probabilities, after anything."""
+def set_probabilities(model: Any, ids: list[int], probabilities: tuple[float, ...]) -> None:
+    """Set the probabilities of these tokens, whatever comes before them."""
     head = model.get_output_embeddings()
     bias = torch.full((head.out_features,), -60.0)
     bias[ids] = torch.tensor(probabilities).log()
@@ -47,7 +47,7 @@ def say(model: Any, ids: list[int], probabilities: tuple[float, ...]) -> None:
 
 
 def teach(head: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Have a linear head say what is wanted of some hidden states.   [n, width], [n, out]; n ≤ width"""
+    """Set a linear head's outputs for some hidden states.   [n, width], [n, out]; n ≤ width"""
     with torch.no_grad():
         head.weight.copy_((torch.linalg.pinv(hidden.double()) @ wanted.double()).T)
         if head.bias is not None:

@@ -7,7 +7,7 @@ import pytest
 from surefoot import SurefootError
 from surefoot.recipes.base import nearest_divisor
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, merge_tables, recipe_fields
+from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, merge_tables, recipe_fields, to_table
 from surefoot.runs import api
 
 
@@ -35,8 +35,8 @@ def test_another_librarys_name_gets_our_field_as_a_suggestion(task, fields, mean
 
 
 def test_every_suggested_field_exists():
-    known = {name for name, _ in recipe_fields()} | {name.partition(".")[0] for name, _ in recipe_fields()}
-    assert {name for names in OTHER_LIBRARIES.values() for name in names} <= known
+    expected = {name for name, _ in recipe_fields()} | {name.partition(".")[0] for name, _ in recipe_fields()}
+    assert {name for names in OTHER_LIBRARIES.values() for name in names} <= expected
 
 
 COUNTS = [(kind, name) for kind in KINDS for name, field in recipe_fields(kind) if "whole number" in field.type]

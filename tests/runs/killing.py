@@ -107,8 +107,8 @@ def outcome(path: Path) -> dict[str, Any]:
     final, best = latest_checkpoint(path / "checkpoints"), latest_checkpoint(path / "best")
     files = [*traces_in(path / "traces"), *sorted(path.glob("samples/*.jsonl"))]
     texts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    trees = {"final": load_checkpoint(final), "best": load_checkpoint(best)}
-    return {"rows": rows, "texts": texts, "at": (final.name, best.name), **trees}
+    parts = {"final": load_checkpoint(final), "best": load_checkpoint(best)}
+    return {"rows": rows, "texts": texts, "at": (final.name, best.name), **parts}
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:

@@ -46,7 +46,7 @@ def test_the_live_table_shows_what_matters():
     assert "lower the learning rate" not in text
 
 
-def test_an_unhealthy_value_is_coloured_and_says_why():
+def test_an_unhealthy_value_is_coloured_and_explained():
     text = drawn({**HEALTHY, "kl": 3.0})
     assert "the policy moves far per batch" in text
     assert "\x1b[1;33m" in text.split("KL to")[1].split("\n")[0]
@@ -89,7 +89,7 @@ def test_undefined_values_are_not_out_of_range():
     assert names({"explained_variance": -3.0, "clip_active": 0.9}) == {"explained_variance", "clip_active"}
 
 
-def test_the_finding_about_a_critic_says_when_it_means_nothing():
+def test_the_finding_about_a_critic_states_when_it_means_nothing():
     """A solved task pays the same in every episode: the critic is fine, the number is not."""
     (finding,) = out_of_range({"explained_variance": -30.0})
     assert "meaningless where returns are nearly constant" in finding.what
@@ -100,9 +100,9 @@ def keys_of_language(folder):
     """The keys of one iteration of each kind of language run, on the smallest of data."""
     pytest.importorskip("transformers")
     rows = folder / "rows.jsonl"
-    said = ("i love it.", "it is fine.", "the chain is weak.", "good")
-    told = ({"prompt": "new bike: ", "completion": text, "chosen": text, "rejected": "no"} for text in said)
-    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    texts = ("i love it.", "it is fine.", "the chain is weak.", "good")
+    expected = ({"prompt": "new bike: ", "completion": text, "chosen": text, "rejected": "no"} for text in texts)
+    rows.write_text("".join(json.dumps(row) + "\n" for row in expected))
     gold = "surefoot.language.tasks.reviews:gold"
     shared = {"model": "pocket", "steps": 4, "data": {"train": str(rows), "held_out": str(rows), "max_length": 64}}
     few = {"data": {**shared["data"], "batch": 4}}

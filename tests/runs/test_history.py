@@ -89,14 +89,14 @@ def test_no_file_is_no_rows(tmp_path):
 
 @given(st.lists(st.integers(0, 12), max_size=9))
 def test_the_longest_rising_series_is_found(values):
-    found = [values[index] for index in rising(values)]
+    actual = [values[index] for index in rising(values)]
     longest = [0]  # by trying all
     for mask in range(1, 2 ** len(values)):
         chosen = [value for index, value in enumerate(values) if mask >> index & 1]
         if all(a < b for a, b in pairwise(chosen)):
             longest.append(len(chosen))
-    assert all(a < b for a, b in pairwise(found))
-    assert len(found) == max(longest)
+    assert all(a < b for a, b in pairwise(actual))
+    assert len(actual) == max(longest)
 
 
 # ---- cutting back
@@ -104,40 +104,40 @@ def test_the_longest_rising_series_is_found(values):
 
 def cut(tmp_path, text, iteration, written=None):
     """The text afterwards, and what was told."""
-    told = []
+    notes = []
     (tmp_path / "metrics.jsonl").write_bytes(text)
     if written is not None:
         manifest = tmp_path / "checkpoints" / "1" / MANIFEST
         manifest.parent.mkdir(parents=True, exist_ok=True)
         manifest.write_text(json.dumps({"metrics": {"size": len(written), "sha256": sha256(written)}}))
-    kept = cut_back(tmp_path, iteration, told.append)
+    kept = cut_back(tmp_path, iteration, notes.append)
     assert kept == (tmp_path / "metrics.jsonl").read_bytes()
-    return kept, told
+    return kept, notes
 
 
 def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["with a checksum", "of an older version"])
-def test_later_iterations_and_an_unfinished_line_are_dropped_in_silence(known, tmp_path):
+@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "of an older version"])
+def test_later_iterations_and_an_unfinished_line_are_dropped_in_silence(has_checksum, tmp_path):
     before = text_of(line(1), line(2), line(3))
     text = before + text_of(line(4)) + line(5)[:7]
-    assert cut(tmp_path, text, 3, before if known else None) == (before, [])
+    assert cut(tmp_path, text, 3, before if has_checksum else None) == (before, [])
     assert not (tmp_path / "metrics.damaged.jsonl").exists()
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["with a checksum", "of an older version"])
+@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "of an older version"])
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
-def test_a_damaged_line_is_kept_beside_and_told_and_no_other_is_lost(nonsense, known, tmp_path):
+def test_a_damaged_line_is_kept_elsewhere_and_reported_and_no_other_is_lost(nonsense, has_checksum, tmp_path):
     before = text_of(line(1), line(2), line(3), line(4))
     text = text_of(line(1), line(2), nonsense, line(4), line(5))
-    kept, told = cut(tmp_path, text, 4, before if known else None)
+    kept, notes = cut(tmp_path, text, 4, before if has_checksum else None)
     assert kept == text_of(line(1), line(2), line(4))
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == nonsense + b"\n"
-    assert len(told) == 1
-    assert "line 3" in told[0]
-    assert "kept in metrics.damaged.jsonl" in told[0]
+    assert len(notes) == 1
+    assert "line 3" in notes[0]
+    assert "kept in metrics.damaged.jsonl" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_a_damaged_line_is_kept_beside_and_told_and_no_other_is_lost(nonsense, k
         ([line(1), line(3)], "lacks iteration 2"),
     ],
 )
-def test_rows_that_are_gone_are_told_where_no_checksum_can_tell(lines, fault, tmp_path):
-    kept, told = cut(tmp_path, text_of(*lines), 3)
+def test_missing_rows_are_reported_without_a_checksum(lines, fault, tmp_path):
+    kept, notes = cut(tmp_path, text_of(*lines), 3)
     assert kept == text_of(*lines)
-    assert len(told) == 1
-    assert told[0].endswith(fault)
+    assert len(notes) == 1
+    assert notes[0].endswith(fault)
     assert History(text_of(*lines, line(4))).fault == fault, "and so they are when the run has gone on"
 
 
@@ -167,18 +167,18 @@ def test_what_a_kill_sets_aside_twice_is_there_once(tmp_path):
 def test_a_changed_number_is_noticed_and_kept(tmp_path):
     before = text_of(line(1), line(2), line(3))
     changed = text_of(line(1), line(2, kl=0.75), line(3))
-    kept, told = cut(tmp_path, changed, 3, before)
+    kept, notes = cut(tmp_path, changed, 3, before)
     assert kept == changed
-    assert len(told) == 1
-    assert "any of its numbers may be wrong" in told[0]
+    assert len(notes) == 1
+    assert "any of its numbers may be wrong" in notes[0]
 
 
 @pytest.mark.parametrize("left", [0, 1, 40, 100])
 def test_a_missing_end_is_noticed(left, tmp_path):
     before = text_of(line(1), line(2), line(3))
-    _, told = cut(tmp_path, before[:left], 3, before)
-    assert len(told) == 1
-    assert f"has {left} of the {len(before)} bytes that the run wrote" in told[0]
+    _, notes = cut(tmp_path, before[:left], 3, before)
+    assert len(notes) == 1
+    assert f"has {left} of the {len(before)} bytes that the run wrote" in notes[0]
 
 
 @given(st.data())
@@ -229,12 +229,12 @@ def surefoot(command):
 
 def test_a_run_whose_metrics_are_as_it_wrote_them_has_no_such_finding(surefoot, run):
     assert "metrics.jsonl" not in surefoot("check", run)[1]
-    _, said = surefoot("resume", run, "--steps", 576)
-    assert "metrics.jsonl" not in said
+    _, output = surefoot("resume", run, "--steps", 576)
+    assert "metrics.jsonl" not in output
     assert "metrics.jsonl" not in surefoot("check", run)[1]
 
 
-def test_one_bad_byte_costs_one_row_which_is_kept_and_every_command_tells(surefoot, run, tmp_path):
+def test_one_bad_byte_costs_one_row_which_is_kept_and_every_command_reports_it(surefoot, run, tmp_path):
     file = run / "metrics.jsonl"
     lines = file.read_bytes().split(b"\n")
     lines[1] = lines[1].replace(b"{", b"\xfb", 1)
@@ -245,9 +245,9 @@ def test_one_bad_byte_costs_one_row_which_is_kept_and_every_command_tells(surefo
     assert fault in surefoot("compare", run, shutil.copytree(run, tmp_path / "other"))[1]
     assert surefoot("report", run)[0] == 0
     assert "of which line 2" in (run / "report.html").read_text()
-    code, said = surefoot("resume", run, "--steps", 576)
+    code, output = surefoot("resume", run, "--steps", 576)
     assert code == 0
-    assert "of which line 2 can't be read; what can't be read is kept in metrics.damaged.jsonl" in said
+    assert "of which line 2 can't be read; what can't be read is kept in metrics.damaged.jsonl" in output
     assert iterations(read_metrics(file)) == [1, 3, 4, 5, 6, 7, 8, 9]
     assert (run / "metrics.damaged.jsonl").read_bytes() == lines[1] + b"\n"
 
@@ -258,20 +258,20 @@ def test_a_run_of_an_older_version_whose_checkpoints_know_nothing_of_metrics_res
         del table["metrics"]
         manifest.write_text(json.dumps(table))
     assert "metrics.jsonl" not in surefoot("check", run)[1]
-    code, said = surefoot("resume", run, "--steps", 576)
+    code, output = surefoot("resume", run, "--steps", 576)
     assert code == 0
-    assert "metrics.jsonl" not in said
+    assert "metrics.jsonl" not in output
     assert len(read_metrics(run / "metrics.jsonl")) == 9
 
 
-def test_metrics_that_are_gone_are_told(surefoot, run):
+def test_missing_metrics_are_reported(surefoot, run):
     (run / "metrics.jsonl").unlink()
-    code, said = surefoot("check", run)
+    code, output = surefoot("check", run)
     assert code == 2
-    assert "metrics.jsonl: has 0 of the" in said
-    code, said = surefoot("resume", run, "--steps", 576)
+    assert "metrics.jsonl: has 0 of the" in output
+    code, output = surefoot("resume", run, "--steps", 576)
     assert code == 0
-    assert "metrics.jsonl: has 0 of the" in said
+    assert "metrics.jsonl: has 0 of the" in output
 
 
 @pytest.mark.parametrize("name", ["a list for a count", "a long number", "brackets"])
@@ -296,10 +296,10 @@ def test_no_truncation_and_no_flipped_bit_of_metrics_passes_unnoticed(surefoot, 
         flipped[at] ^= 1 << draw.randrange(8)
         damaged = whole[:at] if number % 2 else bytes(flipped)
         file.write_bytes(damaged)
-        code, said = surefoot("check", run)
-        assert "metrics.jsonl" in said, (number, at)
+        code, output = surefoot("check", run)
+        assert "metrics.jsonl" in output, (number, at)
         if number % 10 == 0:
             other = shutil.copytree(run, tmp_path / f"{number}")
-            code, said = surefoot("resume", other, "--steps", 576)
+            code, output = surefoot("resume", other, "--steps", 576)
             assert code == 0
-            assert "metrics.jsonl" in said
+            assert "metrics.jsonl" in output

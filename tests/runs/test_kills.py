@@ -29,9 +29,9 @@ class Whole:
         begin_or_continue(folder / "whole", task, fields)  # in this process: a child need not import it all again
         self.outcome = outcome(folder / "whole")
         self.calls = self._calls()
-        begun = time.monotonic()
+        started = time.monotonic()
         assert in_child(folder / "timed", task, fields=fields) == 0
-        self.seconds = time.monotonic() - begun
+        self.seconds = time.monotonic() - started
 
     def _calls(self) -> int:
         """How often a run changes what is on the disk."""

@@ -34,9 +34,9 @@ def uninterrupted(tmp_path_factory):
     def get(task):
         if task not in outcomes:
             path = tmp_path_factory.mktemp("whole") / "run"
-            begun = time.monotonic()
+            started = time.monotonic()
             begin_or_continue(path, task)
-            outcomes[task], SECONDS[task] = outcome(path), time.monotonic() - begun
+            outcomes[task], SECONDS[task] = outcome(path), time.monotonic() - started
         return outcomes[task]
 
     return get
@@ -166,9 +166,9 @@ def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, number):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(path / "metrics.jsonl")
     process.send_signal(number)
-    asked = time.monotonic()
+    requested = time.monotonic()
     _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - asked < 30
+    assert time.monotonic() - requested < 30
     assert process.returncode == 130
     assert re.fullmatch(r"surefoot: stopped at step \d+; continue with: surefoot resume \S+\n", errors), errors
     stopped_at = int(re.search(r"step (\d+)", errors).group(1))
@@ -235,18 +235,18 @@ def test_an_evaluation_that_fails_loses_nothing_and_is_made_again_on_resuming(at
     due = []
     real = evaluate._run
 
-    def failing(*given):
+    def failing(*arguments):
         if due:
             away.touch()
         try:
-            return real(*given)
+            return real(*arguments)
         finally:
             away.unlink(missing_ok=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "_run", failing)
-        said = r"environment 0 of the evaluation raised RuntimeError: .* \(test_resume\.py:\d+\), then resume the run"
-        with pytest.raises(SurefootError, match=said):
+        message = r"environment 0 of the evaluation raised RuntimeError: .* \(test_resume\.py:\d+\), then resume the run"
+        with pytest.raises(SurefootError, match=message):
             api.start(recipe, tmp_path / "cut", callback=lambda metrics: due.append(1) if metrics["steps"] == at - 32 else None)
         assert max(int(path.name) for path in (tmp_path / "cut" / "checkpoints").iterdir()) == at
         with pytest.raises(SurefootError, match="the licence server is away"):
@@ -287,10 +287,10 @@ def test_a_field_that_an_older_version_did_not_know_has_its_default(tmp_path):
     path = tmp_path / "run"
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
     checkpoint = latest_checkpoint(path / "checkpoints")
-    trees = load_checkpoint(checkpoint)
-    del trees["recipe"]["objective"]["router_coefficient"], trees["recipe"]["optimizer"]["warmup"]
+    parts = load_checkpoint(checkpoint)
+    del parts["recipe"]["objective"]["router_coefficient"], parts["recipe"]["optimizer"]["warmup"]
     shutil.rmtree(checkpoint)
-    save_checkpoint(checkpoint, trees)
+    save_checkpoint(checkpoint, parts)
     config = path / "config.toml"
     kept = [line for line in config.read_text().splitlines() if not line.startswith(("router_coefficient", "warmup"))]
     config.write_text("\n".join([line.replace("[optimizer]", "[optimizer]\nwarmup = 0.1") for line in kept]))
@@ -322,19 +322,19 @@ class Unrepeatable(gymnasium.Env):
         return self.reset()[0], 1.0, False, False, {}
 
 
-def test_an_environment_that_does_not_replay_is_said_to_be_lost(tmp_path, capsys):
-    told = []
+def test_an_environment_that_does_not_replay_is_reported_as_lost(tmp_path, capsys):
+    messages = []
 
-    class Told(surefoot.runs.display.Display):
+    class RecordingDisplay(surefoot.runs.display.Display):
         def message(self, line):
-            told.append(line)
+            messages.append(line)
 
     fields = {"steps": 1024, "rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 0}}
     path = tmp_path / "run"
     api.train(Unrepeatable, run_dir=path, callback=lambda m: m["steps"] >= 512, **fields)
-    api.resume(path, task=Unrepeatable, display=Told())
-    assert "environments [0, 1]" in told[0]
-    assert "not exact" in told[0]
+    api.resume(path, task=Unrepeatable, display=RecordingDisplay())
+    assert "environments [0, 1]" in messages[0]
+    assert "not exact" in messages[0]
 
 
 def test_a_run_in_use_is_refused(tmp_path):

@@ -23,12 +23,12 @@ def samples(count=9, response="it is fine.", **columns):
     return [{"prompt": f"red bike {n}: ", "response": response, "reward": n / 4, **columns} for n in range(count)]
 
 
-def board(width, height, metrics, said, times=1):
+def board(width, height, metrics, sample, times=1):
     """What is written to a terminal, and what the last frame shows."""
     console = Console(width=width, height=height, force_terminal=True, record=True, file=io.StringIO())
     display = Dashboard("PPO_CLIP on a model", console)
     for step in range(1, times + 1):
-        display.samples(step * 64, said)
+        display.samples(step * 64, sample)
         display.show(LearnerState(total_steps=1000, steps=step * 64), metrics)
     frame = console.render_lines(display.live.renderable, pad=False)
     display.close()
@@ -97,9 +97,9 @@ def test_plain_lines_carry_a_few_samples_in_one_line_each_and_only_new_ones(caps
         lines.show(LearnerState(total_steps=1000, steps=step), {"reward": 0.5})
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1 + 2 + 3
-    said = [line for line in out if "red bike" in line]
-    assert [line.split()[:6] for line in said] == [["step", "64", "reward", f"{n / 4:+.2f}", "gold", "–"] for n in (0, 3, 6)]
-    assert all(line.isprintable() for line in said)
+    message = [line for line in out if "red bike" in line]
+    assert [line.split()[:6] for line in message] == [["step", "64", "reward", f"{n / 4:+.2f}", "gold", "–"] for n in (0, 3, 6)]
+    assert all(line.isprintable() for line in message)
     assert len(line_of(64, samples(response="x" * 10_000)[0])) < 200
 
 

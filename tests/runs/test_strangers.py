@@ -23,7 +23,7 @@ TABLE_DEEP = '{"a":' * 500 + "1" + "}" * 500
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "run"
     changes = {"steps": 1024, "evaluation": {"every": 256, "episodes": 1}, "checkpoint": {"every": 256}}
     api.start(find_recipe("CartPole-v1", changes), path, callback=lambda metrics: metrics["steps"] >= 512)
@@ -31,8 +31,8 @@ def begun(tmp_path_factory):
 
 
 @pytest.fixture
-def run(begun, tmp_path):
-    return shutil.copytree(begun, tmp_path / "run")
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +275,7 @@ def test_an_agent_that_is_sound_is_still_read(run):
     assert isinstance(api.load(run), Agent)
 
 
-def test_readers_say_one_line_for_what_they_cannot_read(tmp_path):
+def test_readers_print_one_line_for_what_they_cannot_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for read in (read_json, read_table, read_toml):
         for path in (tmp_path / "pipe", tmp_path, tmp_path / "nothing", tmp_path / "pipe" / "below"):

@@ -113,7 +113,7 @@ def test_the_oldest_make_room_and_a_resumed_run_keeps_the_same(run, tmp_path):
     assert contents(tmp_path / "cut") == kept
 
 
-def test_a_trace_larger_than_all_may_be_is_not_written_and_said_once(tmp_path):
+def test_a_trace_larger_than_the_limit_is_not_written_and_reported_once(tmp_path):
     class Listener(Display):
         said: list[str] = []  # noqa: RUF012
 
@@ -122,9 +122,9 @@ def test_a_trace_larger_than_all_may_be_is_not_written_and_said_once(tmp_path):
 
     start(tmp_path / "run", display=Listener(), traces={"every": 1, "max_megabytes": 0.001})
     assert contents(tmp_path / "run") == {}
-    told = [line for line in Listener.said if "traces.max_megabytes" in line]
-    assert len(told) == 1
-    assert told[0].startswith("traces.max_megabytes=0.001: a trace has 0.")
+    notes = [line for line in Listener.said if "traces.max_megabytes" in line]
+    assert len(notes) == 1
+    assert notes[0].startswith("traces.max_megabytes=0.001: a trace has 0.")
 
 
 def test_a_full_disk_stops_the_run_in_one_line(run, tmp_path, monkeypatch):

@@ -89,23 +89,20 @@ def serve(server: socket.socket, secret: str) -> None:
             connection.sendall(secret.encode())
 
 
-def test_of(treasure: Treasure) -> list[dict[str, object]]:
+def cases_of(treasure: Treasure) -> list[dict[str, object]]:
     return [{"call": "solve", "expected": treasure.secret}]
-
-
-test_of.__test__ = False  # type: ignore[attr-defined]
 
 
 def living(namespace: int) -> list[int]:
     """The processes of a process namespace."""
-    found = []
+    results = []
     for pid in (name for name in os.listdir("/proc") if name.isdigit()):
         try:
             if os.stat(f"/proc/{pid}/ns/pid").st_ino == namespace:
-                found.append(int(pid))
+                results.append(int(pid))
         except OSError:
             continue
-    return found
+    return results
 
 
 def parent_of(pid: int) -> int | None:
@@ -122,7 +119,7 @@ def test_the_battery_is_large() -> None:
 
 def test_one_who_knows_the_answer_passes(treasure: Treasure) -> None:
     """Without this, every attack might fail for a reason of no merit."""
-    assert programs.run_tests(f"def solve(): return {treasure.secret!r}", test_of(treasure), LIMITS).passed == [True]
+    assert programs.run_tests(f"def solve(): return {treasure.secret!r}", cases_of(treasure), LIMITS).passed == [True]
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -134,9 +131,9 @@ def test_without_a_sandbox_the_secret_is_read(name: str, treasure: Treasure) -> 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_scores_nothing_ends_in_time_and_leaves_nothing(name: str, treasure: Treasure) -> None:
-    begun = time.monotonic()
-    result = programs.run_tests(treasure.filled(ATTACKS[name]), test_of(treasure), LIMITS)
-    assert time.monotonic() - begun < LIMITS.seconds + SLACK
+    started = time.monotonic()
+    result = programs.run_tests(treasure.filled(ATTACKS[name]), cases_of(treasure), LIMITS)
+    assert time.monotonic() - started < LIMITS.seconds + SLACK
     assert result.passed == [False]
     (outcome,) = result.outcomes
     assert outcome.namespace > 0

@@ -46,7 +46,7 @@ def test_calls_are_answered_in_order_and_prints_are_no_answers() -> None:
     ("source", "ended"),
     [("", "done"), ("1/0", "failed"), ("import sys; sys.exit(3)", "failed"), ("(", "failed"), ("while True: pass", "time")],
 )
-def test_the_outcome_says_how_a_program_ended(source: str, ended: str) -> None:
+def test_the_outcome_contains_how_a_program_ended(source: str, ended: str) -> None:
     assert sandbox.run(source, limits=Limits(seconds=0.5)).ended == ended
 
 

@@ -25,8 +25,8 @@ def _leave_no_process():  # type: ignore[no-untyped-def]
 def workers() -> list[int]:
     """The processes that check answers."""
     with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-        found = [int(pid) for pid in file.read().split()]
-    return [pid for pid in found if b"surefoot.verifiers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        pids = [int(pid) for pid in file.read().split()]
+    return [pid for pid in pids if b"surefoot.verifiers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_answers_that_are_equal_as_mathematics() -> None:
@@ -49,10 +49,10 @@ def test_answers_that_are_equal_as_mathematics() -> None:
 def test_a_bomb_costs_one_response_and_its_process() -> None:
     pytest.importorskip("math_verify")
     assert math(["12"], ["12"], workers=1) == [1]  # the process is there
-    begun = time.monotonic()
+    started = time.monotonic()
     bombs = ["9**9**9**9", "$9^{9^{9^{9}}}$", r"$\prod_{i=1}^{10000000} i$"]
     assert math([*bombs, "12"], ["12"] * 4, seconds=1.0, workers=1) == [0, 0, 0, 1]
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - started < 60
     assert len(workers()) <= 1
 
 

@@ -19,7 +19,7 @@ ECHO = [{"stdin": "1\n2\n", "stdout": "3\n"}, {"stdin": "4\n5", "stdout": "9"}]
 
 
 @pytest.mark.usefixtures("sandboxed")
-def test_code_is_judged_by_all_of_its_tests() -> None:
+def test_code_is_scored_by_all_of_its_tests() -> None:
     right, half, wrong = "def add(a, b): return a + b", "def add(a, b): return 3", "def add(a, b)"
     assert code([right, half, wrong], [ADD] * 3) == [1, 0, 0]
     assert code([right, half, wrong], [ADD] * 3, partial=True, workers=2) == [1, 0.5, 0]
@@ -33,7 +33,7 @@ def test_the_last_fenced_block_is_the_code() -> None:
 
 
 @pytest.mark.usefixtures("sandboxed")
-def test_scripts_are_judged_by_what_they_print() -> None:
+def test_scripts_are_scored_by_their_output() -> None:
     right = "print(int(input()) + int(input()), ' ')\nprint()"
     assert code([right, "print(3)", "print(3); 1/0"], [ECHO] * 3, partial=True) == [1, 0.5, 0]
     assert code([right], [[*ECHO, {"call": "none", "expected": 0}]]) == [0]
@@ -48,18 +48,18 @@ def test_a_bomb_costs_one_response() -> None:
 @pytest.mark.usefixtures("sandboxed")
 def test_scripts_that_hang_take_the_time_of_one_unless_each_counts() -> None:
     hangs, scripts = "while True: pass", [{"stdin": "", "stdout": "1"}] * 8
-    begun = time.monotonic()
+    started = time.monotonic()
     assert code([hangs], [scripts], seconds=0.4) == [0]
-    assert time.monotonic() - begun < 2.4, "eight of them would take 3.2 s at least"
+    assert time.monotonic() - started < 2.4, "eight of them would take 3.2 s at least"
 
 
 @pytest.mark.usefixtures("sandboxed")
 def test_after_the_deadline_no_further_script_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[float] = []
 
-    def run(*given: Any, **limits: Any) -> Any:
+    def run(*arguments: Any, **limits: Any) -> Any:
         began.append(time.monotonic())
-        return sandbox.run(*given, **limits)
+        return sandbox.run(*arguments, **limits)
 
     monkeypatch.setattr("surefoot.verifiers.programs.run", run)
     reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True, "seconds": 0.2}, deadline=0.5)
@@ -72,7 +72,7 @@ def test_after_the_deadline_no_further_script_runs(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["code", "math", "json"])
-def test_how_long_hanging_responses_may_take_is_known_and_said_where_it_is_too_long(
+def test_the_longest_time_of_hanging_responses_is_computed_and_a_warning_if_too_long(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("surefoot.verifiers.processes.cores", lambda: 2)
@@ -81,9 +81,9 @@ def test_how_long_hanging_responses_may_take_is_known_and_said_where_it_is_too_l
     assert reward.longest(9, {}) == 5 * 5.0
     assert FunctionReward(f"surefoot.verifiers:{name}", arguments={"seconds": 2, "workers": 9}).longest(10, {}) == 2 * 2.0
     assert reward.deadline_notes((24, {})) == []
-    (said,) = reward.deadline_notes((24, {}), (64, {}), (8, {}))
-    assert "if all 64 responses hang, a call takes 160 s and the run ends at reward.deadline=60 s" in said
-    assert "set reward.deadline = 200, or lower arguments.seconds" in said
+    (note,) = reward.deadline_notes((24, {}), (64, {}), (8, {}))
+    assert "if all 64 responses hang, a call takes 160 s and the run ends at reward.deadline=60 s" in note
+    assert "set reward.deadline = 200, or lower arguments.seconds" in note
     assert FunctionReward("surefoot.verifiers:exact").deadline_notes((10**9, {})) == []
     for wrong in ({"workers": "2"}, {"seconds": "long"}, {"seconds": float("inf")}):
         with pytest.raises(SurefootError, match=rf"surefoot\.verifiers:{name}'.*longest"):

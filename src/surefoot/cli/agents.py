@@ -1,4 +1,4 @@
-"""Evaluate a run, film its agent, and export it."""
+"""Evaluate a run, record its agent, and export it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

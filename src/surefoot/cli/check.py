@@ -109,14 +109,14 @@ def memory(model: str, as_json: bool, **options: Any) -> None:
     Prints the memory of policy, value, reference and reward models, with these settings and with others, and which devices
     they fit on.
     """
-    from surefoot.language.memory.planner import model_config, plan, tables, to_json
+    from surefoot.language.memory.planner import model_config, plan_memory, tables, to_json
 
     config, nominal = model_config(model)
     workload = memory_workload(config, **options)
     from rich.console import Console
 
     with Console(stderr=True).status("estimating") if sys.stderr.isatty() else nullcontext():
-        result = plan(model, workload, nominal)
+        result = plan_memory(model, workload, nominal)
     if as_json:
         echo_json(to_json(result))
         return

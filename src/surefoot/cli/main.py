@@ -67,9 +67,9 @@ def of_other_libraries(error: click.NoSuchOption) -> list[str]:
     """The options for a name from another library, such as ``--total_timesteps``; click would suggest a similar spelling."""
     from surefoot.recipes.reading import OTHER_LIBRARIES
 
-    known = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
+    options = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
     fields = OTHER_LIBRARIES.get(error.option_name.lstrip("-").replace("-", "_"), ())
-    return [flag for field in fields if (flag := "--" + field.replace("_", "-")) in known]
+    return [flag for field in fields if (flag := "--" + field.replace("_", "-")) in options]
 
 
 def fail(message: str, code: int) -> NoReturn:

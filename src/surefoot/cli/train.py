@@ -67,7 +67,7 @@ def train(
     resolved = resolve_recipe(what, changes, preset=preset)
     recipe, origin = resolved.recipe, resolved.origin
     if dry_run:
-        echo(describe(resolved))
+        echo(dry_run_text(resolved))
         return
     from surefoot.runs.api import start
 
@@ -83,7 +83,7 @@ def train(
         echo_result(spread(scores))
 
 
-def describe(resolved: ResolvedRecipe) -> str:
+def dry_run_text(resolved: ResolvedRecipe) -> str:
     """The output of ``--dry-run``: the resolved recipe, its preset, parameter counts, and the batch arithmetic."""
     from surefoot.runs.api import make_world
 
@@ -114,11 +114,11 @@ def spread(scores: list[float | None]) -> str:
     """Mean, standard deviation and minimum of the scores of several seeds."""
     import numpy as np
 
-    known = [score for score in scores if score is not None]
-    if not known:
+    finite = [score for score in scores if score is not None]
+    if not finite:
         return "no seed has a score"
-    std = np.std(known, ddof=min(1, len(known) - 1))
-    return f"{len(known)} seeds: mean {np.mean(known):,.1f}, standard deviation {std:,.1f}, worst {min(known):,.1f}"
+    std = np.std(finite, ddof=min(1, len(finite) - 1))
+    return f"{len(finite)} seeds: mean {np.mean(finite):,.1f}, standard deviation {std:,.1f}, worst {min(finite):,.1f}"
 
 
 @click.command()
@@ -166,7 +166,7 @@ def rounds(
     run_dir: Path | None,
     quiet: bool,
     as_json: bool,
-    **settings: Any,
+    **options: Any,
 ) -> None:
     """Alternate between reward-model training and PPO.
 
@@ -186,14 +186,14 @@ def rounds(
     if labeller is None:
         raise SurefootError("--judge: nothing labels the pairs; name a function or a reward model, or set reward.gold")
     from surefoot.runs.display import Display
-    from surefoot.runs.rounds import Plan, rounds_table, run_rounds
+    from surefoot.runs.rounds import RoundsSettings, rounds_table, run_rounds
 
     def display(current: Recipe, run: Path) -> "Display":
         return Display() if as_json else display_for(current, run, quiet)
 
     folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
-    plan = Plan(language_recipe, labeller, **settings)
-    results = run_rounds(plan, folder, count, display, lambda line: echo(line, err=as_json))
+    settings = RoundsSettings(language_recipe, labeller, **options)
+    results = run_rounds(settings, folder, count, display, lambda line: echo(line, err=as_json))
     if as_json:
         echo_json({"rounds": results})
     else:

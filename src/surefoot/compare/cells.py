@@ -22,7 +22,7 @@ import filelock
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from surefoot.compare.statistics import Results, known
+from surefoot.compare.statistics import Results, present
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import check_count
@@ -118,7 +118,7 @@ def locked_folder(folder: Path, request: dict[str, Any]) -> Iterator[None]:
     started several processes.
     """
     check_single_process(folder)
-    file, wanted = folder / "request.json", json.loads(json.dumps(request))
+    file, request_json = folder / "request.json", json.loads(json.dumps(request))
     if folder.exists() and not file.exists() and (not folder.is_dir() or any(p.name != ".lock" for p in folder.iterdir())):
         raise SurefootError(f"{folder}: contains a run or other files; choose another --run-dir")
     lock = filelock.FileLock(folder / ".lock")
@@ -131,7 +131,7 @@ def locked_folder(folder: Path, request: dict[str, Any]) -> Iterator[None]:
         raise SurefootError(f"{folder}: can't be written ({error.strerror}); choose another --run-dir") from None
     try:
         if file.exists():
-            changed = differences(_read(file), wanted)
+            changed = differences(_read(file), request_json)
             if changed:
                 short = [line if len(line) < 100 else line.partition(":")[0] for line in changed]
                 shown = "; ".join(short[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
@@ -139,7 +139,7 @@ def locked_folder(folder: Path, request: dict[str, Any]) -> Iterator[None]:
                     f"{folder}: was started with other settings ({shown}); repeat those, or choose another --run-dir"
                 )
         else:
-            write_text(file, json.dumps(wanted, indent=1))
+            write_text(file, json.dumps(request_json, indent=1))
         yield
     finally:
         lock.release()
@@ -480,7 +480,7 @@ def summary(rows: Results) -> dict[str, Any]:
         what = f"its last row has no {' and no '.join(lacking)}" if rows else "has no row"
         raise SurefootError(f"metrics.jsonl: {what}; remove the run's folder to train it again")
     last, late = rows[-1], rows[-max(1, len(rows) // 4) :]
-    outside, explained = known(rows, "ratio_outside"), sorted(known(late, "explained_variance"))
+    outside, explained = present(rows, "ratio_outside"), sorted(present(late, "explained_variance"))
     count = min(POINTS, len(rows))
     ends = [round((i + 1) * len(rows) / count) for i in range(count)]
     parts = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -492,14 +492,14 @@ def summary(rows: Results) -> dict[str, Any]:
         "last_100_mean": last.get("episode_return"),
         "average_return": _mean_over_steps(rows),
         "explained_variance": explained[len(explained) // 2] if explained else None,
-        "ratio_max": max(known(rows, "ratio_max"), default=None),
+        "ratio_max": max(present(rows, "ratio_max"), default=None),
         "ratio_outside": sum(outside) / len(outside) if outside else None,
         "seconds": sum((row.get("seconds_collecting") or 0) + (row.get("seconds_learning") or 0) for row in rows),
         "curves": {
             "steps": [part[-1]["steps"] for part in parts],
             "rollouts": [part[-1]["iteration"] for part in parts],
             "return": [part[-1].get("episode_return") for part in parts],
-            "ratio_max": [max(known(part, "ratio_max"), default=None) for part in parts],
+            "ratio_max": [max(present(part, "ratio_max"), default=None) for part in parts],
         },
     }
 

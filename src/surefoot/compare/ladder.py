@@ -39,11 +39,11 @@ from surefoot.compare.statistics import (
     Results,
     average,
     finite,
-    known,
     markdown_table,
     noise_of,
     number,
     numbers,
+    present,
     with_interval,
 )
 from surefoot.control.agent import Agent
@@ -347,8 +347,8 @@ def _learning_table(by_name: Mapping[str, Results], rungs: Mapping[str, int], re
             [
                 f"{rungs[name]} {name}",
                 _addition(rungs[name], recipes[name].objective),
-                *with_interval(known(cells, "last_100_mean")),
-                numbers(known(cells, "last_100_mean")),
+                *with_interval(present(cells, "last_100_mean")),
+                numbers(present(cells, "last_100_mean")),
                 average(cells, "greedy_mean"),
                 average(cells, "average_return"),
                 average(cells, "updates", COUNT),
@@ -409,14 +409,14 @@ def _reuse_table(by_name: Mapping[str, Results], rungs: Mapping[str, int]) -> Ta
     for name, cells in by_name.items():
         if rungs[name] < 3:
             continue
-        outside = known(cells, "ratio_outside")
+        outside = present(cells, "ratio_outside")
         rows.append(
             [
                 f"{rungs[name]} {name}",
                 average(cells, "rollouts", COUNT),
                 COUNT.format(sum(c["updates"] for c in cells) / sum(c["rollouts"] for c in cells)),
                 *(number(_return_after(cells, share)) for share in (0.25, 0.5, 1.0)),
-                numbers(known(cells, "ratio_max")),
+                numbers(present(cells, "ratio_max")),
                 f"{sum(outside) / len(outside):.1%}" if outside else "–",
             ]
         )

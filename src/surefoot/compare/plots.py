@@ -144,16 +144,16 @@ def _median_and_range(curves: Numbers) -> tuple[Numbers, Numbers, Numbers]:
 
 def aligned(cells: Results, x: str, y: str) -> tuple[Numbers, Numbers] | None:
     """The curves of all seeds at common points; None if no seed has any value.   [points], [n, points]"""
-    known = []
+    curves = []
     for cell in cells:
         pairs = [(a, b) for a, b in zip(cell["curves"][x], cell["curves"][y], strict=True) if b is not None]
         if pairs:
-            known.append(np.array(pairs, float).T)
-    if not known:
+            curves.append(np.array(pairs, float).T)
+    if not curves:
         return None
-    count = max(len(xs) for xs, _ in known)  # as many points as the longest curve has, so that spikes stay visible
-    grid = np.linspace(max(xs[0] for xs, _ in known), min(xs[-1] for xs, _ in known), count)
-    return grid, np.stack([np.interp(grid, xs, ys) for xs, ys in known])
+    count = max(len(xs) for xs, _ in curves)  # as many points as the longest curve has, so that spikes stay visible
+    grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), count)
+    return grid, np.stack([np.interp(grid, xs, ys) for xs, ys in curves])
 
 
 def _curve(axes: Any, cells: Results, x: str, y: str, colour: str, style: str, label: str, spread: Spread = band) -> End | None:

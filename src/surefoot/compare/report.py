@@ -31,10 +31,10 @@ from surefoot.compare.statistics import (
     finite,
     interquartile_mean,
     interval_text,
-    known,
     markdown_table,
     number,
     numbers,
+    present,
     with_interval,
 )
 from surefoot.diagnostics import Finding
@@ -129,7 +129,7 @@ def score_table(by_name: Mapping[str, Results], score: str) -> str:
     """One row per algorithm: mean and interquartile mean with their intervals, and every seed."""
     rows = []
     for name, results in by_name.items():
-        scores = known(results, score)
+        scores = present(results, score)
         rows.append([name, *with_interval(scores), *with_interval(scores, interquartile_mean), numbers(scores)])
     return markdown_table(["algorithm", "mean", "95 % interval", "IQM", "95 % interval", "each seed"], rows)
 

@@ -92,8 +92,8 @@ class Run:
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """Steps and values of a metric, in iterations that have a value."""
-        known = [(row["steps"], row[metric]) for row in self.rows if row.get(metric) is not None]
-        return [step for step, _ in known], [value for _, value in known]
+        points = [(row["steps"], row[metric]) for row in self.rows if row.get(metric) is not None]
+        return [step for step, _ in points], [value for _, value in points]
 
     def samples(self) -> tuple[int, list[dict[str, Any]]] | None:
         """Step and sampled responses of the last evaluation that saved any; None if none did."""

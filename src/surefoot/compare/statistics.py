@@ -188,14 +188,14 @@ def numbers(values: Sequence[float]) -> str:
     return ", ".join(number(value) for value in values) or "–"
 
 
-def known(results: Results, name: str) -> list[float]:
+def present(results: Results, name: str) -> list[float]:
     """The values of one score, without the cells that have none."""
     return [result[name] for result in results if result.get(name) is not None]
 
 
 def average(results: Results, name: str, form: str | None = None) -> str:
     """The mean over seeds of a score, in about four digits or in a given format."""
-    values = known(results, name)
+    values = present(results, name)
     if not values:
         return "–"
     mean_value = sum(values) / len(values)

@@ -57,8 +57,8 @@ class Agent(nn.Module):
         self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator)
         normalise = recipe.normalise
         vectors = {path: part.shape for path, part in self.parts.items() if part.vector}
-        wanted = normalise.observations and vectors
-        self.observation_normaliser = ObservationNormaliser(vectors, normalise.clip) if wanted else None
+        normalised = normalise.observations and vectors
+        self.observation_normaliser = ObservationNormaliser(vectors, normalise.clip) if normalised else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
         self.bounds = ActionBounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
         self.policy.to(recipe.device)
@@ -223,14 +223,14 @@ class Agent(nn.Module):
             raise SurefootError(f"observation: its parts have {len(batches)} batch sizes: {sorted(batches)}")
         return observations, batches.pop()
 
-    def trees(self) -> dict[str, Any]:
+    def checkpoint_parts(self) -> dict[str, Any]:
         """The agent's part of a checkpoint."""
         spaces_ = {"observation": space_to_json(self.observation_space), "action": space_to_json(self.action_space)}
         return {"agent": self.state_dict(), "recipe": to_table(self.recipe), "spaces": {**spaces_, "masked": self.masked}}
 
     def save(self, folder: str | Path) -> None:
         """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces and recipe; no pickle."""
-        save_checkpoint(Path(folder), self.trees())
+        save_checkpoint(Path(folder), self.checkpoint_parts())
 
     def load(self, weights: dict[str, Tensor], where: Path) -> None:
         """Load the weights and normalisers of a checkpoint; SurefootError if they don't fit."""
@@ -264,15 +264,15 @@ class Agent(nn.Module):
             self.reward_normaliser.load_state_dict(other.reward_normaliser.state_dict())
 
     @classmethod
-    def from_trees(cls, trees: dict[str, Any], where: Path) -> "Agent":
+    def from_parts(cls, parts: dict[str, Any], where: Path) -> "Agent":
         """The agent of a checkpoint; SurefootError if weights and recipe don't fit."""
-        require(trees, ("agent", "recipe", "spaces"), where)
-        recipe = control_recipe({**trees["recipe"], "device": "cpu"})
+        require(parts, ("agent", "recipe", "spaces"), where)
+        recipe = control_recipe({**parts["recipe"], "device": "cpu"})
         with made_from(where):
-            observation, action = (space_from_json(trees["spaces"][name]) for name in ("observation", "action"))
+            observation, action = (space_from_json(parts["spaces"][name]) for name in ("observation", "action"))
             agent = cls.for_spaces(recipe, observation, action, recipe.task)
-            agent.masked = trees["spaces"].get("masked")  # absent in older checkpoints
-            agent.load(trees["agent"], where)
+            agent.masked = parts["spaces"].get("masked")  # absent in older checkpoints
+            agent.load(parts["agent"], where)
             agent._flatten_parameters()
         return agent
 

@@ -414,8 +414,8 @@ def _logits_of(chosen: Array, logits: Array) -> Array:
     [...] counted from 0, [..., n] -> [...]
     """
     index = chosen[..., None]
-    known = (index >= 0) & (index < logits.shape[-1])
-    return np.where(known, np.take_along_axis(logits, np.where(known, index, 0), -1), np.nan)[..., 0]
+    allowed = (index >= 0) & (index < logits.shape[-1])
+    return np.where(allowed, np.take_along_axis(logits, np.where(allowed, index, 0), -1), np.nan)[..., 0]
 
 
 def _differs(what: str, how: str) -> SurefootError:

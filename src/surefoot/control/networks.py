@@ -218,13 +218,13 @@ class CustomTrunk(nn.Module):
             raise self._error(f"forward raised {_in_one_line(error)} (for {shapes})") from error
         if not isinstance(features, Tensor):
             raise self._error(f"forward returned a {type(features).__name__}; it must return a tensor of features [N, k]")
-        known = getattr(self, "width", None)
-        wanted = "k" if known is None else str(known)
+        width = getattr(self, "width", None)
+        expected = "k" if width is None else str(width)
         # Not len(features): an exported program would treat it as a constant.
         right = features.dim() == 2 and features.shape[0] == count and features.shape[1] > 0
-        if not right or (known is not None and features.shape[1] != known):
+        if not right or (width is not None and features.shape[1] != width):
             raise self._error(
-                f"returned features of shape {list(features.shape)} for {count} observations, not [{count}, {wanted}]"
+                f"returned features of shape {list(features.shape)} for {count} observations, not [{count}, {expected}]"
             )
         if features.dtype != torch.float32:
             raise self._error(f"returned features of {features.dtype}; they must be float32")

@@ -188,8 +188,8 @@ def _leaf_spaces(space: gymnasium.Space[Any], keys: tuple[Any, ...]) -> Iterator
 
 
 def _supported(space: gymnasium.Space[Any]) -> bool:
-    known = isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
-    return known and 0 not in (space.shape or ())
+    supported = isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
+    return supported and 0 not in (space.shape or ())
 
 
 def _why(space: gymnasium.Space[Any]) -> str:
@@ -234,8 +234,8 @@ def read_mask(mask: Any, sizes: tuple[int, ...] | None, batch: tuple[int, ...] =
     expected = (*batch, sum(sizes))
     if array.shape != expected:
         shape = f"length {array.shape[-1]}" if array.ndim == len(expected) else f"shape {array.shape}"
-        wanted = f"length {expected[-1]}" if array.ndim == len(expected) else f"shape {expected}"
-        raise SpaceError(f"an action mask of {shape} where its action space needs {wanted}")
+        expectation = f"length {expected[-1]}" if array.ndim == len(expected) else f"shape {expected}"
+        raise SpaceError(f"an action mask of {shape} where its action space needs {expectation}")
     if array.dtype.kind not in "biuf" or not (allowed == array).all():
         raise SpaceError("an action mask with values other than 0 and 1")
     if not np.logical_or.reduceat(allowed, np.cumsum((0, *sizes[:-1])), axis=-1).all():

@@ -38,7 +38,7 @@ from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import read_toml, write_text
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.reading import check_is_run, film_of, refusal_of, traces_in
+from surefoot.runs.reading import check_is_run, replay_failure, trace_video, traces_in
 from surefoot.runs.traces import read_trace
 
 SMALLEST, LARGEST = 64, 4096
@@ -128,8 +128,8 @@ def use_headless_rendering() -> None:
 
 def size_from_text(text: str) -> tuple[int, int]:
     """``320x240`` as (width, height); SurefootError for anything else."""
-    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text.strip().lower())
-    size = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text.strip().lower())
+    size = (int(match[1]), int(match[2])) if match else (0, 0)
     if any(side % 2 or not SMALLEST <= side <= LARGEST for side in size):
         raise SurefootError(f"size={text!r}: must be WIDTHxHEIGHT, even numbers from {SMALLEST} to {LARGEST}, such as 320x240")
     return size
@@ -288,7 +288,7 @@ def record_traces(
         speed = fps or frames_per_second(environment, recipe.seed)
         for file in files:
             for index, row in enumerate(read_trace(file).rows):
-                path = film_of(run, int(file.stem), index, row)
+                path = trace_video(run, int(file.stem), index, row)
                 if path is not None and path.is_file():
                     recorded += 1
                     yield f"{path}: exists already"
@@ -303,11 +303,11 @@ def record_traces(
                 except ReplayMismatchError as error:
                     failure = f"traces/{file.name}, row {index}: not recorded; {error}"
                     if path is not None:
-                        _write_note(refusal_of(path), f"{error}\n")
+                        _write_note(replay_failure(path), f"{error}\n")
                     yield failure
                     continue
                 recorded += 1
-                refusal_of(path).unlink(missing_ok=True)  # from a machine where the replay differed
+                replay_failure(path).unlink(missing_ok=True)  # from a machine where the replay differed
                 what = f"episode {row.about['episode']} of environment {row.row}, replayed from its step {row.about['step']}"
                 yield f"{path}: {what}; {encoder.frames:,} frames at {encoder.fps:g} a second"
     if not recorded:

@@ -74,10 +74,10 @@ class ControlWorld:
         name = self.recipe.start or "agent"
         if agent is None:
             checkpoint = checkpoint_to_load(Path(name))
-            trees = load_checkpoint(checkpoint)
-            if "spaces" not in trees:
+            parts = load_checkpoint(checkpoint)
+            if "spaces" not in parts:
                 raise SurefootError(f"start={name!r}: has no agent; name an agent or a run in environments")
-            agent = Agent.from_trees(trees, checkpoint)
+            agent = Agent.from_parts(parts, checkpoint)
         self.agent.start_from(agent, name)
 
     def arithmetic(self) -> list[str]:
@@ -86,14 +86,14 @@ class ControlWorld:
         critic = sum(p.numel() for p in self.policy.critic_parameters())
         return [f"parameters: {count:,} in all, {critic:,} of them in a separate critic", *batch_arithmetic(self.recipe)]
 
-    def trees(self) -> dict[str, Any]:
+    def checkpoint_parts(self) -> dict[str, Any]:
         """The agent's part of a checkpoint."""
-        return self.agent.trees()
+        return self.agent.checkpoint_parts()
 
-    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
+    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
         """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration."""
-        self.agent.load(trees["agent"], where)
-        self.collector.load_state_dict(trees["collector"])
+        self.agent.load(parts["agent"], where)
+        self.collector.load_state_dict(parts["collector"])
         lost = self.collector.lost
         if not lost:
             return []
@@ -110,7 +110,7 @@ class ControlWorld:
         result = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
         return EvaluationReport(result.mean_return, {"evaluation_return": result.mean_return})
 
-    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+    def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """How to replay these steps, for ``surefoot watch RUN --traced last``."""
         raw = self.collector.raw
         assert raw is not None, "a rollout was collected"

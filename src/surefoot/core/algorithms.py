@@ -185,9 +185,9 @@ class Objective:
             if value is not None:
                 _require(value > 0, f"objective.{name}", value, 'must be positive; "none" switches it off')
         if self.aggregation == "constant":
-            known = self.aggregation_length is None or 1 <= self.aggregation_length <= MAX_LENGTH
+            in_range = self.aggregation_length is None or 1 <= self.aggregation_length <= MAX_LENGTH
             bounds = f"must lie between 1 and {MAX_LENGTH:,}"
-            _require(known, "objective.aggregation_length", self.aggregation_length, bounds)
+            _require(in_range, "objective.aggregation_length", self.aggregation_length, bounds)
         else:
             unused = 'is read with aggregation = "constant" alone; unset it'
             _require(self.aggregation_length is None, "objective.aggregation_length", self.aggregation_length, unused)
@@ -214,9 +214,9 @@ class Objective:
 
     def require_complete(self) -> None:
         """Raise SurefootError if ``aggregation_length`` is needed and not set."""
-        known = self.aggregation != "constant" or self.aggregation_length is not None
+        length_set = self.aggregation != "constant" or self.aggregation_length is not None
         need = 'aggregation = "constant" needs a length of at least 1; set the longest response allowed'
-        _require(known, "objective.aggregation_length", self.aggregation_length, need)
+        _require(length_set, "objective.aggregation_length", self.aggregation_length, need)
 
     @property
     def needs_whole_episodes(self) -> bool:

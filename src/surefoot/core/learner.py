@@ -119,11 +119,11 @@ class Learner:
             epochs, stopped = self._passes(stepper, batch, passes, context, metrics, rollout)
         if objective.penalty is not None:
             metrics.outcome = self._adapt_penalty(batch, context)
-        found: Metrics = metrics.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
+        result: Metrics = metrics.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
         if self.steppable:
             first = next(iter(self.steppable.values()))  # the policy's if it has one
-            found["learning_rate"] = first.settings.learning_rate * context.rate_scale
-        return found | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
+            result["learning_rate"] = first.settings.learning_rate * context.rate_scale
+        return result | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
     def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
         clip, penalty = self.objective.clip, self.objective.penalty

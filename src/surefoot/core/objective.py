@@ -192,8 +192,8 @@ def _distances(
     terms["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
     if objective.clip is not None:
         terms["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
-    known = evaluation.distribution is not None and batch.old_distribution is not None
-    if objective.kl_estimator == "exact" and known:
+    exact = evaluation.distribution is not None and batch.old_distribution is not None
+    if objective.kl_estimator == "exact" and exact:
         terms["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
     return terms
 

@@ -257,19 +257,19 @@ class World(Protocol):
         """Parameter counts and the batch arithmetic, for a dry run."""
         ...
 
-    def trees(self) -> dict[str, Any]:
+    def checkpoint_parts(self) -> dict[str, Any]:
         """The contents of a checkpoint that load without the run: weights, and what is needed to use them."""
         ...
 
-    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
-        """Continue from a checkpoint's trees; return one line for each thing that could not be restored exactly."""
+    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
+        """Continue from a checkpoint's parts; return one line for each thing that could not be restored exactly."""
         ...
 
     def evaluate(self) -> EvaluationReport | None:
         """Evaluate the policy; None without data to evaluate on."""
         ...
 
-    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+    def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Plain values that describe some steps of a row in a trace: the prompt and tokens, or the episode and seed."""
         ...
 

@@ -23,7 +23,7 @@ BRANCHES = ("unclipped", "clipped", "dual_clip", "log_prob")
 WITH_GRADIENT = (True, False, False, True)
 """whether gradient flows through each of them"""
 
-Describe = Callable[[Rollout, int, slice], dict[str, Any]]
+RowDetails = Callable[[Rollout, int, slice], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class Recorder:
 
     every      steps of the budget between two traces; the run's first iteration has one
     rows       how many rows, spread over the batch; they differ from trace to trace
-    describe   returns plain values about some steps of a row
+    row_details   returns plain values about some steps of a row
     """
 
-    def __init__(self, every: int, rows: int, describe: Describe = lambda rollout, row, steps: {}) -> None:
-        self.every, self.rows, self.describe = every, rows, describe
+    def __init__(self, every: int, rows: int, row_details: RowDetails = lambda rollout, row, steps: {}) -> None:
+        self.every, self.rows, self.row_details = every, rows, row_details
         self.recording: Recording | None = None
 
     def begin(
@@ -137,7 +137,7 @@ class Recorder:
         due = -state.steps % self.every < max(1, rollout.steps * world_size())
         self.recording = None
         if due and (segments := choose_segments(rollout, self.rows, state.iteration)):
-            about = [self.describe(rollout, row, steps) for row, steps in segments]
+            about = [self.row_details(rollout, row, steps) for row, steps in segments]
             self.recording = Recording(rollout, credit, objective, segments, about, clip_scale, beta)
         return self.recording
 
@@ -170,7 +170,7 @@ class Recording:
             self.slots[row, steps] = torch.where(rollout.mask[row, steps], numbers, -1)
             self.size += count
         self.visited = torch.zeros(self.size, dtype=torch.int64)
-        self.seen: dict[str, list[Tensor]] = {}
+        self.records: dict[str, list[Tensor]] = {}
         self.normalised_by(None)
 
     def normalised_by(self, moments: Moments | None) -> None:
@@ -195,7 +195,7 @@ class Recording:
         old = evaluation.log_probs if part.old_log_probs is None else part.old_log_probs
         ratio = ratio_of(evaluation.log_probs, old, part.mask, self.objective)[hit]
         gain = surrogate(log_probs, ratio, advantages, self.objective, self.clip_scale)
-        seen = {
+        values = {
             "updates": torch.full_like(slots[hit], updates, dtype=torch.int32),
             "log_probs": log_probs,
             "ratio": ratio,
@@ -206,10 +206,10 @@ class Recording:
             "branch": branches(ratio, advantages, self.objective, self.clip_scale),
         }
         if evaluation.values is not None:
-            seen["values"] = evaluation.values[hit]
+            values["values"] = evaluation.values[hit]
         visit = int(self.visited[at[0]])  # every row is read once a pass, so those of a minibatch are in the same one
-        for name, x in seen.items():
-            passes = self.seen.setdefault(name, [])
+        for name, x in values.items():
+            passes = self.records.setdefault(name, [])
             if visit == len(passes):
                 passes.append(torch.full((self.size,), -1 if name == "updates" else 0, dtype=x.dtype))
             passes[visit][at] = x.cpu()
@@ -238,7 +238,7 @@ class Recording:
         residuals = td_residual(
             rollout.rewards, rollout.values, rollout.next_values, terminated=rollout.terminated, gamma=self.objective.gamma
         )
-        visits = {name: torch.stack(passes) for name, passes in self.seen.items()}
+        visits = {name: torch.stack(passes) for name, passes in self.records.items()}
         rows, offset = [], 0
         for (row, steps), about in zip(self.segments, self.about, strict=True):
 

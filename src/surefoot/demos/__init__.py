@@ -31,21 +31,21 @@ class Stages:
     folder: Path
     seed: int
     display_for: DisplayFor
-    begun: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
 
     def run(self, name: str, recipe: str, changes: Mapping[str, Any]) -> Path:
         """Train a preset with some changes; returns the run's folder."""
         from surefoot.runs import api
 
-        found, folder = find_recipe(recipe, {"seed": self.seed, **changes}), self.folder / name
+        resolved, folder = find_recipe(recipe, {"seed": self.seed, **changes}), self.folder / name
         print(flush=True)
-        api.start(found, folder, display=self.display_for(found, folder))
+        api.start(resolved, folder, display=self.display_for(resolved, folder))
         return folder
 
     @property
     def seconds(self) -> float:
         """Wall-clock seconds since the demo began."""
-        return time.monotonic() - self.begun
+        return time.monotonic() - self.started
 
 
 def free_folder(run_dir: Path, name: str) -> Path:
@@ -75,9 +75,9 @@ def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
 
     recipe = find_recipe("cartpole", {"seed": seed})
     folder = free_folder(run_dir, "demo")
-    begun = time.monotonic()
+    started = time.monotonic()
     api.start(recipe, folder, display=display_for(recipe, folder))
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     result = api.evaluate(api.load(folder), episodes=20, seed=seed)
     shown = visible(str(folder))
     verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"

@@ -245,8 +245,8 @@ class RunCurves:
     def __getitem__(self, metric: str) -> Curve:
         """The finite values of a metric."""
         values = np.array(self._columns[metric])
-        known = np.isfinite(values)
-        return Curve(metric, np.array(self._steps)[known], values[known])
+        finite = np.isfinite(values)
+        return Curve(metric, np.array(self._steps)[finite], values[finite])
 
     def width(self, share: float, least: int) -> int:
         """The number of iterations in a share of the whole run, estimated from its speed so far; at least ``least``."""

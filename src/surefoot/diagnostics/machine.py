@@ -86,12 +86,12 @@ def check_device(device: str = "cpu") -> Finding:
         return check_result(
             "device", "serious", str(error).partition(";")[0], "set device = 'cpu', or install a build of PyTorch for it"
         )
-    found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
-        found.append("mps")
-    if not found:
+        devices.append("mps")
+    if not devices:
         return check_result("device", "ok", "cpu; no GPU found")
-    return check_result("device", "ok", f"{device}; available: {', '.join(found)}")
+    return check_result("device", "ok", f"{device}; available: {', '.join(devices)}")
 
 
 def check_extras(extras: dict[str, tuple[str, ...]] = EXTRAS) -> Finding:
@@ -160,7 +160,7 @@ def check_compiler(needed: bool = False) -> Finding:
     """A C++ compiler, which engine = "compiled" needs."""
     from surefoot.core.steps.compiled import compiler
 
-    if found := compiler():
-        return check_result("compiler", "ok", f"{found}, for engine = 'compiled'")
+    if command := compiler():
+        return check_result("compiler", "ok", f"{command}, for engine = 'compiled'")
     what = "no C++ compiler, which engine = 'compiled' needs"
     return check_result("compiler", "serious" if needed else "absent", what, "install g++ or clang++, or keep engine = 'eager'")

@@ -43,21 +43,24 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
     try:
         world = make_world(recipe)
     except SurefootError as error:
-        found = [failure("begins", error)]
+        findings = [failure("begins", error)]
         if isinstance(recipe, ControlRecipe):  # the environment may be at fault; its own checks show more
-            found += _environment(recipe)
-        return found
+            findings += _environment(recipe)
+        return findings
     try:
-        found = [check_result("begins", "ok", f"{recipe.title}, seed {recipe.seed}"), *_arithmetic(recipe, world.arithmetic())]
-        found += [check_result("notes", "warning", note) for note in world.warnings]
+        findings = [
+            check_result("begins", "ok", f"{recipe.title}, seed {recipe.seed}"),
+            *_arithmetic(recipe, world.arithmetic()),
+        ]
+        findings += [check_result("notes", "warning", note) for note in world.warnings]
         if isinstance(recipe, LanguageRecipe):
             assert isinstance(world, LanguageWorld)
-            found += check_reward(world)
+            findings += check_reward(world)
     finally:
         world.close()
     if isinstance(recipe, ControlRecipe):
-        found += _environment(recipe)
-    return found
+        findings += _environment(recipe)
+    return findings
 
 
 def _environment(recipe: ControlRecipe) -> list[Finding]:
@@ -66,13 +69,13 @@ def _environment(recipe: ControlRecipe) -> list[Finding]:
 
 def _arithmetic(recipe: Recipe, lines: list[str]) -> list[Finding]:
     """The lines of a dry run; a budget smaller than one iteration is a warning."""
-    found = []
+    findings = []
     for line in lines:
         name, colon, what = line.partition(": ")
-        found.append(check_result(name, "ok", what) if colon else check_result("notes", "ok", line))
+        findings.append(check_result(name, "ok", what) if colon else check_result("notes", "ok", line))
     size = recipe.batch_size if isinstance(recipe, ControlRecipe) else getattr(recipe, "responses", 0)
     if size > recipe.steps and not recipe.objective.needs_whole_episodes:
-        found.append(
+        findings.append(
             check_result(
                 "budget",
                 "warning",
@@ -80,7 +83,7 @@ def _arithmetic(recipe: Recipe, lines: list[str]) -> list[Finding]:
                 f"set steps to {20 * size:,} or more",
             )
         )
-    return found
+    return findings
 
 
 # ---- environments ----
@@ -156,8 +159,8 @@ def _has_lists(environment: "gymnasium.Env[Any, Any]") -> bool:
 
 def _checked(name: str, environment: "gymnasium.Env[Any, Any]") -> Finding:
     own = environment.unwrapped if name in gymnasium.registry else environment
-    found = _gymnasium_verdict(name, own)
-    return _gymnasium_verdict(name, _ArrayObservations(own)) if found.severity != "ok" and _has_lists(own) else found
+    verdict = _gymnasium_verdict(name, own)
+    return _gymnasium_verdict(name, _ArrayObservations(own)) if verdict.severity != "ok" and _has_lists(own) else verdict
 
 
 def _gymnasium_verdict(name: str, own: "gymnasium.Env[Any, Any]") -> Finding:
@@ -218,7 +221,7 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]
     except SurefootError as error:
         return [check_result("observation", "serious", str(error))]
     environment.action_space.seed(seed)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         observation, info = check_tuple(environment.reset(seed=seed), RESET)
         _read(reader, observation, info)
@@ -245,7 +248,7 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]
                 "reward", "serious", f"step {len(rewards) + 1} of chance raised {cause_of(error)}", "fix the environment"
             )
         ]
-    speed = len(rewards) / (time.perf_counter() - begun)
+    speed = len(rewards) / (time.perf_counter() - started)
     return [
         _earned(np.array(rewards), np.array(returns), ends),
         check_result("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
@@ -303,35 +306,35 @@ def check_reward(world: LanguageWorld) -> list[Finding]:
     samples = max(2, recipe.sampling.samples) if recipe.objective.compares_in_groups else 2
     prompts = repeat_prompts(everything, range(min(PROMPTS, len(everything.ids))), samples)
     seeds = [derived_seed(recipe.seed, "check", row) for row in range(len(prompts.ids))]
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         answers = world.collector.respond(prompts, seeds, samples)
     except SurefootError as error:  # such as an environment that fails in its turns
         return [failure("answers", error)]
-    sampled = time.perf_counter() - begun
+    sampled = time.perf_counter() - started
     count = len(answers.texts)
     ended = float(answers.samples.ended.double().mean())
     lengths = answers.samples.lengths.double()
-    found = [_answers(count, ended, float(lengths.mean()), sampled, recipe)]
-    begun = time.perf_counter()
+    findings = [_answers(count, ended, float(lengths.mean()), sampled, recipe)]
+    started = time.perf_counter()
     try:
         scores = answers.scores(world.reward)
     except SurefootError as error:
-        return [*found, failure("reward", error)]
-    seconds = time.perf_counter() - begun
-    found.append(_scored(scores.total[scores.valid], count, seconds, recipe))
+        return [*findings, failure("reward", error)]
+    seconds = time.perf_counter() - started
+    findings.append(_scored(scores.total[scores.valid], count, seconds, recipe))
     if not scores.valid.any():
-        return found
-    return [*found, *_treated(world, final_rewards(scores, answers.samples, recipe), scores.valid, ended)]
+        return findings
+    return [*findings, *_treated(world, final_rewards(scores, answers.samples, recipe), scores.valid, ended)]
 
 
-def _scored(known: torch.Tensor, count: int, seconds: float, recipe: LanguageRecipe) -> Finding:
+def _scored(values: torch.Tensor, count: int, seconds: float, recipe: LanguageRecipe) -> Finding:
     """The number, spread and time of the scores.   known [scores that are finite], of ``count`` answers"""
-    what = f"{len(known)} numbers for {count} answers in {seconds:.2g} s"
-    if not len(known):
+    what = f"{len(values)} numbers for {count} answers in {seconds:.2g} s"
+    if not len(values):
         return check_result("reward", "serious", f"{what}: none is finite", "fix the reward function")
-    mean, spread = float(known.mean()), float(known.std(correction=0))
-    what += f": {mean:.3g} ± {spread:.3g}, {float(known.min()):.3g} to {float(known.max()):.3g}"
+    mean, spread = float(values.mean()), float(values.std(correction=0))
+    what += f": {mean:.3g} ± {spread:.3g}, {float(values.min()):.3g} to {float(values.max()):.3g}"
     iteration = seconds / count * recipe.responses
     if iteration > recipe.reward.deadline:
         what += f"; an iteration's {recipe.responses} would take about {iteration:.0f} s, longer than reward.deadline"
@@ -340,7 +343,7 @@ def _scored(known: torch.Tensor, count: int, seconds: float, recipe: LanguageRec
         what += ": it never differs, so there is nothing to learn from these"
         fix = "read the answers (surefoot generate); begin with easier prompts, SFT, or a reward for partly right answers"
         return check_result("reward", "warning", what, fix)
-    if len(known) < count:
+    if len(values) < count:
         fix = "find the responses without a number"
         return check_result("reward", "warning", f"{what}; the others are masked", fix)
     return check_result("reward", "ok", what)
@@ -358,11 +361,11 @@ def _answers(count: int, ended: float, length: float, seconds: float, recipe: La
 
 def _treated(world: LanguageWorld, total: torch.Tensor, valid: torch.Tensor, ended: float) -> list[Finding]:
     """The scores after ``reward.missing_eos`` is applied to truncated answers.   total, valid [answers]"""
-    settings, known = world.recipe.reward, total[valid]
-    if settings.missing_eos is None or ended == 1 or not len(known):
+    settings, values = world.recipe.reward, total[valid]
+    if settings.missing_eos is None or ended == 1 or not len(values):
         return []
-    spread = float(known.std(correction=0))
-    what = f"with reward.missing_eos = {settings.missing_eos!r} they earn {float(known.mean()):.3g} ± {spread:.3g}"
+    spread = float(values.std(correction=0))
+    what = f"with reward.missing_eos = {settings.missing_eos!r} they earn {float(values.mean()):.3g} ± {spread:.3g}"
     if spread == 0:
         return [check_result("truncated answers", "warning", f"{what}: all scores are equal", "raise sampling.max_tokens")]
     return [check_result("truncated answers", "ok", what)]

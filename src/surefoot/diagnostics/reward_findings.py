@@ -16,11 +16,11 @@ CLEAR = 2.5
 def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """All responses, or all responses of each group, have the same reward: all advantages are zero."""
     groups, spread = curves["groups_without_signal"], curves["score_std"]
-    seen, earned = "", curves["reward"]
+    where, earned = "", curves["reward"]
     for curve, dead in ((groups, groups.values >= 1 - 1e-9), (spread, spread.values <= 1e-8)):
         stretch = lasting_stretch(curves, curve, dead)
         if stretch is not None:
-            seen = "every group of responses" if curve is groups else "every response"
+            where = "every group of responses" if curve is groups else "every response"
             break
     else:
         return few_groups_with_signal(curves, groups)
@@ -31,7 +31,7 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
         return Finding(
             "no_reward_signal",
             "note",
-            f"{seen} {same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
+            f"{where} {same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
             "the policy has reached the highest reward, or it no longer varies its answers",
             (stretch.evidence(), level.evidence(), before.evidence("mean before that")),
             ("nothing, if that is the highest possible reward", "harder prompts, or fewer steps"),
@@ -39,7 +39,7 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     return Finding(
         "no_reward_signal",
         "serious",
-        f"{seen} {same}, in {len(stretch)} iterations in a row: there is nothing to compare, so nothing is learned",
+        f"{where} {same}, in {len(stretch)} iterations in a row: there is nothing to compare, so nothing is learned",
         "the task is too hard or too easy for the model as it is, so that all answers are wrong, or all right; or the reward "
         "function gives a constant: it may read the wrong column, or a format that the model never writes",
         (stretch.evidence(), *((level.evidence(),) if len(level) else ())),
@@ -79,8 +79,8 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return None
     first, best, noise = rise(earned)
     kl, entropy = curves["kl"], curves["entropy"]
-    known = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
-    still = len(kl) > 0 and known and float(kl.values.mean()) < 1e-6
+    kl_measured = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
+    still = len(kl) > 0 and kl_measured and float(kl.values.mean()) < 1e-6
     # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
     # not learned.
     if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
@@ -112,15 +112,15 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         ),
     }[constant]
     more = ("a higher optimizer.learning_rate, or more epochs (objective.reuse.epochs)",) if still and not constant else ()
-    seen = ((kl,) if known else ()) + (entropy,)
+    evidence = ((kl,) if kl_measured else ()) + (entropy,)
     if bounds is not None:
-        cause, more, seen = bounds[0], (bounds[1],), (curves["actions_clipped"], *seen)
+        cause, more, evidence = bounds[0], (bounds[1],), (curves["actions_clipped"], *evidence)
     return Finding(
         "return_flat",
         "warning",
         f"the {name} {how}, over {curves.steps:,} steps; if that is the highest possible, nothing is wrong",
         cause,
-        (earned.evidence(), *(curve.evidence() for curve in seen if len(curve))),
+        (earned.evidence(), *(curve.evidence() for curve in evidence if len(curve))),
         (*more, *tries),
     )
 

@@ -68,8 +68,8 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = [(name, value) for name, value in message["headers"] if name.decode("latin-1").lower() not in HEADERS]
-                message["headers"] = [*known, *((name.encode(), value.encode()) for name, value in HEADERS.items())]
+                others = [(name, value) for name, value in message["headers"] if name.decode("latin-1").lower() not in HEADERS]
+                message["headers"] = [*others, *((name.encode(), value.encode()) for name, value in HEADERS.items())]
             await send(message)
 
         await (self.rejection(scope) or self.app)(scope, receive, with_headers)
@@ -87,17 +87,17 @@ class Guard:
             return PlainTextResponse("wrong origin\n", 403)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("the inspector is read-only\n", 405, {"allow": "GET, HEAD"})
-        known = equal_secrets(request.cookies.get(self.cookie, ""), self.secret)
+        logged_in = equal_secrets(request.cookies.get(self.cookie, ""), self.secret)
         if scope["path"] == "/enter":
-            return self.enter(request.query_params.get("token", ""), known, elsewhere)
-        return None if known else PlainTextResponse("use the address that surefoot inspect printed, once\n", 403)
+            return self.enter(request.query_params.get("token", ""), logged_in, elsewhere)
+        return None if logged_in else PlainTextResponse("use the address that surefoot inspect printed, once\n", 403)
 
-    def enter(self, token: str, known: bool, elsewhere: bool) -> Response:
+    def enter(self, token: str, logged_in: bool, elsewhere: bool) -> Response:
         """Set the cookie in exchange for the token, once."""
         # Browsers send no strict cookie after a redirect that began elsewhere, such as in a file, but do after a page of ours.
         inside = HTMLResponse(FORWARD) if elsewhere else None
         answer: Response = inside or RedirectResponse("/", 303)
-        if known:
+        if logged_in:
             return answer
         if self.token is None or not equal_secrets(token, self.token):
             return PlainTextResponse("this address is wrong or was already used; start surefoot inspect again\n", 403)

@@ -199,9 +199,9 @@ def curve(run: Columns, name: str, grid: Column, window: int) -> Curve:
 
 def running_mean(values: Column, window: int) -> Column:
     """The mean of the finite numbers among the last ``window`` at each place.   [N]"""
-    known = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
     end = np.arange(1, len(values) + 1)
     begin = np.maximum(0, end - max(1, window))
     with np.errstate(invalid="ignore", divide="ignore"):

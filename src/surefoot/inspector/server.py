@@ -119,15 +119,15 @@ def _trace_routes(traces: LazyTraces) -> list[Route]:
     def find(request: Request) -> Any:
         return traces().find(_number(request, "run"), request.path_params["what"])
 
-    def film(request: Request) -> Path:
-        return traces().film(_number(request, "run"), _number(request, "steps"), _number(request, "row"))
+    def video(request: Request) -> Path:
+        return traces().video(_number(request, "run"), _number(request, "steps"), _number(request, "row"))
 
     return [
         Route("/api/runs/{run:int}/traces/{steps:int}", json_route(rows)),
         Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}", json_route(row)),
         Route("/api/runs/{run:int}/traces/{steps:int}/passes/{number:int}", json_route(clip)),
         Route("/api/runs/{run:int}/find/{what}", json_route(find)),
-        Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}/film", video_route(film)),
+        Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}/video", video_route(video)),
     ]
 
 

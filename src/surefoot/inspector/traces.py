@@ -18,7 +18,7 @@ from surefoot.core.traces import BRANCHES, Trace, TracedRow
 from surefoot.errors import SurefootError
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.folders import LONGEST_TEXT, RunFolders, shortened
-from surefoot.runs.reading import film_of, refusal_of, traces_in
+from surefoot.runs.reading import replay_failure, trace_video, traces_in
 from surefoot.runs.traces import read_trace
 
 SHOWN_SAMPLES, SHOWN_STEPS = 20_000, 4_096
@@ -70,15 +70,15 @@ class Traces:
         }
 
     def _line(self, row: TracedRow) -> dict[str, Any]:
-        seen = row.visits.updates >= 0
+        visited = row.visits.updates >= 0
         return {
             "row": row.row,
             "start": row.start,
             "length": len(row.rewards),
             "reward": finite(row.rewards.sum().reshape(1))[0],
-            "ratio_max": finite(row.visits.ratio[seen].max().reshape(1))[0] if seen.any() else None,
-            "stopped": int((seen & ~row.visits.gradient_flows).sum()),
-            "visits": int(seen.sum()),
+            "ratio_max": finite(row.visits.ratio[visited].max().reshape(1))[0] if visited.any() else None,
+            "stopped": int((visited & ~row.visits.gradient_flows).sum()),
+            "visits": int(visited.sum()),
             "truncated": bool(row.truncated.any()),
             "prompt": shortened(row.about.get("prompt"), 200),
         }
@@ -111,35 +111,35 @@ class Traces:
             "reference_beta": row.about.get("reference_beta"),
             "episode": row.about.get("episode"),
             "episode_step": row.about.get("step"),
-            "filmed": self._film(run, steps, trace, index) is not None,
-            "to_film": self._to_film(run, steps, trace, index),
-            "not_filmed": self._refusal(run, steps, trace, index),
+            "has_video": self._video(run, steps, trace, index) is not None,
+            "video_command": self._video_command(run, steps, trace, index),
+            "video_failure": self._video_failure(run, steps, trace, index),
         }
         return table
 
-    def film(self, run: int, steps: int, index: int) -> Path:
+    def video(self, run: int, steps: int, index: int) -> Path:
         """The video of a row. Raises SurefootError if there is none."""
         trace = self.trace(run, steps)
-        path = self._film(run, steps, trace, index) if index < len(trace.rows) else None
+        path = self._video(run, steps, trace, index) if index < len(trace.rows) else None
         if path is None:
             raise SurefootError(f"row={index}: has no video; make it with: surefoot watch RUN --traced {steps}")
         return path
 
-    def _film(self, run: int, steps: int, trace: Trace, index: int) -> Path | None:
-        path = film_of(self.folders.path(run), steps, index, trace.rows[index])
+    def _video(self, run: int, steps: int, trace: Trace, index: int) -> Path | None:
+        path = trace_video(self.folders.path(run), steps, index, trace.rows[index])
         return path if path is not None and path.is_file() and not path.is_symlink() else None
 
-    def _to_film(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
+    def _video_command(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
         """The command that records the video of a row; None if that is not possible."""
         path = self.folders.path(run)
-        if film_of(path, steps, index, trace.rows[index]) is None:
+        if trace_video(path, steps, index, trace.rows[index]) is None:
             return None
         return f"surefoot watch {shlex.quote(str(path))} --traced {steps}"
 
-    def _refusal(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
+    def _video_failure(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
         """Why the last attempt to record the video failed; None if there was none."""
-        path = film_of(self.folders.path(run), steps, index, trace.rows[index])
-        if path is None or (note := refusal_of(path)).is_symlink():
+        path = trace_video(self.folders.path(run), steps, index, trace.rows[index])
+        if path is None or (note := replay_failure(path)).is_symlink():
             return None
         try:
             with note.open(encoding="utf-8", errors="replace") as file:
@@ -195,8 +195,8 @@ def finite(x: Tensor) -> list[JsonNumber]:
 
 def _highest(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, int]]:
     """(rank, visit, t) of the steps of a row that rank highest by a criterion."""
-    seen = row.visits.updates >= 0
-    if not seen.any():
+    visited = row.visits.updates >= 0
+    if not visited.any():
         return []
     if what == "truncated":
         at = (row.truncated & row.mask).nonzero().flatten().tolist()
@@ -208,9 +208,9 @@ def _highest(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, in
         return [(rank, 0, t) for rank, t in zip(top.values.tolist(), top.indices.tolist(), strict=True) if rank > -float("inf")]
     score = _nan_first(row.visits.ratio.double())
     if what == "clipped":  # ranked by the distance of the ratio from 1
-        score = torch.where(seen & ~row.visits.gradient_flows, score.log().abs(), -torch.inf)
+        score = torch.where(visited & ~row.visits.gradient_flows, score.log().abs(), -torch.inf)
     else:
-        score = torch.where(seen, score, -torch.inf)
+        score = torch.where(visited, score, -torch.inf)
     best, visit = score.max(0)
     top = best.topk(min(limit, len(best)))
     chosen = zip(top.values.tolist(), top.indices.tolist(), strict=True)

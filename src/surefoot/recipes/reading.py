@@ -220,8 +220,8 @@ def _key_suggestion(path: list[str], kind: str | None) -> str:
     siblings = {field[depth] for field in fields if len(field) > depth and field[:depth] == path[:-1]}
     candidates = [".".join(field) for field in fields if field[-1] == path[-1]]  # the same name in another table
     if not candidates:
-        known = {".".join(field[:end]) for field in fields for end in range(1, len(field) + 1)}
-        candidates = [name for name in OTHER_LIBRARIES.get(path[-1], ()) if name in known][:1]
+        names = {".".join(field[:end]) for field in fields for end in range(1, len(field) + 1)}
+        candidates = [name for name in OTHER_LIBRARIES.get(path[-1], ()) if name in names][:1]
     if len(candidates) == 1:
         return f"; did you mean {candidates[0]!r}?"
     listed = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # tables in lists have no listed fields

@@ -105,15 +105,20 @@ def train(
                 list of functions and terms; a term's ``function`` may be one too; ``start`` may be an Agent
 
     Raises SurefootError for anything the user can fix, before training if possible.
+
+    >>> agent = surefoot.train("CartPole-v1", surefoot.PPO_CLIP, steps=256, seed=1)
+    >>> action, _ = agent.predict([0.0, 0.0, 0.0, 0.0], deterministic=True)
+    >>> int(action) in (0, 1)
+    True
     """
     fields, functions = _take_rewards(fields)
     fields, begin = _take_agent(fields, run_dir)
-    found = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
+    resolved = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
-    title = f"{found.recipe.title}, seed {found.recipe.seed}" + ("" if folder is None else f" -> {folder}")
+    title = f"{resolved.recipe.title}, seed {resolved.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
     made = None if isinstance(task, str) else task
-    return start(found.recipe, folder, made, callback, shown, found.origin, functions, callbacks, begin)
+    return start(resolved.recipe, folder, made, callback, shown, resolved.origin, functions, callbacks, begin)
 
 
 def _with_fields(signature: inspect.Signature) -> inspect.Signature:
@@ -192,6 +197,11 @@ def resume(
     imported.
     Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
     since the checkpoint and ``allow_changes`` is False; and if a launcher has started several processes.
+
+    >>> _ = surefoot.train("CartPole-v1", steps=256, run_dir="runs/short")
+    >>> agent = surefoot.resume("runs/short", steps=512)
+    >>> agent.recipe.steps
+    512
     """
     check_single_process(Path(run_dir))
     several = check_callbacks(callbacks)
@@ -293,7 +303,7 @@ def make_world(
 def with_pinned_data(recipe: Recipe) -> Recipe:
     """The recipe with the commit of every data set on the hub, so that the resumed run reads the same rows.
 
-    Raises SurefootError if a data set can't be found.
+    Raises SurefootError if a data set can't be resolved.
     """
     table: Any = to_table(recipe)
     sections = {"data": ("train", "held_out"), "evaluation": ("demonstrations",), "mixing": ("demonstrations",)}
@@ -312,27 +322,31 @@ def _on_hub(table: Any, name: str) -> bool:
     return isinstance(table, dict) and str(table.get(name)).startswith("hf:/")
 
 
-def load_result(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:
-    """The agent or language model in the trees of a checkpoint.
+def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:
+    """The agent or language model in the parts of a checkpoint.
 
-    Raises SurefootError when the trees hold neither, or don't fit each other.
+    Raises SurefootError when the parts hold neither, or don't fit each other.
     """
-    require(trees, ("agent", "recipe"), where)
-    if trees["recipe"].get("kind", "control") == "control":
+    require(parts, ("agent", "recipe"), where)
+    if parts["recipe"].get("kind", "control") == "control":
         from surefoot.control.agent import Agent
 
-        return Agent.from_trees(trees, where)
-    from surefoot.language.models.language_model import from_trees
+        return Agent.from_parts(parts, where)
+    from surefoot.language.models.language_model import from_parts
 
-    return from_trees(trees, where, trust_remote_code)
+    return from_parts(parts, where, trust_remote_code)
 
 
 def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The agent or language model in a folder: a saved one, a checkpoint, or a run (its best checkpoint, else its latest).
+    """Load the agent or language model in a folder: a saved one, a checkpoint, or a run (its best checkpoint, else its latest).
 
     trust_remote_code   allow the custom code of an adapter's base model
 
     Raises SurefootError when there is none, or when a file is damaged. Pickles are never read.
+
+    >>> surefoot.train("CartPole-v1", steps=256).save("cartpole")
+    >>> surefoot.load("cartpole").recipe.task
+    'CartPole-v1'
     """
     checkpoint = checkpoint_to_load(Path(folder))
     return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code)
@@ -378,6 +392,11 @@ def evaluate(
     Returns an EvaluationResult for an agent, the metrics for a model (``held_out_reward``, …), and the report of
     ``surefoot evaluate --json`` for the folder of a language run.
     Raises SurefootError when there is nothing to evaluate, and for an argument of the other kind.
+
+    >>> agent = surefoot.train("CartPole-v1", steps=256)
+    >>> result = surefoot.evaluate(agent, episodes=3)
+    >>> result.mean_return == sum(result.returns) / 3
+    True
     """
     if isinstance(what, (str, Path)):
         if kind_of(Path(what)) != "control":

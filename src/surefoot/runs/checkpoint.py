@@ -1,6 +1,6 @@
 """Checkpoints: safetensors and JSON under a manifest. Never a pickle, never half-written.
 
-A checkpoint is a folder of named trees (nested dicts and lists of tensors, arrays, numbers, strings). Each tree becomes
+A checkpoint is a folder of named parts (nested dicts and lists of tensors, arrays, numbers, strings). Each part becomes
 ``<name>.json`` with its tensors in ``<name>.safetensors``; ``manifest.json`` holds size and SHA-256 of every file. All is
 written under a temporary name, flushed to the disk, and renamed; a folder whose manifest is missing or does not match is
 not a checkpoint, so a kill at any moment leaves either the old ones or the old ones and the new.
@@ -29,11 +29,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 AT_ONCE = 16
 """threads for file operations"""
-Trees = Mapping[str, Any]
+CheckpointParts = Mapping[str, Any]
 
 
-def save_checkpoint(folder: Path, trees: Trees, written: Mapping[str, Any] | None = None) -> None:
-    """Write trees to ``folder``, replacing an older checkpoint there.
+def save_checkpoint(folder: Path, parts: CheckpointParts, written: Mapping[str, Any] | None = None) -> None:
+    """Write parts to ``folder``, replacing an older checkpoint there.
 
     written   size and SHA-256 of the metrics before it, which the manifest keeps
 
@@ -46,7 +46,7 @@ def save_checkpoint(folder: Path, trees: Trees, written: Mapping[str, Any] | Non
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for name, tree in trees.items():
+        for name, tree in parts.items():
             tensors: dict[str, Tensor] = {}
             skeleton = pack(tree, "", tensors)
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
@@ -66,7 +66,7 @@ def save_checkpoint(folder: Path, trees: Trees, written: Mapping[str, Any] | Non
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The trees of a checkpoint, every file checked against the manifest.
+    """The parts of a checkpoint, every file checked against the manifest.
 
     Raises SurefootError when a file is missing, truncated, or differs from the manifest.
     """
@@ -74,14 +74,14 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     if problem:
         raise SurefootError(f"{folder}: {problem}")
     names = _listed(folder / MANIFEST)
-    trees = {}
+    parts = {}
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
         try:
             tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
-            trees[name] = unpack(read_json(folder / f"{name}.json"), tensors)
+            parts[name] = unpack(read_json(folder / f"{name}.json"), tensors)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SurefootError(f"{folder}: {name} can't be read ({cause_of(error)})") from None
-    return trees
+    return parts
 
 
 def fault_of(folder: Path) -> str | None:
@@ -122,10 +122,10 @@ def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
     Raises SurefootError for anything but a manifest of this format.
     """
     table = read_table(manifest)
-    found, files = table.get("format"), table.get("files")
-    if found != FORMAT:
+    version, files = table.get("format"), table.get("files")
+    if version != FORMAT:
         raise SurefootError(
-            f"{manifest}: format {str(found)[:20]} is not {FORMAT}, the one this version reads; use the version that wrote it"
+            f"{manifest}: format {str(version)[:20]} is not {FORMAT}, the one this version reads; use the version that wrote it"
         )
     if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
         raise SurefootError(f"{manifest}: can't be read (its files are no table of tables)")
@@ -139,8 +139,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Checkpoint folders named by their step, oldest first, sound or not."""
     if not folder.is_dir():
         return []
-    found = (path for path in folder.iterdir() if steps_named(path.name) is not None and (path / MANIFEST).exists())
-    return sorted(found, key=lambda path: int(path.name))
+    paths = (path for path in folder.iterdir() if steps_named(path.name) is not None and (path / MANIFEST).exists())
+    return sorted(paths, key=lambda path: int(path.name))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -170,8 +170,8 @@ def written_before(checkpoint: Path) -> dict[str, Any] | None:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints, and what a kill left."""
-    found = checkpoints_in(folder)
-    for path in found[: max(0, len(found) - keep)]:
+    checkpoints = checkpoints_in(folder)
+    for path in checkpoints[: max(0, len(checkpoints) - keep)]:
         _remove(path)
     clear_checkpoints(folder)
 
@@ -197,9 +197,9 @@ def clear_checkpoints(folder: Path) -> None:
             _remove(path)
 
 
-def require(trees: Trees, names: tuple[str, ...], where: Path) -> None:
-    """Raise SurefootError unless a checkpoint holds all these trees, and each is a table."""
-    missing = [name for name in names if not isinstance(trees.get(name), Mapping)]
+def require(parts: CheckpointParts, names: tuple[str, ...], where: Path) -> None:
+    """Raise SurefootError unless a checkpoint holds all these parts, and each is a table."""
+    missing = [name for name in names if not isinstance(parts.get(name), Mapping)]
     if missing:
         raise SurefootError(f"{where}: holds no {', '.join(missing)}; it is not a checkpoint of that kind")
 

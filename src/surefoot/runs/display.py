@@ -257,15 +257,15 @@ class _Clock:
     """Time left, from the speed since this process began."""
 
     def __init__(self) -> None:
-        self.begun: tuple[float, int] | None = None
+        self.started: tuple[float, int] | None = None
         self.per_step = 0.0
 
     def tick(self, state: LearnerState) -> None:
         now = time.monotonic()
-        if self.begun is None:
-            self.begun = (now, state.steps)
-        elif state.steps > self.begun[1]:
-            self.per_step = (now - self.begun[0]) / (state.steps - self.begun[1])
+        if self.started is None:
+            self.started = (now, state.steps)
+        elif state.steps > self.started[1]:
+            self.per_step = (now - self.started[0]) / (state.steps - self.started[1])
 
     def left(self, state: LearnerState) -> str:
         if not self.per_step:
@@ -328,11 +328,11 @@ def _text_of(sample: Sample, width: int) -> Text:
 def _fitted(text: Text, console: Console, width: int, lines: int) -> Text:
     """The text wrapped at words; the last line that fits ends in … if there are more."""
     width = max(8, width)
-    found = text[: width * lines + 1].wrap(console, width, overflow="fold")
-    if len(found) > lines:
-        found[lines - 1].truncate(width - 1)
-        found[lines - 1].append("…", style="dim")
-    return Text("\n").join(found[:lines])
+    wrapped = text[: width * lines + 1].wrap(console, width, overflow="fold")
+    if len(wrapped) > lines:
+        wrapped[lines - 1].truncate(width - 1)
+        wrapped[lines - 1].append("…", style="dim")
+    return Text("\n").join(wrapped[:lines])
 
 
 def _shortened(text: str, length: int) -> str:

@@ -174,10 +174,10 @@ def checkpoint_to_load(path: Path) -> Path:
     if (path / "agent.safetensors").is_file():  # a saved agent whose manifest is gone: say so, not "not a run"
         return path
     check_is_run(path)
-    found = latest_checkpoint(path / "best") or latest_checkpoint(path / "checkpoints")
-    if found is None:
+    checkpoint = latest_checkpoint(path / "best") or latest_checkpoint(path / "checkpoints")
+    if checkpoint is None:
         raise SurefootError(f"{path}: has no checkpoint yet; continue the run with: surefoot resume {path}")
-    return found
+    return checkpoint
 
 
 def kind_of(run: Path) -> str:
@@ -198,13 +198,13 @@ def chosen_checkpoint(path: Path, which: str | None) -> Path:
     check_is_run(path)
     kept = {name: checkpoints_in(path / name) for name in ("best", "checkpoints")}
     if which in ("best", "last"):
-        found = latest_checkpoint(path / ("best" if which == "best" else "checkpoints"))
+        checkpoint = latest_checkpoint(path / ("best" if which == "best" else "checkpoints"))
     else:
-        found = next((folder for folders in kept.values() for folder in folders if folder.name == which), None)
-    if found is None:
+        checkpoint = next((folder for folders in kept.values() for folder in folders if folder.name == which), None)
+    if checkpoint is None:
         there = [f"best ({folder.name})" for folder in kept["best"]] + [folder.name for folder in kept["checkpoints"]]
         raise SurefootError(f"checkpoint={which!r}: {path} has none of that name; there is {', '.join(there) or 'none yet'}")
-    return found
+    return checkpoint
 
 
 def output_file(path: Path, checkpoint: Path, task: str, kind: str, ending: str) -> Path:
@@ -259,11 +259,11 @@ def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Whether evaluation scores under two recipe tables are comparable."""
 
     def measure(table: dict[str, Any]) -> dict[str, Any]:
-        found = {name: _at(table, name) for name in MEASURES}
-        if found["reference.target"] not in (None, "none"):
-            found["reference.beta"] = None  # with an adaptive β, the KL penalty is not part of the score
-        terms = found["reward.terms"] or ()
-        return found | {"reward.terms": [{key: value for key, value in term.items() if key not in ASKING} for term in terms]}
+        measures = {name: _at(table, name) for name in MEASURES}
+        if measures["reference.target"] not in (None, "none"):
+            measures["reference.beta"] = None  # with an adaptive β, the KL penalty is not part of the score
+        terms = measures["reward.terms"] or ()
+        return measures | {"reward.terms": [{key: value for key, value in term.items() if key not in ASKING} for term in terms]}
 
     return measure(before) == measure(after)
 

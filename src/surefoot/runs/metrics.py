@@ -40,7 +40,7 @@ METRICS: dict[str, Metric] = {
     "evaluation_return": Metric("mean return of the greedy evaluation episodes, when there was one this iteration"),
     "reward": Metric("mean score of the responses of this iteration, missing ends treated, before the KL is taken off"),
     "gold": Metric(
-        "mean score by the function that tells the truth; never trained on. Reward up and gold down is reward hacking"
+        "mean score by the gold function (the true goal), never trained on. Reward up and gold down is reward hacking"
     ),
     "score_std": Metric("standard deviation of those scores; 0 means that nothing can be learned from them"),
     "kl_reference": Metric("mean log π − log π_ref per token, on samples of π: KL(π‖π_ref)"),
@@ -84,11 +84,11 @@ METRICS: dict[str, Metric] = {
     "held_out_margin": Metric("DPO: mean implicit reward of the chosen answers of held-out pairs less that of the rejected"),
     "held_out_chosen_log_prob": Metric(
         "DPO: mean Σ log π of the chosen held-out answers, in nats. It often falls with the rejected one's; falling faster "
-        "than the margin grows, it says that the model moves to answers that are in no pair: raise reference.beta"
+        "than the margin grows, the model moves to answers that are in no pair: raise reference.beta"
     ),
     "held_out_rejected_log_prob": Metric("DPO: mean Σ log π of the rejected held-out answers, in nats"),
     "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
-    "held_out_gold": Metric("the same by the function that tells the truth"),
+    "held_out_gold": Metric("the same by the gold function"),
     "held_out_log_likelihood": Metric(
         "mean log π per token, in nats, of the demonstrations in evaluation.demonstrations, at temperature 1. A fall is what "
         "the reward costs in capability: tenths for a new taste, more than one when the language is being forgotten"
@@ -104,7 +104,7 @@ METRICS: dict[str, Metric] = {
     "seconds_scoring": Metric("time spent in the reward; part of seconds_collecting"),
     "tokens_per_second": Metric("sampled tokens per second of sampling"),
     "policy_loss": Metric(
-        "−J: minus the mean surrogate. Near 0 by construction at ratio 1; its level says nothing about learning. In SFT and "
+        "−J: minus the mean surrogate. Near 0 by construction at ratio 1; its level does not measure learning. In SFT and "
         "reward models it is the cross-entropy"
     ),
     "value_loss": Metric("mean (V − R̂)², in squared units of the (normalised) return"),
@@ -165,7 +165,7 @@ METRICS: dict[str, Metric] = {
     ),
     "sft_loss": Metric(
         "mean −log π per token of the demonstrations that are mixed into the updates, before its weight; only with "
-        "mixing.sft_coefficient. A rise says that the reward wins: raise the coefficient if that is not wanted"
+        "mixing.sft_coefficient. A rise means that the reward dominates: raise the coefficient if that is not wanted"
     ),
     "explained_variance": Metric(
         "1 − Var(R̂ − V)/Var(R̂): 1 is a perfect critic, 0 a constant one; null where returns are constant, "

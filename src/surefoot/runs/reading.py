@@ -52,8 +52,8 @@ def samples_in(folder: Path) -> list[Path]:
 
 def files_by_steps(folder: Path, ending: str) -> list[Path]:
     """The plain files in a folder that are named by a number of steps, oldest first; none where there is no such folder."""
-    found = (path for path in folder.glob(f"*{ending}") if steps_named(path.stem) is not None and path.is_file())
-    return sorted(found, key=lambda path: int(path.stem))
+    paths = (path for path in folder.glob(f"*{ending}") if steps_named(path.stem) is not None and path.is_file())
+    return sorted(paths, key=lambda path: int(path.stem))
 
 
 def read_trackers(run: Path) -> dict[str, dict[str, Any]]:
@@ -64,10 +64,10 @@ def read_trackers(run: Path) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def film_of(run: Path, steps: int, index: int, row: "TracedRow") -> Path | None:
-    """Where the film of a traced piece of an episode is, if ``surefoot watch --traced`` made one; None where none can be made.
+def trace_video(run: Path, steps: int, index: int, row: "TracedRow") -> Path | None:
+    """Path of the video of a traced row, which ``surefoot watch --traced`` records; None for a row that can't be replayed.
 
-    The name holds a digest of what was observed, so that a film is never taken for that of another episode.
+    The name contains a digest of the observations, so that a row never shows the video of another episode.
     """
     observed = str(row.about.get("observed", ""))
     if not re.fullmatch(r"[0-9a-f]{64}", observed):
@@ -75,9 +75,9 @@ def film_of(run: Path, steps: int, index: int, row: "TracedRow") -> Path | None:
     return run / "videos" / "traces" / f"{steps}-{index}-{observed[:16]}.mp4"
 
 
-def refusal_of(film: Path) -> Path:
-    """Where it says why there is no such film: the replay came out otherwise when it was last tried."""
-    return film.with_suffix(".txt")
+def replay_failure(video: Path) -> Path:
+    """Path of the note that explains why there is no such video: the last replay differed from the trace."""
+    return video.with_suffix(".txt")
 
 
 BOM = b"\xef\xbb\xbf"
@@ -189,8 +189,8 @@ def rising(values: Sequence[float], search: Callable[[list[float], float], int] 
         lowest[length : length + 1] = [value]
         at[length : length + 1] = [index]
         before.append(at[length - 1] if length else None)
-    found, last = [], at[-1] if at else None
+    indices, last = [], at[-1] if at else None
     while last is not None:
-        found.append(last)
+        indices.append(last)
         last = before[last]
-    return found[::-1]
+    return indices[::-1]

@@ -44,7 +44,7 @@ DisplayFor = Callable[[Recipe, Path], Display]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundsSettings:
     """The settings of every round.
 
     recipe     of PPO. Its one reward model is a run of kind "reward", whose recipe trains the later ones
@@ -116,36 +116,36 @@ class Plan:
 
 
 def run_rounds(
-    plan: Plan, folder: Path, rounds: int, display_for: DisplayFor, log: Callable[[str], None] = print
+    settings: RoundsSettings, folder: Path, rounds: int, display_for: DisplayFor, log: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
     """Run rounds until there are ``rounds`` in all; return the report of each. Finished rounds are kept, a stopped one goes on.
 
     log   called with a line before sampling, which has no display
 
-    Raises SurefootError when the folder has rounds of another plan, on several ranks, and what training raises.
+    Raises SurefootError when the folder has rounds with other settings, on several ranks, and what training raises.
     """
     check_single_process(folder)
     if not (folder / "rounds.json").is_file():
-        _load_judge(plan)  # before the folder is made
-    _claim(plan, folder)
+        _load_judge(settings)  # before the folder is made
+    _claim(settings, folder)
     try:
-        return [_round(plan, folder, number, display_for, log) for number in range(1, rounds + 1)]
+        return [_round(settings, folder, number, display_for, log) for number in range(1, rounds + 1)]
     except Interrupted as stop:
         raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to continue") from None
 
 
-def ppo_recipe(plan: Plan, folder: Path, number: int) -> LanguageRecipe:
+def ppo_recipe(settings: RoundsSettings, folder: Path, number: int) -> LanguageRecipe:
     """The recipe of a round's PPO: from the last policy, with the new reward model. The first policy is the reference."""
-    table, new = to_table(plan.recipe), str(folder / f"round-{number}" / "reward")
-    table["seed"] = plan.recipe.seed + number - 1  # other prompts and responses than in the rounds before
-    table["model"] = str(policy_before(plan, folder, number))
+    table, new = to_table(settings.recipe), str(folder / f"round-{number}" / "reward")
+    table["seed"] = settings.recipe.seed + number - 1  # other prompts and responses than in the rounds before
+    table["model"] = str(policy_before(settings, folder, number))
     if table["reference"].get("model", "none") == "none":
-        table["reference"]["model"] = plan.recipe.model
+        table["reference"]["model"] = settings.recipe.model
     table["reward"]["terms"] = [
         {**term, "model": new} if term.get("model", "none") != "none" else term for term in table["reward"]["terms"]
     ]
     start = table["critic"].get("start", "none")
-    if start != "none" and _same_model(start, plan.first_reward):
+    if start != "none" and _same_model(start, settings.first_reward):
         table["critic"]["start"] = new
     made = make_recipe(table)
     assert isinstance(made, LanguageRecipe)
@@ -158,9 +158,9 @@ def _same_model(name: str, run: Path) -> bool:
     return place == run or (place.parent == run and place.name in ("model", "adapter"))
 
 
-def reward_recipe(plan: Plan, here: Path, pairs: int) -> Recipe:
+def reward_recipe(settings: RoundsSettings, here: Path, pairs: int) -> Recipe:
     """The recipe of a round's reward model: the first one's, with as many epochs over the present pairs."""
-    table = to_table(make_recipe(read_toml(plan.first_reward / "config.toml")))
+    table = to_table(make_recipe(read_toml(settings.first_reward / "config.toml")))
     before = sum(1 for _ in _rows_of(table))
     if isinstance(table.get("adapter"), dict):
         table["adapter"]["merge"] = True  # the next round starts from its whole model
@@ -170,23 +170,23 @@ def reward_recipe(plan: Plan, here: Path, pairs: int) -> Recipe:
     return make_recipe(table)
 
 
-def policy_before(plan: Plan, folder: Path, number: int) -> str | Path:
+def policy_before(settings: RoundsSettings, folder: Path, number: int) -> str | Path:
     """The model that a round starts from."""
-    return plan.recipe.model if number == 1 else folder / f"round-{number - 1}" / "ppo"
+    return settings.recipe.model if number == 1 else folder / f"round-{number - 1}" / "ppo"
 
 
-def reward_before(plan: Plan, folder: Path, number: int) -> Path:
+def reward_before(settings: RoundsSettings, folder: Path, number: int) -> Path:
     """The reward model before a round."""
-    return plan.first_reward if number == 1 else folder / f"round-{number - 1}" / "reward"
+    return settings.first_reward if number == 1 else folder / f"round-{number - 1}" / "reward"
 
 
-def _claim(plan: Plan, folder: Path) -> None:
-    """Write the plan into the folder, or compare it with the one there."""
-    path, settings = folder / "rounds.json", plan.to_json()
+def _claim(settings: RoundsSettings, folder: Path) -> None:
+    """Write the settings into the folder, or compare it with the one there."""
+    path, table = folder / "rounds.json", settings.to_json()
     try:
         if path.is_file():
             before = read_table(path)
-            lines = differences(before, json.loads(json.dumps(settings)))
+            lines = differences(before, json.loads(json.dumps(table)))
             if changed := [line for line in lines if not line.startswith(tuple(f"recipe.{name}: " for name in FREE))]:
                 raise SurefootError(
                     f"{folder}: has rounds with other settings ({'; '.join(changed)}); restore them, or choose another --name"
@@ -195,30 +195,34 @@ def _claim(plan: Plan, folder: Path) -> None:
         if folder.exists() and any(folder.iterdir()):
             raise SurefootError(f"{folder}: has other files; choose another --name")
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(settings, indent=1))
+        write_text(path, json.dumps(table, indent=1))
     except (OSError, ValueError) as error:
         if isinstance(error, SurefootError):
             raise
         raise SurefootError(f"{path}: can't be read or written ({error}); choose another --run-dir") from None
 
 
-def _round(plan: Plan, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None]) -> dict[str, Any]:
+def _round(
+    settings: RoundsSettings, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None]
+) -> dict[str, Any]:
     here = folder / f"round-{number}"
     if (here / "round.json").is_file():
         return read_table(here / "round.json")
     here.mkdir(exist_ok=True)
-    torch.set_num_threads(plan.recipe.threads)
+    torch.set_num_threads(settings.recipe.threads)
     if not (here / "pairs.jsonl").is_file():  # written last of the three
-        log(f"round {number}: {plan.pairs} pairs by {policy_before(plan, folder, number)}, labelled by {plan.judge}")
-        fresh = _fresh_pairs(plan, folder, number)
+        log(
+            f"round {number}: {settings.pairs} pairs by {policy_before(settings, folder, number)}, labelled by {settings.judge}"
+        )
+        fresh = _fresh_pairs(settings, folder, number)
         held_out, new = fresh[::HELD_OUT], [row for index, row in enumerate(fresh) if index % HELD_OUT]
         write_rows(here / "held_out_pairs.jsonl", held_out)
-        write_rows(here / "all_pairs.jsonl", [*([] if plan.new_only else _old_pairs(plan, folder, number)), *new])
+        write_rows(here / "all_pairs.jsonl", [*([] if settings.new_only else _old_pairs(settings, folder, number)), *new])
         write_rows(here / "pairs.jsonl", new)
     pairs = len(read_rows(here / "all_pairs.jsonl"))
-    _train(lambda: reward_recipe(plan, here, pairs), here / "reward", display_for)
-    _train(lambda: ppo_recipe(plan, folder, number), here / "ppo", display_for)
-    report = {"round": number, "folder": str(here), **_evaluate(plan, folder, number), "training_pairs": pairs}
+    _train(lambda: reward_recipe(settings, here, pairs), here / "reward", display_for)
+    _train(lambda: ppo_recipe(settings, folder, number), here / "ppo", display_for)
+    report = {"round": number, "folder": str(here), **_evaluate(settings, folder, number), "training_pairs": pairs}
     write_text(here / "round.json", json.dumps(report, indent=1))
     return report
 
@@ -241,47 +245,50 @@ def _train(recipe: Callable[[], Recipe], run: Path, display_for: DisplayFor) -> 
     api.start(made, run, display=display_for(made, run))
 
 
-def _load_judge(plan: Plan) -> Reward:
+def _load_judge(settings: RoundsSettings) -> Reward:
     """The judge, with the deadline and tolerance of the recipe's rewards."""
-    settings = plan.recipe.reward
+    reward = settings.recipe.reward
     return load_flag_reward(
-        [plan.judge], plan.recipe.device, flag="--judge", deadline=settings.deadline, tolerated=settings.tolerated
+        [settings.judge], settings.recipe.device, flag="--judge", deadline=reward.deadline, tolerated=reward.tolerated
     )
 
 
-def _fresh_pairs(plan: Plan, folder: Path, number: int) -> list[dict[str, Any]]:
+def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int) -> list[dict[str, Any]]:
     """Labelled pairs of the policy before the round, on prompts that no earlier round had, while there are such."""
-    recipe, model = plan.recipe, load_language_model(str(policy_before(plan, folder, number)), plan.recipe.trust_remote_code)
+    recipe, model = (
+        settings.recipe,
+        load_language_model(str(policy_before(settings, folder, number)), settings.recipe.trust_remote_code),
+    )
     model.model.to(recipe.device)  # type: ignore[arg-type]
-    settings = recipe.sampling
-    room = data.token_limit(recipe.data.max_length, context_length(model.model), settings.max_tokens)
-    prompts = data.prompts(open_rows(recipe.data.train, recipe.data.columns), model.tokens, *room)
+    sampling = recipe.sampling
+    limits = data.token_limit(recipe.data.max_length, context_length(model.model), sampling.max_tokens)
+    prompts = data.prompts(open_rows(recipe.data.train, recipe.data.columns), model.tokens, *limits)
     order = EpochSampler(len(prompts.ids), derived_seed(recipe.seed, "pairs"))
     for _ in range(number):
-        chosen = order.next(plan.pairs)
-    asked = data.repeat_prompts(prompts, chosen)
-    judge = _load_judge(plan)
+        chosen = order.next(settings.pairs)
+    repeated = data.repeat_prompts(prompts, chosen)
+    judge = _load_judge(settings)
     for function in function_rewards(judge):
-        function.check_columns(asked.columns)
+        function.check_columns(repeated.columns)
     both = sample_pairs(
         model,
-        asked.prompts,
-        max_tokens=settings.max_tokens,
+        repeated.prompts,
+        max_tokens=sampling.max_tokens,
         seed=derived_seed(recipe.seed, f"pairs of round {number}"),
-        temperature=settings.temperature,
-        stop=settings.stop,
+        temperature=sampling.temperature,
+        stop=sampling.stop,
     )
-    first, second = (judge(asked.prompts, [pair[side] for pair in both], asked.columns) for side in (1, 2))
+    first, second = (judge(repeated.prompts, [pair[side] for pair in both], repeated.columns) for side in (1, 2))
     draw = random.Random(derived_seed(recipe.seed, f"labels of round {number}"))
     rows = []
-    known = (first.valid & second.valid).tolist()
-    for pair, ours, theirs, valid in zip(both, first.total.tolist(), second.total.tolist(), known, strict=True):
-        prefers = prefers_first(ours, theirs, plan.noise, draw)
+    scored = (first.valid & second.valid).tolist()
+    for pair, ours, theirs, valid in zip(both, first.total.tolist(), second.total.tolist(), scored, strict=True):
+        prefers = prefers_first(ours, theirs, settings.noise, draw)
         if valid and prefers is not None and pair[1] != pair[2]:
             rows.append(pair_row(*(pair if prefers else (pair[0], pair[2], pair[1]))))
     if len(rows) < 2 * HELD_OUT:
         raise SurefootError(
-            f"round {number}: the judge prefers an answer in only {len(rows)} of {plan.pairs} pairs; set more --pairs, add "
+            f"round {number}: the judge prefers an answer in only {len(rows)} of {settings.pairs} pairs; set more --pairs, add "
             "--noise, or raise sampling.temperature"
         )
     return rows
@@ -292,22 +299,22 @@ def _rows_of(table: Mapping[str, Any]) -> Source:
     return open_rows(table["data"]["train"], table["data"].get("columns"))
 
 
-def _old_pairs(plan: Plan, folder: Path, number: int) -> list[dict[str, Any]]:
+def _old_pairs(settings: RoundsSettings, folder: Path, number: int) -> list[dict[str, Any]]:
     """The pairs that earlier reward models were trained and evaluated on."""
     if number == 1:
-        table = read_toml(plan.first_reward / "config.toml")
+        table = read_toml(settings.first_reward / "config.toml")
         return [row.columns for row in _rows_of(table)]
     before = folder / f"round-{number - 1}"
     return [row.columns for name in ("all_pairs", "held_out_pairs") for row in read_rows(before / f"{name}.jsonl")]
 
 
-def _evaluate(plan: Plan, folder: Path, number: int) -> dict[str, Any]:
+def _evaluate(settings: RoundsSettings, folder: Path, number: int) -> dict[str, Any]:
     """The report of a round: both reward models on fresh pairs, and the policy before and after on held-out prompts."""
     from surefoot.language.analysis.evaluate import evaluate_run
 
-    here, recipe = folder / f"round-{number}", plan.recipe
+    here, recipe = folder / f"round-{number}", settings.recipe
     held_out = [row.columns for row in read_rows(here / "held_out_pairs.jsonl")]
-    models = {"accuracy_before": reward_before(plan, folder, number), "accuracy": here / "reward"}
+    models = {"accuracy_before": reward_before(settings, folder, number), "accuracy": here / "reward"}
     accuracies = {name: accuracy(ModelReward(path, device=recipe.device), held_out) for name, path in models.items()}
     report = evaluate_run(here / "ppo", data=recipe.data.held_out or recipe.data.train)
     kept = {

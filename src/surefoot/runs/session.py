@@ -104,19 +104,19 @@ class Session:
 
         Raises SurefootError when the recipe has changed since (unless allowed), or the run has nothing left to do.
         """
-        trees = load_checkpoint(checkpoint)
-        require(trees, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
+        parts = load_checkpoint(checkpoint)
+        require(parts, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
         with made_from(checkpoint):
-            self._check_resumable(trees, checkpoint, allow_changes)
-            for line in self.world.load(trees, checkpoint):
+            self._check_resumable(parts, checkpoint, allow_changes)
+            for line in self.world.load(parts, checkpoint):
                 self.message(line)
-            self._load_learner(trees["learner"], checkpoint)
-            self.state.load_state_dict(trees["state"])
-            self._restore_best(trees["progress"], checkpoint.parent.parent / "best")
+            self._load_learner(parts["learner"], checkpoint)
+            self.state.load_state_dict(parts["state"])
+            self._restore_best(parts["progress"], checkpoint.parent.parent / "best")
 
-    def _check_resumable(self, trees: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
-        run, done = checkpoint.parent.parent, trees["state"]["steps"]
-        changed = recipe_differences(trees["recipe"], self.recipe)
+    def _check_resumable(self, parts: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
+        run, done = checkpoint.parent.parent, parts["state"]["steps"]
+        changed = recipe_differences(parts["recipe"], self.recipe)
         if changed and not allow_changes:
             raise SurefootError(
                 f"{run / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); undo it, or pass --allow-changes"
@@ -124,7 +124,7 @@ class Session:
         if done != steps_named(checkpoint.name):
             raise SurefootError(f"{checkpoint}: holds the state after other steps than its name says; use an older checkpoint")
         exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
-        self.pending = trees.get("untold") or None
+        self.pending = parts.get("untold") or None
         if done >= self.recipe.steps and exported and self.pending is None:
             raise SurefootError(f"{run}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N")
 
@@ -213,7 +213,7 @@ class Session:
         path, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
         self.metrics_file = MetricsFile(path, self.state.iteration - (self.pending is not None), self.message)
         if traces.rows:
-            self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.describe)
+            self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.row_details)
         return [
             TraceFolder(path / "traces", steps, traces.max_megabytes, self.message),
             SampleFolder(path / "samples", steps),
@@ -277,7 +277,7 @@ class Session:
         self.best, self.since_best = score, 0
         if self.folder is not None:
             best = self.folder.best / str(self.state.steps)
-            save_checkpoint(best, self.world.trees())
+            save_checkpoint(best, self.world.checkpoint_parts())
             keep_only_this(best)
             prune(self.folder.best, keep=1)
 
@@ -285,8 +285,8 @@ class Session:
         if self.folder is None:
             return
         assert self.metrics_file is not None
-        trees = {
-            **self.world.trees(),
+        parts = {
+            **self.world.checkpoint_parts(),
             "recipe": to_table(self.recipe),
             "learner": self.learner.state_dict(),
             "collector": self.world.collector.state_dict(),
@@ -295,7 +295,7 @@ class Session:
             "untold": self.pending or {},
         }
         path = self.folder.checkpoints / str(self.state.steps)
-        save_checkpoint(path, trees, self.metrics_file.fingerprint())
+        save_checkpoint(path, parts, self.metrics_file.fingerprint())
         prune(self.folder.checkpoints, self.recipe.checkpoint.keep)
         self.publish(CheckpointSaved(self.state, path))
 

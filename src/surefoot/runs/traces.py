@@ -118,9 +118,15 @@ def to_bytes(trace: Trace) -> bytes:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a file such as ``runs/mine/traces/5120.safetensors``.
+    """Read the trace in a file such as ``runs/mine/traces/5120.safetensors``.
 
     Raises SurefootError when there is no such file, or it is no trace.
+
+    >>> _ = surefoot.train("CartPole-v1", steps=256, run_dir="runs/traced")
+    >>> trace = surefoot.read_trace("runs/traced/traces/256.safetensors")
+    >>> row = trace.rows[0]
+    >>> row.visits.ratio.shape[-1] == len(row.rewards)
+    True
     """
     path = Path(path)
     try:

@@ -102,7 +102,7 @@ class VectorEnvironments:
             what = f"gave {error}" if isinstance(error, SpaceError) else f"raised {cause_of(error)}"
             call = f"call {self.steps} of step()" if self.steps else "reset()"
             if self.done.any() and not isinstance(error, SpaceError):  # only in NEXT_STEP
-                call += f", which resets {np.flatnonzero(self.done).tolist()}, says metadata['autoreset_mode']={self.mode.name}"
+                call += f", which resets {np.flatnonzero(self.done).tolist()}, has metadata['autoreset_mode']={self.mode.name}"
             line = f" ({where})" if (where := place_of(error)) else ""
             raise SurefootError(f"{self.name}: {what}, in {call}; fix the environment{line}") from error
 
@@ -141,7 +141,7 @@ def autoreset_mode_of(environments: VectorEnv[Any, Any, Any], name: str) -> Auto
     except ValueError:
         raise SurefootError(
             f"task={name!r}: metadata['autoreset_mode']={stated!r} of this vector environment is not an autoreset mode; set "
-            f"it to one of {', '.join(f'AutoresetMode.{known.name}' for known in AutoresetMode)}"
+            f"it to one of {', '.join(f'AutoresetMode.{allowed.name}' for allowed in AutoresetMode)}"
         ) from None
     inner = {index: row["autoreset_mode"] for index, row in enumerate(_metadata(environments)) if "autoreset_mode" in row}
     others = [f"{index} {getattr(value, 'name', value)}" for index, value in inner.items() if value != mode]

@@ -4,7 +4,7 @@
 import { h, show } from "./dom.js";
 
 export function makeFrame(choose) {
-  const video = h("video", { muted: true, playsinline: true, preload: "auto", id: "film" });
+  const video = h("video", { muted: true, playsinline: true, preload: "auto", id: "frame-video" });
   const caption = h("span", {});
   const play = h("button", { type: "button", id: "play", onclick: () => (video.paused ? begin() : video.pause()) }, "Play");
   const element = h("figure", { id: "frame", hidden: true }, video, h("figcaption", {}, play, caption));
@@ -16,13 +16,13 @@ export function makeFrame(choose) {
 
   function load(next, source) {
     row = next;
-    element.hidden = row.tokens !== null || !(row.filmed || row.to_film);
-    video.hidden = play.hidden = !row.filmed;
-    const command = row.filmed || !row.to_film ? null : row.to_film;
-    const text = row.not_filmed ? `No video: ${row.not_filmed}. To try again: ` : "No video yet. This command replays the episode from its seed and actions: ";
+    element.hidden = row.tokens !== null || !(row.has_video || row.video_command);
+    video.hidden = play.hidden = !row.has_video;
+    const command = row.has_video || !row.video_command ? null : row.video_command;
+    const text = row.video_failure ? `No video: ${row.video_failure}. To try again: ` : "No video yet. This command replays the episode from its seed and actions: ";
     show(caption, command ? [text, h("code", {}, command)] : []);
     delete element.dataset.step;
-    if (row.filmed) video.src = source;
+    if (row.has_video) video.src = source;
     else video.removeAttribute("src");
   }
 
@@ -34,7 +34,7 @@ export function makeFrame(choose) {
   function seek(t) {
     if (following) return;
     target = row.first + t;
-    if (!row.filmed || !(video.duration > 0)) return; // "loadedmetadata" follows
+    if (!row.has_video || !(video.duration > 0)) return; // "loadedmetadata" follows
     if (shown() === target) return showStep();
     delete element.dataset.step;
     video.currentTime = ((target + 0.5) * video.duration) / (row.length + 1); // the middle of its frame

@@ -11,7 +11,7 @@ export function makeSamples(state) {
   const after = h("select", { id: "after", onchange: () => draw() });
   const order = h("select", { id: "order", onchange: () => draw() }, [["order", "original order"], ["gain", "largest gain in reward"], ["loss", "largest loss in reward"]].map(([value, title]) => h("option", { value }, title)));
   const text = h("div", { id: "samples" });
-  const films = h("div", { id: "films" });
+  const videos = h("div", { id: "videos" });
   const selects = h("span", { class: "controls" }, h("label", {}, h("span", {}, "before"), before), h("label", {}, h("span", {}, "after"), after),
     h("label", {}, h("span", {}, "order"), order));
   let latest = 0;
@@ -24,7 +24,7 @@ export function makeSamples(state) {
     show(after, options());
     selects.hidden = !one.samples.length;
     if (one.samples.length) [before.value, after.value] = [one.samples[0], one.samples.at(-1)];
-    show(films, one.videos.length ? [h("h2", {}, "Videos"), h("p", { class: "hint" }, "Greedy episodes of a checkpoint, recorded by surefoot watch. The traces contain other episodes, with sampled actions."),
+    show(videos, one.videos.length ? [h("h2", {}, "Videos"), h("p", { class: "hint" }, "Greedy episodes of a checkpoint, recorded by surefoot watch. The traces contain other episodes, with sampled actions."),
       one.videos.map((name, i) => h("figure", {}, h("video", { controls: true, preload: "metadata", src: `api/runs/${number}/videos/${i}` }), h("figcaption", {}, name)))] : []);
     draw();
   }
@@ -48,7 +48,7 @@ export function makeSamples(state) {
       h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", {}, cell(a)), h("td", {}, cell(b)))))));
   }
 
-  const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), selects), text, films);
+  const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), selects), text, videos);
   pick(chosen.run);
   return { element };
 }

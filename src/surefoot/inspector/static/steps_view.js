@@ -102,7 +102,7 @@ export function makeSteps(state, at) {
     show(checked, result.wrong.length
       ? `${steps(result.wrong.length)} of ${steps(result.count)} numbers differ from the trace, the first at ${result.wrong[0].t}: ${result.wrong[0].name}`
       : `✓ ${steps(result.count)} numbers of this row recomputed from the numbers that they depend on: all match.`);
-    frame.load(row, `api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}/film`);
+    frame.load(row, `api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}/video`);
     choose({ t: Math.min(Math.max(0, t - row.first), row.mask.length - 1), k: Math.min(k ?? row.visits.updates.length - 1, row.visits.updates.length - 1) });
   }
 

@@ -95,8 +95,8 @@ def measure_accuracy(
         texts, ends = model.generate_ended(
             rows.prompts, samples=each, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, greedy=greedy
         )
-        asked, ended = data.repeat_prompts(rows, range(count), each), torch.tensor(ends)
-        scores = reward(asked.prompts, texts, asked.columns)
+        repeated, ended = data.repeat_prompts(rows, range(count), each), torch.tensor(ends)
+        scores = reward(repeated.prompts, texts, repeated.columns)
         return scores, scores.total.where(ended | keep_cut, 0.0), ended
 
     sampled, rewards, ended = responses(samples, greedy=False)

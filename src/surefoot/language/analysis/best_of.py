@@ -138,10 +138,10 @@ def _scored_batches(
     size = max(1, settings.batch // n)
     for start in range(0, count, size):
         batch = range(start, min(start + size, count))
-        asked = data.repeat_prompts(prompts, batch, n)
+        repeated = data.repeat_prompts(prompts, batch, n)
         samples = sample(
             model.model,
-            asked.ids[::n],
+            repeated.ids[::n],
             samples=n,
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
@@ -152,7 +152,7 @@ def _scored_batches(
             decode=model.tokens.decode,
         )
         texts = [cut_at_stop(model.tokens.decode(ids), settings.stop) for ids in samples.responses()]
-        yield batch, texts, samples, reward(asked.prompts, texts, asked.columns)
+        yield batch, texts, samples, reward(repeated.prompts, texts, repeated.columns)
 
 
 def chosen_row(

@@ -68,15 +68,15 @@ def evaluate_run(
             "accuracy, or evaluate an online run"
         )
     world = _world_of(recipe)
-    trees = load_checkpoint(checkpoint)
-    require(trees, ("agent", "recipe"), checkpoint)
+    parts = load_checkpoint(checkpoint)
+    require(parts, ("agent", "recipe"), checkpoint)
     report: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
-    if differences := recipe_differences(trees["recipe"], written):
+    if differences := recipe_differences(parts["recipe"], written):
         report["config_changed"] = differences
-    check_unchanged(trees.get("sources", {}), world.frozen)
+    check_unchanged(parts.get("sources", {}), world.frozen)
     if isinstance(world, LanguageWorld):
-        return report | _against_start(world, trees, checkpoint, attempts)
-    load_trained(world.policy, trees["agent"], checkpoint)
+        return report | _against_start(world, parts, checkpoint, attempts)
+    load_trained(world.policy, parts["agent"], checkpoint)
     evaluation = world.evaluate()
     assert evaluation is not None
     return report | dict(evaluation.metrics)
@@ -114,13 +114,13 @@ def _world_of(recipe: Recipe, functions: Functions | None = None) -> LanguageWor
     return SupervisedWorld(recipe)
 
 
-def _against_start(world: LanguageWorld, trees: dict[str, Any], checkpoint: Path, attempts: Attempts | None) -> dict[str, Any]:
+def _against_start(world: LanguageWorld, parts: dict[str, Any], checkpoint: Path, attempts: Attempts | None) -> dict[str, Any]:
     """The model that training started from, which the world has loaded, and then the trained one."""
     # Attempts of the start come first: they reject a reward that is no verifier.
     solved = {} if attempts is None else {"samples": attempts.samples, "start": measure_attempts(world, attempts)}
     before, start = _metrics_and_samples(world, world.sample_held_out())
-    load_trained(world.policy, trees["agent"], checkpoint)
-    world.collector.beta = trees.get("beta", world.collector.beta)  # the β that the critic was trained with
+    load_trained(world.policy, parts["agent"], checkpoint)
+    world.collector.beta = parts.get("beta", world.collector.beta)  # the β that the critic was trained with
     responses = world.sample_held_out()
     after, trained = _metrics_and_samples(world, responses)
     calibrated = calibration(world, responses)
@@ -254,14 +254,14 @@ def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any
                 "observed": float(right[here].mean()) if count else None,
             }
         )
-    known = len(p) > 0
+    any_pairs = len(p) > 0
     return {
         "kind": "success",
         "count": len(p),
-        "predicted": float(p.mean()) if known else None,
-        "observed": float(share) if known else None,
-        "brier": float(((p - right) ** 2).mean()) if known else None,
-        "brier_baseline": float(share * (1 - share)) if known else None,
+        "predicted": float(p.mean()) if any_pairs else None,
+        "observed": float(share) if any_pairs else None,
+        "brier": float(((p - right) ** 2).mean()) if any_pairs else None,
+        "brier_baseline": float(share * (1 - share)) if any_pairs else None,
         "bins": table,
     }
 

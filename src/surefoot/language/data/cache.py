@@ -148,8 +148,8 @@ def cached(
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root, key):
             folder_ = root / key
-            found = _read(folder_, kinds)
-            if found is None:
+            stored = _read(folder_, kinds)
+            if stored is None:
                 temporary = root / f".{key}.tmp"  # of this key's lock alone: a killed process leaves it, the next removes it
                 shutil.rmtree(temporary, ignore_errors=True)
                 shutil.rmtree(folder_, ignore_errors=True)
@@ -159,10 +159,10 @@ def cached(
                     os.replace(temporary, folder_)
                 finally:
                     shutil.rmtree(temporary, ignore_errors=True)
-                found = _opened(folder_, kinds)
+                stored = _opened(folder_, kinds)
             os.utime(folder_)
         _remove_unused(root)
-        return found
+        return stored
     except OSError as error:
         raise SurefootError(
             f"SUREFOOT_CACHE={str(root.parent)!r}: can't be written ({error.strerror or error}); set it to a folder with room"

@@ -440,8 +440,8 @@ def _eos_ids(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | Non
 def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int:
     """The pad token; else a special token, or any token, that is not EOS. No token is added, and no model resized."""
     names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
-    known: list[int] = [int(i) for i in (*names, *tokenizer.all_special_ids) if i is not None]
-    candidates: list[int] = [*known, *range(len(tokenizer))]
+    used: list[int] = [int(i) for i in (*names, *tokenizer.all_special_ids) if i is not None]
+    candidates: list[int] = [*used, *range(len(tokenizer))]
     return next(i for i in candidates if i not in eos_ids)
 
 

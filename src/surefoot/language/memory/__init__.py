@@ -203,17 +203,17 @@ def permanent(workload: Workload) -> dict[str, dict[str, int]]:
         return _permanent_with_adapters(workload, workload.adapter)
     if workload.kind == "reward":
         return {"reward": trained_bytes(own.trunk + own.width + 1)}
-    found = {"policy": trained_bytes(own.total)}
+    sizes = {"policy": trained_bytes(own.total)}
     if workload.value == "head":
-        found["value"] = trained_bytes(own.width + 1)
+        sizes["value"] = trained_bytes(own.width + 1)
     elif workload.value == "own":
         critic = count_parameters(workload.critic or workload.policy)
-        found["value"] = trained_bytes(critic.trunk + critic.width + 1)
+        sizes["value"] = trained_bytes(critic.trunk + critic.width + 1)
     if workload.reference is not None and workload.kind != "dpo":
-        found["reference"] = frozen_bytes(count_parameters(workload.reference).total)
+        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total)
     if workload.rewards:
-        found["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in workload.rewards))
-    return found
+        sizes["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in workload.rewards))
+    return sizes
 
 
 def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
@@ -222,14 +222,14 @@ def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> 
     head = own.width + 1
     if workload.kind == "reward":
         return {"base": frozen_bytes(own.trunk), "reward": trained_bytes(size + head)}
-    found = {"base": frozen_bytes(own.total), "policy": trained_bytes(size)}
+    sizes = {"base": frozen_bytes(own.total), "policy": trained_bytes(size)}
     if workload.value != "none":
-        found["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
+        sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
     if workload.reference is not None and workload.kind != "dpo":
-        found["reference"] = frozen_bytes(count_parameters(workload.reference).total)
+        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total)
     rewards = sum(_reward_size(count_parameters(config)) for config in workload.rewards)
     rewards += sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
-    return found | ({"reward": frozen_bytes(rewards)} if rewards else {})
+    return sizes | ({"reward": frozen_bytes(rewards)} if rewards else {})
 
 
 def permanent_bytes(workload: Workload) -> int:
@@ -253,18 +253,18 @@ class _Estimator:
         s = self.workload
         always = permanent(s)
         always["data"] = {"rollout": self.rollout}
-        found = {"learning": self.learning()}
+        phases = {"learning": self.learning()}
         if s.kind == "language":
-            found |= {"sampling": self.sampling(), "scoring": self.scoring()}
+            phases |= {"sampling": self.sampling(), "scoring": self.scoring()}
             if s.demonstrated is not None:
-                found["evaluating"] = self.demonstration_scoring()
+                phases["evaluating"] = self.demonstration_scoring()
         elif s.evaluated:
-            found["evaluating"] = self.evaluating()
+            phases["evaluating"] = self.evaluating()
         if s.kind == "dpo":
-            found["scoring by the reference"] = self.reference_scoring()
+            phases["scoring by the reference"] = self.reference_scoring()
         moments = sum(parts.get("optimizer", 0) for parts in always.values())
-        found["saving"] = PhaseMemory({"copies": moments})
-        return Estimate(always, found, tuple(self.failed))
+        phases["saving"] = PhaseMemory({"copies": moments})
+        return Estimate(always, phases, tuple(self.failed))
 
     @cached_property
     def rollout(self) -> int:
@@ -277,36 +277,36 @@ class _Estimator:
     def learning(self) -> PhaseMemory:
         s = self.workload
         if s.kind == "reward":
-            found = self.counted(
+            needed = self.counted(
                 "learning", lambda: passes.pair_learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows))
             )
         else:
-            found = self.counted("learning", lambda: passes.learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows)))
+            needed = self.counted("learning", lambda: passes.learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows)))
         if s.mixed is not None:
             read = s.at_once(s.mixed)
-            beside = self.counted("learning", lambda: passes.learning(s.policy, REINFORCE, self._plain, read))
-            found = max(found, beside, key=lambda passing: passing.peak)
-        parts = {f"{role} activations": size for role, size in found.kept.items()}
+            mixed = self.counted("learning", lambda: passes.learning(s.policy, REINFORCE, self._plain, read))
+            needed = max(needed, mixed, key=lambda passing: passing.peak)
+        parts = {f"{role} activations": size for role, size in needed.kept.items()}
         copies = 0
         if s.rows < s.responses:
             copies = s.responses * (PROMPT_BYTES * s.prompt + BATCH_BYTES * s.response)
-        return PhaseMemory({**parts, "logits and work": found.peak - sum(found.kept.values()), "batch": copies})
+        return PhaseMemory({**parts, "logits and work": needed.peak - sum(needed.kept.values()), "batch": copies})
 
     def reference_scoring(self) -> PhaseMemory:
         """The reference scores answers; its weights are in memory only for that."""
         s = self.workload
         other, read = s.reference or s.policy, s.micro(s.rows)
-        found = self.counted("scoring by the reference", lambda: passes.scoring(other, s.pass_options(value=False), read))
+        needed = self.counted("scoring by the reference", lambda: passes.scoring(other, s.pass_options(value=False), read))
         copied = s.adapter is None or s.reference is not None
-        return PhaseMemory({"reference": WEIGHT * count_parameters(other).total if copied else 0, "passes": found.peak})
+        return PhaseMemory({"reference": WEIGHT * count_parameters(other).total if copied else 0, "passes": needed.peak})
 
     def sampling(self) -> PhaseMemory:
         s = self.workload
         phases = [self._drawing(s.responses // s.samples, s.samples)]
         if s.evaluated > s.responses // s.samples:  # otherwise no more than sampling for training
             phases.append(self._drawing(s.evaluated, 1))
-        found = max(phases, key=lambda phase: phase.total)
-        return PhaseMemory({**found.parts, "earlier rounds": s.held}) if s.held else found
+        largest = max(phases, key=lambda phase: phase.total)
+        return PhaseMemory({**largest.parts, "earlier rounds": s.held}) if s.held else largest
 
     def _drawing(self, prompts: int, samples: int) -> PhaseMemory:
         s = self.workload
@@ -322,26 +322,26 @@ class _Estimator:
     def scoring(self) -> PhaseMemory:
         s = self.workload
         read = s.micro(max(s.responses, s.evaluated))
-        found = [self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak]
+        peaks = [self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak]
         if s.reference is not None and s.reference is not s.policy:
             other = s.reference
-            found.append(self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak)
+            peaks.append(self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak)
         texts = BatchShape(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
         for config in s.rewards:
-            found.append(self.counted("scoring", lambda config=config: passes.reward_scoring(config, texts)).peak)
+            peaks.append(self.counted("scoring", lambda config=config: passes.reward_scoring(config, texts)).peak)
         for adapter in s.reward_adapters:
             count = partial(passes.reward_scoring, s.policy, texts, adapter)
-            found.append(self.counted("scoring", count).peak)
-        return PhaseMemory({"passes": max(found), "batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})})
+            peaks.append(self.counted("scoring", count).peak)
+        return PhaseMemory({"passes": max(peaks), "batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})})
 
     def evaluating(self) -> PhaseMemory:
         s = self.workload
         read = s.micro(min(s.rows, s.evaluated))
         if s.kind == "reward":
-            found = self.counted("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter))
+            needed = self.counted("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter))
         else:
-            found = self.counted("evaluating", lambda: passes.scoring(s.policy, s.pass_options(), read))
-        return PhaseMemory({"passes": found.peak})
+            needed = self.counted("evaluating", lambda: passes.scoring(s.policy, s.pass_options(), read))
+        return PhaseMemory({"passes": needed.peak})
 
     def demonstration_scoring(self) -> PhaseMemory:
         """The likelihood of demonstrations, as in SFT, without a critic."""

@@ -47,7 +47,7 @@ class MemoryCheck:
 
     def __init__(self, recipe: ModelRecipe) -> None:
         self.recipe = recipe
-        self.workload = known_workload(recipe) if recipe.check_memory else None
+        self.workload = readable_workload(recipe) if recipe.check_memory else None
         self.available = available_memory(recipe.device) if recipe.check_memory else None
         self.full: Workload | None = None
         """the workload with the longest rows, once they are known"""
@@ -149,8 +149,8 @@ class MemoryCheck:
         each = (before - measure(with_prompts(workload, prompts // 2))) / (prompts - prompts // 2)
         if each <= 0:
             return
-        wanted = min(prompts // 2, prompts - int((before - self.available) / each))
-        power = 2 ** (max(1, wanted // fewest).bit_length() - 1)
+        fewer = min(prompts // 2, prompts - int((before - self.available) / each))
+        power = 2 ** (max(1, fewer // fewest).bit_length() - 1)
         yield from (fewest * power // 2**step for step in range(4) if power >= 2**step)
 
 
@@ -162,7 +162,7 @@ def workload_of(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: i
     return replace(_workload_of(recipe), prompt=prompt, response=response, evaluated=evaluated)
 
 
-def known_workload(recipe: ModelRecipe) -> Workload | None:
+def readable_workload(recipe: ModelRecipe) -> Workload | None:
     """The workload of a recipe before its rows are read; None for a model that can't be read (loading it reports the error), or
     that needs its own code.
     """
@@ -207,7 +207,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         value="none" if not critic else "own" if recipe.critic.own_model else "head",
         critic=None if start is None or recipe.adapter is not None else config(start),
         reference=reference,
-        rewards=tuple(found for name in names if name not in adapters and _is_decoder(found := config(name))),
+        rewards=tuple(model for name in names if name not in adapters and _is_decoder(model := config(name))),
         reward_adapters=tuple(adapters[name] for name in names if name in adapters),
         temperature=recipe.sampling.temperature,
         rows=recipe.responses // (reuse.minibatches if reuse else 1),
@@ -274,8 +274,8 @@ def upper_bound(workload: Workload) -> int:
     for config in {
         id(c): c for c in (workload.policy, workload.critic, workload.reference, *workload.rewards) if c is not None
     }.values():
-        text, known, layers = config.get_text_config(), count_parameters(config), layer_count(config)
-        wide = max(known.width, int(getattr(text, "intermediate_size", 0) or 4 * known.width))
+        text, counts, layers = config.get_text_config(), count_parameters(config), layer_count(config)
+        wide = max(counts.width, int(getattr(text, "intermediate_size", 0) or 4 * counts.width))
         heads = int(getattr(text, "num_attention_heads", 1) or 1)
         learned, width = (
             workload.micro(max(workload.rows, workload.evaluated)),
@@ -286,7 +286,7 @@ def upper_bound(workload: Workload) -> int:
         demonstrated, mixed = workload.at_once(workload.demonstrated, workload.rows), workload.at_once(workload.mixed)
         tokens += demonstrated.rows * demonstrated.width + 2 * mixed.rows * mixed.width
         each = layers * (40 * wide + 8 * heads * width)
-        logits = 8 * (texts * known.vocabulary + CHUNK) + 8 * known.total
+        logits = 8 * (texts * counts.vocabulary + CHUNK) + 8 * counts.total
         largest += 4 * (tokens * each + logits)
     return permanent_bytes(workload) + largest + workload.held
 
@@ -305,8 +305,8 @@ def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) ->
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     if kind == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    known = [machine_memory(proc), address_space(proc), *(group_memory(folder) for folder in control_groups(proc, cgroups))]
-    return min((size for size in known if size is not None), default=None)
+    limits = [machine_memory(proc), address_space(proc), *(group_memory(folder) for folder in control_groups(proc, cgroups))]
+    return min((size for size in limits if size is not None), default=None)
 
 
 def machine_memory(proc: Path = PROC) -> int | None:

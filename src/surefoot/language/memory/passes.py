@@ -161,7 +161,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """bytes"""
         self.peak = 0
         """the maximum of ``live`` since the last ``restart``"""
-        self._known: dict[int, Any] = {}
+        self._storages: dict[int, Any] = {}
 
     def restart(self) -> None:
         """Reset the peak to the live bytes."""
@@ -187,13 +187,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track(self, tensor: Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._known:
-            self._known[key] = weakref.ref(storage, partial(self._release, key, size))
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, partial(self._release, key, size))
             self.live += size
             self.peak = max(self.peak, self.live)
 
     def _release(self, key: int, size: int, _: Any) -> None:
-        if self._known.pop(key, None) is not None:
+        if self._storages.pop(key, None) is not None:
             self.live -= size
 
 
@@ -238,14 +238,14 @@ class PassMemory:
 
 def cached_pass(count: Callable[P, PassMemory]) -> Callable[P, PassMemory]:
     """Count every pass once: plans that differ in one option share most passes."""
-    known: dict[str, PassMemory] = {}
+    cache: dict[str, PassMemory] = {}
 
     @wraps(count)
     def cached(*args: P.args, **kwargs: P.kwargs) -> PassMemory:
         key = repr((args, kwargs))
-        if key not in known:
-            known[key] = count(*args, **kwargs)
-        return known[key]
+        if key not in cache:
+            cache[key] = count(*args, **kwargs)
+        return cache[key]
 
     return cached
 
@@ -344,8 +344,8 @@ def decoding(
                     logits = decoder.step(tokens)
                 else:
                     logits = torch.zeros(prompts * samples, vocabulary)
-                known = log_softmax(logits, temperature)
-                inverse_cdf(known, torch.zeros(prompts * samples, dtype=torch.float64))
+                log_probs = log_softmax(logits, temperature)
+                inverse_cdf(log_probs, torch.zeros(prompts * samples, dtype=torch.float64))
             return PassMemory(tracker.peak, kept)
 
     return _over_layers(once, config)
@@ -386,10 +386,10 @@ def _policy_pass(
             batch = _batch(shape)
             rows, columns, steps = (torch.zeros(count, dtype=torch.long) for _ in range(3))
             ids = torch.zeros(shape.rows, shape.width, dtype=torch.long)
-            begun, kept = tracker.live, {}
+            live, kept = tracker.live, {}
             with computing(held, s.checkpointing, s.bf16):
                 hidden, states = readout.states(ids, rows, columns)
-                kept["policy"] = tracker.live - begun
+                kept["policy"] = tracker.live - live
                 likelihood = chunked_likelihood(
                     states, batch.actions.flatten()[:count], readout.head, s.temperature, s.chunk or max(1, count)
                 )
@@ -399,8 +399,8 @@ def _policy_pass(
                     values = critic(ids)[rows, columns]
                     kept["value"] = tracker.live - logits
 
-            def spread(found: Tensor) -> Tensor:
-                return found.new_zeros(shape.rows, shape.decisions).index_put((rows, steps), found)
+            def spread(values: Tensor) -> Tensor:
+                return values.new_zeros(shape.rows, shape.decisions).index_put((rows, steps), values)
 
             if objective is None:
                 return PassMemory(tracker.peak)
@@ -423,11 +423,11 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions,
         if s.checkpointing:
             checkpoint_layers(model)
         with _tracker(held, True) as tracker:
-            batch, begun = _batch(shape), tracker.live
+            batch, live = _batch(shape), tracker.live
             with computing(held, s.checkpointing, s.bf16):
-                found = [head(_read_masked(model, shape)[:, -1]).squeeze(-1) for _ in range(2)]
-            both = torch.stack(found, -1).float().log_softmax(-1)
-            kept = {"policy": tracker.live - begun}
+                scores = [head(_read_masked(model, shape)[:, -1]).squeeze(-1) for _ in range(2)]
+            both = torch.stack(scores, -1).float().log_softmax(-1)
+            kept = {"policy": tracker.live - live}
             entropy = -(both.exp() * both).sum(-1, keepdim=True)
             evaluation = Evaluation(both.gather(-1, batch.actions), entropy)
             total, _, _ = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0)
@@ -517,14 +517,14 @@ def _over_layers(
     """A pass through all layers, extrapolated from few layers: bytes are linear in the number of layers."""
     here = [sample_depths(config), (0,) if critic is None else sample_depths(critic)]
     few = [c if c is None else with_layers(c, at[0]) for c, at in zip((config, critic), here, strict=True)]
-    found = base = count(*few)
+    result = base = count(*few)
     for index, (whole, at) in enumerate(zip((config, critic), here, strict=True)):
         if len(at) == 1 or whole is None:
             continue
         more = list(few)
         more[index] = with_layers(whole, at[1])
-        found = _extrapolate(found, base, count(*more), (layer_count(whole) - at[0]) / (at[1] - at[0]))
-    return found
+        result = _extrapolate(result, base, count(*more), (layer_count(whole) - at[0]) / (at[1] - at[0]))
+    return result
 
 
 def _over_rows(count: Callable[[BatchShape], PassMemory], shape: BatchShape, chunk: int | None) -> PassMemory:
@@ -536,6 +536,6 @@ def _over_rows(count: Callable[[BatchShape], PassMemory], shape: BatchShape, chu
     return _extrapolate(high, low, high, (shape.rows - most) / (most - most // 2))
 
 
-def _extrapolate(found: PassMemory, low: PassMemory, high: PassMemory, times: float) -> PassMemory:
-    kept = {name: size + int(times * (high.kept[name] - low.kept[name])) for name, size in found.kept.items()}
-    return PassMemory(found.peak + int(times * (high.peak - low.peak)), kept)
+def _extrapolate(measured: PassMemory, low: PassMemory, high: PassMemory, times: float) -> PassMemory:
+    kept = {name: size + int(times * (high.kept[name] - low.kept[name])) for name, size in measured.kept.items()}
+    return PassMemory(measured.peak + int(times * (high.peak - low.peak)), kept)

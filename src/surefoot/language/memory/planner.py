@@ -33,29 +33,31 @@ OURS = {"policy": 16, "value": 16, "reference": 4, "reward": 4}
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """A workload with its estimate, and variants for comparison."""
 
     model: str
     nominal: int
     """parameters for the textbook's count: the size in the model's name, else the exact number"""
-    known: ParameterCounts
+    counts: ParameterCounts
     layers: int
     workload: Workload
     estimate: Estimate
     others: dict[str, Estimate]
 
 
-def plan(model: str, workload: Workload, nominal: int | None = None) -> Plan:
+def plan_memory(model: str, workload: Workload, nominal: int | None = None) -> MemoryPlan:
     """Everything that ``surefoot memory`` prints. Takes some seconds for large models."""
-    known = count_parameters(workload.policy)
+    counts = count_parameters(workload.policy)
     others = {name: estimate(other) for name, other in variants(workload)}
-    return Plan(model, nominal or known.total, known, layer_count(workload.policy), workload, estimate(workload), others)
+    return MemoryPlan(
+        model, nominal or counts.total, counts, layer_count(workload.policy), workload, estimate(workload), others
+    )
 
 
 def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Other settings, one at a time, and then the most thrifty ones together."""
-    thrifty = workload
+    """Other settings, one at a time, then those that save the most together."""
+    smallest = workload
     if workload.kind == "language":
         if workload.value != "own":
             yield "a value model of its own", with_value(workload, "own")
@@ -64,7 +66,7 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
         if workload.value != "none":
             yield "no critic (GRPO, REINFORCE)", with_value(workload, "none")
         if workload.value == "own":
-            thrifty = with_value(thrifty, "head")
+            smallest = with_value(smallest, "head")
     if workload.adapter is None:
         yield "adapters of one base, rank 16", with_adapters(workload, AdapterSettings())
     if not workload.bf16:
@@ -77,10 +79,10 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if workload.kind != "reward":
         yield "logits not in chunks", replace(workload, chunked=False)
     prompts = workload.responses // workload.samples
-    thrifty = replace(thrifty, checkpointing=True, micro_batch_tokens=tokens)
-    yield "checkpointing, one row" + (", shared trunk" if workload.value == "own" else ""), thrifty
+    smallest = replace(smallest, checkpointing=True, micro_batch_tokens=tokens)
+    yield "checkpointing, one row" + (", shared trunk" if workload.value == "own" else ""), smallest
     if workload.kind == "language" and prompts > 4:
-        few = replace(thrifty, responses=4 * workload.samples, rows=max(1, workload.rows * 4 // prompts))
+        few = replace(smallest, responses=4 * workload.samples, rows=max(1, workload.rows * 4 // prompts))
         yield "the same with 4 prompts an iteration", few
 
 
@@ -101,8 +103,8 @@ def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
     Raises SurefootError for any other name.
     """
     require_transformers(f"model={name!r}")
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", name.lower()):
-        parameters = int(float(found[1]) * {"b": 1e9, "m": 1e6}[found[2]])
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", name.lower()):
+        parameters = int(float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]])
         return llama_of(parameters), parameters
     path = Path(name).expanduser()
     if path.name.endswith(".json") and path.is_file():
@@ -154,18 +156,18 @@ def textbook(parameters: int) -> dict[str, dict[str, float]]:
     return {way: {role: each * parameters for role, each in bytes_of.items()} for way, bytes_of in ways.items()}
 
 
-def fits(found: Estimate) -> list[int]:
+def fits(needed: Estimate) -> list[int]:
     """The GPUs that a run fits; checkpoints are copied to the host."""
-    return [card for card in CARDS if running_peak(found) <= card * 1e9]
+    return [card for card in CARDS if running_peak(needed) <= card * 1e9]
 
 
-def to_json(made: Plan) -> dict[str, Any]:
+def to_json(plan: MemoryPlan) -> dict[str, Any]:
     """All of a plan, in bytes."""
-    s, found = made.workload, made.estimate
+    s, needed = plan.workload, plan.estimate
     return {
-        "model": made.model,
-        "parameters": made.known.total,
-        "layers": made.layers,
+        "model": plan.model,
+        "parameters": plan.counts.total,
+        "layers": plan.layers,
         "setup": {
             "kind": s.kind,
             "critic": s.value,
@@ -178,93 +180,95 @@ def to_json(made: Plan) -> dict[str, Any]:
             "prompt_tokens": s.prompt,
             "response_tokens": s.response,
         },
-        "always": found.always,
-        "phases": {name: phase.parts for name, phase in found.phases.items()},
-        "peak": running_peak(found),
-        "peak_with_saving": found.peak,
-        "fits": fits(found),
-        "uncounted": list(found.uncounted),
-        "alternatives": {name: {"peak": running_peak(other), "fits": fits(other)} for name, other in made.others.items()},
-        "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(made.nominal).items()},
+        "always": needed.always,
+        "phases": {name: phase.parts for name, phase in needed.phases.items()},
+        "peak": running_peak(needed),
+        "peak_with_saving": needed.peak,
+        "fits": fits(needed),
+        "uncounted": list(needed.uncounted),
+        "alternatives": {name: {"peak": running_peak(other), "fits": fits(other)} for name, other in plan.others.items()},
+        "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(plan.nominal).items()},
     }
 
 
 # ---- for people ---------------------------------------------------------------------------------------------------------
 
 
-def tables(made: Plan) -> Group:
+def tables(plan: MemoryPlan) -> Group:
     """The plan as tables."""
-    s, found = made.workload, made.estimate
+    s, needed = plan.workload, plan.estimate
     micro = s.micro(s.rows)
     rows = f"{s.responses} rows of {s.prompt} + {s.response} tokens, {micro.rows} at once in learning"
     lines: list[Text | Table] = [
-        Text(f"{made.model}: {made.known.total:,} parameters in {made.layers} layers; kind = {s.kind}; {rows}", style="bold"),
+        Text(f"{plan.model}: {plan.counts.total:,} parameters in {plan.layers} layers; kind = {s.kind}; {rows}", style="bold"),
         Text(),
-        _role_table(found),
+        _role_table(needed),
         Text(),
-        _phase_table(found),
+        _phase_table(needed),
         Text(),
-        _variant_table(made),
+        _variant_table(plan),
     ]
-    if found.uncounted:
-        lines.insert(2, Text(f"not counted for this family: {', '.join(found.uncounted)} (shown as 0)", style="yellow"))
+    if needed.uncounted:
+        lines.insert(2, Text(f"not counted for this family: {', '.join(needed.uncounted)} (shown as 0)", style="yellow"))
     if s.kind == "language":
-        lines += [Text(), _textbook_table(made), Text(_textbook_note(made))]
+        lines += [Text(), _textbook_table(plan), Text(_textbook_note(plan))]
     return Group(*lines)
 
 
-def _role_table(found: Estimate) -> Table:
+def _role_table(needed: Estimate) -> Table:
     table = Table(title="what always stays", title_justify="left", box=None)
     for name in ("role", *PARTS, "together"):
         table.add_column(name, justify="left" if name == "role" else "right")
-    for role, parts in found.always.items():
+    for role, parts in needed.always.items():
         if role != "data":
             cells = [readable(parts[part]) if part in parts else "–" for part in PARTS]
             table.add_row(role, *cells, readable(sum(parts.values())))
-    table.add_row("rollout", "", "", "", readable(found.always["data"]["rollout"]))
-    table.add_row("all", "", "", "", readable(found.permanent), style="bold")
+    table.add_row("rollout", "", "", "", readable(needed.always["data"]["rollout"]))
+    table.add_row("all", "", "", "", readable(needed.permanent), style="bold")
     return table
 
 
-def _phase_table(found: Estimate) -> Table:
+def _phase_table(needed: Estimate) -> Table:
     table = Table(title="what comes on top, one phase after another", title_justify="left", box=None)
     table.add_column("phase")
     table.add_column("more", justify="right")
     table.add_column("peak", justify="right")
     table.add_column("of what", overflow="fold")
-    for name, phase in sorted(found.phases.items(), key=lambda pair: -pair[1].total):
+    for name, phase in sorted(needed.phases.items(), key=lambda pair: -pair[1].total):
         parts = ", ".join(f"{part} {readable(count)}" for part, count in phase.parts.items() if count)
-        table.add_row(name, readable(phase.total), readable(found.at(name)), parts, style="bold" if name == found.worst else "")
+        table.add_row(
+            name, readable(phase.total), readable(needed.at(name)), parts, style="bold" if name == needed.worst else ""
+        )
     return table
 
 
-def _variant_table(made: Plan) -> Table:
+def _variant_table(plan: MemoryPlan) -> Table:
     title = "peak, and which GPUs (GB) hold it; a checkpoint is copied to the host"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("setup")
     table.add_column("peak", justify="right")
     for card in CARDS:
         table.add_column(str(card), justify="right")
-    for name, found in {"as asked": made.estimate, **made.others}.items():
-        held = fits(found)
+    for name, needed in {"this recipe": plan.estimate, **plan.others}.items():
+        held = fits(needed)
         cells = ["yes" if card in held else "no" for card in CARDS]
-        table.add_row(name, readable(running_peak(found)), *cells, style="bold" if name == "as asked" else "")
+        table.add_row(name, readable(running_peak(needed)), *cells, style="bold" if name == "this recipe" else "")
     return table
 
 
-def _textbook_table(made: Plan) -> Table:
-    title = f"four roles of {made.nominal / 1e9:,.3g} B parameters each, counted three ways"
+def _textbook_table(plan: MemoryPlan) -> Table:
+    title = f"four roles of {plan.nominal / 1e9:,.3g} B parameters each, counted three ways"
     table = Table(title=title, title_justify="left", box=None)
     for name in ("", *TEXTBOOK, "together"):
         table.add_column(name, justify="right" if name else "left")
-    for way, roles in textbook(made.nominal).items():
+    for way, roles in textbook(plan.nominal).items():
         table.add_row(way, *(readable(count) for count in roles.values()), readable(sum(roles.values())))
     return table
 
 
-def _textbook_note(made: Plan) -> str:
-    found = made.estimate
-    passing = {name: found.phases[name].total for name in ("learning", "sampling", "scoring")}
+def _textbook_note(plan: MemoryPlan) -> str:
+    needed = plan.estimate
+    passing = {name: needed.phases[name].total for name in ("learning", "sampling", "scoring")}
     most = ", ".join(f"{name} {readable(count)}" for name, count in passing.items())
     return (
         "The textbook's sum is 2 bytes for a weight and 2 for its gradient. It leaves out the optimizer (AdamW in mixed "

@@ -69,14 +69,14 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) 
 
 
 def load_merged(
-    trees: dict[str, Any], where: Path, trust_remote_code: bool = False
+    parts: dict[str, Any], where: Path, trust_remote_code: bool = False
 ) -> "tuple[PreTrainedModel, nn.Linear | None]":
     """A checkpoint's base with its adapter merged, and the head of a reward model. ``trust_remote_code`` comes from the caller,
     because a checkpoint may come from anyone.
 
     Raises SurefootError if the base is missing or has changed.
     """
-    record, recipe = trees["base"], trees["recipe"]
+    record, recipe = parts["base"], parts["recipe"]
     try:
         model, _ = load_model(record["model"], trust_remote_code=trust_remote_code)
     except SurefootError as error:
@@ -89,7 +89,7 @@ def load_merged(
     holder: nn.Module = RewardModel(base.trunk, new_head(base.trunk)) if reward else model
     prefix = "writer.model." if recipe["kind"] == "dpo" else "model."
     names = {name for name, p in holder.named_parameters() if p.requires_grad}
-    weights = {name.removeprefix(prefix): x for name, x in trees["agent"].items() if name.startswith(prefix)}
+    weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
     load_trained(holder, {name: x for name, x in weights.items() if name in names or f".{POLICY}." in name}, where)
     merge(base.trunk)
     return model, holder.head if isinstance(holder, RewardModel) else None
@@ -119,7 +119,7 @@ def save_adapter(base: SharedBase, result: Any, folder: Path) -> None:
     config.inference_mode = True
     trunk = "" if reward or result.model is base.trunk else f"{result.model.base_model_prefix}."
     tensors = {f"base_model.model.{trunk}{name}": x for name, x in base.tensors(POLICY).items()}
-    with atomic_folder(folder, known_by="adapter_config.json") as temporary:
+    with atomic_folder(folder, marker="adapter_config.json") as temporary:
         config.save_pretrained(temporary)
         save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, temporary / WEIGHTS, {"format": "pt"})
         (temporary / BASE).write_text(json.dumps({"model": base.source, "print": base.hash}, indent=1) + "\n", "utf-8")
@@ -156,7 +156,7 @@ def reward_role(base: SharedBase, name: str, role: str | None = None) -> RewardM
         config = LoraConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise SurefootError(f"model={name!r}: its adapter can't be read ({cause_of(error)}); copy the whole folder") from None
-    role = role or f"reward{sum(known.startswith('reward') for known in base.configs)}"
+    role = role or f"reward{sum(other.startswith('reward') for other in base.configs)}"
     config.inference_mode = False
     base.load(role, config, tensors)
     model = RewardModel(RoleTrunk(base, role), new_head(base.trunk), read_tokenizer(str(folder)))  # type: ignore[arg-type]

@@ -67,8 +67,8 @@ def resolve_targets(
             others.append(target)
         else:
             ends = [*name_endings(linear), *matrix_endings(matrices)]
-            known = did_you_mean(target, [*ends, *name_endings(matrices)]) or f"; it has: {', '.join(ends)}"
-            raise SurefootError(f"adapter.targets={target!r}: the model's trunk has no linear layer of that name{known}")
+            hint = did_you_mean(target, [*ends, *name_endings(matrices)]) or f"; it has: {', '.join(ends)}"
+            raise SurefootError(f"adapter.targets={target!r}: the model's trunk has no linear layer of that name{hint}")
     return layers, others
 
 

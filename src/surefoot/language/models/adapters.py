@@ -194,8 +194,8 @@ class SharedBase:
     def _check_same_experts(self, role: str, config: Any) -> None:
         """Raise SurefootError if another role adapts other experts: ``peft`` identifies a pair by the depth of its wrapper."""
         mine = sorted(config.target_parameters or ())
-        for other, known in self.configs.items():
-            theirs = sorted(known.target_parameters or ())
+        for other, other_config in self.configs.items():
+            theirs = sorted(other_config.target_parameters or ())
             if mine and theirs and mine != theirs:
                 raise SurefootError(
                     f"adapter of the {role}: adapts {', '.join(mine)}, but that of the {other} adapts {', '.join(theirs)}; "
@@ -208,7 +208,7 @@ class SharedBase:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._check_same_experts(role, config)
-        wanted = {p for p in self.trunk.parameters() if p.requires_grad}
+        trained = {p for p in self.trunk.parameters() if p.requires_grad}
         # peft replaces names only in a module with a model's config, so a container without one prevents it.
         rename = convert or not renamed_by_peft(config, self.trunk)
         model = self.trunk if rename else nn.ModuleDict({"trunk": self.trunk})
@@ -223,7 +223,7 @@ class SharedBase:
             if leftover in vars(self.trunk):
                 delattr(self.trunk, leftover)
         for parameter in self.trunk.parameters():
-            parameter.requires_grad_(parameter in wanted)
+            parameter.requires_grad_(parameter in trained)
         self.configs[role] = config
         self.layers = [module for module in self.trunk.modules() if isinstance(module, BaseTunerLayer)]
         self.switch(self.active)

@@ -131,14 +131,14 @@ def load_language_model(name: str, trust_remote_code: bool = False) -> LanguageM
     path = Path(name).expanduser()
     if (path / "config.toml").is_file() or (path / "manifest.json").is_file():
         checkpoint = checkpoint_to_load(path)
-        trees = load_checkpoint(checkpoint)
-        require(trees, ("recipe",), checkpoint)
-        kind = trees["recipe"].get("kind", "control")
+        parts = load_checkpoint(checkpoint)
+        require(parts, ("recipe",), checkpoint)
+        kind = parts["recipe"].get("kind", "control")
         if kind not in ("sft", "dpo", "language"):
             raise SurefootError(
                 f"{name}: was trained as kind = {kind!r}, which generates no text; name a run of sft, dpo or language"
             )
-        result = from_trees(trees, checkpoint, trust_remote_code)
+        result = from_parts(parts, checkpoint, trust_remote_code)
         assert isinstance(result, LanguageModel)
         return result
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
@@ -151,7 +151,7 @@ def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
     return model, Tokens(tokenizer, model)
 
 
-def describe_model(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def model_files(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """What a checkpoint needs besides weights: the configuration, the generation config (it lists EOS ids) and the tokenizer's
     files.
     """
@@ -168,35 +168,35 @@ def describe_model(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> di
     }
 
 
-def from_trees(trees: dict[str, Any], where: Path, trust_remote_code: bool = False) -> LanguageModel | RewardModel:
+def from_parts(parts: dict[str, Any], where: Path, trust_remote_code: bool = False) -> LanguageModel | RewardModel:
     """The language or reward model in a checkpoint. Raises SurefootError if the checkpoint contains neither."""
-    require(trees, ("agent", "recipe", "model"), where)
+    require(parts, ("agent", "recipe", "model"), where)
     with made_from(where):
-        result = _build_model(trees, where, trust_remote_code)
-        recipe = make_recipe(trees["recipe"])
+        result = _build_model(parts, where, trust_remote_code)
+        recipe = make_recipe(parts["recipe"])
         assert isinstance(recipe, ModelRecipe), "a recipe of another kind has no model"
         result.recipe = recipe
         return result
 
 
-def _build_model(trees: dict[str, Any], where: Path, trust_remote_code: bool) -> LanguageModel | RewardModel:
+def _build_model(parts: dict[str, Any], where: Path, trust_remote_code: bool) -> LanguageModel | RewardModel:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
-    tokenizer = _build_tokenizer(trees["model"]["tokenizer"], where, trust_remote_code)
-    if "base" in trees:
-        return _merged_model(trees, where, tokenizer, trust_remote_code)
-    reward = trees["recipe"]["kind"] == "reward"
-    saved = dict(trees["model"]["config"])
+    tokenizer = _build_tokenizer(parts["model"]["tokenizer"], where, trust_remote_code)
+    if "base" in parts:
+        return _merged_model(parts, where, tokenizer, trust_remote_code)
+    reward = parts["recipe"]["kind"] == "reward"
+    saved = dict(parts["model"]["config"])
     config: Any = AutoConfig.for_model(saved.pop("model_type"), **saved)
     auto: Any = AutoModel if reward else AutoModelForCausalLM
-    prefix = "writer.model." if trees["recipe"]["kind"] == "dpo" else "model."
-    weights = {name.removeprefix(prefix): x for name, x in trees["agent"].items() if name.startswith(prefix)}
+    prefix = "writer.model." if parts["recipe"]["kind"] == "dpo" else "model."
+    weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then overwritten; buffers are computed and stay
         model = auto.from_config(config, trust_remote_code=trust_remote_code)
     if not reward:
         load_weights(model, weights, where)
-        if trees["model"].get("generation"):
-            model.generation_config = GenerationConfig.from_dict(trees["model"]["generation"])
+        if parts["model"].get("generation"):
+            model.generation_config = GenerationConfig.from_dict(parts["model"]["generation"])
         return LanguageModel(model.eval(), Tokens(tokenizer, model))
     head = nn.Linear(weights["head.weight"].shape[1], 1)
     scores = RewardModel(model, head, tokenizer)
@@ -220,10 +220,10 @@ def _build_tokenizer(files: dict[str, str], where: Path, trust_remote_code: bool
 
 
 def _merged_model(
-    trees: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase", trust_remote_code: bool
+    parts: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase", trust_remote_code: bool
 ) -> LanguageModel | RewardModel:
     """The model of a checkpoint that contains only an adapter: its base with the adapter merged."""
-    model, head = load_merged(trees, where, trust_remote_code)
+    model, head = load_merged(parts, where, trust_remote_code)
     if head is None:
         return LanguageModel(model, Tokens(tokenizer, model))
     trunk: Any = model.base_model

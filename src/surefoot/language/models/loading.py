@@ -262,15 +262,15 @@ def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path, known_by: str = "config.json") -> Iterator[Path]:
+def atomic_folder(folder: Path, marker: str = "config.json") -> Iterator[Path]:
     """A temporary folder that replaces ``folder`` at the end; after an error, nothing has changed.
 
-    known_by  the file that marks an older model, which may be replaced
+    marker  the file that marks an older model, which may be replaced
 
     Raises SurefootError if the folder contains something that is not a model, or if writing fails.
     """
     folder = folder.expanduser().absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / known_by).is_file())):
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / marker).is_file())):
         raise SurefootError(f"{folder}: contains something that is not a model; choose an empty folder")
     temporary = folder.with_name(f".{folder.name}.{getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -327,9 +327,9 @@ def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
     Unrelated weights (a value head, another task's head) are ignored, as in ``transformers``.
     """
     if report["mismatched_keys"]:
-        key, actual, wanted = sorted(report["mismatched_keys"])[0]
+        key, actual, expected = sorted(report["mismatched_keys"])[0]
         raise SurefootError(
-            f"model={name!r}: its weights don't fit config.json: {key} is {list(actual)} and should be {list(wanted)}; "
+            f"model={name!r}: its weights don't fit config.json: {key} is {list(actual)} and should be {list(expected)}; "
             "copy both from the same place"
         )
     own = {_without_numbers(key) for key in model.state_dict()}

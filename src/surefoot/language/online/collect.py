@@ -87,7 +87,7 @@ class LanguageCollector:
         self.environments = environments
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
-        self.walk = EpochSampler(len(prompts.ids), recipe.seed)
+        self.sampler = EpochSampler(len(prompts.ids), recipe.seed)
         self.last_samples: list[dict[str, Any]] = []
         """the rows sampled last: prompt, response, reward, KL"""
         self.beta = recipe.reference.beta
@@ -125,7 +125,7 @@ class LanguageCollector:
             read = mask if samples.real is None else samples.real & valid.unsqueeze(-1)
             beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
             truncated = last & ~samples.ended.unsqueeze(-1)
-        metrics = self._describe(batch, kl.sum(-1), valid) | {
+        metrics = self._response_metrics(batch, kl.sum(-1), valid) | {
             "kl_reference": float(masked_mean(kl, mask)),
             "kl_reference_response": self._adapt_beta(state, kl, valid),
             "reference_beta": beta,
@@ -227,12 +227,12 @@ class LanguageCollector:
         while len(parts) < settings.rounds and sum(signal) < settings.prompts:
             missing, least = settings.prompts - sum(signal), -(-settings.prompts // 4)
             wanted = max(missing, least, world) if parts else settings.prompts
-            begun = time.perf_counter()
+            started = time.perf_counter()
             responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
             sampled = time.perf_counter()
             scores = responses.scores(self.reward)
             total = final_rewards(scores, responses.samples, self.recipe)
-            seconds = [seconds[0] + sampled - begun, seconds[1] + time.perf_counter() - sampled]
+            seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
             at = range(rank(), wanted, world)
             places += [len(signal) + place for place in at]
             signal += gather_signal(with_signal(total, scores.valid, settings.samples), at, wanted)
@@ -249,7 +249,7 @@ class LanguageCollector:
         A response's random stream is that of its number in the whole run, in which ``done`` responses were sampled before.
         """
         samples = self.recipe.sampling.samples
-        prompts = repeat_prompts(self.prompts, self.walk.next(count), samples)
+        prompts = repeat_prompts(self.prompts, self.sampler.next(count), samples)
         places = range(rank(), count, world_size())
         numbers = [done + place * samples + sample for place in places for sample in range(samples)]
         return self.respond(prompts, [derived_seed(self.recipe.seed, "response", number) for number in numbers], samples)
@@ -265,10 +265,10 @@ class LanguageCollector:
             torch.cat([total for _, _, total in parts]),
         )
 
-    def _describe(self, batch: SampledBatch, kl: Tensor, valid: Tensor) -> Metrics:
+    def _response_metrics(self, batch: SampledBatch, kl: Tensor, valid: Tensor) -> Metrics:
         """Metrics of all sampled responses, trained on or not; keep their text as ``last_samples``.   kl, valid [rows]"""
         responses, scores, total = batch.responses, batch.scores, batch.total
-        kl_of = {row: x for row, x, known in zip(batch.rows.tolist(), kl.tolist(), valid.tolist(), strict=True) if known}
+        kl_of = {row: x for row, x, scored in zip(batch.rows.tolist(), kl.tolist(), valid.tolist(), strict=True) if scored}
         columns = {"reward": scores.column(total), "kl": [kl_of.get(row) for row in range(len(total))]}
         mean, std = mean_and_std(scores, total)
         metrics: Metrics = {"reward": mean, "score_std": std}
@@ -294,7 +294,7 @@ class LanguageCollector:
             "distinct_2": distinct_n(ids, 2),
             "repeated": repeated_share(ids),
             "without_score": 1 - float(scores.valid.float().mean()),
-            "data_epochs": self.walk.epochs,
+            "data_epochs": self.sampler.epochs,
             "seconds_sampling": batch.seconds_sampling,
             "seconds_scoring": batch.seconds_scoring,
             "tokens_per_second": float(responses.samples.mask.sum()) / batch.seconds_sampling,
@@ -302,8 +302,8 @@ class LanguageCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data; random numbers are derived from the seed and the number of responses."""
-        return self.walk.state_dict()
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position."""
-        self.walk.load_state_dict(state)
+        self.sampler.load_state_dict(state)

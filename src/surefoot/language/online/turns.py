@@ -126,9 +126,9 @@ class Conversation:
 def as_samples(conversations: Sequence[Conversation], tokens: Tokens, device: torch.device) -> Samples:
     """Conversations as rows, with the mask True at the model's tokens; one that never began is an empty row."""
     prompt, prompt_mask = left_padded([conversation.prompt or [tokens.eos_id] for conversation in conversations], tokens.pad_id)
-    actions, said = right_padded([conversation.ids or [tokens.pad_id] for conversation in conversations], tokens.pad_id)
-    said &= torch.tensor([bool(conversation.ids) for conversation in conversations]).unsqueeze(-1)
-    mask, log_probs = torch.zeros_like(said), torch.zeros(said.shape)
+    actions, by_policy = right_padded([conversation.ids or [tokens.pad_id] for conversation in conversations], tokens.pad_id)
+    by_policy &= torch.tensor([bool(conversation.ids) for conversation in conversations]).unsqueeze(-1)
+    mask, log_probs = torch.zeros_like(by_policy), torch.zeros(by_policy.shape)
     for row, conversation in enumerate(conversations):
         mask[row, : len(conversation.ids)] = torch.tensor(conversation.own, dtype=torch.bool)
         log_probs[row, : len(conversation.ids)] = torch.tensor(conversation.log_probs)
@@ -140,7 +140,7 @@ def as_samples(conversations: Sequence[Conversation], tokens: Tokens, device: to
         log_probs=log_probs.to(device),
         ended=torch.tensor([conversation.ended for conversation in conversations], device=device),
         path=conversations[0].path,
-        real=said.to(device),
+        real=by_policy.to(device),
     )
 
 
@@ -205,10 +205,10 @@ class Environments:
     """
 
     def __init__(
-        self, settings: TurnSettings, room: tuple[int, int], *, deadline: float = 60.0, tolerated: float = 0.1
+        self, settings: TurnSettings, limits: tuple[int, int], *, deadline: float = 60.0, tolerated: float = 0.1
     ) -> None:
         assert settings.environment is not None
-        self.room = room
+        self.token_limits = limits
         self.settings, self.path, self.deadline, self.tolerated = settings, settings.environment, deadline, tolerated
         self.make = import_object(FIELD, self.path)
         if not callable(self.make):
@@ -274,9 +274,9 @@ class Environments:
             raise InvalidReply("reset returned no prompt that an answer can follow")
         conversation.start = start
         conversation.prompt = self._encoded(lambda: tokens.encode_prompt(conversation.start))
-        if len(conversation.prompt) > self.room[0]:
+        if len(conversation.prompt) > self.token_limits[0]:
             raise InvalidReply(
-                f"reset returned a prompt of {len(conversation.prompt)} tokens and there is room for {self.room[0]}"
+                f"reset returned a prompt of {len(conversation.prompt)} tokens and there is room for {self.token_limits[0]}"
             )
 
     def _goes_on(self, conversation: Conversation, ended: bool, turn: int, tokens: Tokens) -> bool:
@@ -287,7 +287,7 @@ class Environments:
         has_eos = conversation.ids[-1] in tokens.eos_ids
         new = self._encoded(lambda: tokens.encode_reply(conversation.replies[-1], has_eos))
         length = len(conversation.prompt) + len(conversation.ids) + len(new)
-        if length > self.room[1]:  # not added for V either: it may not fit into the context
+        if length > self.token_limits[1]:  # not added for V either: it may not fit into the context
             return False
         conversation.add_reply(new)
         return turn < self.settings.max_turns

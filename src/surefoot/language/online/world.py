@@ -26,10 +26,10 @@ from surefoot.language.models.adapters import VALUE, RoleTrunk, SharedBase, weig
 from surefoot.language.models.language_model import (
     LanguageModel,
     check_compatible,
-    describe_model,
     errors_for,
     load_base,
     load_best_weights,
+    model_files,
     model_folder,
     save_result,
 )
@@ -99,8 +99,8 @@ class LanguageWorld:
         if recipe.turns.environment is not None:
             self.limit = min(context or sys.maxsize, recipe.turns.max_length or sys.maxsize)
             before_turn = self.limit - recipe.sampling.max_tokens
-            room = min(recipe.data.max_length, before_turn), before_turn
-            self.environments = Environments(recipe.turns, room, **bounds)
+            limits = min(recipe.data.max_length, before_turn), before_turn
+            self.environments = Environments(recipe.turns, limits, **bounds)
         self.reward: Reward = NoReward()
         if settings.terms:
             read = None if self.base is None else partial(reward_role, self.base)
@@ -113,10 +113,10 @@ class LanguageWorld:
     def _load_rows(self, context: int | None) -> None:
         """Read prompts and demonstrations."""
         recipe = self.recipe
-        self.room = data.token_limit(recipe.data.max_length, self.limit, recipe.sampling.max_tokens)
+        self.token_limits = data.token_limit(recipe.data.max_length, self.limit, recipe.sampling.max_tokens)
         self.longest = recipe.data.max_length + recipe.max_response_tokens
         """the most tokens of prompt and response together"""
-        if self.room[0] < 1:
+        if self.token_limits[0] < 1:
             raise SurefootError(
                 f"sampling.max_tokens={recipe.sampling.max_tokens}: leaves no room for a prompt in a context of {self.limit} "
                 f"tokens; set at most {max(1, (self.limit or self.longest) - 1)}"
@@ -165,10 +165,10 @@ class LanguageWorld:
             return data.prompts_without_ids(list(open_rows(path, self.recipe.data.columns)))
         settings = self.recipe.data
         rows = open_rows(path, settings.columns)
-        prompts = data.prompts(rows, self.tokens, *self.room, control=settings.control_tokens)
+        prompts = data.prompts(rows, self.tokens, *self.token_limits, control=settings.control_tokens)
         unused = () if self._functions() else prompts.unused
         self.warnings += data.drop_notes(
-            path, self.room[0], prompts.dropped, unused=unused, rows="prompts", notes=prompts.notes
+            path, self.token_limits[0], prompts.dropped, unused=unused, rows="prompts", notes=prompts.notes
         )
         return prompts
 
@@ -294,26 +294,26 @@ class LanguageWorld:
             sources[f"mixing.demonstrations={self.recipe.mixing.demonstrations!r}"] = self.auxiliary_loss.rows.hash
         return sources
 
-    def trees(self) -> dict[str, Any]:
+    def checkpoint_parts(self) -> dict[str, Any]:
         """Weights of policy and critic, and all that is needed to make a model from them. The reference is not saved."""
         return {
             "sources": self.sources,
             "agent": trained_weights(self.policy),
             "recipe": to_table(self.recipe),
-            "model": describe_model(self.policy.model, self.tokens.tokenizer),
+            "model": model_files(self.policy.model, self.tokens.tokenizer),
             "beta": self.collector.beta,
             **({} if self.auxiliary_loss is None else {"mixing": self.auxiliary_loss.state_dict()}),
             **base_record(self.base),
         }
 
-    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
+    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
         """Load weights and the position in the data from a checkpoint."""
-        check_row_count(self.recipe.data.train, trees["collector"]["count"], len(self.collector.prompts.ids))
-        check_unchanged(trees.get("sources", {}), self.sources)
-        load_trained(self.policy, trees["agent"], where)
-        self.collector.load_state_dict(trees["collector"])
-        if self.auxiliary_loss is not None and "mixing" in trees:  # missing if mixing was switched on since
-            self.auxiliary_loss.load_state_dict(trees["mixing"])
+        check_row_count(self.recipe.data.train, parts["collector"]["count"], len(self.collector.prompts.ids))
+        check_unchanged(parts.get("sources", {}), self.sources)
+        load_trained(self.policy, parts["agent"], where)
+        self.collector.load_state_dict(parts["collector"])
+        if self.auxiliary_loss is not None and "mixing" in parts:  # missing if mixing was switched on since
+            self.auxiliary_loss.load_state_dict(parts["mixing"])
         return []
 
     def sample_held_out(self) -> Responses:
@@ -384,7 +384,7 @@ class LanguageWorld:
             score = reward - (beta * mean_kl if target is None else 0.0)
         return EvaluationReport(score, metrics, responses.rows(columns))
 
-    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+    def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text, and the β of the KL penalty."""
         return decode_row(self.tokens, rollout, row, steps) | {"reference_beta": rollout.metrics["reference_beta"]}
 

@@ -165,10 +165,10 @@ class ModelReward:
 
 def longest_text(model: RewardModel | TextClassifier) -> int | None:
     """The most tokens that a model reads: of an encoder also by its tokenizer, since some positions may be reserved."""
-    known = context_length(model.backbone)
+    limit = context_length(model.backbone)
     if isinstance(model, TextClassifier):
-        return min(known or sys.maxsize, int(model.tokenizer.model_max_length))
-    return known
+        return min(limit or sys.maxsize, int(model.tokenizer.model_max_length))
+    return limit
 
 
 def _packed(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

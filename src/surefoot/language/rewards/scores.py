@@ -165,9 +165,9 @@ def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> l
     whole, texts = decode(ids), [""] * len(ids)
     before, start = 0, 0  # decode from the last token that added text: it may change the text of the next one
     for place in range(len(ids)):
-        known, text = decode(ids[before:start]), decode(ids[before : place + 1])
-        if len(text) > len(known) and not text.endswith("\ufffd"):  # otherwise part of a character, or no text at all
-            texts[place] = text[len(known) :]
+        shorter, text = decode(ids[before:start]), decode(ids[before : place + 1])
+        if len(text) > len(shorter) and not text.endswith("\ufffd"):  # otherwise part of a character, or no text at all
+            texts[place] = text[len(shorter) :]
             before, start = start, place + 1
     if "".join(texts) == whole:
         return texts

@@ -101,10 +101,10 @@ class FunctionReward:
                 check()
             except SurefootError as error:
                 raise self._error(str(error)) from None
-        known = self.signature.parameters
-        unknown = [name for name in self.arguments if known is not None and name not in known]
+        parameters = self.signature.parameters
+        unknown = [name for name in self.arguments if parameters is not None and name not in parameters]
         if unknown:
-            hint = did_you_mean(unknown[0], known or ()) or f"; it takes: {', '.join(known or ())}"
+            hint = did_you_mean(unknown[0], parameters or ()) or f"; it takes: {', '.join(parameters or ())}"
             raise self._error(f"takes no argument {unknown[0]!r}{hint}")
 
     def __call__(
@@ -321,10 +321,10 @@ def parse_term(text: str, flag: str = "--reward") -> RewardTerm:
     value = parse_value(text)
     if not isinstance(value, dict):
         return RewardTerm(**term_from_text(text))
-    known = RewardTerm.model_fields
+    fields = RewardTerm.model_fields
     for name in value:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+        if name not in fields:
+            hint = did_you_mean(name, fields) or f"; known: {', '.join(fields)}"
             raise SurefootError(f"{flag} {text}: a term has no key {name!r}{hint}")
     try:
         term = RewardTerm(**value)

@@ -270,9 +270,9 @@ def decoder_for(
     """The fastest decoder that is exact for this model, or the one named by ``path``."""
     more = max_tokens - 1  # nothing is read after the last token
     if path in (None, "fast"):
-        found = fast_decoder(model, prompts, past, samples, more)
-        if found is not None:
-            return found, "fast"
+        decoder = fast_decoder(model, prompts, past, samples, more)
+        if decoder is not None:
+            return decoder, "fast"
     if past is not None and (path == "cached" or (path is None and cache_is_exact(model, prompts, more))):
         return CachedDecoder(model, prompts, past, samples, more), "cached"
     if path in (None, "recomputed"):
@@ -353,11 +353,11 @@ class EndDetector:
     def stopped(self, tokens: list[int], actions: Tensor, slots: list[int]) -> list[bool]:
         """Whether the decoded text of each slot's response contains a stop string."""
         assert self.decode is not None
-        found = []
+        stopped = []
         for token, slot in zip(tokens, slots, strict=True):
             text = self.decode(actions[:, slot].tolist()) if self.may_complete(token) else ""
-            found.append(any(word in text for word in self.stop))
-        return found
+            stopped.append(any(word in text for word in self.stop))
+        return stopped
 
     def may_complete(self, token: int) -> bool:
         """False if the token's own text rules out that a stop string ends in it; this saves decoding the response.

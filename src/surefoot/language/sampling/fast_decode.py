@@ -108,8 +108,8 @@ class FastDecoder:
             x = x + model.position_embedding[places]
         turn = None if self.turns is None else self.turns[places].unsqueeze(1)
         fresh = self.cache[:, :, :n, :, now].transpose(1, 2).unbind()
-        seen = self.cache[:, :, :n, :, : self.length].flatten(2, 3)
-        keys, values = seen[:, 0].transpose(-1, -2).unbind(), seen[:, 1].unbind()
+        cached = self.cache[:, :, :n, :, : self.length].flatten(2, 3)
+        keys, values = cached[:, 0].transpose(-1, -2).unbind(), cached[:, 1].unbind()
         hidden = None if self.hidden is None else self.hidden[:n, ..., : self.length].flatten(0, 1)
         for i, layer in enumerate(model.layers):
             qkv = product(model.normalised(x), layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv_heads, width)
@@ -212,9 +212,9 @@ def pack_llama(model: Any) -> PackedModel | None:
         (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj, b.self_attn.o_proj) for b in core.layers
     ]
     everywhere += [(b.mlp.gate_proj, b.mlp.up_proj, b.mlp.down_proj) for b in core.layers]
-    known = all_exactly([module for group in everywhere for module in group], nn.Linear)
+    supported = all_exactly([module for group in everywhere for module in group], nn.Linear)
     moving = rotary.rope_type in ("dynamic", "longrope")  # frequencies depend on the length
-    if not known or moving or not 0 < sum(p.numel() for p in core.layers.parameters()) <= PACKED_LIMIT:
+    if not supported or moving or not 0 < sum(p.numel() for p in core.layers.parameters()) <= PACKED_LIMIT:
         return None
     one = 1.0 if config.model_type == "gemma" else 0.0
     pairs = torch.arange(width, device=model.device).view(2, -1).t().flatten()  # 0, w/2, 1, w/2 + 1, …: (re, im) pairs
@@ -269,8 +269,8 @@ def pack_gpt2(model: Any) -> PackedModel | None:
     from transformers.pytorch_utils import Conv1D
 
     core, config = model.transformer, model.config
-    known = all_exactly([m for b in core.h for m in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)], Conv1D)
-    if not known or config.add_cross_attention or not 0 < sum(p.numel() for p in core.h.parameters()) <= PACKED_LIMIT:
+    supported = all_exactly([m for b in core.h for m in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)], Conv1D)
+    if not supported or config.add_cross_attention or not 0 < sum(p.numel() for p in core.h.parameters()) <= PACKED_LIMIT:
         return None
     layers = []
     for block in core.h:

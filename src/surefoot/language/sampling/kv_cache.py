@@ -68,8 +68,8 @@ def forward(
     ids [n, t]; mask [n, tokens so far] or None without padding; positions [n, t]. Returns logits of the last ``keep`` tokens.
     """
     options = {"position_ids": positions, "logits_to_keep": keep, "use_cache": caching, cache_name(model): past}
-    known = parameters_of(type(model).forward)
-    options = {name: value for name, value in options.items() if name in known and value is not None}
+    accepted = parameters_of(type(model).forward)
+    options = {name: value for name, value in options.items() if name in accepted and value is not None}
     return model(input_ids=ids, attention_mask=None if mask is None else mask.long(), **options)
 
 
@@ -196,15 +196,15 @@ def cache_is_exact(model: nn.Module, prompts: Prompts, more: int) -> bool:
     """Whether decoding with the cache gives the model's own log-probabilities. Tested once per model, with and without padding,
     because some families misread masks or positions with a cache.
     """
-    known = _EXACT.setdefault(model, {})
-    if more and prompts.padded not in known:
+    results = _EXACT.setdefault(model, {})
+    if more and prompts.padded not in results:
         few, steps = prompts.at(prompts.shortest_and_longest()), min(2, more)
         logits, past = read_prompts(model, few)
         rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
-        known[prompts.padded] = (
+        results[prompts.padded] = (
             rough or log_prob_difference(model, CachedDecoder(model, few, past, 1, steps), few, steps) <= CACHE_TOLERANCE
         )
-    return known.get(prompts.padded, True)
+    return results.get(prompts.padded, True)
 
 
 class RecomputingDecoder:

@@ -127,11 +127,11 @@ class SftLoss:
     ) -> None:
         self.policy, self.rows, self.batch, self.coefficient, self.device = policy, rows, batch, coefficient, device
         self.tokens, self.size = tokens, size
-        self.walk = EpochSampler(rows.count, seed)
+        self.sampler = EpochSampler(rows.count, seed)
 
     def add_gradient(self) -> dict[str, float]:
         """Add coefficient × the gradient of the mean over all ranks' tokens; return the mean as ``sft_loss``."""
-        batch: Batch = map_tensors(lambda x: x.to(self.device), self.rows.tensors(self.walk.next(self.batch)))
+        batch: Batch = map_tensors(lambda x: x.to(self.device), self.rows.tensors(self.sampler.next(self.batch)))
         mask = batch[2]
         count = all_sum(mask.sum().float()).clamp(min=1)
         total = torch.zeros((), device=mask.device)
@@ -151,8 +151,8 @@ class SftLoss:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
-        return self.walk.state_dict()
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position."""
-        self.walk.load_state_dict(state)
+        self.sampler.load_state_dict(state)

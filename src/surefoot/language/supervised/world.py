@@ -26,9 +26,9 @@ from surefoot.language.models.adapter_files import add_adapter, base_record, loa
 from surefoot.language.models.adapters import DropoutGenerator
 from surefoot.language.models.language_model import (
     LanguageModel,
-    describe_model,
     load_base,
     load_best_weights,
+    model_files,
     model_folder,
     save_result,
 )
@@ -64,7 +64,7 @@ class RowCollector:
         label_weights: Sequence[float] | None = None,
         noise: DropoutGenerator | None = None,
     ) -> None:
-        self.rows, self.batch, self.walk, self.device = rows, batch, EpochSampler(rows.count, seed), device
+        self.rows, self.batch, self.sampler, self.device = rows, batch, EpochSampler(rows.count, seed), device
         self.label_weights, self.noise = label_weights, noise
 
     def collect(self, state: LearnerState) -> Rollout:
@@ -72,7 +72,7 @@ class RowCollector:
         if self.noise is not None:
             self.noise.start_batch(state.iteration, state.faults)
         weights = self.label_weights
-        inputs, actions, mask = self.rows.tensors(self.walk.next(self.batch))
+        inputs, actions, mask = self.rows.tensors(self.sampler.next(self.batch))
         tokens = float(mask.sum()) if weights is None else trained_tokens(inputs)
         inputs, actions, mask = map_tensors(lambda x: x.to(self.device), (inputs, actions, mask))
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
@@ -89,16 +89,16 @@ class RowCollector:
             truncated=torch.zeros_like(mask),
             unit="row",
             steps=len(actions),
-            metrics={"data_epochs": self.walk.epochs, "tokens": tokens},
+            metrics={"data_epochs": self.sampler.epochs, "tokens": tokens},
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
-        return self.walk.state_dict()
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position."""
-        self.walk.load_state_dict(state)
+        self.sampler.load_state_dict(state)
 
 
 class SupervisedWorld:
@@ -115,7 +115,7 @@ class SupervisedWorld:
         model, self.tokens = load_base(recipe)
         self.base = add_adapter(recipe, model, model_folder(recipe.model))
         """with an adapter: the base that it belongs to"""
-        self.room = data.token_limit(recipe.data.max_length, context_length(model))
+        self.token_limits = data.token_limit(recipe.data.max_length, context_length(model))
         """the most tokens of a row, by the recipe and the model's context, and how messages call that limit"""
         self.model_summary = [] if self.base is None else [self.base.summary()]
         self.warnings: list[str] = []
@@ -172,10 +172,10 @@ class SupervisedWorld:
         if self.recipe.demonstrations is None:
             settings = self.recipe.data
             rows_of = open_rows(settings.train, settings.columns)
-            return data.pairs(rows_of, self.tokens, *self.room, control=settings.control_tokens).chosen
-        rows = data.demonstrations(open_rows(self.recipe.demonstrations), self.tokens, *self.room)
+            return data.pairs(rows_of, self.tokens, *self.token_limits, control=settings.control_tokens).chosen
+        rows = data.demonstrations(open_rows(self.recipe.demonstrations), self.tokens, *self.token_limits)
         self.warnings += data.drop_notes(
-            self.recipe.demonstrations, self.room[0], rows.dropped, unused=rows.unused, notes=rows.notes
+            self.recipe.demonstrations, self.token_limits[0], rows.dropped, unused=rows.unused, notes=rows.notes
         )
         if len(rows.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; add at least one more")
@@ -183,7 +183,7 @@ class SupervisedWorld:
 
     def _rows(self, path: str) -> Rows:
         read = pair_rows if self.preference else dpo_rows if isinstance(self.recipe, DpoRecipe) else demonstration_rows
-        rows = read(path, self.tokens, *self.room, self.recipe.data)
+        rows = read(path, self.tokens, *self.token_limits, self.recipe.data)
         self.warnings += rows.notes
         return rows
 
@@ -210,13 +210,13 @@ class SupervisedWorld:
         """Hashes of what a checkpoint does not contain."""
         return self.frozen | {f"data.train={self.recipe.data.train!r}": self.collector.rows.hash}
 
-    def trees(self) -> dict[str, Any]:
+    def checkpoint_parts(self) -> dict[str, Any]:
         """Weights, and all that is needed to make a model from them."""
         return {
             "sources": self.sources,
             "agent": trained_weights(self.policy),
             "recipe": to_table(self.recipe),
-            "model": describe_model(self._model, self.tokens.tokenizer),
+            "model": model_files(self._model, self.tokens.tokenizer),
             **({} if self.reference is None else {"reference": {"log_probs": self.reference.values}}),
             **base_record(self.base),
         }
@@ -225,14 +225,14 @@ class SupervisedWorld:
     def _model(self) -> torch.nn.Module:
         return self.result if isinstance(self.result, RewardModel) else self.result.model
 
-    def load(self, trees: dict[str, Any], where: Path) -> list[str]:
+    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
         """Load weights and the position in the data from a checkpoint."""
-        check_row_count(self.recipe.data.train, trees["collector"]["count"], self.collector.rows.count)
-        check_unchanged(trees.get("sources", {}), self.sources)
-        load_trained(self.policy, trees["agent"], where)
+        check_row_count(self.recipe.data.train, parts["collector"]["count"], self.collector.rows.count)
+        check_unchanged(parts.get("sources", {}), self.sources)
+        load_trained(self.policy, parts["agent"], where)
         if self.reference is not None:
-            self.reference.values = trees["reference"]["log_probs"]
-        self.collector.load_state_dict(trees["collector"])
+            self.reference.values = parts["reference"]["log_probs"]
+        self.collector.load_state_dict(parts["collector"])
         return []
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ class SupervisedWorld:
             metrics["held_out_accuracy"] = right / sum(len(mask) for _, mask in evaluated)
         return EvaluationReport(likelihood, metrics)  # for pairs too: it is finer than the accuracy
 
-    def describe(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+    def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text; nothing for a choice between two answers."""
         return {} if not isinstance(self.recipe, SftRecipe) else decode_row(self.tokens, rollout, row, steps)
 

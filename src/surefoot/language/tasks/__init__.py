@@ -100,8 +100,8 @@ def verify(prompts: Sequence[str], responses: Sequence[str], task: Sequence[str]
 def get_task(name: str) -> Task:
     """A task by name; SurefootError for an unknown one."""
     if name not in TASKS:
-        known = f"; choose one of {', '.join((*TASKS, *GAMES))}, or {REASONING_GYM}NAME"
-        raise SurefootError(f"task={name!r}: is unknown{did_you_mean(name, (*TASKS, *GAMES)) or known}")
+        choices = f"; choose one of {', '.join((*TASKS, *GAMES))}, or {REASONING_GYM}NAME"
+        raise SurefootError(f"task={name!r}: is unknown{did_you_mean(name, (*TASKS, *GAMES)) or choices}")
     return TASKS[name]
 
 

@@ -37,10 +37,10 @@ class TrackedRun:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in table.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return found
+        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return pairs
 
 
 class Tracker(Protocol):

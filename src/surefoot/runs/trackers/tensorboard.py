@@ -22,10 +22,10 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.identity: dict[str, Any] = {}
-        begun = any(run.folder.glob("events.out.tfevents.*"))
-        self.last_step = run.steps if begun else NOTHING
+        continued = any(run.folder.glob("events.out.tfevents.*"))
+        self.last_step = run.steps if continued else NOTHING
         self.writer = SummaryWriter(str(run.folder), purge_step=run.steps + 1)
-        if not begun:
+        if not continued:
             self.writer.add_text("recipe", f"```toml\n{to_toml(run.recipe)}```", 0)
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
