@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from surefoot.inspector import curves
 from surefoot.inspector.curves import AT_A_TIME, Columns, curve, grid_of, numbers, running_mean
+from surefoot.runs.reading import History, rows_together
 
 
 def write(path: Path, rows: list[dict[str, Any]], mode: str = "a") -> None:
@@ -94,6 +97,78 @@ def test_a_line_that_does_not_fit_between_its_neighbours_is_passed_over_when_the
     write(columns.path, rows(9, 11))
     assert columns.read_on() == 9
     assert columns.columns["steps"].tolist() == [10.0 * i for i in (1, 2, 3, 4, 5, 6, 7, 9, 10)]
+
+
+def line(i: int, end: str = "}") -> bytes:
+    return f'{{"iteration": {i}, "steps": {10 * i}, "kl": {1 / i!r}{end}'.encode()
+
+
+DAMAGE = st.sampled_from(
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"[1, 2]",
+        b"\xff\xfe",
+        line(7) + b", " + line(8),
+        line(5, ', "x": "no number"}'),
+        line(5, ', "x": {"y": 1}}'),
+        line(5, ', "x": [1]}'),
+        line(5, ', "x": [{}'),
+        b"{}]}",
+        line(6, ', "x'),
+        b'y": 3}',
+        line(5, ', "x": ' + "9" * 400 + "}"),
+        b'{"iteration": 5.0, "steps": 50}',
+        b'{"iteration": true, "steps": 50}',
+        b'{"iteration": -5, "steps": 50}',
+        b'{"iteration": 5, "steps": 1e30}',
+        b'{"iteration": 5, "steps": 9007199254740993}',
+    ]
+)
+SOUND = st.builds(
+    lambda i, end: line(i, end),
+    st.integers(1, 30),
+    st.sampled_from(["}", ', "x": null}', ', "x": NaN}', ', "x": 12345678901234567890}', ', "x": -0.0}', ', "x": true}\r']),
+)
+
+
+@given(st.lists(st.one_of(SOUND, DAMAGE), max_size=12), st.lists(SOUND, max_size=30))
+def test_whatever_the_lines_hold_the_rows_and_the_damage_are_those_of_check(
+    tmp_path_factory: pytest.TempPathFactory, damaged: list[bytes], sound: list[bytes]
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
+    path.write_bytes(b"".join(line + b"\n" for line in [*sound, *damaged]))
+    columns, history = Columns(path), History(path.read_bytes())
+    assert columns.read_on() == len(history.rows)
+    for name, column in columns.columns.items():
+        expected = np.array([row.get(name) for row in history.rows], dtype=np.float64)
+        assert np.array_equal(column, expected, equal_nan=True)
+        assert np.array_equal(np.signbit(column), np.signbit(expected))
+    assert (columns.fault or "") == ((history.fault or "").split(" and ")[0] if history.damaged else "")
+
+
+def test_lines_that_are_an_object_only_together_are_no_rows() -> None:
+    """As many objects as lines, but other ones."""
+    split = line(7) + b"," + line(8) + b"\n" + b'{"iteration": 9' + b"\n" + b' "steps": 90}' + b"\n"
+    with pytest.raises(ValueError, match="one object per line"):
+        rows_together(split, 3)
+
+
+def test_damaged_lines_are_counted_over_several_reads(columns: Columns) -> None:
+    columns.read_on()
+    assert columns.fault is None
+    with columns.path.open("a") as file:
+        file.write("damaged\n")
+    columns.read_on()
+    assert columns.fault == "has 8 lines, of which line 8 can't be read"
+    write(columns.path, [*rows(8, 9), *rows(3, 4), *rows(9, 10)])
+    assert columns.read_on() == 9
+    assert columns.fault == "has 11 lines, of which 2 lines, the first of them line 8, can't be read"
+    write(columns.path.with_name("other"), rows(1, 4), "w")
+    columns.path.with_name("other").replace(columns.path)
+    columns.read_on()
+    assert columns.fault is None, "resuming has removed them"
 
 
 def test_a_file_that_a_resumed_run_truncated_is_read_again(columns: Columns, tmp_path: Path) -> None:

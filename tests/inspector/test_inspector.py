@@ -61,6 +61,17 @@ def test_curves_are_the_runs_own_and_share_a_cursor(page: Any, cart: Path, text_
     page.wait_for_selector('.chart[data-metric="ratio_max"] canvas')
 
 
+def test_damaged_lines_are_shown_under_the_name_of_the_run(page: Any, cart: Path, tmp_path: Path, inspector: Begin) -> None:
+    copy = tmp_path / "cart"
+    shutil.copytree(cart, copy)
+    lines = (copy / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_bytes(b"".join([*lines[:2], b'{"iteration": 3, "st\n', *lines[3:]]))
+    page.goto(inspector([copy, cart]))
+    page.wait_for_selector("#curves[data-iterations='7,8'] .chart canvas")
+    (shown,) = page.locator("#runs .damage").all_inner_texts()
+    assert shown == "metrics.jsonl has 8 lines, of which line 3 can't be read"
+
+
 def test_looking_closer_and_moving_along_takes_little_of_a_frame(page: Any, cart: Path, inspector: Begin) -> None:
     page.goto(inspector([cart]))
     page.wait_for_selector(".chart[data-metric=kl] canvas")

@@ -55,6 +55,7 @@ class RunFolders:
             "budget": recipe.get("steps"),
             "finished": (path / FINISHED).is_file(),
             "iterations": iterations,
+            "damage": columns.fault and f"{columns.path.name} {columns.fault}",
             "steps": int(columns.columns["steps"][-1]) if iterations else 0,
             "metrics": columns.names(),
             "traces": [int(file.stem) for file in traces_in(path / "traces")],

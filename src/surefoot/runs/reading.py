@@ -134,10 +134,7 @@ class History:
         """What is wrong with the file, in words that follow its name; None where nothing is."""
         damaged, faults = self.damaged, []
         if damaged:
-            lines = (
-                f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged):,} lines, the first of them line {damaged[0]},"
-            )
-            faults.append(f"has {len(self.whole):,} lines, of which {lines} can't be read")
+            faults.append(unreadable(len(self.whole), len(damaged), damaged[0]))
         if self.written is not None and len(self.text) < self.written["size"]:
             faults.append(f"has {len(self.text):,} of the {self.written['size']:,} bytes that the run wrote")
         elif self.written is not None and self.as_written is None and not damaged:
@@ -156,15 +153,41 @@ class History:
         return f"lacks iteration {first:,}" if count == 1 else f"lacks {count:,} iterations, the first of them {first:,}"
 
 
+def unreadable(lines: int, damaged: int, first: int) -> str:
+    """How many lines of a file are damaged, and which one is the first, in words that follow the file's name."""
+    which = f"line {first}" if damaged == 1 else f"{damaged:,} lines, the first of them line {first},"
+    return f"has {lines:,} lines, of which {which} can't be read"
+
+
 def row_of(line: bytes) -> Row | None:
     """The row in a line; None where there is none. Counts are whole numbers, everything else is a number or null."""
     try:
         row: Row = from_json(line, cache_strings="keys")
         array("d", [value for value in row.values() if value is not None])
-        counted = all(type(row[name]) is int and 0 <= row[name] <= LARGEST for name in ("iteration", "steps"))
+        check_counts([row["iteration"]], [row["steps"]])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
-    return row if counted else None
+    return row
+
+
+def rows_together(lines: bytes, count: int) -> list[Row]:
+    """The objects in ``count`` whole lines, parsed at once. Raises ValueError unless each line is one object.
+
+    The caller checks that all their values are numbers or null: only inside a list could two lines be one value together.
+    """
+    if not (lines.startswith(b"{") and lines.endswith(b"}\n") and lines.count(b"}\n{") == count - 1):
+        raise ValueError("not one object per line")
+    rows: list[Row] = from_json(b"[" + lines[:-1].replace(b"\n", b",\n") + b"]", cache_strings="keys")
+    if len(rows) != count:
+        raise ValueError("not one object per line")
+    return rows
+
+
+def check_counts(*columns: Sequence[Any]) -> None:
+    """Raise ValueError unless all values are whole numbers that can be the count of an iteration or of steps."""
+    for column in columns:
+        if set(map(type, column)) != {int} or min(column) < 0 or max(column) > LARGEST:
+            raise ValueError("not a count")
 
 
 def in_order(iterations: Sequence[float], steps: Sequence[float]) -> list[int]:
