@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import surefoot
@@ -246,6 +248,21 @@ def test_a_vector_environment_with_the_wrong_autoreset_mode_fails_at_its_first_e
     environments.step(np.zeros(2, int))
     with pytest.raises(SurefootError, match=f"mixed autoreset modes: .*{message}"):
         environments.step(np.zeros(2, int))
+
+
+class Unnamed(VectorEnv[Any, Any, Any]):
+    """Names its spaces as a batch alone, as vector environments do that are no subclass of Gymnasium's."""
+
+    def __init__(self, num_envs: int, **arguments: Any) -> None:
+        self.num_envs, self.metadata = num_envs, {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.observation_space, self.action_space = Box(-1, 1, (num_envs, 3)), MultiDiscrete([2] * num_envs)
+
+
+def test_a_registered_vector_environment_without_single_spaces_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Unnamed-v0", deepcopy(gymnasium.spec("CartPole-v1")))
+    gymnasium.registry["Unnamed-v0"].vector_entry_point = Unnamed
+    with pytest.raises(SurefootError, match=r"^task='Unnamed-v0': .*\(Unnamed\) without single_observation_space and "):
+        surefoot.train("Unnamed-v0", steps=256, rollout={"backend": "native", "environments": 2, "steps": 32})
 
 
 class Both(VectorEnv[Any, Any, Any]):

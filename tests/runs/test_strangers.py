@@ -204,6 +204,49 @@ def test_signed_json_beyond_what_python_reads_is_refused(command, run, name, tex
         refused(command("resume", str(run), "--quiet"))
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "another architecture: .* is no such tensor in the checkpoint and "),
+        ({}, "another architecture: .* is no such tensor in the checkpoint and "),
+        ([1.0, 2.0], "another architecture: .* is no such tensor in the checkpoint and "),
+        ({"$tensor": "other"}, "agent.json names a tensor 'other' that is not in its .safetensors$"),
+        ({"$tensor": ["other"]}, r"agent.json names a tensor .* that is not in its .safetensors$"),
+    ],
+)
+def test_a_signed_agent_of_another_shape_is_refused_in_words(run, value, expected):
+    table = json.loads((best(run) / "agent.json").read_text())
+    (best(run) / "agent.json").write_text(json.dumps({**table, next(iter(table)): value}))
+    signed(best(run))
+    with pytest.raises(SurefootError, match=expected) as raised:
+        api.load(run)
+    assert "Error" not in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["checkpoints", "best"])
+@pytest.mark.parametrize("make", [lambda path: path.touch(), os.mkfifo, lambda path: path.symlink_to("nothing")])
+def test_what_is_no_folder_but_named_like_a_checkpoint_is_refused_before_anything_is_trained(command, run, where, make):
+    make(run / where / "768")
+    rows = (run / "metrics.jsonl").read_bytes()
+    expected = f"{where}/768: is no folder, but has the name of a checkpoint; move it away"
+    refused(command("resume", str(run), "--quiet"), expected)
+    assert (run / "metrics.jsonl").read_bytes() == rows
+    if where == "best":
+        refused(command("evaluate", str(run), "--episodes", "1"), expected)
+        with pytest.raises(SurefootError, match="is no folder"):
+            api.load(run)
+
+
+def test_a_file_that_a_manifest_does_not_list_has_one_remedy(command, run):
+    newest = run / "checkpoints" / "512"
+    os.mkfifo(newest / "extra")
+    _, _, error = result = command("resume", str(run), "--quiet")
+    refused(result, f"; remove {newest / 'extra'}")
+    assert error.count("remove") == error.count("; ") == 1
+    (newest / "extra").unlink()
+    assert command("resume", str(run), "--quiet")[0] == 0
+
+
 @pytest.mark.parametrize("name", ["config.toml", "environment.json", "finished.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "nothing", "deep", "long", "list"])
 def test_no_file_of_a_run_makes_a_command_fail_otherwise_or_wait(command, run, name, kind):
@@ -290,7 +333,8 @@ NAMES = ["", ".", "..", "a/b", "../up", "/tmp/x", "a\\b", "a\nb", "a\x1b[2Jb", "
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path, name):
-    refused(command("train", "CartPole-v1", "--steps", "256", "--name", name, "--quiet"), "--name=", "is no name of a folder")
+    for option in ("--quiet", "--dry-run"):
+        refused(command("train", "CartPole-v1", "--steps", "256", "--name", name, option), "--name=", "is no name of a folder")
     (tmp_path / "r.toml").write_text('kind = "language"\nmodel = "pocket"\n[data]\ntrain = "x"\n[reward]\ngold = "a:b"\n')
     refused(command("rounds", "r.toml", "--name", name, "--quiet"), "--name=", "is no name of a folder")
     if "/" not in name and "\\" not in name and "\x00" not in name and name.strip("."):

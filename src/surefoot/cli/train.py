@@ -61,6 +61,8 @@ def train(
     surefoot train HalfCheetah-v5 --steps 100_000 --lr 1e-3
     surefoot train language --model MODEL --data.train prompts.jsonl --reward.terms file.py:function
     """
+    if name is not None:
+        check_name("--name", name)
     changes = changes_from(flags)
     if checkpoint_every is not None:
         changes.setdefault("checkpoint", {})["every"] = checkpoint_every
@@ -97,7 +99,6 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
     """The folder of a run. Generated names never collide; names from the user are used as they are."""
     suffix = f"-seed{recipe.seed}" if several else ""
     if name is not None:
-        check_name("--name", name)
         return (run_dir or Path("runs")) / f"{name}{suffix}"
     if run_dir is not None:
         return run_dir / f"seed{recipe.seed}" if several else run_dir

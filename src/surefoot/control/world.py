@@ -12,7 +12,7 @@ from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import close_all, make_environments, making_error, task_name
 from surefoot.control.environments.atari import ATARI, make_atari_vector
 from surefoot.control.environments.looped import Environments, MakeEnvironment
-from surefoot.control.environments.vector import EnvPool, VectorEnvironments
+from surefoot.control.environments.vector import EnvPool, VectorEnvironments, check_attributes
 from surefoot.control.environments.workers import WorkerEnvironments, available_cores
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.replay import origin
@@ -186,6 +186,7 @@ def _vector(
     except Exception as error:
         raise making_error(name, error) from error
     try:
+        check_attributes(made, name)
         single = make_environments(task, recipe.environment, 1, recipe.seed)
         single.close()
         for kind in ("observation_space", "action_space"):

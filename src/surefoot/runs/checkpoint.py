@@ -27,6 +27,8 @@ from surefoot.files import read_json, read_table, steps_named
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+REMEDY = "; "
+"""begins the remedy in a message"""
 AT_ONCE = 16
 """threads for file operations"""
 CheckpointParts = Mapping[str, Any]
@@ -79,13 +81,15 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         try:
             tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
             parts[name] = unpack(read_json(folder / f"{name}.json"), tensors)
+        except SurefootError as error:
+            raise SurefootError(f"{folder}: {name}.json {str(error).removeprefix(f'{folder / name}.json: ')}") from None
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SurefootError(f"{folder}: {name} can't be read ({cause_of(error)})") from None
     return parts
 
 
 def fault_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None for a sound one."""
+    """What is wrong with a checkpoint folder, and the remedy if it has one of its own; None for a sound folder."""
     manifest = folder / MANIFEST
     try:
         if not manifest.exists():
@@ -94,7 +98,7 @@ def fault_of(folder: Path) -> str | None:
         for path in sorted(folder.iterdir()):
             if path.name != MANIFEST and path.name not in files:
                 kind = "a pickle" if path.is_file() and _is_pickle(path) else "a file"
-                return f"holds {kind} that its manifest does not list ({path.name}), which is never read; remove it"
+                return f"holds {kind} that its manifest does not list ({path.name}), which is never read{REMEDY}remove {path}"
         for name, expected in files.items():
             problem = _fault_of_file(folder / name, expected)
             if problem:
@@ -125,13 +129,14 @@ def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
     version, files = table.get("format"), table.get("files")
     if version != FORMAT:
         raise SurefootError(
-            f"{manifest}: format {str(version)[:20]} is not {FORMAT}, the one this version reads; use the version that wrote it"
+            f"{manifest}: format {str(version)[:20]} is not {FORMAT}, the one this version reads{REMEDY}use the version that "
+            "wrote it"
         )
     if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
         raise SurefootError(f"{manifest}: can't be read (its files are no table of tables)")
     for name in files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or not name.isprintable():
-            raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is no name of a file beside it; don't use it")
+            raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is no name of a file beside it")
     return files
 
 
@@ -143,17 +148,28 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name))
 
 
+def check_numbered(folder: Path) -> None:
+    """Raise SurefootError if something other than a folder has the name of a checkpoint, so none can be saved there."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if steps_named(path.name) is not None and not path.is_dir():
+            raise SurefootError(f"{path}: is no folder, but has the name of a checkpoint; move it away")
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in a folder of them; None where there is none. What a kill left half-written is not one.
 
     Raises SurefootError when the newest is damaged, and says which older one is sound: going back is the user's decision.
+    The same if something else has the name of a checkpoint.
     """
+    check_numbered(folder)
     candidates = checkpoints_in(folder)
     if not candidates:
         return None
     problem = fault_of(candidates[-1])
     if problem is None:
         return candidates[-1]
+    if REMEDY in problem:
+        raise SurefootError(f"{candidates[-1]}: {problem}")
     sound = next((path for path in reversed(candidates[:-1]) if fault_of(path) is None), None)
     remedy = f"to go back to {sound}, remove {candidates[-1]}" if sound else f"remove it to do without {folder.name}/"
     raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
@@ -247,10 +263,13 @@ def pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of ``pack``."""
+    """The reverse of ``pack``. Raises SurefootError when a tensor is missing."""
     if isinstance(tree, dict):
         if "$tensor" in tree:
-            return tensors[tree["$tensor"]]
+            name = tree["$tensor"]
+            if not isinstance(name, str) or name not in tensors:
+                raise SurefootError(f"names a tensor {str(name)[:80]!r} that is not in its .safetensors")
+            return tensors[name]
         return {key: unpack(value, tensors) for key, value in tree.items()}
     return [unpack(value, tensors) for value in tree] if isinstance(tree, list) else tree
 
@@ -303,8 +322,10 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> 
 def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
     """Raise SurefootError, naming the first tensor, unless names and shapes are the same and all numbers finite."""
     for name in sorted(set(own) | set(weights)):
-        mine = tuple(own[name].shape) if name in own else "no such tensor"
-        theirs = tuple(weights[name].shape) if name in weights else "no such tensor"
+        mine, theirs = (
+            tuple(tensor.shape) if isinstance(tensor := those.get(name), Tensor) else "no such tensor"
+            for those in (own, weights)
+        )
         if mine != theirs:
             raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
     for name, tensor in weights.items():

@@ -31,7 +31,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import check_shown, read_table, read_toml, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
-from surefoot.runs.checkpoint import MANIFEST, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
+from surefoot.runs.checkpoint import MANIFEST, check_numbered, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
 from surefoot.runs.reading import FINISHED, check_is_run
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """An existing run, for continuing; SurefootError when it is missing, empty, or in use."""
         check_is_run(path)
+        for name in ("checkpoints", "best"):
+            check_numbered(path / name)
         run = cls(path)
         run._acquire()
         clear(path)
