@@ -80,9 +80,10 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
         try:
             tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
-            parts[name] = unpack(read_json(folder / f"{name}.json"), tensors)
-        except SurefootError as error:
-            raise SurefootError(f"{folder}: {name}.json {str(error).removeprefix(f'{folder / name}.json: ')}") from None
+            path = folder / f"{name}.json"
+            parts[name] = unpack(read_json(path), tensors, path)
+        except SurefootError:
+            raise
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SurefootError(f"{folder}: {name} can't be read ({cause_of(error)})") from None
     return parts
@@ -262,16 +263,16 @@ def pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     return tree
 
 
-def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of ``pack``. Raises SurefootError when a tensor is missing."""
+def unpack(tree: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
+    """The reverse of ``pack``, for the tree in a file. Raises SurefootError when a tensor is missing."""
     if isinstance(tree, dict):
         if "$tensor" in tree:
             name = tree["$tensor"]
             if not isinstance(name, str) or name not in tensors:
-                raise SurefootError(f"names a tensor {str(name)[:80]!r} that is not in its .safetensors")
+                raise SurefootError(f"{path}: names a tensor that was not saved with it ({str(name)[:80]!r})")
             return tensors[name]
-        return {key: unpack(value, tensors) for key, value in tree.items()}
-    return [unpack(value, tensors) for value in tree] if isinstance(tree, list) else tree
+        return {key: unpack(value, tensors, path) for key, value in tree.items()}
+    return [unpack(value, tensors, path) for value in tree] if isinstance(tree, list) else tree
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:

@@ -135,7 +135,8 @@ def read_trace(path: str | Path) -> Trace:
             header = parsed(file.metadata()[HEADER])
             if header["format"] != FORMAT:
                 raise SurefootError(f"{path}: has format {header['format']}, not {FORMAT}; use the version that wrote it")
-            table = unpack(header["trace"], {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            table = unpack(header["trace"], tensors, path)
         rows = [TracedRow(**{**row, "visits": Visits(**row["visits"])}) for row in table["rows"]]
         return Trace(**{**table, "rows": rows})
     except SurefootError:
