@@ -44,7 +44,8 @@ def test_a_switch_that_is_off_in_an_algorithm_stays_off():
     ("names", "changes", "part"),
     [
         (["A2C", "PPO_CLOP"], {}, "algorithms='PPO_CLOP': unknown; did you mean 'PPO_CLIP'"),
-        (["a2c"], {}, "did you mean 'A2C'"),
+        (["a2"], {}, "did you mean 'A2C'"),
+        (["A2C", "a2c"], {}, "'A2C' is listed twice"),
         ([""], {}, "algorithms='': unknown"),
         (["A2C", "PPO_CLIP", "A2C"], {}, "'A2C' is listed twice"),
         (["REINFORCE", "A2C"], {"reuse": {"epochs": 3}}, "objective.reuse.epochs: this switch is off in REINFORCE, A2C"),

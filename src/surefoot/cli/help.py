@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, did_you_mean
 
 COMMON = (
@@ -40,7 +41,7 @@ class RecipeCommand(click.Command):
         if not ctx.resilient_parsing and (at := [i for i, word in enumerate(words) if word in HELP]):
             topics = [word for word in words[at[0] + 1 :] if not word.startswith("-")]
             task = words[0] if not words[0].startswith("-") else None
-            click.echo(self._help(ctx, topics[0] if topics else None, task), color=ctx.color)
+            echo(self._help(ctx, topics[0] if topics else None, task))
             ctx.exit()
         return super().parse_args(ctx, args)
 

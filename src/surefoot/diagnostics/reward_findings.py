@@ -223,9 +223,9 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 
 def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Responses are truncated at the length limit, and the recipe treats that in some way."""
-    if isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos is None and recipe.reward.overlong is None:
-        return None
+    """Responses are truncated at the length limit."""
+    if isinstance(recipe, LanguageRecipe) and recipe.model == "pocket" and recipe.reward.missing_eos is None:
+        return None  # an untrained model, whose truncated responses are scored like any other
     ended = curves["eos_rate"]
     stretch = lasting_stretch(curves, ended, ended.values <= 0.02)
     limit = (
