@@ -21,6 +21,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "plots": ("matplotlib",),
     "notebook": ("ipykernel", "nbclient"),
     "language": ("transformers", "pyarrow"),
+    "data": ("datasets", "zstandard"),
     "verifiers": ("math_verify", "jsonschema"),
     "reasoning-gym": ("reasoning_gym",),
     "adapters": ("peft",),
