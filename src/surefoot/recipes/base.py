@@ -38,7 +38,7 @@ class OptimizerSettings(Section):
     """Adam or RMSprop, the learning-rate schedule, gradient clipping and micro-batches."""
 
     kind: Literal["adam", "rmsprop"] = "adam"
-    """rmsprop is the optimizer of the original A2C; its values settle where Adam's still lag behind"""
+    """rmsprop is the optimizer of the original A2C (eager engine only)"""
     learning_rate: float = Field(3e-4, gt=0)
     """the optimizer's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
