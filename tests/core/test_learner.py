@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot import A2C, PPO_CLIP, PPO_UNCLIPPED, REINFORCE, Clip, NotFiniteError, Objective, Reuse, SurefootError
+from surefoot import A2C, PPO_CLIP, PPO_PENALTY, PPO_UNCLIPPED, REINFORCE, Clip, NotFiniteError, Objective, Reuse, SurefootError
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
@@ -646,6 +646,36 @@ def test_what_is_not_finite_is_named_and_leaves_no_mark(
     assert all(tensor.isfinite().all() for tensor in marks(learner))
 
 
+def test_a_new_term_of_the_loss_that_is_not_finite_takes_no_step() -> None:
+    class New:
+        def add_gradient(self) -> dict[str, float]:
+            return {"new_loss": float("nan")}
+
+    policy = TinyPolicy()
+    learner, before = Learner(policy, A2C, ADAM), parameters(policy)
+    learner.auxiliary_loss = New()
+    with pytest.raises(NotFiniteError, match=r"update 1: new_loss not finite; the step was not taken"):
+        update(learner, random_rollout(policy, 0))
+    assert torch.equal(parameters(policy), before)
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.1])
+def test_the_loss_is_the_sum_of_its_terms_by_their_coefficients(entropy: float) -> None:
+    """So nothing in ``metrics`` is in the loss, and no term is left out of ``terms``."""
+    objective = replace(PPO_PENALTY, entropy_coefficient=entropy, reference_coefficient=0.3, value_coefficient=0.7)
+    policy = TinyPolicy()
+    rollout = moved(random_rollout(policy, 0), 0)
+    batch = rows_of(rollout, assign_credit(rollout, objective))
+    evaluation = policy(batch.inputs, batch.actions)
+    parts = loss(evaluation, batch, objective, denominator=global_count(batch, objective.aggregation), beta=0.5)
+    weights = {"policy_loss": 1.0, "penalty_kl": 0.5, "value_loss": 0.7, "reference_loss": 0.3}
+    if entropy:
+        weights["entropy"] = -entropy
+    assert set(parts.terms) == set(weights)
+    assert {"kl", "ratio_outside"} <= set(parts.metrics)
+    near(parts.total.detach(), torch.stack([weights[name] * x for name, x in parts.terms.items()]).sum())
+
+
 def test_a_gradient_that_is_not_finite_behind_finite_losses_is_named() -> None:
     class Steep(TinyPolicy):
         def forward(self, inputs: Tensor, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
@@ -784,8 +814,8 @@ def test_the_parts_of_a_split_batch_add_up_to_the_whole() -> None:
     denominator = global_count(batch, objective.aggregation)
 
     def terms(part: Batch) -> dict[str, Tensor]:
-        total, actual, _ = loss(policy(part.inputs, part.actions), part, objective, denominator=denominator)
-        return {"total": total.detach(), **actual}
+        parts = loss(policy(part.inputs, part.actions), part, objective, denominator=denominator)
+        return {"total": parts.total.detach(), **parts.terms, **parts.metrics}
 
     parts = [Batch(**{name: cut(x, slice(i, i + 2)) for name, x in vars(batch).items()}) for i in (0, 2, 4)]
     for name, whole in terms(batch).items():

@@ -290,7 +290,7 @@ def _gradient(agent: Agent, rollout: Rollout, objective: Objective, count: int) 
     objective matters.
     """
     batch = rows_of(rollout, assign_credit(rollout, objective))
-    total, _, _ = loss(agent.policy(batch.inputs, batch.actions, batch.mask), batch, REINFORCE, denominator=count)
+    total = loss(agent.policy(batch.inputs, batch.actions, batch.mask), batch, REINFORCE, denominator=count).total
     learned = [parameter for parameter in agent.policy.parameters() if parameter.requires_grad]
     parts = torch.autograd.grad(total, learned, allow_unused=True)
     return torch.cat([part.reshape(-1) for part in parts if part is not None])

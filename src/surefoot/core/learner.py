@@ -1,4 +1,4 @@
-"""One rollout into updates of θ: passes over minibatches with early stopping, and the metrics of the updates."""
+"""Updates θ from one rollout: passes over minibatches with early stopping, and the metrics of the updates."""
 
 import math
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, mean_old_kl
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
-from surefoot.core.steps import EagerStepper, Gradients, PendingStep, Stepper, UpdateContext
+from surefoot.core.steps import EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
 from surefoot.core.steps.compiled import CompiledStepper
 from surefoot.core.steps.trpo import NaturalStepper
 from surefoot.core.traces import Recorder
@@ -25,8 +25,8 @@ BETA_RANGE = 2.0**20
 """bounds of an adapted β, as a factor of its first value. The paper has no bound; without one, β goes to infinity or 0 if it
 can't control the KL (a learning rate that is far too high, or has decayed to nothing)"""
 
-RATE_FACTOR = "learning_rate_factor"
-"""the name in ``LearnerState.coefficients`` of a factor that a callback has set"""
+RATE_SCALE = "learning_rate_factor"
+"""the name in ``LearnerState.coefficients`` of the scale that a callback has set"""
 
 START_TOLERANCE = 1e-4
 """largest distance of the ratio from 1 before the first step, for a policy that computes in float32"""
@@ -80,7 +80,7 @@ class Learner:
         self.steppable = {
             name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatOptimizer)
         }
-        self.gradients = Gradients(policy, objective, micro_batch, micro_batch_tokens)
+        self.gradients = GradientSum(policy, objective, micro_batch, micro_batch_tokens)
         self.natural: NaturalStepper | None = None
         if constraint is None:
             self.eager = EagerStepper(self.gradients, self.steppable)
@@ -102,28 +102,28 @@ class Learner:
         Raises NotFiniteError, which names the term, if a loss or gradient is not finite; that step is not taken.
         """
         objective = self.objective
-        # A collector that kept its graph, or views of parameters, would let gradient flow into the past.
+        # Otherwise backward() would reach the graph of the rollout.
         rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
         context = self._context(rollout, credit, state)
         batch = rows_of(rollout, credit, numbered=context.recording is not None)
         assert batch.old_log_probs is not None or objective.reuse is None, "reusing a batch needs its old_log_probs"
         if objective.normalise_advantages == "batch":
             batch = context.normalised(batch)
-        metrics = UpdateMetrics()
+        steps = UpdateMetrics()
         epochs, stopped = 0, False
         if self.natural is not None:
-            self._passes(self.natural, batch, (1, 1), context, metrics, rollout)
+            self._passes(self.natural, batch, (1, 1), context, steps, rollout)
         if self.steppable:
             stepper = self.compiled if self.compiled is not None and self.compiled.fits(batch) else self.eager
             passes = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
-            epochs, stopped = self._passes(stepper, batch, passes, context, metrics, rollout)
+            epochs, stopped = self._passes(stepper, batch, passes, context, steps, rollout)
         if objective.penalty is not None:
-            metrics.outcome = self._adapt_penalty(batch, context)
-        result: Metrics = metrics.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
+            steps.outcome = self._adapt_penalty(batch, context)
+        metrics: Metrics = steps.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
         if self.steppable:
             first = next(iter(self.steppable.values()))  # the policy's if it has one
-            result["learning_rate"] = first.settings.learning_rate * context.rate_scale
-        return result | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
+            metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale
+        return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
     def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
         clip, penalty = self.objective.clip, self.objective.penalty
@@ -134,8 +134,8 @@ class Learner:
         recording = None
         if self.recorder is not None:
             recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
-        scale = rate_scale(state, self.schedule, self.warmup) * state.coefficients.get(RATE_FACTOR, 1.0)
-        return UpdateContext(state, scale, clip_scale, beta, recording, self.auxiliary_loss)
+        rate_scale = scheduled_scale(state, self.schedule, self.warmup) * state.coefficients.get(RATE_SCALE, 1.0)
+        return UpdateContext(state, rate_scale, clip_scale, beta, recording, self.auxiliary_loss)
 
     def _passes(
         self,
@@ -143,7 +143,7 @@ class Learner:
         batch: Batch,
         passes: tuple[int, int],
         context: UpdateContext,
-        metrics: "UpdateMetrics",
+        steps: "UpdateMetrics",
         rollout: Rollout,
     ) -> tuple[int, bool]:
         """Take one step per minibatch. Returns how many epochs were finished, and whether the KL stopped them.
@@ -155,15 +155,15 @@ class Learner:
         for epoch in range(epochs):
             for minibatch in stepper.minibatches(batch, count, context):
                 step = stepper.prepare(minibatch, context)
-                if not metrics.terms:
-                    metrics.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
+                if not steps.terms:
+                    steps.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
                 if target_kl is not None and self._kl(step) > 1.5 * target_kl:
-                    metrics.add(step)
+                    steps.add(step)
                     return epoch, True
                 self._check_finite(step, context.state)
                 context.state.updates += step.take()
-                metrics.add(step)
-                metrics.add_norms(step.norms)
+                steps.add(step)
+                steps.add_norms(step.norms)
         return epochs, False
 
     def _adapt_penalty(self, batch: Batch, context: UpdateContext) -> Metrics:
@@ -183,21 +183,17 @@ class Learner:
         return {"beta": beta, "kl_after": kl}
 
     def _check_finite(self, step: PendingStep, state: LearnerState) -> None:
-        """Raise NotFiniteError if the loss, or the norm of a gradient, is not finite. Other metrics may be anything."""
-        terms = step.terms
-        entropy = ("entropy",) if self.objective.entropy_coefficient else ()
-        names = ("policy_loss", "penalty_kl", "value_loss", "reference_loss", "sft_loss", "router_loss", *entropy)
-        loss = sum(terms[name] for name in names if name in terms)
-        if not all(math.isfinite(x) for x in (*step.norms.values(), loss)):
-            broken = [name for name, term in terms.items() if not math.isfinite(term)]
+        """Raise NotFiniteError if the loss, or the norm of a gradient, is not finite."""
+        if not all(math.isfinite(x) for x in (*step.norms.values(), *step.terms.values())):
+            broken = [name for name, x in (step.terms | step.metrics).items() if not math.isfinite(x)]
             what = f"{' and '.join(broken)} not finite" if broken else f"gradient norm {step.norms} with finite losses"
             raise NotFiniteError(f"update {state.updates + 1}: {what}; the step was not taken")
 
     def _kl(self, step: PendingStep) -> float:
         name = "kl_exact" if self.objective.kl_estimator == "exact" else "kl"
-        if name not in step.terms:
+        if name not in step.metrics:
             raise SurefootError("objective.kl_estimator='exact': this policy has no distribution to compare; set k3")
-        return step.terms[name]
+        return step.metrics[name]
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of every optimizer; a policy under a KL constraint has none."""
@@ -209,8 +205,8 @@ class Learner:
             optimizer.load_state_dict(state[name])
 
 
-def rate_scale(state: LearnerState, schedule: Schedule, warmup: float) -> float:
-    """The factor of the learning rate; 0 on the first batch of a warm-up."""
+def scheduled_scale(state: LearnerState, schedule: Schedule, warmup: float) -> float:
+    """The scale of the learning rate; 0 on the first batch of a warm-up."""
     if (done := 1 - state.remaining) < warmup:
         return done / warmup
     left = state.remaining / (1 - warmup)
@@ -218,7 +214,7 @@ def rate_scale(state: LearnerState, schedule: Schedule, warmup: float) -> float:
 
 
 class UpdateMetrics:
-    """Metrics of the steps on one rollout: terms of the loss, ratios and gradient norms."""
+    """Metrics of the steps on one rollout: terms and metrics of the loss, ratios and gradient norms."""
 
     def __init__(self) -> None:
         self.terms: list[dict[str, float]] = []
@@ -229,9 +225,9 @@ class UpdateMetrics:
 
     def add(self, step: PendingStep) -> None:
         """Add a step, whether taken or not."""
-        self.terms.append(step.terms)
+        self.terms.append(step.terms | step.metrics)
         self.ratios.append(step.ratios)
-        self.outcome |= step.metrics
+        self.outcome |= step.outcome
 
     def add_norms(self, norms: dict[str, float]) -> None:
         """Add the gradient norms of a step that was taken."""
@@ -240,7 +236,7 @@ class UpdateMetrics:
 
     def summary(self) -> Metrics:
         """Means over the steps, and the smallest and largest ratio over all ranks."""
-        metrics: Metrics = {name: number(sum(t[name] for t in self.terms) / len(self.terms)) for name in self.terms[0]}
+        metrics: Metrics = {name: finite_or_none(sum(t[name] for t in self.terms) / len(self.terms)) for name in self.terms[0]}
         smallest, largest = zip(*self.ratios, strict=True)
         metrics["ratio_min"], metrics["ratio_max"] = range_over_ranks(min(smallest), max(largest))
         metrics["ratio_at_start"] = self.ratio_at_start
@@ -253,7 +249,7 @@ def credit_metrics(rollout: Rollout, credit: Credit, critic: bool) -> Metrics:
     """Mean and standard deviation of the advantages, and the explained variance of the critic, over all ranks."""
     metrics: Metrics = {"explained_variance": _explained_variance(rollout, credit)} if critic else {}
     moments = merge_across_ranks(masked_moments(credit.advantages, rollout.mask))
-    return metrics | {"advantage_mean": number(moments.mean), "advantage_std": number(moments.var.sqrt())}
+    return metrics | {"advantage_mean": finite_or_none(moments.mean), "advantage_std": finite_or_none(moments.var.sqrt())}
 
 
 def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool) -> float:
@@ -280,7 +276,7 @@ def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
     """1 − Var(R̂ − V) / Var(R̂) of the rollout's values, over all ranks."""
     residual = merge_across_ranks(masked_moments(credit.returns - rollout.values, rollout.mask))
     spread = merge_across_ranks(masked_moments(credit.returns, rollout.mask))
-    return number(1 - residual.var / spread.var) if spread.var > 0 else None
+    return finite_or_none(1 - residual.var / spread.var) if spread.var > 0 else None
 
 
 def range_over_ranks(smallest: float, largest: float) -> tuple[float, float]:
@@ -289,7 +285,7 @@ def range_over_ranks(smallest: float, largest: float) -> tuple[float, float]:
     return -lowest, highest
 
 
-def number(tensor: Tensor | float) -> float | None:
+def finite_or_none(tensor: Tensor | float) -> float | None:
     """A metric's value; None (null in JSON) if it is not finite."""
     value = float(tensor)
     return value if math.isfinite(value) else None

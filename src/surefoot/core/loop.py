@@ -23,8 +23,8 @@ def run_loop(
     """Train until the budget is spent or ``on_iteration`` returns True.
 
     collector      samples with the learner's policy
-    on_iteration   called after each iteration with the state and its metrics; checkpoints, logs and displays hang here
-    on_fault       called with the reason when an update is skipped because a number is not finite
+    on_iteration   called after each iteration with the state and its metrics; checkpoints, logs and displays run from here
+    on_fault       called with one line, the NotFiniteError's message, when an update is skipped because a number is not finite
     on_rollout     called with each rollout before the update
 
     Raises SurefootError after three consecutive skipped updates.

@@ -6,7 +6,7 @@ losses of micro-batches and ranks add up to that of the whole batch.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,26 @@ class Batch:
     old_log_probs: Tensor | None
     """None if θ is θ_old, so that ρ is 1"""
     advantages: Tensor
-    """normalised if the objective says so"""
+    """normalised if ``normalise_advantages`` is set"""
     returns: Tensor
     old_values: Tensor
     old_distribution: Any = None
     ref_log_probs: Tensor | None = None
     flat_index: Tensor | None = None
     """b·T + t of each entry in its rollout [B, T]; None if no trace is recorded"""
+
+
+class Loss(NamedTuple):
+    """The loss of a batch and its parts, all detached but ``total``."""
+
+    total: Tensor
+    """the scalar to minimise   []"""
+    terms: dict[str, Tensor]
+    """what the total is made of; not finite if one of them is not   each []"""
+    metrics: dict[str, Tensor]
+    """what the total does not depend on   each []"""
+    ratio: Tensor
+    """ρ; 1 where not kept"""
 
 
 def ratio_of(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor | None, objective: Objective) -> Tensor:
@@ -71,7 +84,7 @@ def surrogate(log_probs: Tensor, ratio: Tensor, advantages: Tensor, objective: O
 
 
 def clip_bounds(objective: Objective, scale: float = 1.0) -> tuple[float, float, float | None]:
-    """(ε below 1, ε above 1, dual clip). Without a clip both ε are 0.2, which ``ratio_outside`` then counts by."""
+    """(ε below 1, ε above 1, dual clip). Without a clip, ε is 0.2: only the metric ``ratio_outside`` uses it."""
     if objective.clip is None:
         return 0.2, 0.2, None
     high = objective.clip.clip if objective.clip.clip_high is None else objective.clip.clip_high
@@ -122,8 +135,8 @@ def loss(
     denominator: Tensor | float,
     clip_scale: float = 1.0,
     beta: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """The scalar to minimise [], its terms and related metrics [] (detached), and ρ (detached; 1 where not kept).
+) -> Loss:
+    """The loss of a batch, with its terms and metrics.
 
     denominator   the global count that ``aggregate`` divides by
     clip_scale    multiplies the clip's bounds
@@ -144,11 +157,13 @@ def loss(
     ratio = ratio_of(log_probs, old_log_probs, batch.mask, objective)
     gain = surrogate(log_probs, ratio, kept(batch.advantages), objective, clip_scale)
     entropy = kept(evaluation.entropy)
-    terms = {"policy_loss": -reduced(gain), "entropy": _mean(entropy, batch, objective, denominator)}
+    terms = {"policy_loss": -reduced(gain)}
+    metrics: dict[str, Tensor] = {}
     total = terms["policy_loss"]
     if objective.penalty is not None:
         terms["penalty_kl"] = mean_old_kl(evaluation, batch, objective, denominator)
         total = total + beta * terms["penalty_kl"]
+    (terms if objective.entropy_coefficient else metrics)["entropy"] = _mean(entropy, batch, objective, denominator)
     if objective.entropy_coefficient:
         total = total - objective.entropy_coefficient * reduced(entropy)
     if objective.baseline == "critic":
@@ -168,11 +183,12 @@ def loss(
         total = total + objective.router_coefficient * terms["router_loss"]
     with torch.no_grad():
         if batch.old_log_probs is not None:
-            terms |= _distances(evaluation, batch, objective, denominator, log_probs, ratio, clip_scale)
-    return total, {name: term.detach() for name, term in terms.items()}, ratio.detach()
+            metrics |= _old_policy_metrics(evaluation, batch, objective, denominator, log_probs, ratio, clip_scale)
+    terms, metrics = ({name: x.detach() for name, x in of.items()} for of in (terms, metrics))
+    return Loss(total, terms, metrics, ratio.detach())
 
 
-def _distances(
+def _old_policy_metrics(
     evaluation: Evaluation,
     batch: Batch,
     objective: Objective,
@@ -188,18 +204,21 @@ def _distances(
 
     low, high, dual_clip = clip_bounds(objective, clip_scale)
     assert batch.old_log_probs is not None
-    terms = {"kl": mean(kl_k3(keep_only(batch.old_log_probs, batch.mask), log_probs))}
-    terms["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
+    metrics = {"kl": mean(kl_k3(keep_only(batch.old_log_probs, batch.mask), log_probs))}
+    metrics["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
     if objective.clip is not None:
-        terms["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
+        metrics["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
     exact = evaluation.distribution is not None and batch.old_distribution is not None
     if objective.kl_estimator == "exact" and exact:
-        terms["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
-    return terms
+        metrics["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
+    return metrics
 
 
 def _mean(x: Tensor, batch: Batch, objective: Objective, denominator: Tensor | float) -> Tensor:
-    """A mean whatever the aggregation: sums of responses have the same denominator as means of their means.   []"""
+    """A mean whatever the aggregation.   []
+
+    Every aggregation but token-mean divides by the number of responses, so report sequence-mean.
+    """
     mode: Aggregation = "token-mean" if objective.aggregation == "token-mean" else "sequence-mean"
     return aggregate(x, batch.mask, mode, denominator)
 

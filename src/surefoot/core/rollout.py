@@ -167,6 +167,7 @@ class LearnerState:
     total_steps: int
     """the budget; schedules end there"""
     steps: int = 0
+    """environment steps, or responses, that the run has used of the budget"""
     iteration: int = 0
     updates: int = 0
     """optimizer steps taken"""

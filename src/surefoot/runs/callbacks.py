@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.learner import RATE_FACTOR, Learner, number
+from surefoot.core.learner import RATE_SCALE, Learner, finite_or_none
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, World
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
@@ -43,13 +43,13 @@ class Run:
         """The learning rate, without its schedule. A new value holds from the next update on, and after resuming; a separate
         critic's rate changes by the same factor.
         """
-        return self._base_rate * self.state.coefficients.get(RATE_FACTOR, 1.0)
+        return self._base_rate * self.state.coefficients.get(RATE_SCALE, 1.0)
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         if not 0 < value < float("inf"):
             raise SurefootError(f"learning_rate={value}: must be a finite number above 0")
-        self.state.coefficients[RATE_FACTOR] = value / self._base_rate
+        self.state.coefficients[RATE_SCALE] = value / self._base_rate
 
     @property
     def _base_rate(self) -> float:
@@ -63,7 +63,7 @@ class Run:
         """
         for name, value in metrics.items():
             try:
-                self._logged[str(name)] = None if value is None else number(float(value))
+                self._logged[str(name)] = None if value is None else finite_or_none(float(value))
             except (TypeError, ValueError):
                 raise SurefootError(f"log: {name}={value!r} is no number; log numbers, or None") from None
 

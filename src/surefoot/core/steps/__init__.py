@@ -1,6 +1,6 @@
 """The interface through which the learner moves θ, and the eager implementation: autograd, then Adam.
 
-The learner asks a ``Stepper`` for one ``PendingStep`` per minibatch, checks its KL, checks that it is finite, and takes it.
+The learner gets one ``PendingStep`` per minibatch from a ``Stepper``, checks its KL, checks that it is finite, and takes it.
 ``EagerStepper`` is here, ``CompiledStepper`` in ``compiled.py``, ``NaturalStepper`` (TRPO) in ``trpo.py``.
 """
 
@@ -48,13 +48,15 @@ class PendingStep(ABC):
     """A step that is computed but not yet taken."""
 
     terms: dict[str, float]
-    """of the loss, over all ranks"""
+    """of the loss, over all ranks; a step with one that is not finite is not taken"""
+    metrics: dict[str, float]
+    """of the loss, over all ranks; they may be anything"""
     ratios: tuple[float, float]
     """the smallest and the largest ρ of this rank's samples"""
     norms: dict[str, float]
     """norm of the gradient of each optimizer's parameters, over all ranks"""
-    metrics: Metrics = field(default_factory=dict)
-    """further metrics of the step, set when it is taken"""
+    outcome: Metrics = field(default_factory=dict)
+    """metrics of the step, set when it is taken"""
 
     @abstractmethod
     def take(self) -> bool:
@@ -73,7 +75,7 @@ class Stepper(Protocol):
         ...
 
 
-class Gradients:
+class GradientSum:
     """Loss and gradient of a minibatch, summed over its micro-batches.
 
     micro_batch         rows per micro-batch
@@ -93,10 +95,10 @@ class Gradients:
 
     def add(
         self, minibatch: Batch, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
-    ) -> tuple[dict[str, float], tuple[float, float]]:
+    ) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
         """Add the gradient to ``.grad`` of ``parameters``, or of all parameters if None.
 
-        Returns the loss's terms over all ranks, and this rank's smallest and largest ratio.
+        Returns the loss's terms and its metrics over all ranks, and this rank's smallest and largest ratio.
         """
         denominator = global_count(minibatch, self.objective.aggregation)
         sums: list[Tensor] = []
@@ -107,7 +109,7 @@ class Gradients:
             self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
         for part in parts:
             evaluation = self.policy(part.inputs, part.actions, part.mask)
-            total, terms, ratio = loss(
+            total, terms, metrics, ratio = loss(
                 evaluation,
                 part,
                 self.objective,
@@ -118,15 +120,22 @@ class Gradients:
             if context.recording is not None:
                 context.recording.visit(part, evaluation, context.state.updates)
             total.backward(inputs=parameters)  # type: ignore[no-untyped-call]
-            sums.append(torch.stack(list(terms.values())))
+            sums.append(torch.stack([*terms.values(), *metrics.values()]))
             extremes.append(torch.stack(ratio.aminmax()))
         summed = all_sum(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
-        return dict(zip(terms, summed.tolist(), strict=True)), ratio_range(extremes)
+        of_terms, of_metrics = by_name(summed.tolist(), terms, metrics)
+        return of_terms, of_metrics, ratio_range(extremes)
+
+
+def by_name(numbers: Iterable[float], *groups: Iterable[str]) -> list[dict[str, float]]:
+    """Consecutive numbers by name, one dictionary per group of names; an iterator keeps the numbers after them."""
+    left = iter(numbers)
+    return [dict(zip(names, left, strict=False)) for names in groups]  # zip takes the name first, so it loses no number
 
 
 @dataclass(kw_only=True)
 class EagerStep(PendingStep):
-    """One step of Adam per optimizer, whose gradient lies in its flat buffer."""
+    """One step per optimizer; each optimizer's gradient is in its flat buffer."""
 
     optimizers: Mapping[str, FlatOptimizer]
     rate_scale: float
@@ -145,7 +154,7 @@ class EagerStepper:
     """
 
     def __init__(
-        self, gradients: Gradients, optimizers: Mapping[str, FlatOptimizer], parameters: Sequence[nn.Parameter] | None = None
+        self, gradients: GradientSum, optimizers: Mapping[str, FlatOptimizer], parameters: Sequence[nn.Parameter] | None = None
     ) -> None:
         self.gradients, self.optimizers, self.parameters = gradients, optimizers, parameters
 
@@ -159,8 +168,15 @@ class EagerStepper:
             minibatch = context.normalised(minibatch)
         for optimizer in self.optimizers.values():
             optimizer.zero()
-        terms, ratios = self.gradients.add(minibatch, context, self.parameters)
+        terms, metrics, ratios = self.gradients.add(minibatch, context, self.parameters)
         if context.auxiliary_loss is not None and "policy" in self.optimizers:  # it does not train the critic
             terms |= context.auxiliary_loss.add_gradient()
         norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
-        return EagerStep(terms=terms, ratios=ratios, norms=norms, optimizers=self.optimizers, rate_scale=context.rate_scale)
+        return EagerStep(
+            terms=terms,
+            metrics=metrics,
+            ratios=ratios,
+            norms=norms,
+            optimizers=self.optimizers,
+            rate_scale=context.rate_scale,
+        )

@@ -30,7 +30,7 @@ from surefoot.core.minibatches import global_count, normalised, random_order, se
 from surefoot.core.objective import Batch, loss
 from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
 from surefoot.core.rollout import Policy, map_tensors, tensors_in
-from surefoot.core.steps import PendingStep, UpdateContext
+from surefoot.core.steps import PendingStep, UpdateContext, by_name
 from surefoot.errors import SurefootError
 
 Program = Callable[[list[Tensor]], list[Tensor]]
@@ -74,7 +74,8 @@ class CompiledStepper:
     def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatOptimizer], rows: int) -> None:
         self.policy, self.objective, self.optimizers, self.rows = policy, objective, optimizers, rows
         self.program: Program | None = None
-        self.names: list[str] = []
+        self.names: tuple[list[str], list[str]] = ([], [])
+        """of the loss's terms, and of its metrics"""
         if world_size() == 1:  # several ranks exchange sums within a step, so they use the eager engine
             require_programs()
 
@@ -103,13 +104,14 @@ class CompiledStepper:
         if self.program is None:
             self.program = self._program(replace(minibatch.batch, flat_index=None), arguments)
         *moved, row = self.program(arguments)
-        numbers = row.tolist()
-        terms = dict(zip(self.names, numbers, strict=False))
-        smallest, largest, *norms = numbers[len(self.names) :]
+        values = iter(row.tolist())
+        terms, metrics = by_name(values, *self.names)
+        smallest, largest, *norms = values
         if context.recording is not None:
             self._record(minibatch, context)
         return CompiledStep(
             terms=terms,
+            metrics=metrics,
             ratios=(smallest, largest),
             norms=dict(zip(self.optimizers, norms, strict=True)),
             optimizers=self.optimizers,
@@ -142,7 +144,7 @@ class CompiledStepper:
                 for optimizer, part in zip(optimizers, values, strict=True):
                     named |= split(part, optimizer.parameters, names)
                 evaluation = functional_call(self.policy, named, (minibatch.inputs, minibatch.actions, None))
-                total, terms, ratio = loss(
+                total, terms, metrics, ratio = loss(
                     evaluation,
                     minibatch,
                     self.objective,
@@ -150,8 +152,8 @@ class CompiledStepper:
                     clip_scale=numbers[0],  # type: ignore[arg-type]
                     beta=numbers[1],  # type: ignore[arg-type]
                 )
-                self.names = list(terms)
-                return total, [*terms.values(), *ratio.aminmax()]
+                self.names = (list(terms), list(metrics))
+                return total, [*terms.values(), *metrics.values(), *ratio.aminmax()]
 
             gradients, shown = grad(loss_of, has_aux=True)(list(tensors[:start:3]))
             norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]

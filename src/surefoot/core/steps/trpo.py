@@ -18,7 +18,7 @@ from surefoot.core.minibatches import global_count
 from surefoot.core.objective import Batch, loss, mean_old_kl, ratio_range
 from surefoot.core.optimizer import FlatParameters
 from surefoot.core.rollout import Policy, map_tensors
-from surefoot.core.steps import Gradients, PendingStep, UpdateContext
+from surefoot.core.steps import GradientSum, PendingStep, UpdateContext, by_name
 from surefoot.errors import SurefootError
 from surefoot.functional import aggregate, conjugate_gradient, fisher_vector_product, line_search
 from surefoot.functional.masking import keep_only
@@ -34,6 +34,8 @@ class Surrogate:
     """mean KL(π_old‖π_θ), exact if the distributions are known"""
     terms: dict[str, float]
     """of the loss"""
+    metrics: dict[str, float]
+    """of the loss"""
     ratios: tuple[float, float]
     """the smallest and the largest ρ of this rank's samples"""
 
@@ -47,7 +49,7 @@ class NaturalStepper:
 
     def __init__(
         self,
-        gradients: Gradients,
+        gradients: GradientSum,
         optimizer: FlatParameters,
         constraint: Constraint,
         parameters: Sequence[nn.Parameter] | None = None,
@@ -65,9 +67,10 @@ class NaturalStepper:
         if objective.normalise_advantages == "minibatch":
             minibatch = context.normalised(minibatch)
         self.optimizer.zero()
-        terms, ratios = gradients.add(minibatch, context, self.parameters)
+        terms, metrics, ratios = gradients.add(minibatch, context, self.parameters)
         return NaturalStep(
             terms=terms,
+            metrics=metrics,
             ratios=ratios,
             norms={"policy": self.optimizer.gradient_norm()},
             policy=gradients.policy,
@@ -81,7 +84,7 @@ class NaturalStepper:
 
 @dataclass(kw_only=True)
 class NaturalStep(PendingStep):
-    """A step whose gradient, summed over ranks, lies in ``optimizer.gradients``."""
+    """A step whose gradient, summed over ranks, is in ``optimizer.gradients``."""
 
     policy: Policy
     objective: Objective
@@ -93,7 +96,7 @@ class NaturalStep(PendingStep):
     """the batch's count over all ranks"""
 
     def take(self) -> bool:
-        """Move θ within the constraint, or leave it as it was, bit for bit. ``terms`` and ``ratios`` are then those at the end.
+        """Move θ within the constraint, or leave it as it was, bit for bit. Terms, metrics and ratios are those at the end.
 
         θ stays if the gradient is 0, if the KL has no curvature along the direction (xᵀHx ≤ 0), or if the line search accepts
         no length.
@@ -118,8 +121,8 @@ class NaturalStep(PendingStep):
             if accepted is None:
                 values.copy_(old)
         end = start if accepted is None else tried[-1]
-        self.terms, self.ratios = end.terms, end.ratios
-        self.metrics = {
+        self.terms, self.metrics, self.ratios = end.terms, end.metrics, end.ratios
+        self.outcome = {
             "step_taken": float(accepted is not None),
             "line_search_tries": float(len(tried)),
             "surrogate_improvement": end.gain - start.gain,
@@ -150,19 +153,18 @@ class NaturalStep(PendingStep):
         extremes: list[Tensor] = []
         for part in self.parts:
             evaluation = self.policy(part.inputs, part.actions, part.mask)
-            _, terms, ratio = loss(evaluation, part, objective, denominator=denominator)
-            terms["kl_after"] = mean_old_kl(evaluation, part, objective, denominator)
+            _, terms, metrics, ratio = loss(evaluation, part, objective, denominator=denominator)
+            further = {"kl_after": mean_old_kl(evaluation, part, objective, denominator)}
             if objective.entropy_coefficient:
                 mode, length = objective.aggregation, objective.aggregation_length
-                terms["bonus"] = aggregate(keep_only(evaluation.entropy, part.mask), part.mask, mode, denominator, length)
-            sums.append(torch.stack(list(terms.values())))
+                further["bonus"] = aggregate(keep_only(evaluation.entropy, part.mask), part.mask, mode, denominator, length)
+            sums.append(torch.stack([*terms.values(), *metrics.values(), *further.values()]))
             extremes.append(torch.stack(ratio.aminmax()))
-        summed: dict[str, float] = dict(zip(terms, all_sum(torch.stack(sums).sum(0)).tolist(), strict=True))
-        kl = summed.pop("kl_after")
-        gain = -summed["policy_loss"] + objective.entropy_coefficient * summed.pop("bonus", 0.0)
+        of_terms, of_metrics, rest = by_name(all_sum(torch.stack(sums).sum(0)).tolist(), terms, metrics, further)
+        gain = -of_terms["policy_loss"] + objective.entropy_coefficient * rest.get("bonus", 0.0)
         if objective.reference_coefficient:
-            gain -= objective.reference_coefficient * summed["reference_loss"]
-        return Surrogate(gain, kl, summed, ratio_range(extremes))
+            gain -= objective.reference_coefficient * of_terms["reference_loss"]
+        return Surrogate(gain, rest["kl_after"], of_terms, of_metrics, ratio_range(extremes))
 
 
 def _reject_shared_trunk(policy: Policy, part: Batch, parameters: Sequence[nn.Parameter]) -> None:

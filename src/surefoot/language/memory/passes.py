@@ -408,7 +408,7 @@ def _policy_pass(
             evaluation = Evaluation(log_probs, entropy, None if values is None else spread(values))
             objective = replace(objective, router_coefficient=0.0)
             del hidden, states, likelihood, values, log_probs, entropy
-            total, _, _ = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0)
+            total = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0).total
             total.backward()  # type: ignore[no-untyped-call]
         return PassMemory(tracker.peak, kept)
 
@@ -430,7 +430,7 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions,
             kept = {"policy": tracker.live - live}
             entropy = -(both.exp() * both).sum(-1, keepdim=True)
             evaluation = Evaluation(both.gather(-1, batch.actions), entropy)
-            total, _, _ = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0)
+            total = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0).total
             total.backward()  # type: ignore[no-untyped-call]
         return PassMemory(tracker.peak, kept)
 
