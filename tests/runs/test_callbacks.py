@@ -1,11 +1,14 @@
 """Callbacks get every event of a run, with the agent and the state; what they change is kept, and their errors surface."""
 
 import math
+import os
+import signal
 
 import pytest
 
 import surefoot
-from surefoot import Callback, SurefootError
+from surefoot import Callback, Interrupted, SurefootError
+from surefoot.control.world import ControlWorld
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -57,6 +60,32 @@ def test_several_callbacks_get_all_events_in_order(tmp_path):
     assert [line[0] for line in first.lines[4:7]] == ["evaluation", "iteration", "checkpoint"]
     assert first.lines[-2:] == [("checkpoint", 512, 512), ("end", 512, False)]
     assert sum(line[0] == "iteration" for line in first.lines) == 8
+
+
+def test_a_run_whose_export_fails_has_failed(tmp_path, monkeypatch):
+    def finish(world, folder):
+        raise SurefootError("the disk is full")
+
+    monkeypatch.setattr(ControlWorld, "finish", finish)
+    diary = Diary()
+    with pytest.raises(SurefootError, match="the disk is full"):
+        train(tmp_path, diary)
+    assert diary.lines[-1] == ("end", 512, True)
+
+
+@pytest.mark.parametrize("signals", [1, 2], ids=["after the iteration", "at once"])
+def test_a_run_that_a_signal_stopped_has_not_failed(tmp_path, signals):
+    class Stopping(Diary):
+        def on_iteration(self, run, metrics):
+            super().on_iteration(run, metrics)
+            if run.steps == 128:
+                for _ in range(signals):
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    diary = Stopping()
+    with pytest.raises(Interrupted):
+        train(tmp_path, diary)
+    assert diary.lines[-1] == ("end", 128, False)
 
 
 def test_a_callback_evaluates_saves_and_logs_with_the_agent_at_hand(tmp_path):

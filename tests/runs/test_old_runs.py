@@ -4,6 +4,7 @@
 times removed, that the older version wrote when it resumed the run to its end.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -37,3 +38,22 @@ def test_a_run_of_an_older_version_resumes_with_the_numbers_of_that_version(name
                 assert row[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
             else:
                 assert row[key] == value, key
+
+
+def test_an_older_version_s_iteration_without_its_evaluation_gets_it_on_resuming(tmp_path):
+    """Its checkpoint has the iteration as ``untold``."""
+    run = shutil.copytree(FIXTURES / "control", tmp_path / "run")
+    *before, last = (run / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
+    row = json.loads(last)
+    score = row.pop("evaluation_return")
+    (run / "metrics.jsonl").write_text("".join(before), "utf-8")
+    checkpoint = run / "checkpoints" / "256"
+    content = json.dumps({"previous": 128, "metrics": row}).encode()
+    (checkpoint / "untold.json").write_bytes(content)
+    manifest = json.loads((checkpoint / "manifest.json").read_text("utf-8"))
+    manifest["files"]["untold.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest), "utf-8")
+    surefoot.resume(run)
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["steps"] for row in rows] == [128, 256, 384, 512]
+    assert rows[1] == {**row, "evaluation_return": score}

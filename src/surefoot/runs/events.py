@@ -69,7 +69,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The run has ended or was stopped; ``failed`` if an error ended it. Listeners close their files."""
+    """The run has ended or was stopped; ``failed`` if an error ended it, in training or export. Listeners close their files."""
 
     state: LearnerState
     folder: Path | None

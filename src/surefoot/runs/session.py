@@ -43,6 +43,9 @@ from surefoot.runs.trackers.metrics_jsonl import MetricsFile
 GRACE_SECONDS = 25
 """how long an iteration may take to finish after a first signal"""
 
+PENDING_BEFORE = "untold"
+"""what older versions called "pending" in a checkpoint"""
+
 
 def make_learner(recipe: Recipe, policy: Policy) -> Learner:
     """The learner that a recipe describes."""
@@ -70,8 +73,11 @@ class Session:
     recipe      what to train, and how
     world       made from the recipe
     folder      the run's folder; None writes nothing
-    listeners   receive every event, after those of the run itself (traces, samples, trackers, findings)
-    callbacks   of the user; they receive events first, and may add metrics
+    listeners   receive every event
+    callbacks   of the user; they receive every event and may add metrics
+
+    Events go to callbacks, then to the run's own listeners (traces, samples, trackers, findings), then to ``listeners``.
+    ``RunEnd`` goes the other way round, because the last listener closes first.
     """
 
     def __init__(
@@ -115,18 +121,21 @@ class Session:
             self._restore_best(parts["progress"], checkpoint.parent.parent / "best")
 
     def _check_resumable(self, parts: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
-        run, done = checkpoint.parent.parent, parts["state"]["steps"]
+        run_folder, done = checkpoint.parent.parent, parts["state"]["steps"]
         changed = recipe_differences(parts["recipe"], self.recipe)
         if changed and not allow_changes:
             raise SurefootError(
-                f"{run / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); undo it, or pass --allow-changes"
+                f"{run_folder / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); "
+                "undo it, or pass --allow-changes"
             )
         if done != steps_named(checkpoint.name):
             raise SurefootError(f"{checkpoint}: holds the state after other steps than its name says; use an older checkpoint")
         exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
-        self.pending = parts.get("untold") or None
+        self.pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
         if done >= self.recipe.steps and exported and self.pending is None:
-            raise SurefootError(f"{run}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N")
+            raise SurefootError(
+                f"{run_folder}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N"
+            )
 
     def _load_learner(self, saved: dict[str, Any], checkpoint: Path) -> None:
         if set(saved) != set(self.learner.optimizers):
@@ -153,12 +162,12 @@ class Session:
 
         Raises Interrupted after a signal, once everything is saved.
         """
-        path = None if self.folder is None else self.folder.path
+        run_folder = None if self.folder is None else self.folder.path
         self.listeners = [*self._own_listeners(), *self.listeners]
         self.previous_steps = self.state.steps
         failed = True
         try:
-            self.publish(RunStart(self.state, path))
+            self.publish(RunStart(self.state, run_folder))
             for line in (*self.world.model_summary, *self.world.warnings):
                 self.message(line)
             with self.signals:
@@ -166,11 +175,14 @@ class Session:
                     run_loop(
                         self.world.collector, self.learner, self.state, self._end_iteration, self.message, self._publish_rollout
                     )
-            failed = False
             self._raise_if_interrupted()
             self._export()
+            failed = False
+        except Interrupted:  # the run can be resumed
+            failed = False
+            raise
         finally:
-            self.publish(RunEnd(self.state, path, failed))
+            self.publish(RunEnd(self.state, run_folder, failed))
 
     def publish(self, event: Event) -> bool:
         """Pass an event to every listener, in order; True if one of them returns True.
@@ -201,24 +213,26 @@ class Session:
     def _own_listeners(self) -> list[Listener]:
         """Callbacks, and what every run has: files and trackers if there is a folder, and findings."""
         monitor = RunMonitor(self.recipe, self.message, self.report)
-        path = None if self.folder is None else self.folder.path
-        run = Run(self.recipe, self.world, self.learner, self.state, path)
-        callbacks = [CallbackListener(run, self.callbacks)] if self.callbacks else []
+        run_folder = None if self.folder is None else self.folder.path
+        callbacks: list[Listener] = []
+        if self.callbacks:
+            callback_run = Run(self.recipe, self.world, self.learner, self.state, run_folder)
+            callbacks = [CallbackListener(callback_run, self.callbacks)]
         return [*callbacks, *self._files(), monitor]
 
     def _files(self) -> list[Listener]:
         """The listeners that write in the run's folder, and the trackers."""
         if self.folder is None:
             return []
-        path, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
-        self.metrics_file = MetricsFile(path, self.state.iteration - (self.pending is not None), self.message)
+        run_folder, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
+        self.metrics_file = MetricsFile(run_folder, self.state.iteration - (self.pending is not None), self.message)
         if traces.rows:
             self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.row_details)
         return [
-            TraceFolder(path / "traces", steps, traces.max_megabytes, self.message),
-            SampleFolder(path / "samples", steps),
+            TraceFolder(run_folder / "traces", steps, traces.max_megabytes, self.message),
+            SampleFolder(run_folder / "samples", steps),
             self.metrics_file,
-            *tracker_listeners(self.recipe, path, self._report_failure),
+            *tracker_listeners(self.recipe, run_folder, self._report_failure),
         ]
 
     def _publish_rollout(self, rollout: Rollout) -> None:
@@ -235,25 +249,37 @@ class Session:
     def _end_iteration(self, state: LearnerState, metrics: Metrics) -> bool:
         """Evaluate, publish and save after an update; whether the run stops."""
         finished = state.steps >= state.total_steps
-        counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
-        metrics = counts | metrics
-        recorder = self.learner.recorder
-        self.publish(UpdateEnd(state, metrics, None if recorder is None else recorder.take(state)))
-        out_of_patience = False
-        if finished or self._crossed(self.recipe.evaluate_every):
-            try:
-                metrics |= self._evaluate()
-            except SurefootError:  # keep the update; resuming repeats the evaluation
-                self.pending = {"previous": self.previous_steps, "metrics": metrics}
-                self._save()
-                raise
-            patience = self.recipe.evaluation.patience
-            out_of_patience = patience is not None and self.since_best >= patience
-        stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested or out_of_patience
+        evaluating = finished or self._crossed(self.recipe.evaluate_every)
+        metrics = self._publish_update(metrics)
+        if evaluating:
+            metrics |= self._evaluate_or_save(metrics)
+        stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested
+        stop = stop or (evaluating and self._out_of_patience())
         if finished or stop or self._crossed(self.recipe.checkpoint_every):
             self._save()
         self.previous_steps = state.steps
         return stop
+
+    def _publish_update(self, metrics: Metrics) -> Metrics:
+        """Publish an update with its trace; its metrics, which begin with the counts."""
+        state, recorder = self.state, self.learner.recorder
+        counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
+        metrics = counts | metrics
+        self.publish(UpdateEnd(state, metrics, None if recorder is None else recorder.take(state)))
+        return metrics
+
+    def _evaluate_or_save(self, metrics: Metrics) -> Metrics:
+        """Metrics of an evaluation. If it fails, save the update first; resuming repeats the evaluation."""
+        try:
+            return self._evaluate()
+        except SurefootError:
+            self.pending = {"previous": self.previous_steps, "metrics": metrics}
+            self._save()
+            raise
+
+    def _out_of_patience(self) -> bool:
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.since_best >= patience
 
     def _crossed(self, every: int) -> bool:
         """Whether this iteration crossed a multiple of ``every`` steps; the same in a resumed run."""
@@ -262,7 +288,8 @@ class Session:
     def _evaluate(self) -> Metrics:
         report = self.world.evaluate()
         if self.best is None and self.folder is not None:
-            prune(self.folder.best, keep=0)  # saved under other evaluation settings
+            # No best score was restored, so anything in best/ has scores that can't be compared.
+            prune(self.folder.best, keep=0)
         if report is None:
             return {}
         self._keep_best(report)
@@ -292,7 +319,7 @@ class Session:
             "collector": self.world.collector.state_dict(),
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best},
-            "untold": self.pending or {},
+            "pending": self.pending or {},
         }
         path = self.folder.checkpoints / str(self.state.steps)
         save_checkpoint(path, parts, self.metrics_file.fingerprint())
@@ -317,9 +344,10 @@ class Session:
 
 
 class SignalHandler:
-    """SIGTERM and Ctrl-C: a first signal sets ``stop_requested``; a second one, or 25 seconds, raises Interrupted at once.
+    """SIGTERM and Ctrl-C: a first signal sets ``stop_requested``; a second one raises Interrupted at once, and so
+    does an iteration that takes over ``GRACE_SECONDS`` to finish.
 
-    Interrupted loses nothing: the run resumes exactly from its last checkpoint. Outside the main thread, where Python allows
+    Work since the last checkpoint is repeated exactly on resume. Outside the main thread, where Python allows
     no handlers, this does nothing.
     """
 
