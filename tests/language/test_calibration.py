@@ -101,7 +101,7 @@ def test_scores_of_steps_are_no_success_unless_they_all_come_at_the_end(
 ) -> None:
     made = world(tmp_path, folders["llama"], function)
     answers = made.sample_held_out()
-    assert set(answers.scores(made.reward).total.tolist()) == {0.0, 1.0}
+    assert set(answers.score_with(made.reward).total.tolist()) == {0.0, 1.0}
     assert (curve := calibration(made, answers)) is not None
     assert curve["first"]["kind"] == ("success" if function == "brief" else "returns")
 

@@ -405,13 +405,13 @@ def test_a_stop_string_writes_nothing_as_eos_does(files: dict[str, str], folders
         return [[0.0] * len(row) for row in tokens]
 
     answers = made.collector.respond(made.collector.prompts, range(40))
-    answers.scores(FunctionReward(joined, per="token"))
+    answers.score_with(FunctionReward(joined, per="token"))
     assert [text for text, _ in seen] == answers.texts == ["".join(pieces) for _, pieces in seen]
     assert [len(pieces) for _, pieces in seen] == answers.samples.lengths.tolist()
     assert sum(len(text) > len(made.tokens.decode(ids)) for text, ids in zip(answers.texts, answers.ids, strict=True)) == 0
     cut = [len(made.tokens.decode(ids)) - len(text) for text, ids in zip(answers.texts, answers.ids, strict=True)]
     assert any(cut), "some had one"
-    dense = answers.scores(made.reward).dense
+    dense = answers.score_with(made.reward).dense
     assert dense is not None
     for row, text in enumerate(answers.texts):
         assert float(dense[row].sum()) == sum(letter in "aeiou " for letter in text)

@@ -318,7 +318,7 @@ def check_reward(world: LanguageWorld) -> list[Finding]:
     findings = [_answers(count, ended, float(lengths.mean()), sampled, recipe)]
     started = time.perf_counter()
     try:
-        scores = answers.scores(world.reward)
+        scores = answers.score_with(world.reward)
     except SurefootError as error:
         return [*findings, failure("reward", error)]
     seconds = time.perf_counter() - started

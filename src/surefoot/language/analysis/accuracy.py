@@ -214,7 +214,7 @@ def attempt_lines(start: dict[str, Any], trained: dict[str, Any], samples: int) 
 
 def _right(world: LanguageWorld, responses: Responses, attempts: Attempts) -> tuple[Tensor, int]:
     """Which responses are right, and how many have no score.   -> [N] bool"""
-    scores = responses.scores(world.reward)
+    scores = responses.score_with(world.reward)
     total, least = scores.total, attempts.threshold
     if least is None:
         other = total[scores.valid & (total != 0) & (total != 1)]

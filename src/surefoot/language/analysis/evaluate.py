@@ -199,7 +199,7 @@ def calibration(world: LanguageWorld, responses: Responses) -> dict[str, Any] | 
     evaluation = in_micro_batches(world.policy, inputs, samples.actions, mask, *world.collector.budget)
     if evaluation.values is None:
         return None
-    scores = responses.scores(world.reward)
+    scores = responses.score_with(world.reward)
     places = {"first": place_of(mask, torch.zeros_like(samples.lengths)), "middle": place_of(mask, samples.lengths // 2)}
     values = {name: evaluation.values.gather(-1, at.unsqueeze(-1)).squeeze(-1) for name, at in places.items()}
     total = final_rewards(scores, samples, recipe)

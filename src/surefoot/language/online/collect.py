@@ -71,7 +71,11 @@ class SampledBatch:
 
 
 class LanguageCollector:
-    """Samples responses to the next prompts with the current policy, and scores them."""
+    """Samples responses to the next prompts with the current policy, and scores them.
+
+    reward   ``FunctionReward`` in ``rewards/terms.py`` calls a Python function, ``ModelReward`` in ``rewards/model.py`` a model
+    gold     measures the same responses; nothing is trained on it
+    """
 
     def __init__(
         self,
@@ -230,7 +234,7 @@ class LanguageCollector:
             started = time.perf_counter()
             responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
             sampled = time.perf_counter()
-            scores = responses.scores(self.reward)
+            scores = responses.score_with(self.reward)
             total = final_rewards(scores, responses.samples, self.recipe)
             seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
             at = range(rank(), wanted, world)
@@ -275,7 +279,7 @@ class LanguageCollector:
         if len(scores.parts) > 1:
             metrics |= {f"reward_{name}": mean_and_std(scores, part)[0] for name, part in scores.parts.items()}
         if self.gold is not None:
-            gold = responses.scores(self.gold, turn_rewards=False)
+            gold = responses.score_with(self.gold, turn_rewards=False)
             columns["gold"] = gold.column(gold.total)
             metrics["gold"] = mean_and_std(gold, gold.total)[0]
         self.last_samples = responses.rows(columns)

@@ -61,8 +61,11 @@ class Responses:
             for row, (prompt, response) in enumerate(both)
         ]
 
-    def scores(self, reward: Reward, turn_rewards: bool = True) -> Scores:
-        """Their scores, truncated or not, on the device of the samples; ``turn_rewards`` adds those of environments.
+    def score_with(self, reward: Reward, turn_rewards: bool = True) -> Scores:
+        """Call the reward and return its scores, truncated or not, on the device of the samples.
+
+        reward         of a Python function: ``FunctionReward`` in ``rewards/terms.py``
+        turn_rewards   add the rewards of environments
 
         A conversation whose environment failed is not scored, because its end is unknown.
         """

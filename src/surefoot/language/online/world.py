@@ -47,8 +47,9 @@ from surefoot.recipes.callables import GOLD, Functions
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import to_table
 
-REACH = 1.5
-"""the KL of the best policy is at most so many times ``reference.target``"""
+BEST_KL_FACTOR = 1.5
+"""the KL of the best policy is at most this many times ``reference.target``: an adapted β keeps the KL near its target only on
+average, and a policy far beyond it has a high reward because it ignores the reference"""
 
 
 class LanguageWorld:
@@ -350,11 +351,11 @@ class LanguageWorld:
     def evaluate_responses(self, responses: Responses) -> EvaluationReport:
         """Reward, gold if there is one, KL to the reference, length and diversity.
 
-        The score is the reward less β·KL. With an adapted β it is the reward, or −∞ if the KL is more than ``REACH`` times its
-        target.
+        The score is the reward less β·KL. With an adapted β it is the reward, or −∞ if the KL is more than ``BEST_KL_FACTOR``
+        times its target.
         """
         samples = responses.samples
-        scores = responses.scores(self.reward)
+        scores = responses.score_with(self.reward)
         total = final_rewards(scores, samples, self.recipe)
         inputs = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}
         budget = self.collector.budget
@@ -374,11 +375,11 @@ class LanguageWorld:
             metrics["held_out_turns"] = mean_turns(responses.conversations)
         columns: dict[str, Any] = {"reward": scores.column(total), "kl": kl.tolist()}
         if self.gold is not None:
-            gold = responses.scores(self.gold, turn_rewards=False)
+            gold = responses.score_with(self.gold, turn_rewards=False)
             metrics["held_out_gold"] = gold.mean_of(gold.total)
             columns["gold"] = gold.column(gold.total)
         beta, target = self.recipe.reference.beta, self.recipe.reference.target
-        if reward is None or (target is not None and mean_kl > REACH * target):
+        if reward is None or (target is not None and mean_kl > BEST_KL_FACTOR * target):
             score = -math.inf
         else:
             score = reward - (beta * mean_kl if target is None else 0.0)
@@ -393,8 +394,8 @@ class LanguageWorld:
         notes = []
         if not load_best_weights(self.policy, folder) and self.held_out is not None:
             target = self.recipe.reference.target
-            reach = "" if target is None else f" within {REACH:g} times reference.target={target:g}"
-            notes = [f"no evaluation had a score{reach}; model/ is the last policy, not a best one"]
+            limit = "" if target is None else f" within {BEST_KL_FACTOR:g} times reference.target={target:g}"
+            notes = [f"no evaluation had a score{limit}; model/ is the last policy, not a best one"]
         return [*notes, *save_result(self.result, folder, self.recipe, self.base)]
 
     def close(self) -> None:
