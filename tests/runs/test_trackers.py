@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,14 +16,16 @@ from surefoot import SurefootError
 from surefoot.core.rollout import EvaluationReport, LearnerState
 from surefoot.diagnostics import check_result
 from surefoot.diagnostics.findings import of_run
+from surefoot.diagnostics.machine import EXTRAS
+from surefoot.recipes.base import TrackerName
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs import api
 from surefoot.runs.events import EvaluationEnd, FindingReported, IterationEnd, RunEnd, RunStart
 from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers import delivery
+from surefoot.runs.trackers import delivery, interface
 from surefoot.runs.trackers.delivery import Delivery
-from surefoot.runs.trackers.interface import NOTHING, TrackedRun
+from surefoot.runs.trackers.interface import NOTHING, TRACKERS, TrackedRun
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 FIELDS = {
@@ -49,6 +52,16 @@ def test_trackers_are_a_list_or_words_with_commas(value):
     assert make_recipe(to_table(recipe)) == recipe
 
 
+def test_every_list_of_trackers_has_the_same_names():
+    """The recipe's, the classes', those whose store is read here, and the extras."""
+    assert set(get_args(TrackerName)) == set(TRACKERS) == set(READERS)
+    assert set(TRACKERS) <= set(EXTRAS)
+    for name, kind in TRACKERS.items():
+        source = (Path(interface.__file__).parent / f"{name}.py").read_text()
+        assert f"class {kind}:" in source
+        assert "def check() -> None:" in source
+
+
 def test_an_unknown_tracker_is_one_line(command):
     code, _, err = command("train", "CartPole-v1", "--trackers", "neptune")
     assert (code, err.count("\n")) == (2, 1)
@@ -57,8 +70,6 @@ def test_an_unknown_tracker_is_one_line(command):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_a_missing_extra_is_one_line_before_work_starts(name, command, monkeypatch, tmp_path):
-    from surefoot.runs.trackers import interface
-
     monkeypatch.setattr(interface.importlib.util, "find_spec", lambda module: None)
     code, _, err = command("train", "CartPole-v1", "--trackers", name, "--run-dir", "run")
     assert (code, err.count("\n")) == (2, 1)
@@ -200,8 +211,36 @@ def kill_after(process: subprocess.Popen, run: Path, rows: int) -> None:
     process.communicate()
 
 
+def assert_each_step_is_there_once(rows: list[dict], expected: list[dict]) -> None:
+    """The rows of a store have the steps and, except for times, the numbers of metrics.jsonl."""
+    assert [row["steps"] for row in rows] == [row["steps"] for row in expected]
+    for row, wanted in zip(rows, expected, strict=True):
+        known = {key: value for key, value in wanted.items() if value is not None and key not in TIMING}
+        got = {key: value for key, value in row.items() if key not in TIMING and value is not None}
+        assert got == pytest.approx(known, rel=1e-5, abs=1e-6), row["steps"]
+
+
+@pytest.mark.parametrize("name", list(READERS))
+def test_a_run_that_an_error_ended_and_that_was_resumed_is_in_a_store_with_each_step_once(name, offline):
+    """Three rows after the checkpoint are in the store when the error comes."""
+
+    def fail(metrics):
+        if metrics["steps"] == 448:
+            raise RuntimeError("stop here")
+
+    run = offline / "run"
+    with pytest.raises(RuntimeError, match="stop here"):
+        api.start(find_recipe("CartPole-v1", {**FIELDS, "trackers": [name]}), run, callback=fail)
+    assert max(int(path.name) for path in (run / "checkpoints").iterdir()) == 256
+    api.resume(run)
+    expected = read_metrics(run / "metrics.jsonl")
+    assert len(expected) == 16
+    assert_each_step_is_there_once(READERS[name](run), expected)
+
+
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_in_every_store_with_each_step_once(offline):
-    """Real processes, and imports of four packages: most of a minute."""
+    """Real processes, and imports of four packages: a minute and a half."""
     run = offline / "run"
     flags = ["--steps", "3072", "--rollout.environments", "4", "--rollout.steps", "64", "--checkpoint-every", "768"]
     flags += ["--objective.reuse.minibatches", "4", "--evaluation.episodes", "1", "--trackers", ",".join(READERS)]
@@ -211,13 +250,8 @@ def test_a_killed_and_resumed_run_is_in_every_store_with_each_step_once(offline)
     assert "tracker" not in said, said
     expected = read_metrics(run / "metrics.jsonl")
     assert len(expected) == 12
-    for name, read in READERS.items():
-        rows = read(run)
-        assert [row["steps"] for row in rows] == [row["steps"] for row in expected], name
-        for row, wanted in zip(rows, expected, strict=True):
-            known = {key: value for key, value in wanted.items() if value is not None and key not in TIMING}
-            got = {key: value for key, value in row.items() if key not in TIMING and value is not None}
-            assert got == pytest.approx(known, rel=1e-5, abs=1e-6), (name, row["steps"])
+    for read in READERS.values():
+        assert_each_step_is_there_once(read(run), expected)
 
 
 def test_what_a_run_publishes_is_in_every_store(offline):

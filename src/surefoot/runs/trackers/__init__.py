@@ -1,1 +1,1 @@
-"""Where the metrics of a run are logged: metrics.jsonl always, and each tracker of the recipe by a module of its own."""
+"""Where the metrics of a run are logged: metrics.jsonl, and the trackers of the recipe, listed in ``interface.py``."""

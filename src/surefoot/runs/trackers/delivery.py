@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import tracker_failed
@@ -23,11 +23,9 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_table
 from surefoot.runs.events import CheckpointSaved, EvaluationEnd, Event, FindingReported, IterationEnd, RunEnd, RunStart, Sample
 from surefoot.runs.reading import TRACKERS_FILE, read_trackers, samples_in
-from surefoot.runs.trackers.interface import TrackedRun, Tracker
+from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker, TrackerModule
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
 
-TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio", "mlflow": "MLflow"}
-"""name in a recipe, which is its module's -> the class"""
 IN_THIS_THREAD = ("tensorboard", "trackio")
 """these return at once: one writes a file, the other has its own thread, and prints unless its output is redirected here"""
 WAITING = 10_000
@@ -64,8 +62,8 @@ def tracker_listeners(recipe: Recipe, folder: Path, report: Callable[[Finding], 
     return [delivery(name) for name in recipe.trackers]
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"surefoot.runs.trackers.{name}")
+def _module(name: str) -> TrackerModule:
+    return cast(TrackerModule, importlib.import_module(f"surefoot.runs.trackers.{name}"))
 
 
 _writing = threading.Lock()

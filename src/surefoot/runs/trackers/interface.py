@@ -1,4 +1,4 @@
-"""What every tracker does, and what it is given to open a run."""
+"""The trackers, what every one of them does, and the run that it opens."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,9 @@ from surefoot.diagnostics import Finding
 from surefoot.errors import missing_extra
 from surefoot.recipes.base import Recipe
 from surefoot.runs.events import Sample
+
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio", "mlflow": "MLflow"}
+"""name in a recipe, which is its module's -> the class"""
 
 NOTHING = -1
 """``last_step`` of a run without a row"""
@@ -65,6 +68,14 @@ class Tracker(Protocol):
 
     def close(self, failed: bool) -> None:
         """Finish: everything logged is in the store when this returns."""
+        ...
+
+
+class TrackerModule(Protocol):
+    """The module of a tracker: this function, and the class that ``TRACKERS`` names, which opens a ``TrackedRun``."""
+
+    def check(self) -> None:
+        """Raise SurefootError, before work starts, if the extra is missing or the tracker would ask for a key."""
         ...
 
 

@@ -3,6 +3,7 @@
 import os
 import secrets
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class WandB:
         tracking = run.recipe.tracking
         self.identity: dict[str, Any] = {"id": run.saved.get("id") or secrets.token_hex(4)}
         where = Path(os.environ.get("WANDB_DIR") or run.folder)
+        wait_for_new_folder(where, self.identity["id"])
         self.run = wandb.init(
             project=tracking.project,
             id=self.identity["id"],
@@ -83,6 +85,12 @@ class WandB:
     def close(self, failed: bool) -> None:
         """Send what is left."""
         self.run.finish(exit_code=int(failed))
+
+
+def wait_for_new_folder(where: Path, run_id: str) -> None:
+    """Wait at most a second: W&B names an offline folder by the second, and drops what a second process adds to one."""
+    while any(where.glob(f"wandb/offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
+        time.sleep(0.05)
 
 
 def last_step_offline(where: Path, run_id: str) -> int:
