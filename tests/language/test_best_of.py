@@ -139,7 +139,7 @@ def test_rows_of_conversations_are_conversations() -> None:
     assert chosen_row(talk, ["a", "b"], [0.0, 1.0], [False, False], None, worst=False) is None
 
 
-def test_without_a_checkpoint_none_is_mentioned(tmp_path: Path) -> None:
+def test_outside_a_run_the_remedy_is_to_repeat_the_command(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "import time\ndef raises(responses):\n    raise RuntimeError('down')\n"
         "def slow(responses):\n    time.sleep(5)\n    return [0.0] * len(responses)\n"
