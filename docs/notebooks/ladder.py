@@ -261,16 +261,16 @@ episode = {  # four steps; the episode ends after the last
     "terminated": torch.tensor([0, 0, 0, 1]),
     "gamma": gamma,
 }
-not_truncated = {"truncated": torch.zeros(4)}
+uncut = {"truncated": torch.zeros(4)}
 
-waits = [F.n_step_advantages(**episode, **not_truncated, n=n)[0] for n in (1, 2, 3, 4)]
+waits = [F.n_step_advantages(**episode, **uncut, n=n)[0] for n in (1, 2, 3, 4)]
 weights = [(1 - lam) * lam**0, (1 - lam) * lam**1, (1 - lam) * lam**2, lam**3]
 for n, (advantage, weight) in enumerate(zip(waits, weights, strict=True), 1):
     print(f"wait {n} steps: advantage {advantage:.3f}, weight {weight:.3f}")
 
 mixed = sum(advantage * weight for advantage, weight in zip(waits, weights, strict=True))
-print(f"mixed: {mixed:.3f}    gae: {F.gae(**episode, **not_truncated, lam=lam)[0]:.3f}")
-assert torch.isclose(mixed, F.gae(**episode, **not_truncated, lam=lam)[0])
+print(f"mixed: {mixed:.3f}    gae: {F.gae(**episode, **uncut, lam=lam)[0]:.3f}")
+assert torch.isclose(mixed, F.gae(**episode, **uncut, lam=lam)[0])
 
 # %% [markdown]
 # You know both extremes: $\lambda = 0$ is the TD residual, and $\lambda = 1$ is rung 2, return minus value. So rung 3
@@ -280,8 +280,8 @@ assert torch.isclose(mixed, F.gae(**episode, **not_truncated, lam=lam)[0])
 returns = F.discounted_returns(
     episode["rewards"], torch.zeros(4), terminated=episode["terminated"], truncated=torch.zeros(4), gamma=gamma
 )
-assert torch.allclose(F.gae(**episode, **not_truncated, lam=0.0), F.td_residual(**episode))
-assert torch.allclose(F.gae(**episode, **not_truncated, lam=1.0), returns - episode["values"])
+assert torch.allclose(F.gae(**episode, **uncut, lam=0.0), F.td_residual(**episode))
+assert torch.allclose(F.gae(**episode, **uncut, lam=1.0), returns - episode["values"])
 print(switches_between(surefoot.ACTOR_CRITIC, surefoot.A2C))
 
 # %%
@@ -290,7 +290,7 @@ climb("A2C")
 # %% [markdown]
 # ### How the three fixes reduce the noise
 #
-# The returns of such short runs show little, but we can measure the noise directly. Take *one* agent with a fitted critic,
+# Returns after so little training show little. But we can measure the noise directly. Take *one* agent with a fitted critic,
 # collect many batches with it, and compute each rung's gradient on every batch. How much does a rung's gradient vary from
 # batch to batch? The agent is one of the highest rung, `PPO_CLIP`.
 
@@ -364,8 +364,7 @@ print("largest ratio in each run:", *map(round, runaway))
 # Twenty times the updates from the same number of steps help: the best seed is well above all earlier rungs. But the seeds no
 # longer agree. In the saved run the third seed has lost everything it learned. (On another machine it may be another seed, or
 # none: that is chance.) The ratios show the cause. Within one batch some actions became more than a *hundred* times as likely.
-# So far away, a batch of the old policy no longer estimates the objective of the new one, and a step can undo what was
-# learned.
+# At that distance a batch of the old policy is no estimate for the new one, and a step can undo what was learned.
 
 # %%
 if ENOUGH:
@@ -422,7 +421,7 @@ for advantage, colour in ((1.0, "tab:green"), (-1.0, "tab:red")):
     right.plot(ratio, F.unclipped_surrogate(ratio, weight), color=colour, linewidth=0.8, linestyle="--")
     right.plot(ratio, F.clipped_surrogate(ratio, weight, clip=0.2), color=colour, label=f"Â = {advantage:+.0f}")
 right.axvspan(0.8, 1.2, color="0.9")
-right.set(xlabel="ratio ρ", ylabel="surrogate", title="flat once the ratio has moved far enough")
+right.set(xlabel="ratio ρ", ylabel="surrogate", title="flat once the action has moved far enough")
 right.legend(frameon=False)
 plt.show()
 
@@ -470,15 +469,15 @@ for name, colour in zip(names, colours, strict=True):
     grid = torch.linspace(0, STEPS, 41)[4:]
     curves = []
     for rows in RUNS[name]:
-        ended = [row for row in rows if row["episode_return"] is not None]
-        last = [max((r for r in ended if r["steps"] <= step), key=lambda r: r["steps"], default=ended[0]) for step in grid]
+        known = [row for row in rows if row["episode_return"] is not None]
+        last = [max((r for r in known if r["steps"] <= step), key=lambda r: r["steps"], default=known[0]) for step in grid]
         curves.append([row["episode_return"] for row in last])
         left.plot(grid, curves[-1], color=colour, linewidth=0.5, alpha=0.6)
     left.plot(grid, torch.tensor(curves).mean(0), color=colour, linewidth=2, label=name)
     right.bar(name, max(row["ratio_max"] for rows in RUNS[name] for row in rows), color=colour)
-left.set(xlabel="steps in the environment", ylabel="return, last 100 episodes", title="learning curves")
+left.set(xlabel="steps in the environment", ylabel="return, last 100 episodes", title="learning")
 left.legend(frameon=False, fontsize=8)
-right.set(yscale="log", ylabel="largest ratio", title="largest ratio of any action in training")
+right.set(yscale="log", ylabel="largest ratio", title="how far actions ran from where they were tried")
 right.set_xticks(range(6), [str(rung) for rung in range(6)])
 right.set_xlabel("rung")
 figure.tight_layout()

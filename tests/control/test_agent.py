@@ -270,8 +270,10 @@ def test_an_observation_that_is_not_finite_is_refused(odd: float) -> None:
 
 def test_an_agent_is_shown_in_one_line_and_only_an_agent_is_evaluated() -> None:
     assert re.fullmatch(r"<Agent PPO_CLIP on CartPole-v1, [\d,]+ parameters>", repr(cartpole(steps=1)))
-    with pytest.raises(SurefootError, match=r"agent='runs/first': is no agent; load one with surefoot.load\(RUN\)"):
-        surefoot.evaluate("runs/first", episodes=1)  # type: ignore[arg-type]
+    with pytest.raises(SurefootError, match="runs/first: no such run folder; see what there is with: ls runs"):
+        surefoot.evaluate("runs/first", episodes=1)
+    with pytest.raises(SurefootError, match=r"3: is no agent, model or run; load one with surefoot.load\(RUN\)"):
+        surefoot.evaluate(3, episodes=1)
 
 
 def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> None:

@@ -182,7 +182,7 @@ def test_a_function_may_return_where_steps_end() -> None:
 
 def test_a_function_gets_the_steps_it_is_to_score() -> None:
     scores = score(lambda steps: [[len(step) for step in row] for row in steps], per="step", separator=";")
-    assert scores.parts["<lambda>"].tolist() == [4, 1]
+    assert scores.parts["function"].tolist() == [4, 1]
 
 
 def test_one_bad_number_masks_its_response() -> None:

@@ -85,6 +85,7 @@ def test_without_the_extra_a_name_names_it(monkeypatch: pytest.MonkeyPatch) -> N
         open_rows("hf://org/name:train")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rows_of_the_hub_and_of_its_cache_are_those_of_the_named_commit(hub: Hub, tmp_path: Path) -> None:
     """Slow: ``datasets`` is imported by four processes."""
@@ -120,6 +121,7 @@ def test_rows_of_the_hub_and_of_its_cache_are_those_of_the_named_commit(hub: Hub
     assert unknown.endswith("this revision is not in the cache and the hub can't be reached; connect to the network once")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, tmp_path: Path) -> None:
     """Slow: two processes train and import ``datasets``."""

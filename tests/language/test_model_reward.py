@@ -100,7 +100,7 @@ def test_a_model_and_a_function_add_up(folders, tmp_path):
 def test_what_is_no_reward_model_is_refused(folders):
     with pytest.raises(SurefootError, match="no such folder"):
         ModelReward("nowhere")
-    with pytest.raises(SurefootError, match=r"is no reward model \(LlamaForCausalLM\)"):
+    with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):
         ModelReward(folders["llama"])
 
 
@@ -113,12 +113,12 @@ def test_a_text_longer_than_the_context_is_refused(folders, tmp_path):
         reward(["x"], ["y" * (reward.context - 1)], {})
 
 
-def test_a_score_that_is_not_finite_is_refused(folders, tmp_path):
+def test_a_reward_model_with_weights_that_are_not_finite_is_refused(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     scorer = new_reward_model(model, 1, tokenizer)
     scorer.head.weight.data.fill_(float("nan"))
     scorer.save(tmp_path / "reward")
-    with pytest.raises(SurefootError, match="returned a score that is not finite"):
+    with pytest.raises(SurefootError, match="not finite"):
         ModelReward(tmp_path / "reward")(["x"], ["y"], {})
 
 

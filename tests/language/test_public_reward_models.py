@@ -250,7 +250,7 @@ def test_missing_parts_and_other_models_are_one_line(folders: dict[str, Path], t
     for folder, what in (
         (bare, "has no tokenizer"),
         (headless, "its weights lack score.weight"),
-        (folders["gpt2"], r"is no reward model \(GPT2LMHeadModel\)"),
+        (folders["gpt2"], r"is not a reward model \(GPT2LMHeadModel\)"),
     ):
         with pytest.raises(SurefootError, match=what) as caught:
             ModelReward(folder)

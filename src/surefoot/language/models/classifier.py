@@ -6,6 +6,7 @@ whole texts.
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,7 @@ def read_classifier(name: str, label: str | None = None, trust_remote_code: bool
     if not is_classifier(config, trust_remote_code):
         kind = ", ".join(config.architectures or []) or config.model_type or "model without a type"
         raise SurefootError(
-            f"model={name!r}: is no reward model ({kind}); use one that AutoModelForSequenceClassification of transformers "
+            f"model={name!r}: is not a reward model ({kind}); use one that AutoModelForSequenceClassification of transformers "
             "loads, or train one with kind = 'reward'"
         )
     row = label_row(name, config, label)
@@ -207,7 +208,7 @@ def padding_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "tuple[PreTrained
 def read_scale(config: "PreTrainedConfig") -> dict[str, float] | None:
     """The offset, mean and std of a reward model that was written here; None for any other.
 
-    Raises SurefootError if they are not numbers.
+    Raises SurefootError if they are not finite numbers.
     """
     scale = getattr(config, SCALE, None)
     if scale is None:
@@ -215,6 +216,8 @@ def read_scale(config: "PreTrainedConfig") -> dict[str, float] | None:
     names = ("offset", "mean", "std")
     if not isinstance(scale, dict) or not all(isinstance(scale.get(name), (int, float)) for name in names):
         raise SurefootError(f"config.json: {SCALE}={scale!r}: must have the numbers {', '.join(names)}; copy the whole folder")
+    if bad := [name for name in names if not math.isfinite(scale[name])]:
+        raise SurefootError(f"config.json: {SCALE}.{bad[0]}={scale[bad[0]]}: is not finite; copy the whole folder")
     return {name: float(scale[name]) for name in names}
 
 

@@ -189,7 +189,7 @@ def load_reward_model(
     from transformers import AutoModel
 
     if name == "pocket":
-        raise SurefootError("model='pocket': is no reward model; train one with kind = 'reward'")
+        raise SurefootError("model='pocket': is not a reward model; train one with kind = 'reward'")
     name = str(Path(name).expanduser()) if is_folder(name) else name
     if not (Path(name) / HEAD).is_file():
         return _from_classifier(read_classifier(name, label, trust_remote_code))
