@@ -477,3 +477,21 @@ def test_a_record_that_a_kill_cut_off_is_left_out(offline):
     assert list(_records(data)) == [b"ab", long]
     assert list(_records(data[:-1])) == [b"ab"]
     assert list(_records(data + part(1, b"cd")[:-1])) == [b"ab", long]
+
+
+def test_an_mlflow_database_is_created_whole_or_not_at_all(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    from surefoot.runs.trackers.mlflow import create_database
+
+    def stopped(self, **_):
+        raise KeyboardInterrupt
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "search_experiments", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            create_database(uri)
+    assert list(tmp_path.iterdir()) == []
+    create_database(uri)
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+    assert mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name("Default") is not None

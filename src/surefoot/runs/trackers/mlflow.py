@@ -1,6 +1,8 @@
 """MLflow: a server or database by MLFLOW_TRACKING_URI; without it ``mlflow.db`` in the working folder, as MLflow has it."""
 
+import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,8 @@ STEPS = "steps"
 """the metric whose newest value is the step of the newest row"""
 LONGEST_VALUE, PARAMETERS = 6_000, 100
 """characters of a parameter, and parameters in one call, that MLflow's server takes"""
+SQLITE = "sqlite:///"
+"""what the URI of a SQLite file begins with"""
 DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_LOGGING_LEVEL": "WARNING"}
 """MLflow's own seven retries take two minutes, and it prints what it does"""
 
@@ -24,6 +28,26 @@ def check() -> None:
     require_installed("mlflow", "mlflow", *(("sqlalchemy", "alembic") if uri.startswith("sqlite") else ()))
 
 
+def create_database(uri: str) -> None:
+    """Create the SQLite database of a URI, complete or not at all.
+
+    MLflow builds its tables in many steps and can't continue after a kill in between ("duplicate column name").
+    """
+    from mlflow import MlflowClient
+
+    path = Path(uri.removeprefix(SQLITE))
+    if not uri.startswith(SQLITE) or path.exists():
+        return
+    handle, name = tempfile.mkstemp(".tmp", f"{path.name}.", path.absolute().parent)
+    os.close(handle)
+    try:
+        MlflowClient(tracking_uri=f"{SQLITE}{name}").search_experiments(max_results=1)
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            os.link(name, path)
+    finally:
+        os.unlink(name)
+
+
 class MLflow:
     """A run of MLflow, resumed by its id; a value of a metric is at its number of steps."""
 
@@ -32,7 +56,8 @@ class MLflow:
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or run.saved.get("uri") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or run.saved.get("uri") or f"{SQLITE}{Path.cwd() / 'mlflow.db'}"
+        create_database(uri)
         self.client = MlflowClient(tracking_uri=uri)
         if "run" in run.saved:
             self.identity: dict[str, Any] = dict(run.saved)
@@ -47,13 +72,13 @@ class MLflow:
         from mlflow.entities import Param
 
         project = run.recipe.tracking.project
-        found = self.client.get_experiment_by_name(project)
-        if found is None:
-            local = uri.removeprefix("sqlite:///")
+        existing = self.client.get_experiment_by_name(project)
+        if existing is None:
+            local = uri.removeprefix(SQLITE)
             place = (Path(local).absolute().parent / "mlartifacts").as_uri() if local != uri else None
             experiment = self.client.create_experiment(project, artifact_location=place)
         else:
-            experiment = found.experiment_id
+            experiment = existing.experiment_id
         tags = {"group": run.group, "kind": run.recipe.kind, **dict.fromkeys(run.recipe.tracking.tags, "true")}
         created: str = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
         fields = [Param(name, str(value)[:LONGEST_VALUE]) for name, value in run.flat_recipe.items()]
