@@ -250,7 +250,7 @@ a = 1
 """
 
 
-def test_blocks_are_found() -> None:
+def test_blocks_are_read() -> None:
     first, second, third = blocks(PAGE)
     assert (first.language, first.text, first.line, first.parse_only) == ("python", "x = 1\n", 3, False)
     assert (second.parse_only, second.commands) == (True, ["surefoot train CartPole-v1      --seed 2"])

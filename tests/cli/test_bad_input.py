@@ -196,7 +196,7 @@ def test_a_truncated_checkpoint_is_rejected_with_the_way_back(command, run):
 
 
 @pytest.mark.parametrize("name", ["agent.safetensors", "learner.safetensors", "state.json", "recipe.json"])
-def test_a_flipped_bit_is_found(command, run, name):
+def test_a_flipped_bit_is_detected(command, run, name):
     file = newest(run) / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -205,7 +205,7 @@ def test_a_flipped_bit_is_found(command, run, name):
     rejected(command("evaluate", str(newest(run))), name, "SHA-256")
 
 
-def test_a_missing_file_is_found(command, run):
+def test_a_missing_file_is_detected(command, run):
     (newest(run) / "learner.json").unlink()
     rejected(command("resume", str(run), "--steps", "1024"), "learner.json is missing")
 
@@ -381,13 +381,13 @@ def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "one", {"tree": {"n": 1}})
     real, calls = os.rename, []
 
-    def refuses_the_second(*names):
+    def rejects_the_second(*names):
         calls.append(names)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
         return real(*names)
 
-    monkeypatch.setattr(os, "rename", refuses_the_second)
+    monkeypatch.setattr(os, "rename", rejects_the_second)
     with pytest.raises(SurefootError, match="No space left on device"):
         save_checkpoint(tmp_path / "one", {"tree": {"n": 2}})
     assert load_checkpoint(tmp_path / "one")["tree"] == {"n": 1}

@@ -52,10 +52,10 @@ def test_a_switch_that_is_off_in_an_algorithm_stays_off():
         (["A2C", "PPO_CLIP"], {"gamma": 3.0}, "A2C: objective.gamma=3.0: must lie in"),
     ],
 )
-def test_bad_requests_are_refused(names, changes, part):
-    with pytest.raises(SurefootError) as refused:
+def test_bad_requests_are_rejected(names, changes, part):
+    with pytest.raises(SurefootError) as rejected:
         recipes_for("CartPole-v1", names, {"objective": changes})
-    assert part in str(refused.value)
+    assert part in str(rejected.value)
 
 
 def results(scores):

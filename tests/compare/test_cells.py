@@ -252,7 +252,7 @@ def test_a_summary_has_none_for_what_an_algorithm_does_not_measure():
     assert (result["ratio_max"], result["ratio_outside"], result["average_return"]) == (None, None, None)
 
 
-def test_a_summary_of_rows_that_were_edited_is_refused_in_one_line_or_does_without():
+def test_a_summary_of_rows_that_were_edited_is_rejected_in_one_line_or_does_without():
     row = {"iteration": 1, "steps": 5, "updates": 1, "episodes": 0}
     assert (summary([row])["seconds"], summary([row])["last_100_mean"], summary([row])["average_return"]) == (0, None, None)
     for rows, part in (([], "has no row"), ([{"iteration": 1, "steps": 5}], "has no updates and no episodes")):

@@ -189,7 +189,7 @@ def test_the_gradient_is_that_of_training(agent):
     np.testing.assert_allclose(measured, torch.cat([g.flatten() for g in written_out]).numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_an_agent_without_a_critic_is_refused_for_rungs_that_need_one():
+def test_an_agent_without_a_critic_is_rejected_for_rungs_that_need_one():
     agent = surefoot.train(corridor, "REINFORCE", steps=20, rollout={"environments": 1}, **TINY)
     with pytest.raises(SurefootError, match="REINFORCE has no critic"):
         sample_gradients(agent, RUNGS, batches=2, at_least=10, seed=1, task=corridor)

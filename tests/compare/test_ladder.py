@@ -71,13 +71,13 @@ def test_a_change_counts_from_the_rung_that_turns_the_switch():
         ({"gae_lambda": 1.0}, "rung=3: a change turns off what A2C adds to ACTOR_CRITIC"),
     ],
 )
-def test_a_change_that_would_take_the_steps_away_is_refused(change, part, tmp_path):
+def test_a_change_that_would_take_the_steps_away_is_rejected(change, part, tmp_path):
     with pytest.raises(SurefootError, match=part.replace(".", r"\.")):
         run_ladder("CartPole-v1", {"objective": change}, 1, tmp_path / "ladder")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rung_that_is_not_there_is_refused(tmp_path):
+def test_a_rung_that_is_not_there_is_rejected(tmp_path):
     with pytest.raises(SurefootError, match="rung=9: the ladder has rungs 0 to 5"):
         run_ladder("CartPole-v1", {}, 1, tmp_path / "ladder", rungs=[9])
 

@@ -141,7 +141,7 @@ def test_compare_wants_two_different_runs(runs: list[Path], command: Any) -> Non
         assert err.count("\n") == 1
 
 
-def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_metrics_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('task = "CartPole-v1"\n')
     with pytest.raises(SurefootError, match="no metrics yet"):
         read_run(tmp_path)

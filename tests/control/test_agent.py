@@ -163,7 +163,7 @@ def test_a_critic_with_its_own_learning_rate_moves_at_that_rate() -> None:
     assert critic > 1e-3 > 1e-5 > policy
 
 
-def test_a_critic_on_a_shared_trunk_is_refused_an_optimizer_of_its_own() -> None:
+def test_a_critic_on_a_shared_trunk_is_rejected_an_optimizer_of_its_own() -> None:
     with pytest.raises(SurefootError, match=r"optimizer\.critic_learning_rate=0\.01: a critic on a shared trunk"):
         cartpole(network={"shared_trunk": True}, optimizer={"critic_learning_rate": 1e-2})
 
@@ -253,7 +253,7 @@ def test_predict_hands_the_state_back_and_reads_lists_and_doubles() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 2, 4), (5,)])
-def test_an_observation_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
+def test_an_observation_of_the_wrong_shape_is_rejected(shape: tuple[int, ...]) -> None:
     agent = cartpole(steps=1)
     for method in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
@@ -261,7 +261,7 @@ def test_an_observation_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_an_observation_that_is_not_finite_is_refused(odd: float) -> None:
+def test_an_observation_that_is_not_finite_is_rejected(odd: float) -> None:
     agent = cartpole(steps=1)
     for method in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"observation: is not finite"):
@@ -331,7 +331,7 @@ def test_spaces_survive_saving(action_space: Any, tmp_path: Path) -> None:
     assert np.array_equal(agent.predict(observation)[0], again.predict(observation)[0])
 
 
-def test_saving_again_replaces_and_saving_over_something_else_is_refused(tmp_path: Path) -> None:
+def test_saving_again_replaces_and_saving_over_something_else_is_rejected(tmp_path: Path) -> None:
     first, second = cartpole(steps=1, seed=1), cartpole(steps=1, seed=2)
     first.save(tmp_path / "agent")
     second.save(tmp_path / "agent")
@@ -343,7 +343,7 @@ def test_saving_again_replaces_and_saving_over_something_else_is_refused(tmp_pat
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "irreplaceable"
 
 
-def test_loading_from_nowhere_is_refused(tmp_path: Path) -> None:
+def test_loading_from_nowhere_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="nowhere"):
         surefoot.load(tmp_path / "nowhere")
 
@@ -381,12 +381,12 @@ def test_sampled_and_greedy_evaluations_differ() -> None:
     assert surefoot.evaluate(agent, episodes=5).returns != surefoot.evaluate(agent, episodes=5, deterministic=False).returns
 
 
-def test_evaluating_on_a_task_with_other_spaces_is_refused() -> None:
+def test_evaluating_on_a_task_with_other_spaces_is_rejected() -> None:
     with pytest.raises(SurefootError, match=r"task='Pendulum-v1': has spaces .* the agent was trained on"):
         surefoot.evaluate(cartpole(steps=1), "Pendulum-v1")
 
 
-def test_evaluating_no_episode_is_refused() -> None:
+def test_evaluating_no_episode_is_rejected() -> None:
     with pytest.raises(SurefootError, match="episodes=0"):
         surefoot.evaluate(cartpole(steps=1), episodes=0)
 

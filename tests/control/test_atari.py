@@ -284,10 +284,10 @@ def test_vector_environments_of_games_see_learn_and_count_alike(backend: str) ->
     assert score >= 2
 
 
-# ---- what is asked for, and what is refused ---------------------------------------------------------------------------
+# ---- what is asked for, and what is rejected ---------------------------------------------------------------------------
 
 
-def test_every_game_has_the_preset_and_one_that_does_not_exist_is_refused_with_a_suggestion() -> None:
+def test_every_game_has_the_preset_and_one_that_does_not_exist_is_rejected_with_a_suggestion() -> None:
     recipe = find_recipe("ALE/Qbert-v5")
     assert recipe.task == "ALE/Qbert-v5"
     assert recipe.environment == STILL
@@ -301,7 +301,7 @@ def test_preprocessing_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"frameskip": 4}, {"obs_type": "ram"}])
-def test_arguments_that_would_undo_the_preprocessing_are_refused(arguments: dict[str, Any]) -> None:
+def test_arguments_that_would_undo_the_preprocessing_are_rejected(arguments: dict[str, Any]) -> None:
     with pytest.raises(SurefootError, match=rf"environment.{next(iter(arguments))}=.*set environment.(frame_skip|preprocess)"):
         looped(BREAKOUT, **arguments)
 

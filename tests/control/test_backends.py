@@ -1,4 +1,4 @@
-"""Vector environments of an id's own and EnvPool's: what a step means, what is refused, and how modes are checked."""
+"""Vector environments of an id's own and EnvPool's: what a step means, what is rejected, and how modes are checked."""
 
 import sys
 from collections.abc import Callable
@@ -216,7 +216,7 @@ def test_sub_environments_that_state_other_modes_are_named() -> None:
 
 
 @pytest.mark.parametrize("stated", [None, "whenever"])
-def test_a_vector_environment_that_does_not_state_its_mode_is_refused(stated: Any) -> None:
+def test_a_vector_environment_that_does_not_state_its_mode_is_rejected(stated: Any) -> None:
     vector = SyncVectorEnv([Endless])
     vector.metadata = {} if stated is None else {"autoreset_mode": stated}
     with pytest.raises(SurefootError, match=rf"metadata\['autoreset_mode'\]={stated!r} .*AutoresetMode.NEXT_STEP"):
@@ -258,7 +258,7 @@ class Unnamed(VectorEnv[Any, Any, Any]):
         self.observation_space, self.action_space = Box(-1, 1, (num_envs, 3)), MultiDiscrete([2] * num_envs)
 
 
-def test_a_registered_vector_environment_without_single_spaces_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_vector_environment_without_single_spaces_is_rejected_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gymnasium.registry, "Unnamed-v0", deepcopy(gymnasium.spec("CartPole-v1")))
     gymnasium.registry["Unnamed-v0"].vector_entry_point = Unnamed
     with pytest.raises(SurefootError, match=r"^task='Unnamed-v0': .*\(Unnamed\) without single_observation_space and "):
@@ -309,7 +309,7 @@ class Stuck(Endless):
         return np.zeros(2, np.float32), 1.0, self.t >= 2, False, {}
 
 
-def test_a_next_step_environment_that_leaves_the_reset_to_others_is_found() -> None:
+def test_a_next_step_environment_that_leaves_the_reset_to_others_is_rejected() -> None:
     vector = SyncVectorEnv([Stuck], autoreset_mode="Disabled")
     vector.metadata["autoreset_mode"] = AutoresetMode.NEXT_STEP
     environments = VectorEnvironments(vector, 1, "tiny")
@@ -323,36 +323,36 @@ def test_a_next_step_environment_that_leaves_the_reset_to_others_is_found() -> N
         environments.step(np.zeros(1, int))
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is rejected --------------------------------------------------------------------------------------------------
 
 
-def refused(task: Any, backend: str, *parts: str, **fields: Any) -> None:
+def rejected(task: Any, backend: str, *parts: str, **fields: Any) -> None:
     with pytest.raises(SurefootError) as caught:
         surefoot.train(task, steps=64, **{"rollout": {"backend": backend}, **fields})
     for part in (*parts, f"rollout.backend={backend!r}"):
         assert part in str(caught.value)
 
 
-def test_an_id_without_a_vector_environment_of_its_own_is_refused_with_the_alternatives() -> None:
-    refused("Pendulum-v1", "native", "'Pendulum-v1' has no vector environment of its own", "'workers' or 'loop'")
+def test_an_id_without_a_vector_environment_of_its_own_is_rejected_with_the_alternatives() -> None:
+    rejected("Pendulum-v1", "native", "'Pendulum-v1' has no vector environment of its own", "'workers' or 'loop'")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_task_that_makes_its_own_environments_has_no_other_backend(backend: str) -> None:
-    refused(Endless, backend, "needs an environment id", "Endless", "'workers' or 'loop'")
+    rejected(Endless, backend, "needs an environment id", "Endless", "'workers' or 'loop'")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_whole_episodes_are_refused_before_anything_is_made(backend: str) -> None:
-    refused("CartPole-v1", backend, "REINFORCE needs them", "objective with a critic", algorithm="REINFORCE")
+def test_whole_episodes_are_rejected_before_anything_is_made(backend: str) -> None:
+    rejected("CartPole-v1", backend, "REINFORCE needs them", "objective with a critic", algorithm="REINFORCE")
 
 
 def test_a_missing_envpool_is_answered_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
-    refused("CartPole-v1", "envpool", "envpool, which is not installed", "[envpool]'")
+    rejected("CartPole-v1", "envpool", "envpool, which is not installed", "[envpool]'")
 
 
-def test_an_id_that_envpool_does_not_have_is_refused_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_that_envpool_does_not_have_is_rejected_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
         """What an installed EnvPool is asked first."""
 
@@ -361,7 +361,7 @@ def test_an_id_that_envpool_does_not_have_is_refused_with_the_alternatives(monke
             return ["Pong-v5"]
 
     monkeypatch.setitem(sys.modules, "envpool", Other)  # type: ignore[arg-type]
-    refused("CartPole-v1", "envpool", "EnvPool has no 'CartPole-v1'", "set rollout.backend = 'workers' or 'loop'")
+    rejected("CartPole-v1", "envpool", "EnvPool has no 'CartPole-v1'", "set rollout.backend = 'workers' or 'loop'")
 
 
 def test_the_arguments_that_envpool_does_not_take_are_named() -> None:
@@ -370,11 +370,11 @@ def test_the_arguments_that_envpool_does_not_take_are_named() -> None:
         environments_of("envpool", sutton_barto_reward=True)
 
 
-def test_spaces_of_another_shape_than_a_single_environment_s_are_refused() -> None:
+def test_spaces_of_another_shape_than_a_single_environment_s_are_rejected() -> None:
     single = gymnasium.spec("CartPole-v1").entry_point
     gymnasium.register("Wide-v0", single, vector_entry_point=lambda num_envs: SyncVectorEnv([Endless] * num_envs))  # type: ignore[arg-type]
     try:
-        refused(
+        rejected(
             "Wide-v0", "native", "its observation space of 'Wide-v0' is Box(-1.0, 1.0, (2,)", "that of a single environment"
         )
     finally:

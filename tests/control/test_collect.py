@@ -522,7 +522,7 @@ def test_a_lost_environment_is_reported_and_its_running_statistics_start_again()
     assert (collector.discounted != 0).tolist() == [True, False, True]
 
 
-# ---- vector environments are refused what they can't do ---------------------------------------------------------------
+# ---- what vector environments can't do is rejected --------------------------------------------------------------------
 
 
 def vector_task() -> SyncVectorEnv:
@@ -582,13 +582,13 @@ def test_where_all_that_happened_was_that_environments_reset_a_rollout_goes_on(a
     assert [row["steps"] for row in seen] == list(range(2, 25, 2)), "a step in which all reset counts for nothing"
 
 
-def test_an_evaluation_that_is_impossible_is_refused_before_training() -> None:
+def test_an_evaluation_that_is_impossible_is_rejected_before_training() -> None:
     seen: list[Any] = []
     with pytest.raises(SurefootError, match=r"evaluation\.episodes=10: .*vector environment; set evaluation\.episodes = 0"):
         surefoot.train(vector_task, A2C, steps=60, callback=seen.append)
     assert not seen
 
 
-def test_whole_episodes_of_a_vector_environment_are_refused_before_training() -> None:
+def test_whole_episodes_of_a_vector_environment_are_rejected_before_training() -> None:
     with pytest.raises(SurefootError, match=r"task='vector_task'.*whole episodes.*REINFORCE needs them"):
         surefoot.train(vector_task, REINFORCE, steps=60)

@@ -160,7 +160,7 @@ def test_whole_episodes_side_by_side_step_only_the_active_environments() -> None
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_vector_environment_refuses_whole_episodes_side_by_side(mode: str) -> None:
+def test_a_vector_environment_rejects_whole_episodes_side_by_side(mode: str) -> None:
     environments = together(mode, clockworks())
     environments.reset()
     with pytest.raises(SurefootError, match=r"tiny: .*whole episodes.*critic"):
@@ -313,7 +313,7 @@ class Faulty(Endless):
         return self.look(), reward, self.t == 3, False, {}
 
 
-class Refusing(Endless):
+class Rejecting(Endless):
     """Fails before it has begun."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -356,7 +356,7 @@ def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable
 
 
 def test_before_the_first_step_there_is_nothing_to_resume_from() -> None:
-    environments = LoopedEnvironments(Refusing, 1, SEED, "refusing")
+    environments = LoopedEnvironments(Rejecting, 1, SEED, "rejecting")
     with pytest.raises(
         SurefootError,
         match=r"wheels came off in reset\(\), episode 0, step 0; fix the environment \(test_environments.py:\d+\)$",
@@ -474,7 +474,7 @@ def test_a_vector_environment_whose_first_reset_fails_is_named() -> None:
 # ---- what can't be made -----------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_id_is_refused_with_a_suggestion() -> None:
+def test_an_unknown_id_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(SurefootError, match=r"'CartPol-v1'.*did you mean 'CartPole-v1'\?"):
         surefoot.train("CartPol-v1", steps=100)
 
@@ -531,7 +531,7 @@ def test_the_line_that_fails_while_an_environment_is_made_is_named(tmp_path: Pat
         make_environments(f"{tmp_path / 'worse.py'}:make", {}, 1, SEED)
 
 
-def test_a_vector_environment_without_single_spaces_is_refused_in_one_line() -> None:
+def test_a_vector_environment_without_single_spaces_is_rejected_in_one_line() -> None:
     class Bare(VectorEnv[Any, Any, Any]):
         num_envs = 2
         observation_space = action_space = spaces.Discrete(2)
@@ -589,7 +589,7 @@ def test_a_function_that_can_not_be_imported_is_named(task: str) -> None:
         make_environments(task, {}, 1, SEED)
 
 
-def test_a_maker_that_makes_something_else_is_refused() -> None:
+def test_a_maker_that_makes_something_else_is_rejected() -> None:
     with pytest.raises(SurefootError, match=r"made a dict, not a gymnasium\.Env"):
         make_environments(dict, {}, 1, SEED)
 
@@ -647,7 +647,7 @@ def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any
     ],
     ids=["the same path twice", "a mask among the observations", "nothing"],
 )
-def test_an_observation_space_of_odd_names_is_refused(observation: spaces.Space[Any], message: str) -> None:
+def test_an_observation_space_of_odd_names_is_rejected(observation: spaces.Space[Any], message: str) -> None:
     with pytest.raises(SurefootError, match=rf"strange.*: observation space {message}"):
         surefoot.train(endless_with(observation=observation), surefoot.PPO_CLIP, steps=100)
 

@@ -230,7 +230,7 @@ def test_exporting_leaves_the_agent_as_it_was(tmp_path: Path) -> None:
     assert agent.observation_space.np_random.bit_generator.state == space
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is rejected --------------------------------------------------------------------------------------------------
 
 
 def altered(acting: export.ExportedPolicy, name: str, by: float) -> Callable[[list[np.ndarray]], list[np.ndarray]]:
@@ -256,7 +256,7 @@ def altered(acting: export.ExportedPolicy, name: str, by: float) -> Callable[[li
         ("HalfCheetah-v5", "log_std", 1e-3),
     ],
 )
-def test_a_program_that_differs_in_one_entry_is_found_out(
+def test_a_program_that_differs_in_one_entry_is_detected(
     task: str, name: str, by: float, agents: dict[str, surefoot.Agent]
 ) -> None:
     agent, acting = agents[task], export.ExportedPolicy(agents[task], masked=False)
@@ -368,7 +368,7 @@ def test_without_onnxruntime_the_line_states_that_the_file_was_not_run(
     ],
     ids=lambda words: " ".join(words),
 )
-def test_bad_words_are_refused_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
+def test_bad_words_are_rejected_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
     before = sorted(run.rglob("*"))
     code, out, err = command("export", str(run), *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -450,7 +450,7 @@ def test_an_agent_that_normalises_several_parts_is_exported_without_a_warning(fo
 
 
 @pytest.mark.parametrize(("names", "lstm"), [(("near", "value"), None), (("memory", "far"), 4), (("next_memory", "far"), 4)])
-def test_a_part_with_the_name_of_something_else_in_the_file_is_refused(
+def test_a_part_with_the_name_of_something_else_in_the_file_is_rejected(
     names: tuple[str, str], lstm: int | None, tmp_path: Path
 ) -> None:
     parts = dict(zip(("one", "other"), names, strict=True))
@@ -575,7 +575,7 @@ def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["action", "value", "next_memory"])
-def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
+def test_a_program_whose_memory_differs_is_detected(name: str) -> None:
     agent = remembering_agent("Pendulum-v1")
     acting, (probes, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
     assert {situation.start for situation in probes} == {True, False}
@@ -585,7 +585,7 @@ def test_a_program_whose_memory_differs_is_found_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["memory", "episode_start"])
-def test_a_program_that_does_not_look_at_memory_or_starts_is_found_out(forgotten: str) -> None:
+def test_a_program_that_does_not_look_at_memory_or_starts_is_detected(forgotten: str) -> None:
     agent = remembering_agent("Pendulum-v1")
     acting, (probes, _) = export.ExportedPolicy(agent, masked=False), export_probes(agent)
     index = list(acting.inputs).index(forgotten)
@@ -672,7 +672,7 @@ def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lstm", [None, 4])
 @pytest.mark.parametrize("kind", MANY)
-def test_a_program_that_does_not_look_at_masks_is_found_out(kind: str, lstm: int | None) -> None:
+def test_a_program_that_does_not_look_at_masks_is_detected(kind: str, lstm: int | None) -> None:
     agent = masking_agent(kind, lstm=lstm)
     acting, (probes, _) = export.ExportedPolicy(agent, masked=True), export_probes(agent)
     index = list(acting.inputs).index(MASK)

@@ -216,7 +216,7 @@ def test_predict_and_evaluate_apply_masks(deterministic: bool) -> None:
         ([[1] * 7], r"shape \(1, 7\) where"),
     ],
 )
-def test_predict_refuses_a_mask_that_can_not_be_meant(mask: Any, message: str) -> None:
+def test_predict_rejects_a_mask_that_can_not_be_meant(mask: Any, message: str) -> None:
     with pytest.raises(SurefootError, match=f"action_mask: is an action mask .*{message}"):
         masked_agent().predict(SEEN.sample(), action_mask=mask)
 

@@ -204,7 +204,7 @@ def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_algorithm_trains_an_lstm(algorithm: str, shared: bool) -> None:
     if algorithm == "TRPO" and shared:
-        pytest.skip("a shared trunk is refused")
+        pytest.skip("a shared trunk is rejected")
     network = {**SMALL["network"], "shared_trunk": shared}
     objective = SMALL["objective"] if surefoot.ALGORITHMS[algorithm].reuse else {}
     settings = {**SMALL, "network": network, "objective": objective}
@@ -230,7 +230,7 @@ def test_a_run_with_memory_resumes_bit_for_bit(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.predict(observation)[1], resumed.predict(observation)[1])
 
 
-def test_sequences_that_minibatches_would_break_are_refused() -> None:
+def test_sequences_that_minibatches_would_break_are_rejected() -> None:
     with pytest.raises(
         SurefootError, match=r"objective.reuse.minibatches=4: an LSTM learns from whole sequences.*choose a divisor"
     ):

@@ -256,7 +256,7 @@ class _Extra(nn.Module):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_network_that_does_not_fit_is_refused_in_one_line(name: str, mine: ModuleType) -> None:
+def test_a_network_that_does_not_fit_is_rejected_in_one_line(name: str, mine: ModuleType) -> None:
     factory, message = BAD[name]
     if factory is not None:
         mine.bad = factory  # type: ignore[attr-defined]

@@ -100,6 +100,6 @@ def test_a_size_is_width_times_height(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "320", "320x", "x240", "320x241", "321x240", "32x240", "320x4098", "-320x240", "3e2x240"])
-def test_a_size_that_no_player_shows_is_refused(text):
+def test_a_size_that_no_player_shows_is_rejected(text):
     with pytest.raises(SurefootError, match=r"size='.*must be WIDTHxHEIGHT, even numbers from 64 to 4096"):
         size_from_text(text)

@@ -1,4 +1,4 @@
-"""A traced piece of an episode can be replayed and recorded; what comes out otherwise than in training is refused."""
+"""A traced piece of an episode can be replayed and recorded; what comes out otherwise than in training is rejected."""
 
 import shutil
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_a_person_can_replay_it_with_gymnasium_alone(run: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["actions", "before", "episode", "reward", "end", "observed"])
-def test_a_replay_that_comes_out_otherwise_is_refused(run: Path, wrong: str) -> None:
+def test_a_replay_that_comes_out_otherwise_is_rejected(run: Path, wrong: str) -> None:
     row = next(row for row in rows_of(run) if row.about["step"] > 0)
     about = row.about
     changed = {

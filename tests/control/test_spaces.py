@@ -246,14 +246,14 @@ def test_an_observation_that_is_not_of_its_space_names_leaf_environment_and_step
 
 
 @pytest.mark.parametrize(("space", "shown", "message"), WRONG[1:2] + WRONG[6:])
-def test_predict_refuses_what_is_not_of_the_space(space: Any, shown: Any, message: str) -> None:
+def test_predict_rejects_what_is_not_of_the_space(space: Any, shown: Any, message: str) -> None:
     agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
     for method in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"a: has shape \(3,\)" if space is PAIR else message):
             method(shown)
 
 
-def test_leaves_of_different_batch_sizes_are_refused() -> None:
+def test_leaves_of_different_batch_sizes_are_rejected() -> None:
     agent = surefoot.train(lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
     with pytest.raises(SurefootError, match="2 batch sizes"):
         agent.predict({"a": np.zeros((3, 2)), "b": np.zeros(2, int)})
@@ -338,7 +338,7 @@ def test_choices_are_counted_per_part_of_an_action() -> None:
         ([1, 1], None, "Box actions can't be masked"),
     ],
 )
-def test_a_mask_that_can_not_be_meant_is_refused(mask: Any, sizes: Any, message: str) -> None:
+def test_a_mask_that_can_not_be_meant_is_rejected(mask: Any, sizes: Any, message: str) -> None:
     with pytest.raises(SpaceError, match=message):
         read_mask(mask, sizes)
 
@@ -387,7 +387,7 @@ def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_videos_
         ([None, 1], "a list that contains more than numbers"),
     ],
 )
-def test_other_lists_are_refused_by_environments_and_predict_alike(shown: Any, message: str) -> None:
+def test_other_lists_are_rejected_by_environments_and_predict_alike(shown: Any, message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         world_of(lambda: Listing(shown))
     world = world_of(lambda: Listing([0.5, -1]))
@@ -404,7 +404,7 @@ class Huge(Listing):
 
 
 @pytest.mark.parametrize("task", [Huge, lambda: SyncVectorEnv([Huge])], ids=["looped", "vector"])
-def test_what_is_too_large_for_float32_is_refused_in_those_words(task: Any) -> None:
+def test_what_is_too_large_for_float32_is_rejected_in_those_words(task: Any) -> None:
     world = world_of(lambda: Listing([0, 0]))
     with pytest.raises(NotFiniteError, match=r"observation of environment 0 at step 0 .* not finite as float32, whose largest"):
         world_of(task, rollout={"environments": 1, "steps": 8}).collector.collect(fresh_state())

@@ -255,7 +255,7 @@ def test_any_environment_that_renders_can_be_recorded(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_draw_is_refused_and_leaves_nothing(make: Any, part: str, tmp_path: Path) -> None:
+def test_what_does_not_draw_is_rejected_and_leaves_nothing(make: Any, part: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=part):
         recorded(make, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -279,7 +279,7 @@ def test_an_environment_that_fails_on_the_way_leaves_the_old_video(tmp_path: Pat
     assert (tmp_path / "video.mp4").read_text() == "old"
 
 
-def test_a_task_of_other_spaces_is_refused(agent: surefoot.Agent, tmp_path: Path) -> None:
+def test_a_task_of_other_spaces_is_rejected(agent: surefoot.Agent, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="task='Pendulum-v1': has spaces"):
         record_video(agent, tmp_path / "video.mp4", "Pendulum-v1")
 
@@ -355,7 +355,7 @@ def test_an_agent_saved_elsewhere_is_recorded_on_the_named_task(
     ],
     ids=lambda words: " ".join(words),
 )
-def test_bad_words_are_refused_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
+def test_bad_words_are_rejected_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
     before = sorted(run.rglob("*"))
     code, out, err = command("watch", str(run), *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -363,7 +363,7 @@ def test_bad_words_are_refused_in_one_line(command: Any, run: Path, words: list[
     assert sorted(run.rglob("*")) == before
 
 
-def test_a_run_without_a_checkpoint_is_refused(command: Any, run: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_rejected(command: Any, run: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     shutil.copy(run / "config.toml", tmp_path / "new")
     assert "has no checkpoint yet" in command("watch", str(tmp_path / "new"))[2]

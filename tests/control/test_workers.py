@@ -211,12 +211,12 @@ def test_what_can_not_be_made_in_a_worker_is_a_one_line_error() -> None:
         in_workers(vector, 2, 1)
 
 
-def test_a_task_that_can_not_be_sent_is_refused_with_the_remedy() -> None:
+def test_a_task_that_can_not_be_sent_is_rejected_with_the_remedy() -> None:
     with pytest.raises(SurefootError, match=r"task='<lambda>': can't be sent to a worker process .*module:function"):
         in_workers(lambda: Misbehaving(), 1, 1)
 
 
-def test_a_run_that_is_refused_leaves_no_process_behind() -> None:
+def test_a_run_that_is_rejected_leaves_no_process_behind() -> None:
     with pytest.raises(SurefootError, match=r"observation space Text.* not supported"):
         surefoot.train(Odd, steps=64, rollout={"backend": "workers", "workers": 1, "environments": 1})
 
@@ -230,7 +230,7 @@ def test_a_run_that_is_refused_leaves_no_process_behind() -> None:
         ({"backend": "workers", "deadline": 0}, "rollout.deadline=0"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(rollout: dict[str, Any], message: str) -> None:
+def test_what_can_not_be_meant_is_rejected(rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError) as caught:
         find_recipe("CartPole-v1", {"rollout": rollout})
     assert str(caught.value).startswith(message)
@@ -351,7 +351,7 @@ def test_a_script_without_a_guard_is_an_error_only_if_a_worker_must_import_it(tm
     assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
 
 
-def test_an_environment_that_no_other_process_can_import_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_an_environment_that_no_other_process_can_import_is_rejected_with_the_remedy(tmp_path: Path) -> None:
     text = textwrap.dedent(OWN) + "go(Own)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     line = next(line for line in done.stderr.splitlines() if "can't be imported by a worker process" in line)

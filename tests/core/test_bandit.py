@@ -113,7 +113,7 @@ def test_the_bar_separates_the_optimum_from_that_of_a_wrong_sign_or_scale(beta: 
     assert min(distance(actual, other) for other in wrong) > 3 * BAR
 
 
-def test_a_penalty_of_the_wrong_sign_is_found_out() -> None:
+def test_a_penalty_of_the_wrong_sign_is_detected() -> None:
     """Paid for leaving the reference, the policy leaves it."""
     assert distance(learned(-0.5), optimum(0.5)) > 3 * BAR
 

@@ -173,7 +173,7 @@ def test_batches_of_another_size_take_the_eager_path() -> None:
         ({"optimizer": {"micro_batch": 4}}, "optimizer.micro_batch splits the minibatch"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_at_once(changes: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_compiled_is_rejected_at_once(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(SurefootError, match=f"engine='compiled': {reason}; set engine = 'eager'"):
         make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, **changes})
 

@@ -140,7 +140,7 @@ def test_golden_group_advantages() -> None:
         assert actual == pytest.approx([high, low, low, high, high], rel=1e-12)
 
 
-def test_a_rollout_that_knows_no_groups_is_refused() -> None:
+def test_a_rollout_that_knows_no_groups_is_rejected() -> None:
     _, r = world(1)
     with pytest.raises(SurefootError, match=r"objective\.baseline='group': this rollout has no groups"):
         assign_credit(replace(r, group=None), GRPO)
@@ -336,7 +336,7 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
     assert results["token"] > 0
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------------
+# ---- what is rejected ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
         (GRPO, {"value_clip": 0.2}, "objective.value_clip=0.2: needs a critic"),
     ],
 )
-def test_switches_that_do_not_go_together_are_refused(base: Objective, changes: dict[str, Any], message: str) -> None:
+def test_switches_that_do_not_go_together_are_rejected(base: Objective, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         replace(base, **changes)
 

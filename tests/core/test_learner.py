@@ -324,7 +324,7 @@ def test_both_optimizers_have_their_moments_in_the_state() -> None:
     assert all(tree["exp_avg"].abs().max() > 0 for tree in learner.state_dict().values())
 
 
-def test_a_critic_without_parameters_of_its_own_is_refused_an_optimizer() -> None:
+def test_a_critic_without_parameters_of_its_own_is_rejected_an_optimizer() -> None:
     with pytest.raises(SurefootError, match=r"critic_learning_rate.*shared_trunk"):
         Learner(TinyPolicy(shared=True), A2C, ADAM, ADAM)
 
@@ -533,7 +533,7 @@ def test_the_kl_is_measured_from_the_old_policy_to_the_new() -> None:
     assert metrics["kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()))
 
 
-def test_an_exact_kl_without_a_distribution_is_refused_with_the_remedy() -> None:
+def test_an_exact_kl_without_a_distribution_is_rejected_with_the_remedy() -> None:
     policy = TinyPolicy()
     learner = Learner(policy, replace(STOPPING, kl_estimator="exact"), ADAM)
     with pytest.raises(SurefootError, match=r"kl_estimator='exact'.*set k3"):
@@ -562,7 +562,7 @@ def test_the_ratio_at_the_start_is_one(objective: Objective, unit: str) -> None:
         assert metrics["ratio_max"] > 1.01 > 0.99 > metrics["ratio_min"], "and then the policy moves"  # type: ignore[operator]
 
 
-def test_a_policy_that_scores_differently_in_training_is_refused() -> None:
+def test_a_policy_that_scores_differently_in_training_is_rejected() -> None:
     policy = Forgetful().eval()
     rollout = random_rollout(policy, 0)
     update(Learner(copy.deepcopy(policy), PPO_CLIP, ADAM), rollout)

@@ -229,7 +229,7 @@ def test_after_every_accepted_step_the_kl_is_within_the_bound_and_the_surrogate_
 
 
 def test_a_step_that_is_too_long_is_shortened_by_fifths() -> None:
-    """Without damping and with a large δ the KL outgrows its quadratic: the first lengths are refused."""
+    """Without damping and with a large δ the KL outgrows its quadratic: the first lengths are rejected."""
     policy = TinyPolicy(3)
     rollout = random_rollout(policy, 2, rows=6)
     metrics = update(Learner(policy, constrained(delta=0.5, damping=1e-4), ADAM), rollout)
@@ -394,7 +394,7 @@ def test_what_is_not_finite_leaves_no_mark(rewards: float) -> None:
     assert torch.equal(parameters(policy), before)
 
 
-def test_a_policy_that_scores_differently_in_training_is_refused() -> None:
+def test_a_policy_that_scores_differently_in_training_is_rejected() -> None:
     policy = TinyPolicy()
     rollout, before = random_rollout(policy, 0), parameters(policy)
     with pytest.raises(SurefootError, match="ratio_at_start"):
@@ -522,7 +522,7 @@ def test_without_a_critic_there_is_the_step_alone() -> None:
     learner.load_state_dict(learner.state_dict())
 
 
-def test_a_shared_trunk_is_refused() -> None:
+def test_a_shared_trunk_is_rejected() -> None:
     with pytest.raises(SurefootError, match=r"trust_region='constraint'.*no parameters of its own") as raised:
         Learner(TinyPolicy(shared=True), TRPO, ADAM)
     assert "\n" not in str(raised.value)
@@ -536,7 +536,7 @@ class HalfShared(TinyPolicy):
         return self.critic_head.parameters()
 
 
-def test_a_critic_with_a_head_of_its_own_on_a_shared_trunk_is_refused_before_anything_moves() -> None:
+def test_a_critic_with_a_head_of_its_own_on_a_shared_trunk_is_rejected_before_anything_moves() -> None:
     policy = HalfShared(shared=True)
     rollout, before = random_rollout(policy, 0), parameters(policy)
     with pytest.raises(SurefootError, match=r"trust_region='constraint'.*critic_parameters\(\)"):
@@ -556,7 +556,7 @@ def test_trpo_is_one_switch_away_from_the_unclipped() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"delta": 0.0}, {"damping": -0.1}, {"cg_iterations": 0}, {"shrink": 1.0}, {"shrink": 0.0}, {"tries": 0}]
 )
-def test_a_constraint_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_constraint_that_means_nothing_is_rejected(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(SurefootError, match=f"{name}={value}"):
         Constraint(**wrong)
@@ -569,6 +569,6 @@ def test_a_constraint_that_means_nothing_is_refused(wrong: dict[str, Any]) -> No
         ({"baseline": "mean", "gae_lambda": 1.0}, "objective.reuse=.*no critic"),
     ],
 )
-def test_what_means_nothing_beside_a_constraint_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_means_nothing_beside_a_constraint_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         replace(TRPO, **changes)

@@ -298,7 +298,7 @@ def test_the_penalties_are_one_switch_away_from_the_unclipped() -> None:
     ("wrong", "message"),
     [({"beta": -1.0}, "beta=-1.0"), ({"target": 0.0}, "target=0.0"), ({"beta": 0.0, "target": 0.01}, "beta=0.0")],
 )
-def test_a_penalty_that_means_nothing_is_refused(wrong: dict[str, float], message: str) -> None:
+def test_a_penalty_that_means_nothing_is_rejected(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         Penalty(**wrong)
 

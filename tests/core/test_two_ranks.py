@@ -138,8 +138,8 @@ class Dropping(TinyPolicy):
         return replace(evaluation, log_probs=evaluation.log_probs + 0.1 * (inputs[..., 0] == 99))
 
 
-def refusal(rollout: Rollout, scorer: TinyPolicy) -> str:
-    """The message with which an update is refused."""
+def rejection(rollout: Rollout, scorer: TinyPolicy) -> str:
+    """The message with which an update is rejected."""
     try:
         learner = Learner(scorer, A2C, AdamSettings(0.01))
         learner.update(rollout, assign_credit(rollout, A2C), LearnerState.seeded(0, 1))
@@ -167,11 +167,11 @@ def answers(rank: int) -> Answers:
     results["at limit"] = RewardNormaliser(gamma=0.99, clip=1.0).clipped_fraction(rewards, kept)
     results["loop"] = looped(share(rank), total=100)
     broken = share(rank)
-    results["broken"] = refusal(replace(broken, rewards=broken.rewards * (torch.inf if rank else 1.0)), policy())
+    results["broken"] = rejection(replace(broken, rewards=broken.rewards * (torch.inf if rank else 1.0)), policy())
     marked = share(rank).inputs.clone()
     marked[..., 0] = 99.0 if rank else 1.0
     odd = with_old_scores(policy(), replace(share(rank), inputs=marked))
-    results["ratio at start"] = refusal(odd, Dropping(7))
+    results["ratio at start"] = rejection(odd, Dropping(7))
     few = replace(share(rank), mask=torch.arange(30).view(5, 6) < (3 if rank else 30))
     try:
         trained(few, replace(PPO_CLIP, reuse=Reuse(1, 4)), seed=0)
@@ -325,10 +325,10 @@ def test_what_is_not_finite_on_one_rank_stops_the_update_on_both(ranks: list[Ans
     assert ranks[0]["broken"].startswith(NotFiniteError.__name__)
 
 
-def test_a_ratio_that_is_off_on_one_rank_is_refused_on_both(ranks: list[Answers]) -> None:
+def test_a_ratio_that_is_off_on_one_rank_is_rejected_on_both(ranks: list[Answers]) -> None:
     assert ranks[0]["ratio at start"] == ranks[1]["ratio at start"]
     assert "ratio_at_start=1.105171" in ranks[0]["ratio at start"]
 
 
-def test_a_rank_with_fewer_rows_than_minibatches_is_refused(ranks: list[Answers]) -> None:
+def test_a_rank_with_fewer_rows_than_minibatches_is_rejected(ranks: list[Answers]) -> None:
     assert "objective.reuse.minibatches=4: this rank has only 3 rows" in ranks[1]["too few rows"]

@@ -35,7 +35,7 @@ class TinyPolicy(Policy):
 
     memory   every position also sees the mean of its row up to itself, as a causal model does: for whole rows
     shared   actor and critic share the hidden layer
-    exact    False: rollouts may be those of another policy, and the learner does not refuse them
+    exact    False: rollouts may be those of another policy, and the learner does not reject them
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def random_rollout(
 def moved(rollout: Rollout, seed: int, size: float = 0.4) -> Rollout:
     """The same as collected by another policy, so that ratios are spread around 1 and values have changed since.
 
-    For policies that are not ``exact``: of others the learner refuses one that disagrees with its own past.
+    For policies that are not ``exact``: of others the learner rejects one that disagrees with its own past.
     """
     noise = torch.randn(2, *rollout.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE) * size
     old = rollout.old_log_probs + noise[0]

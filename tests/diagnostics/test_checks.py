@@ -150,7 +150,7 @@ class Sick(gymnasium.Env[Any, Any]):
     ],
     ids=["not finite", "a part is missing", "another shape", "out of range"],
 )
-def test_what_would_stop_a_training_at_its_fifth_step_is_found(sick: Any, message: str) -> None:
+def test_what_would_stop_a_training_at_its_fifth_step_is_reported(sick: Any, message: str) -> None:
     state, line = states(lambda: Sick(sick))["observation"][:2]
     assert state == "failed"
     assert message in line

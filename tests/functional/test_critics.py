@@ -50,7 +50,7 @@ def test_value_clipping_stops_the_gradient_only_of_a_value_that_overshot_towards
     assert gradient.tolist() == pytest.approx([0.0, 2.0, -2.8])
 
 
-def test_value_clipping_without_old_values_is_refused() -> None:
+def test_value_clipping_without_old_values_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"clip=0.2.*old_values"):
         F.value_loss(torch.zeros(1), torch.zeros(1), clip=0.2)
 

@@ -290,6 +290,6 @@ def test_nothing_kept_reduces_to_zero_with_zero_gradient(mode: F.Aggregation) ->
     assert (loss.grad == 0).all()
 
 
-def test_an_unknown_mode_is_refused_by_name() -> None:
+def test_an_unknown_mode_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"'mean'.*token-mean, sequence-mean, sequence-sum, constant"):
         F.aggregate(torch.zeros(1, 1), None, "mean")  # type: ignore[arg-type]

@@ -227,7 +227,7 @@ def test_line_search_takes_the_longest_step_that_improves_within_the_trust_regio
         assert ours is None
 
 
-def test_line_search_refuses_a_step_that_only_stays_and_one_that_only_improves() -> None:
+def test_line_search_rejects_a_step_that_only_stays_and_one_that_only_improves() -> None:
     full = torch.ones(2)
     assert F.line_search(lambda step: (-1.0, 0.0), full, 0.01) is None
     assert F.line_search(lambda step: (0.0, 0.0), full, 0.01) is None

@@ -128,7 +128,7 @@ def test_interior_values_telescope_out_of_n_step_advantages(batch: Batch, n: int
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_n_step_advantage_of_fewer_than_one_step_is_refused(n: int) -> None:
+def test_n_step_advantage_of_fewer_than_one_step_is_rejected(n: int) -> None:
     x = torch.zeros(1, 2)
     with pytest.raises(ValueError, match=f"n={n}"):
         F.n_step_advantages(x, x, x, terminated=x, truncated=x, gamma=0.9, n=n)

@@ -184,7 +184,7 @@ def test_a_row_equals_its_trace(inside: TestClient, cart: Path) -> None:
             assert part["rewards"] == answer["rewards"][5:]
 
 
-def test_what_is_found_is_the_most_of_its_kind(inside: TestClient, cart: Path) -> None:
+def test_find_returns_the_largest_of_its_kind(inside: TestClient, cart: Path) -> None:
     traces = {int(file.stem): read_trace(file) for file in traces_in(cart / "traces")}
     rows = [row for trace in traces.values() for row in trace.rows]
     ratios = max(float(row.visits.ratio.max()) for row in rows)

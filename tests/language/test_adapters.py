@@ -347,7 +347,7 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     assert report["steps"] > 0
 
 
-def test_a_base_that_has_changed_or_gone_is_refused(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_base_that_has_changed_or_gone_is_rejected(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
     model = tmp_path / "base"
     shutil.copytree(folders["llama"], model)
     fields = table("sft", files, model)
@@ -429,7 +429,7 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
         ({"model": "pocket"}, r"^adapter: model='pocket' has random weights"),
     ],
 )
-def test_an_adapter_that_cannot_be_is_refused_in_one_line(
+def test_an_adapter_that_cannot_be_is_rejected_in_one_line(
     changes: dict[str, Any], message: str, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     with pytest.raises(SurefootError, match=message) as error:
@@ -437,12 +437,12 @@ def test_an_adapter_that_cannot_be_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_dropout_is_refused_where_it_would_change_the_policy(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_dropout_is_rejected_where_it_would_change_the_policy(files: dict[str, str], folders: dict[str, Path]) -> None:
     with pytest.raises(SurefootError, match=r"^adapter.dropout=0.1: the trained policy would differ"):
         make_recipe(table("language", files, folders["llama"], adapter={"dropout": 0.1}))
 
 
-def test_layers_that_the_model_has_not_are_refused_with_those_it_has(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_layers_that_the_model_has_not_are_rejected_with_those_it_has(files: dict[str, str], folders: dict[str, Path]) -> None:
     wrong = {"adapter": {**SMALL, "targets": ["q_prj"]}}
     with pytest.raises(SurefootError, match=r"^adapter.targets='q_prj': .*did you mean 'q_proj'"):
         SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **wrong)))  # type: ignore[arg-type]

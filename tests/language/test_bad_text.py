@@ -137,7 +137,7 @@ def scored(name: str) -> list[str]:
     return online("M/whole", f'{{ model = "M/{name}" }}')
 
 
-def refused(result: tuple[int, str, str], *parts: str) -> None:
+def rejected(result: tuple[int, str, str], *parts: str) -> None:
     code, _, err = result
     assert code == 2, err
     assert err.startswith("surefoot: ")
@@ -206,11 +206,11 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("words", "parts"), CASES, ids=lambda x: " ".join(x)[:60])
-def test_what_cannot_be_trained_on_is_refused_in_one_line_and_leaves_nothing(
+def test_what_cannot_be_trained_on_is_rejected_in_one_line_and_leaves_nothing(
     words: list[str], parts: tuple[str, ...], command: Command, models: Path, tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.iterdir())
-    refused(command(*(word.replace("M/", f"{models}/") for word in words)), *(p.replace("M/", f"{models}/") for p in parts))
+    rejected(command(*(word.replace("M/", f"{models}/") for word in words)), *(p.replace("M/", f"{models}/") for p in parts))
     left = [path for path in tmp_path.iterdir() if path.name != "__pycache__"]
     assert sorted(left) == before
 
@@ -251,7 +251,7 @@ def test_a_failing_reward_function_is_named_and_the_last_checkpoint_is_sound(
     name: str, command: Command, models: Path, tmp_path: Path
 ) -> None:
     result = failed(name, command, models)
-    refused(result, f"reward.terms[0].function='rewards.py:{name}': ", *WRONG[name], "resume from the last checkpoint")
+    rejected(result, f"reward.terms[0].function='rewards.py:{name}': ", *WRONG[name], "resume from the last checkpoint")
     kept = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in kept.iterdir()) == ["4", "8"]
     load_checkpoint(kept / "8")
@@ -276,4 +276,4 @@ def test_single_responses_without_a_number_are_masked_and_counted_up_to_the_set_
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["without_score"] for row in rows] == [0.25] * 4
     shutil.rmtree(tmp_path / "run")
-    refused(command(*words, "0.2"), "returned no number for 1 of 4 responses (None 1), more than reward.tolerated=0.2 allows")
+    rejected(command(*words, "0.2"), "returned no number for 1 of 4 responses (None 1), more than reward.tolerated=0.2 allows")

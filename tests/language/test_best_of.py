@@ -213,7 +213,7 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
         ({"--stop": ""}, ("--stop",)),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_and_writes_nothing(
+def test_what_cannot_be_is_rejected_in_one_line_and_writes_nothing(
     changed: dict[str, Any], parts: tuple[str, ...], command: Command, prompts: Path
 ) -> None:
     Path("mine.py").write_text(REWARDS)

@@ -104,7 +104,7 @@ def test_the_same_seed_and_lines_give_the_same_conversation_and_an_answer_drawn_
     assert conversation(2) != first
 
 
-def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_is_refused_and_not_remembered(
+def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_is_rejected_and_not_remembered(
     plain: LanguageModel, talker: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(Chat(plain, ChatOptions(max_tokens=10_000)).answer("x" * 120)) <= 8

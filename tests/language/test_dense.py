@@ -1,4 +1,4 @@
-"""Rewards of steps and tokens: on which token they land, that they add up, and what is refused."""
+"""Rewards of steps and tokens: on which token they land, that they add up, and what is rejected."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def score(function: Any, responses: list[str] = ["a;bb;c", "x;"], tokens: Any = 
     return FunctionReward(function, **options)([""] * len(responses), responses, {}, tokens)
 
 
-def refusal(function: Any, **options: Any) -> str:
+def rejection(function: Any, **options: Any) -> str:
     with pytest.raises(SurefootError) as raised:
         score(function, tolerated=1.0, **options)
     assert "\n" not in str(raised.value)
@@ -224,15 +224,15 @@ def test_one_bad_number_masks_its_response() -> None:
         (lambda tokens: tokens, {}, "requires 'tokens'; available: prompts, responses"),
     ],
 )
-def test_another_count_or_form_is_refused_in_one_line(function: Any, options: dict[str, Any], what: str) -> None:
-    assert what in refusal(function, **options)
+def test_another_count_or_form_is_rejected_in_one_line(function: Any, options: dict[str, Any], what: str) -> None:
+    assert what in rejection(function, **options)
 
 
-def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_refused() -> None:
+def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_rejected() -> None:
     scores = score(lambda steps: [[1.0] * len(row) for row in steps], tokens=None, per="step", separator=";")
     assert scores.total.tolist() == [3, 1]
     assert scores.dense is None
-    assert "scores tokens, and only whole texts are scored here" in refusal(
+    assert "scores tokens, and only whole texts are scored here" in rejection(
         lambda tokens: [[1.0] * 4], tokens=None, per="token"
     )
 

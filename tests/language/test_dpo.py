@@ -232,7 +232,7 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_aga
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------------
+# ---- what is rejected ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,14 +246,14 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_aga
         ({"optimizer": {"critic_learning_rate": 0.1}}, "has no critic"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_rejected_in_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError) as caught:
         recipe(tmp_path, "rows.jsonl", **fields)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_reference_with_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_reference_with_another_vocabulary_is_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
     other = write_folder(tmp_path / "other", "llama")
     path = other / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

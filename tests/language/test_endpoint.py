@@ -88,7 +88,7 @@ def score(url: str, **fields: Any) -> Any:
     return reward(url, **fields)(PROMPTS, RESPONSES, COLUMNS)
 
 
-def refusal(url: str, **fields: Any) -> str:
+def rejection(url: str, **fields: Any) -> str:
     with pytest.raises(SurefootError) as raised:
         score(url, **fields)
     text = str(raised.value)
@@ -158,29 +158,29 @@ def test_the_token_comes_from_the_environment_and_is_sent_alone(
 def test_a_server_that_repeats_the_token_has_it_hidden(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "Basic czNjcmV0")
     server.answer = lambda body: (401, b"no such user: Basic czNjcmV0, or czNjcmV0")
-    text = refusal(server.url, token_from="REWARD_TOKEN")
+    text = rejection(server.url, token_from="REWARD_TOKEN")
     assert "czNjcmV0" not in text
     assert text.startswith("returned 401 Unauthorized ('no such user: ***, or ***'); renew its token")
 
 
-def test_a_token_that_is_missing_or_can_t_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_missing_or_can_t_be_sent_is_rejected_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
-    assert "token_from='REWARD_TOKEN': this environment variable is not set" in refusal("http://x", token_from="REWARD_TOKEN")
+    assert "token_from='REWARD_TOKEN': this environment variable is not set" in rejection("http://x", token_from="REWARD_TOKEN")
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
-    text = refusal("http://rewards.example/score", token_from="REWARD_TOKEN")
+    text = rejection("http://rewards.example/score", token_from="REWARD_TOKEN")
     assert "token_from='REWARD_TOKEN': would send the token unencrypted to another machine; use an https:// url" in text
     monkeypatch.setenv("REWARD_TOKEN", "two\nlines")
-    text = refusal("http://x", token_from="REWARD_TOKEN")
+    text = rejection("http://x", token_from="REWARD_TOKEN")
     assert "use printable ASCII characters only" in text
     assert "lines" not in text
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://", "localhost:80", "http://host:x/", "http://[::1/"])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    assert "address" in refusal(url)
+def test_what_is_no_address_is_rejected(url: str) -> None:
+    assert "address" in rejection(url)
 
 
-def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+def test_a_password_in_an_address_is_rejected_and_not_repeated() -> None:
     with pytest.raises(SurefootError) as raised:
         reward("http://me:s3cret@host/score")
     assert "contains a user or a password" in str(raised.value)
@@ -202,7 +202,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
         "s3cret0123456789abcdefgh",
     ],
 )
-def test_a_secret_in_the_query_of_an_address_is_refused_and_not_repeated(query: str) -> None:
+def test_a_secret_in_the_query_of_an_address_is_rejected_and_not_repeated(query: str) -> None:
     with pytest.raises(SurefootError) as raised:
         reward(f"https://host/score?{query}")
     assert str(raised.value).startswith("reward.terms[0].url='https://host/score': its query contains ")
@@ -218,7 +218,7 @@ def test_what_is_no_secret_may_stand_in_a_query(query: str) -> None:
     assert endpoint.url_complaint(f"https://host/score?{query}") == ""
 
 
-def test_what_no_server_gets_is_refused() -> None:
+def test_what_no_server_gets_is_rejected() -> None:
     with pytest.raises(
         SurefootError, match=r"url='https://host/score': has a fragment after '#', which is never sent"
     ) as raised:
@@ -231,7 +231,7 @@ def test_what_no_server_gets_is_refused() -> None:
 
 def test_a_server_that_is_down_is_tried_again_and_named(server: Server) -> None:
     server.close()
-    text = refusal(server.url, retries=2)
+    text = rejection(server.url, retries=2)
     assert "can't be reached (ConnectError: " in text
     assert ", 3 times; check that the server runs, then resume from the last checkpoint" in text
 
@@ -246,7 +246,7 @@ def test_a_flaky_server_is_retried_until_it_answers(trouble: Answer, server: Ser
 
 def test_tries_are_numbered(server: Server) -> None:
     server.in_turn((503, b""))
-    assert refusal(server.url, retries=3).startswith("returned 503 Service Unavailable, 4 times; check that the server runs")
+    assert rejection(server.url, retries=3).startswith("returned 503 Service Unavailable, 4 times; check that the server runs")
     assert len(server.bodies) == 4
 
 
@@ -269,7 +269,7 @@ def test_retry_after_is_waited_for(server: Server) -> None:
 def test_a_wait_beyond_the_deadline_is_not_begun(server: Server) -> None:
     server.in_turn((503, b"", {"Retry-After": "3600"}))
     started = time.monotonic()
-    text = refusal(server.url)
+    text = rejection(server.url)
     assert text.startswith("returned 503 Service Unavailable, and waiting 3.6e+03 s for a retry would exceed reward.deadline")
     assert time.monotonic() - started < 5
 
@@ -281,7 +281,7 @@ def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
 
     server.answer = slowly
     started = time.monotonic()
-    assert refusal(server.url, deadline=0.3).startswith("took longer than reward.deadline=0.3 s for 3 responses")
+    assert rejection(server.url, deadline=0.3).startswith("took longer than reward.deadline=0.3 s for 3 responses")
     assert time.monotonic() - started < 1.4
 
 
@@ -311,7 +311,7 @@ def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
 )
 def test_a_wrong_answer_is_a_one_line_error_and_is_not_retried(answer: Answer, what: str, server: Server) -> None:
     server.in_turn(answer)
-    assert refusal(server.url).startswith(what)
+    assert rejection(server.url).startswith(what)
     assert len(server.bodies) == 1
 
 

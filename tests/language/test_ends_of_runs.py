@@ -214,7 +214,7 @@ def test_a_run_is_not_resumed_with_another_reward_model(files: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["evaluate", "watch", "export"])
-def test_what_is_for_agents_refuses_a_model_of_language_in_one_line(
+def test_what_is_for_agents_rejects_a_model_of_language_in_one_line(
     command: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = RunFolder(cut_short("sft", files)).latest()

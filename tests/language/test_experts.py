@@ -157,7 +157,7 @@ def test_the_summary_names_adapted_and_frozen_layers(mixture: Path) -> None:
     assert base.summary().endswith("% of all are frozen")
 
 
-def test_experts_with_dropout_and_matrices_that_are_not_there_are_refused(mixture: Path) -> None:
+def test_experts_with_dropout_and_matrices_that_are_not_there_are_rejected(mixture: Path) -> None:
     model, _ = load_model(mixture)
     with pytest.raises(
         SurefootError,
@@ -171,7 +171,7 @@ def test_experts_with_dropout_and_matrices_that_are_not_there_are_refused(mixtur
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=("experts.up",)))
 
 
-def test_roles_with_other_experts_are_refused_and_those_without_are_not(mixture: Path) -> None:
+def test_roles_with_other_experts_are_rejected_and_those_without_are_not(mixture: Path) -> None:
     model, _ = load_model(mixture)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
@@ -180,7 +180,7 @@ def test_roles_with_other_experts_are_refused_and_those_without_are_not(mixture:
         base.add("judge", AdapterSettings(rank=2, targets=("experts.down_proj",)))
 
 
-def test_an_adapter_that_the_model_would_read_past_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_the_model_would_read_past_is_rejected(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load_model(mixture)
     experts = model.model.layers[1].mlp.experts
     kind = type(model.model.layers[1].mlp)
@@ -447,7 +447,7 @@ def test_a_load_that_is_balanced_becomes_more_even(mixture: Path, files: dict[st
     assert 1.9 < seen[-1]["router_loss"] < 2.4
 
 
-def test_a_model_without_routers_and_other_kinds_are_refused(folders: dict[str, Path], files: dict[str, str]) -> None:
+def test_a_model_without_routers_and_other_kinds_are_rejected(folders: dict[str, Path], files: dict[str, str]) -> None:
     with pytest.raises(SurefootError, match=r"^objective.router_coefficient: LlamaForCausalLM has no routers .*; set 0$"):
         surefoot.train("sft", **fields("sft", files, folders["llama"], objective={"router_coefficient": 0.1}))
     with pytest.raises(SurefootError, match=r"^objective.router_coefficient=0.1: is for kind = 'sft' and 'language'; set 0$"):

@@ -114,7 +114,7 @@ def test_it_is_measured_without_held_out_prompts_too_and_decides_nothing(files: 
     assert not (files / "run" / "best").exists()
 
 
-def test_demonstrations_that_cannot_be_read_are_refused_before_the_run_begins(files: Path, folders: dict[str, Path]) -> None:
+def test_demonstrations_that_cannot_be_read_are_rejected_before_the_run_begins(files: Path, folders: dict[str, Path]) -> None:
     (files / "half.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     (files / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
     for evaluation, message in (

@@ -1,4 +1,4 @@
-"""GRPO and its kin in recipes for text: what is filled in and refused, dynamic sampling, the penalty on length, learning."""
+"""GRPO and its kin in recipes for text: what is filled in and rejected, dynamic sampling, the penalty on length, learning."""
 
 import json
 from dataclasses import asdict, replace
@@ -71,7 +71,7 @@ def world(files: dict[str, str], model: Path, function: str, algorithm: str = "G
     return LanguageWorld(made)
 
 
-# ---- what a recipe fills in, and what it refuses ------------------------------------------------------------------------
+# ---- what a recipe fills in, and what it rejects ------------------------------------------------------------------------
 
 
 def test_an_algorithm_that_compares_responses_samples_several() -> None:
@@ -136,11 +136,11 @@ def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> Non
         ({"algorithm": "DR_GRPO", "sampling": {"max_tokens": "many"}}, "sampling.max_tokens='many'"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SurefootError) as refusal:
+def test_what_cannot_work_is_rejected_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SurefootError) as rejection:
         recipe(**changes)
-    assert message in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert message in str(rejection.value)
+    assert "\n" not in str(rejection.value)
 
 
 @pytest.mark.parametrize("algorithm", ["GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO"])

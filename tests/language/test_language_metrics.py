@@ -39,7 +39,7 @@ def test_distinct_n_of_a_batch_twice_is_half(batch, n):
     assert (once is None and twice is None) or twice == pytest.approx(once / 2)
 
 
-def test_distinct_0_is_refused():
+def test_distinct_0_is_rejected():
     with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
         distinct_n(["a"], 0)
 
@@ -115,7 +115,7 @@ def test_pass_at_k_holds_where_binomials_overflow():
     assert tiny == pytest.approx(1e-7, rel=1e-8)
 
 
-def test_pass_at_k_refuses_what_cannot_be_drawn():
+def test_pass_at_k_rejects_what_cannot_be_drawn():
     for right, samples, k in ((1, 4, 5), (1, 4, 0), (5, 4, 1), (-1, 4, 1)):
         with pytest.raises(ValueError, match="must be from"):
             pass_at_k(torch.tensor([right]), samples, k)
@@ -133,6 +133,6 @@ def test_the_kl_of_best_of_n_is_what_many_distinct_rewards_come_to_and_a_bound_f
     assert exact(5) <= best_of_n_kl(n) + 1e-12
 
 
-def test_the_kl_of_the_best_of_none_is_refused():
+def test_the_kl_of_the_best_of_none_is_rejected():
     with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
         best_of_n_kl(0)

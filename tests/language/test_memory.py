@@ -1,4 +1,4 @@
-"""The memory planner: what it counts is what a run takes, it refuses what can't fit, and nothing that would."""
+"""The memory planner: what it counts is what a run takes, it rejects what can't fit, and nothing that would."""
 
 import gc
 import importlib.util
@@ -249,7 +249,7 @@ def test_the_quick_upper_bound_is_never_less_than_the_count() -> None:
             assert upper_bound(setup) > estimate(setup).peak
 
 
-# ---- refusing -----------------------------------------------------------------------------------------------------------
+# ---- rejecting -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_fits_exactly_is_not_rejected_and_in_a_quarter_of_that_it_is(here: Path, scarce: Any) -> None:
@@ -262,7 +262,7 @@ def test_a_run_that_fits_exactly_is_not_rejected_and_in_a_quarter_of_that_it_is(
             surefoot.runs.api.make_world(make_recipe(table))
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
+def test_weights_that_do_not_fit_are_rejected_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
     recipe = make_recipe(online(here, critic={"own_model": True}))
     scarce(permanent_bytes(workload_of(recipe, prompt=1, response=1)) - 1)
     monkeypatch.setattr("surefoot.language.models.loading.read_weights", None)
@@ -318,7 +318,7 @@ def changed(table: dict[str, Any], path: list[str], value: Any) -> dict[str, Any
     return {**table, head: changed(table.get(head, {}), rest, value) if rest else value}
 
 
-def test_a_refused_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path, command: Any) -> None:
+def test_a_rejected_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "run.toml").write_text(
         f'kind = "sft"\nmodel = "{here / "llama"}"\nsteps = 8\n'
         f'[data]\ntrain = "{here / "demonstrations.jsonl"}"\nbatch = 1000000\n'

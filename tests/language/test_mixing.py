@@ -129,7 +129,7 @@ def test_an_interrupted_run_goes_on_with_the_next_demonstrations_and_learns_them
     assert losses[0][-1] < 0.7 * losses[0][0]
 
 
-def test_demonstrations_that_changed_since_the_checkpoint_are_refused(
+def test_demonstrations_that_changed_since_the_checkpoint_are_rejected(
     files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     (files / "shown.jsonl").write_text((files / "rows.jsonl").read_text())

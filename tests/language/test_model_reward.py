@@ -97,14 +97,14 @@ def test_a_model_and_a_function_add_up(folders, tmp_path):
     torch.testing.assert_close(scores.total, 0.5 * scores.parts["reward_model"] + 0.1 * scores.parts["short"])
 
 
-def test_what_is_no_reward_model_is_refused(folders):
+def test_what_is_no_reward_model_is_rejected(folders):
     with pytest.raises(SurefootError, match="no such folder"):
         ModelReward("nowhere")
     with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):
         ModelReward(folders["llama"])
 
 
-def test_a_text_longer_than_the_context_is_refused(folders, tmp_path):
+def test_a_text_longer_than_the_context_is_rejected(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     reward = ModelReward(tmp_path / "reward")
@@ -113,7 +113,7 @@ def test_a_text_longer_than_the_context_is_refused(folders, tmp_path):
         reward(["x"], ["y" * (reward.context - 1)], {})
 
 
-def test_a_reward_model_with_weights_that_are_not_finite_is_refused(folders, tmp_path):
+def test_a_reward_model_with_weights_that_are_not_finite_is_rejected(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     scorer = new_reward_model(model, 1, tokenizer)
     scorer.head.weight.data.fill_(float("nan"))

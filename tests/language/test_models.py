@@ -1,4 +1,4 @@
-"""Models come in whole or are refused in one line, and go out whole or not at all."""
+"""Models come in whole or are rejected in one line, and go out whole or not at all."""
 
 import json
 import os
@@ -189,7 +189,7 @@ def test_a_reward_models_folder_is_all_it_needs(loaded: tuple[Any, Any], tmp_pat
         load_model(tmp_path / "reward")
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------------------------------
 
 
 def damaged(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> Path:
@@ -263,7 +263,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_half_a_model_or_another_kind_is_refused_in_one_line(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_half_a_model_or_another_kind_is_rejected_in_one_line(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     damage, expected = DAMAGE[name]
     folder = damaged(folders["llama"], tmp_path, damage)
     with pytest.raises(SurefootError, match=expected) as caught:
@@ -273,7 +273,7 @@ def test_half_a_model_or_another_kind_is_refused_in_one_line(name: str, folders:
     assert "\n" not in message
 
 
-def test_a_classifier_by_its_weights_alone_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_classifier_by_its_weights_alone_is_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
     """Its config may not say what it is; the head that writes text is not there."""
 
     def damage(folder: Path) -> None:
@@ -385,7 +385,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
         load_model("pocket")
 
 
-def test_what_is_no_reward_model_is_refused_as_one(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_reward_model_is_rejected_as_one(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):
         RewardModel.load(folders["llama"])
     with pytest.raises(SurefootError, match=r"no such folder"):
@@ -435,7 +435,7 @@ def test_a_module_of_its_own_rate_loses_it_too() -> None:
     assert layer.p == 0.0
 
 
-def test_weights_that_are_not_finite_are_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_rejected_by_the_name_of_the_first(tmp_path: Path) -> None:
     tiny.write_folder(tmp_path / "model", "llama")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     name = sorted(name for name in weights if "down_proj" in name)[0]
@@ -445,7 +445,7 @@ def test_weights_that_are_not_finite_are_refused_by_the_name_of_the_first(tmp_pa
         load_model(tmp_path / "model")
 
 
-def test_a_head_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
     model, tokenizer = pocket()
     scores = new_reward_model(model, 1, tokenizer)
     with torch.no_grad():

@@ -92,7 +92,7 @@ def test_both_resume_bit_for_bit(whose: str, files: Path, folders: dict[str, Pat
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-def test_in_float32_a_sampler_that_scores_otherwise_than_training_is_refused(files: Path, folders: dict[str, Path]) -> None:
+def test_in_float32_a_sampler_that_scores_otherwise_than_training_is_rejected(files: Path, folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "sampler")
     made.policy.temperature *= 1.01  # what training divides logits by, and the sampler does not
     with pytest.raises(

@@ -360,7 +360,7 @@ def test_a_separate_critic_learns_with_its_own_rate_and_leaves_the_policy_alone(
 # ---- bad input ----------------------------------------------------------------------------------------------------------
 
 
-def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(files: dict[str, str]) -> None:
+def test_combinations_that_cannot_work_are_rejected_before_a_model_is_loaded(files: dict[str, str]) -> None:
     nowhere = Path("/nonexistent")
     for changes, message in (
         ({"sampling": {"prompts": 6}}, "objective.reuse.minibatches=4: does not divide the 6 responses"),
@@ -379,7 +379,7 @@ def test_combinations_that_cannot_work_are_refused_before_a_model_is_loaded(file
             find_recipe("language", fields(files, nowhere) | changes)
 
 
-def test_a_device_that_is_not_there_is_refused(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_a_device_that_is_not_there_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:
     missing = "mps" if torch.cuda.is_available() else "cuda"
     with pytest.raises(SurefootError, match=f"device='{missing}': can't be used here"):
         world(files, folders["llama"], device=missing)
@@ -407,7 +407,7 @@ def test_an_error_about_a_models_folder_begins_with_the_field_that_names_it(
             world(files, folders["llama"], **changes)  # type: ignore[arg-type]
 
 
-def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_refused(
+def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_rejected(
     files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """By its tokenizer, whatever the size of its embedding; and by its context."""
@@ -427,6 +427,6 @@ def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_refuse
             world(files, folders["llama"], reference={"model": str(folder)})
 
 
-def test_a_limit_that_leaves_no_room_for_a_prompt_is_refused(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_a_limit_that_leaves_no_room_for_a_prompt_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:
     with pytest.raises(SurefootError, match=r"sampling\.max_tokens=128: leaves no room"):
         world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 128})

@@ -177,7 +177,7 @@ def test_of_a_head_that_is_not_understood_the_models_own_logits_are_used() -> No
     gradients(policy, evaluation)
 
 
-def test_a_soft_cap_that_is_too_weak_to_show_is_still_found() -> None:
+def test_a_soft_cap_that_is_too_weak_to_show_is_still_detected() -> None:
     """The logits of a fresh model are far below 30. A head that forgot the cap would agree with it, until training."""
 
     class Capped(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
@@ -191,7 +191,7 @@ def test_a_soft_cap_that_is_too_weak_to_show_is_still_found() -> None:
     assert not Readout(model).plain
 
 
-def test_a_model_that_looks_ahead_is_refused() -> None:
+def test_a_model_that_looks_ahead_is_rejected() -> None:
     config = transformers.BertConfig(**{name: size for name, size in SHAPE.items() if name != "num_key_value_heads"})
     with pytest.raises(SurefootError, match=r"model=BertLMHeadModel: its logits depend on later tokens"):
         policy_of(transformers.BertLMHeadModel(config))
@@ -209,7 +209,7 @@ def test_chunks_are_the_naive_ones_in_value_and_gradient(chunk: int) -> None:
     near(gradients(policy, evaluation), gradients(policy, Evaluation(log_probs, entropy)), 1e-10)
 
 
-def test_a_prompt_without_a_token_is_refused() -> None:
+def test_a_prompt_without_a_token_is_rejected() -> None:
     inputs, actions, mask = text()
     inputs["prompt_mask"][2] = False
     with pytest.raises(SurefootError, match=r"prompt: row 2 of the batch has no token; begin empty prompts with one"):
@@ -422,7 +422,7 @@ def updated(policy: LanguagePolicy, objective: Objective, at: LearnerState | Non
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("tokens", [None, 24])
 def test_the_ratio_is_one_at_the_start_whatever_the_parts(kind: str, tokens: int | None) -> None:
-    """Scored in one company, trained in others, at large logits and a temperature; the learner refuses more than 1e-4."""
+    """Scored in one company, trained in others, at large logits and a temperature; the learner rejects more than 1e-4."""
     policy = awake(policy_of(make(kind, scale=20.0), "head", temperature=0.7, chunk=3))
     rollout = rollout_of(policy, ReferencePolicy(policy), tokens=17)
     learner = Learner(policy, replace(EVERYTHING, reuse=Reuse(2, 2)), AdamSettings(1e-2), micro_batch_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Rewards: what functions may take and give, what is masked, what is refused in one line, and sums."""
+"""Rewards: what functions may take and give, what is masked, what is rejected in one line, and sums."""
 
 import math
 import re
@@ -32,7 +32,7 @@ def giving(values):
     return lambda responses: values
 
 
-def refusal(function, **options):
+def rejection(function, **options):
     with pytest.raises(SurefootError) as raised:
         score(function, **options)
     assert "\n" not in str(raised.value)
@@ -70,8 +70,8 @@ def test_arguments_of_a_term_reach_its_function():
         ({"responses": ["a"] * 3}, "argument 'responses' is also a column"),
     ],
 )
-def test_arguments_that_a_function_does_not_take_are_refused(arguments, what):
-    assert what in refusal("surefoot.verifiers:numeric", arguments=arguments)
+def test_arguments_that_a_function_does_not_take_are_rejected(arguments, what):
+    assert what in rejection("surefoot.verifiers:numeric", arguments=arguments)
 
 
 def test_a_model_takes_no_arguments():
@@ -90,9 +90,9 @@ def test_a_function_with_two_stars_gets_everything():
     assert seen == {"prompts": PROMPTS, **COLUMNS}
 
 
-def test_a_column_that_is_not_there_takes_its_default_or_is_refused():
+def test_a_column_that_is_not_there_takes_its_default_or_is_rejected():
     assert score(lambda responses, style=None: [style is None] * len(responses)).total.tolist() == [1, 1, 1]
-    text = refusal(lambda responses, style: [0] * len(responses))
+    text = rejection(lambda responses, style: [0] * len(responses))
     assert "requires 'style'; available: answer, prompts, responses, weight" in text
 
 
@@ -109,7 +109,7 @@ def test_what_a_function_does_to_its_lists_stays_there():
     assert (responses, columns) == (RESPONSES, COLUMNS)
 
 
-def test_a_function_by_position_only_is_refused_before_it_is_called():
+def test_a_function_by_position_only_is_rejected_before_it_is_called():
     with pytest.raises(SurefootError, match="takes arguments by position only"):
         FunctionReward(lambda responses, /: lengths(responses))
 
@@ -167,7 +167,7 @@ def test_what_is_no_number_is_masked_up_to_the_tolerated_share(bad, kind):
     assert scores.valid.tolist() == [True, False, True]
     assert scores.total.tolist() == [2, 0, 6]
     assert scores.parts["mine"].tolist() == [1, 0, 3]
-    text = refusal(giving([1.0, bad, 3.0]), tolerated=0.33)
+    text = rejection(giving([1.0, bad, 3.0]), tolerated=0.33)
     assert f"returned no number for 1 of 3 responses ({kind}), more than reward.tolerated=0.33 allows; the first: 'bb'" in text
 
 
@@ -183,27 +183,27 @@ def test_the_tolerated_share_itself_is_tolerated():
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 4, np.zeros(2), torch.zeros(4)])
-def test_another_count_is_always_refused(values):
-    assert f"returned {len(values)} numbers for 3 responses" in refusal(giving(values), tolerated=1.0)
+def test_another_count_is_always_rejected(values):
+    assert f"returned {len(values)} numbers for 3 responses" in rejection(giving(values), tolerated=1.0)
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
-def test_a_tensor_that_holds_no_list_is_refused_like_an_error_of_the_function(make):
-    text = refusal(lambda responses: make(torch.ones(len(responses))))
+def test_a_tensor_that_holds_no_list_is_rejected_like_an_error_of_the_function(make):
+    text = rejection(lambda responses: make(torch.ones(len(responses))))
     assert "raised RuntimeError: " in text or "raised NotImplementedError: " in text
 
 
-def test_a_list_of_a_type_of_its_own_that_raises_is_refused():
+def test_a_list_of_a_type_of_its_own_that_raises_is_rejected():
     class Odd(list):
         def __iter__(self):
             raise ValueError("odd")
 
-    assert "raised ValueError: odd" in refusal(giving(Odd([1.0] * 3)))
+    assert "raised ValueError: odd" in rejection(giving(Odd([1.0] * 3)))
 
 
 @pytest.mark.parametrize("value", [None, 1.0, "1.0", {"a": 1.0, "b": 2.0, "c": 3.0}, torch.tensor(1.0), {1.0, 2.0, 3.0}])
-def test_what_is_no_list_is_refused(value):
-    assert "instead of a list of 3 numbers, one per response" in refusal(giving(value), tolerated=1.0)
+def test_what_is_no_list_is_rejected(value):
+    assert "instead of a list of 3 numbers, one per response" in rejection(giving(value), tolerated=1.0)
 
 
 def test_a_function_that_raises_or_exits_is_named_with_its_error():
@@ -214,8 +214,8 @@ def test_a_function_that_raises_or_exits_is_named_with_its_error():
         raise SystemExit(3)
 
     mend = r" \(test_rewards\.py:\d+\); fix the function, then resume from the last checkpoint"
-    assert re.search(rf"fails': raised RuntimeError: no network{mend}$", refusal(fails))
-    assert re.search(rf"exits': raised SystemExit: 3{mend}$", refusal(exits))
+    assert re.search(rf"fails': raised RuntimeError: no network{mend}$", rejection(fails))
+    assert re.search(rf"exits': raised SystemExit: 3{mend}$", rejection(exits))
 
 
 def test_a_function_that_hangs_is_named_with_the_deadline():
@@ -223,7 +223,7 @@ def test_a_function_that_hangs_is_named_with_the_deadline():
         while True:
             pass
 
-    text = refusal(hangs, deadline=0.2)
+    text = rejection(hangs, deadline=0.2)
     assert text.startswith("reward.function=")
     assert "hangs': took longer than reward.deadline=0.2 s for 3 responses" in text
 
@@ -288,6 +288,6 @@ def test_a_recipe_of_one_function_is_that_function_and_of_more_their_sum(tmp_pat
         ([Term(function="math:nothing")], r"reward\.terms\[0\]\.function='math:nothing': can't be imported"),
     ],
 )
-def test_terms_that_are_none_are_refused(terms, what):
+def test_terms_that_are_none_are_rejected(terms, what):
     with pytest.raises(SurefootError, match=what):
         load_reward(terms)

@@ -217,7 +217,7 @@ def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no
     assert code == 0, err
 
 
-def test_rounds_are_refused_where_several_processes_would_make_them(
+def test_rounds_are_rejected_where_several_processes_would_make_them(
     start: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -256,12 +256,12 @@ def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
         ({"adapter": {}}, "critic.start=.*every round has another base; unset it"),
     ],
 )
-def test_what_cannot_be_refreshed_is_refused(changes: dict[str, Any], message: str, start: Path) -> None:
+def test_what_cannot_be_refreshed_is_rejected(changes: dict[str, Any], message: str, start: Path) -> None:
     with pytest.raises(SurefootError, match=message):
         RoundsSettings(recipe_of(start, **changes), "j:j")
 
 
-def test_bad_commands_are_refused_in_one_line_and_leave_nothing_behind(start: Path, command: Command) -> None:
+def test_bad_commands_are_rejected_in_one_line_and_leave_nothing_behind(start: Path, command: Command) -> None:
     text = (start / "ppo.toml").read_text()
     (start / "nobody.toml").write_text(text.replace("gold =", "# gold ="))
     cases = (

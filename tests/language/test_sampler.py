@@ -451,10 +451,10 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
         ({"path": "quick"}, "path='quick': choose one of fast, cached, recomputed"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SurefootError, match=message) as refused:
+def test_what_cannot_be_sampled_is_rejected_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=message) as rejected:
         draw(tiny.model("gpt2"), **options)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_the_last_place_of_the_context_can_be_used(family: str) -> None:
@@ -464,7 +464,7 @@ def test_the_last_place_of_the_context_can_be_used(family: str) -> None:
         expect_own_log_probs(model, prompts, draw(model, prompts, max_tokens=more), 1.0, within=1e-4)
 
 
-def test_a_path_that_a_model_does_not_have_is_refused() -> None:
+def test_a_path_that_a_model_does_not_have_is_rejected() -> None:
     model = tiny.model("llama")
     other_activation(model)
     with pytest.raises(SurefootError, match="path='fast': not available for LlamaForCausalLM"):

@@ -237,7 +237,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
     assert checkpointed == pytest.approx(plain, rel=1e-5)
 
 
-def test_an_objective_that_weighs_rows_otherwise_is_refused(tmp_path: Path) -> None:
+def test_an_objective_that_weighs_rows_otherwise_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="kind = 'sft' gives every row a reward of 1"):
         recipe("sft", tmp_path, "rows.jsonl", algorithm="PPO_CLIP")
 

@@ -179,7 +179,7 @@ def test_each_number_is_used_once() -> None:
     )
 
 
-# ---- refusals and the command ----------------------------------------------------------------------------------------
+# ---- rejections and the command ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_each_number_is_used_once() -> None:
         (lambda: verify([""], [""], ["none"]), "task='none': is unknown; choose one of sorting,"),
     ],
 )
-def test_what_can_not_be_made_is_refused_in_one_line(make, what: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_can_not_be_made_is_rejected_in_one_line(make, what: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SurefootError, match=what) as raised:
         make()
     assert "\n" not in str(raised.value)
@@ -304,7 +304,7 @@ def test_tasks_of_reasoning_gym_by_name() -> None:
         rows("reasoning_gym/leg_countin", 1)
 
 
-def test_without_reasoning_gym_its_tasks_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_reasoning_gym_its_tasks_are_rejected_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(SurefootError, match=r"needs reasoning-gym, which is not installed; run: pip install"):
         tasks.rows("reasoning_gym/leg_counting", 1)

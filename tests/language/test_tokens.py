@@ -112,7 +112,7 @@ def test_a_tokenizer_with_one_special_token_pads_with_a_letter() -> None:
     assert tokens.encode_prompt("") == [0]
 
 
-def test_a_tokenizer_without_eos_is_refused() -> None:
+def test_a_tokenizer_without_eos_is_rejected() -> None:
     with pytest.raises(SurefootError, match="no EOS token, so no response could end"):
         tokens_with(eos_token=None)
 
@@ -218,13 +218,13 @@ def test_eos_is_appended_where_a_template_writes_none_after_the_last_answer() ->
     assert written(tokens, *tokens.demonstration({"messages": LONG})) == ["4", "six⟨eos⟩"]
 
 
-def test_a_template_that_masks_everything_is_refused() -> None:
+def test_a_template_that_masks_everything_is_rejected() -> None:
     template = CHATML + "{% generation %}{% endgeneration %}"
     with pytest.raises(SurefootError, match="marks nothing of the assistant's text as generated"):
         tokens_with(template).demonstration({"messages": SAID})
 
 
-def test_a_template_that_leaves_out_an_earlier_answer_is_refused_unless_only_the_last_is_trained() -> None:
+def test_a_template_that_leaves_out_an_earlier_answer_is_rejected_unless_only_the_last_is_trained() -> None:
     tokens = tokens_with("{% for m in messages %}{{ m['content'] if loop.last else '…' }}{% endfor %}")
     with pytest.raises(SurefootError, match="renders the first 2 messages differently when more follow"):
         tokens.demonstration({"messages": LONG})
@@ -372,7 +372,7 @@ def test_a_tokenizer_that_adds_a_space_before_text_adds_none_after_a_control_tok
     assert made.convert_ids_to_tokens(ids) == ["▁", "a", "b", "<", "/", "s", ">", "c", "d"]
 
 
-def test_messages_without_an_assistant_are_refused() -> None:
+def test_messages_without_an_assistant_are_rejected() -> None:
     with pytest.raises(SurefootError, match="no message is the assistant's"):
         POCKET.demonstration({"messages": BEGUN})
 
@@ -388,7 +388,7 @@ def test_messages_need_a_chat_template() -> None:
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('no\nsystem role') }}", "{{ nothing( }}", "{{ messages[0].a.b }}", "{{ 1 + '1' }}"]
 )
-def test_what_a_template_refuses_is_one_line(template: str) -> None:
+def test_what_a_template_rejects_is_one_line(template: str) -> None:
     with pytest.raises(SurefootError, match=r"^the chat template rejects these messages \(\w+: [^\n]+\)$"):
         tokens_with(template).encode_prompt(BEGUN)
 
@@ -444,7 +444,7 @@ def test_a_reply_is_what_the_template_writes_behind_the_assistant_whatever_it_do
         (chat(before="{% for m in messages %}{{ m['content'] }}{% endfor %}"), "repeats the assistant's message"),
     ],
 )
-def test_a_template_that_drops_or_repeats_the_assistant_is_refused_where_a_reply_follows(template: str, message: str) -> None:
+def test_a_template_that_drops_or_repeats_the_assistant_is_rejected_where_a_reply_follows(template: str, message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         tokens_with(template).encode_reply(REPLY, ended=True)
 

@@ -206,7 +206,7 @@ def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
     assert kind in ("supervised", "routed") or min(whole["score_std"] for whole in alone["metrics"]) > 0
 
 
-def test_fewer_rows_than_ranks_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+def test_fewer_rows_than_ranks_are_rejected_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     """On one alone, the others would wait for it."""
     assert [rank["too few"] for rank in ranks] == [
         "1 rows in each batch: too few for 2 ranks; give at least one row per rank"

@@ -101,7 +101,7 @@ def test_another_trust_region_keeps_all_that_is_tuned_but_the_trust_region(name)
         ("custom", {"schedule": "linear"}, Clip(schedule="linear")),
     ],
 )
-def test_a_trust_region_is_the_one_whose_keys_are_given_and_replaces_any_other(algorithm, table, expected):
+def test_a_trust_region_is_the_one_whose_keys_are_set_and_replaces_any_other(algorithm, table, expected):
     changes = {"algorithm": algorithm, "objective": {"trust_region": table}}
     if algorithm == "custom":
         changes["objective"]["reuse"] = {"epochs": 2}

@@ -67,7 +67,7 @@ class Campaign:
         except Exception as error:
             return Outcome(where, words, "traceback", repr(error)[:300])
         if code == 2:
-            return Outcome(where, words, "refused" if error.count("\n") == 1 else "not one line", error[:300])
+            return Outcome(where, words, "rejected" if error.count("\n") == 1 else "not one line", error[:300])
         if (code, out) == self.sound[" ".join(words)]:
             return Outcome(where, words, "the same")
         reported = ("config.toml has changed", "config_changed", "metrics.jsonl")

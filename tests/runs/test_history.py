@@ -88,7 +88,7 @@ def test_no_file_is_no_rows(tmp_path):
 
 
 @given(st.lists(st.integers(0, 12), max_size=9))
-def test_the_longest_rising_series_is_found(values):
+def test_the_longest_rising_series_is_kept(values):
     actual = [values[index] for index in rising(values)]
     longest = [0]  # by trying all
     for mask in range(1, 2 ** len(values)):

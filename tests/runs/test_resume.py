@@ -115,7 +115,7 @@ def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, 
 
 
 def test_a_run_in_which_an_older_version_was_killed_inside_a_removal_resumes(uninterrupted, tmp_path):
-    """It removed files in place, and a folder without a manifest refused the checkpoint that was to be saved there."""
+    """It removed files in place, and a folder without a manifest rejected the checkpoint that was to be saved there."""
     path = tmp_path / "run"
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
     for place, steps in (("best", 1024), ("checkpoints", 1280), ("checkpoints", 7)):
@@ -194,7 +194,7 @@ def wait_for(path, seconds=60):
         time.sleep(0.05)
 
 
-def test_a_finished_run_is_refused_and_can_be_extended(tmp_path):
+def test_a_finished_run_is_rejected_and_can_be_extended(tmp_path):
     path = tmp_path / "run"
     begin_or_continue(path, "CartPole-v1")
     with pytest.raises(SurefootError, match=r"finished, 2048 of 2048 steps are done; extend it with --steps N"):
@@ -269,7 +269,7 @@ def test_how_long_workers_are_waited_for_and_how_many_there_are_is_no_change_of_
     api.resume(path)
 
 
-def test_a_changed_recipe_is_refused_with_the_difference(tmp_path):
+def test_a_changed_recipe_is_rejected_with_the_difference(tmp_path):
     path = tmp_path / "run"
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
     config = path / "config.toml"
@@ -300,7 +300,7 @@ def test_a_field_that_an_older_version_did_not_know_has_its_default(tmp_path):
     api.resume(path)
 
 
-def test_another_architecture_is_refused_by_tensor(tmp_path):
+def test_another_architecture_is_rejected_by_tensor(tmp_path):
     path = tmp_path / "run"
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
     config = path / "config.toml"
@@ -337,7 +337,7 @@ def test_an_environment_that_does_not_replay_is_reported_as_lost(tmp_path, capsy
     assert "not exact" in messages[0]
 
 
-def test_a_run_in_use_is_refused(tmp_path):
+def test_a_run_in_use_is_rejected(tmp_path):
     path = tmp_path / "run"
     seen = []
 

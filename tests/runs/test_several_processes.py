@@ -46,7 +46,7 @@ def launched(monkeypatch, variables):
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_command_that_trains_is_refused_in_one_line_and_writes_nothing(words, command, monkeypatch):
+def test_a_command_that_trains_is_rejected_in_one_line_and_writes_nothing(words, command, monkeypatch):
     launched(monkeypatch, LAUNCHERS["torchrun"])
     code, _, err = command(*words)
     assert code == 2
@@ -56,15 +56,15 @@ def test_a_command_that_trains_is_refused_in_one_line_and_writes_nothing(words, 
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_training_and_resuming_are_refused_under_every_launcher(launcher, command, monkeypatch):
+def test_training_and_resuming_are_rejected_under_every_launcher(launcher, command, monkeypatch):
     assert command("train", "CartPole-v1", *SMALL, "--run-dir", "run", "--quiet")[0] == 0
     launched(monkeypatch, LAUNCHERS[launcher])
-    for refused in (
+    for rejected in (
         lambda: surefoot.train("CartPole-v1", steps=64, run_dir="new"),
         lambda: surefoot.resume("run", steps=128),
     ):
         with pytest.raises(SurefootError, match=r"processes would each train the same run into (new|run); start one process"):
-            refused()
+            rejected()
     assert not Path("new").exists()
     assert command("resume", "run", "--steps", "128")[0] == 2
 

@@ -69,7 +69,7 @@ def reads_weights(words):
     return words[0] in ("evaluate", "watch", "export", "merge", "generate", "chat", "resume")
 
 
-def refused(result, *parts):
+def rejected(result, *parts):
     code, _, error = result
     assert (code, error.count("\n")) == (2, 1), error
     assert error.startswith("surefoot: ")
@@ -112,12 +112,12 @@ NO_MANIFESTS = [
 
 
 @pytest.mark.parametrize("text", NO_MANIFESTS, ids=lambda text: str(text)[:40])
-def test_a_manifest_of_any_shape_is_refused_in_one_line(command, run, text):
+def test_a_manifest_of_any_shape_is_rejected_in_one_line(command, run, text):
     content = text if isinstance(text, bytes) else text.encode()
     for folder in (best(run), run / "checkpoints" / "512"):
         (folder / MANIFEST).write_bytes(content)
-    refused(command("evaluate", str(run)), "manifest")
-    refused(command("resume", str(run), "--quiet"), "512")
+    rejected(command("evaluate", str(run)), "manifest")
+    rejected(command("resume", str(run), "--quiet"), "512")
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ TREES = [
 
 
 @pytest.mark.parametrize(("name", "content"), TREES, ids=lambda x: str(x)[:50])
-def test_a_signed_checkpoint_of_another_shape_is_refused_in_one_line(command, run, name, content):
+def test_a_signed_checkpoint_of_another_shape_is_rejected_in_one_line(command, run, name, content):
     for folder in (best(run), run / "checkpoints" / "512"):
         (folder / f"{name}.json").write_text(json.dumps(content))
         signed(folder)
     for words in commands(run):
         if reads_weights(words) and (words[0] != "resume" or name != "spaces"):  # which are the environment's own there
-            refused(command(*words))
+            rejected(command(*words))
 
 
 STATES = [
@@ -183,25 +183,25 @@ STATES = [
 
 
 @pytest.mark.parametrize(("name", "content"), STATES, ids=lambda x: str(x)[:50])
-def test_a_signed_state_of_another_shape_is_refused_before_the_run_goes_on(command, run, name, content):
+def test_a_signed_state_of_another_shape_is_rejected_before_the_run_goes_on(command, run, name, content):
     folder = run / "checkpoints" / "512"
     (folder / f"{name}.json").write_text(json.dumps(content))
     signed(folder)
     before = (run / "metrics.jsonl").read_bytes()
-    refused(command("resume", str(run), "--quiet"), "512")
+    rejected(command("resume", str(run), "--quiet"), "512")
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("text", [DEEP, TABLE_DEEP, LONG, "9" * 5000, "NaN", '{"a": 1e999}'], ids=lambda text: text[:12])
 @pytest.mark.parametrize("name", ["recipe", "agent", "spaces", "state"])
-def test_signed_json_beyond_what_python_reads_is_refused(command, run, name, text):
+def test_signed_json_beyond_what_python_reads_is_rejected(command, run, name, text):
     for folder in (best(run), run / "checkpoints" / "512"):
         (folder / f"{name}.json").write_text(text)
         signed(folder)
     if name != "state":
-        refused(command("evaluate", str(run), "--episodes", "1"))
+        rejected(command("evaluate", str(run), "--episodes", "1"))
     if name != "spaces":
-        refused(command("resume", str(run), "--quiet"))
+        rejected(command("resume", str(run), "--quiet"))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_signed_json_beyond_what_python_reads_is_refused(command, run, name, tex
         ({"$tensor": ["other"]}, r"agent.json: names a tensor that was not saved with it \(.*\)$"),
     ],
 )
-def test_a_signed_agent_of_another_shape_is_refused_in_words(run, value, expected):
+def test_a_signed_agent_of_another_shape_is_rejected_in_words(run, value, expected):
     table = json.loads((best(run) / "agent.json").read_text())
     (best(run) / "agent.json").write_text(json.dumps({**table, next(iter(table)): value}))
     signed(best(run))
@@ -225,14 +225,14 @@ def test_a_signed_agent_of_another_shape_is_refused_in_words(run, value, expecte
 
 @pytest.mark.parametrize("where", ["checkpoints", "best"])
 @pytest.mark.parametrize("make", [lambda path: path.touch(), os.mkfifo, lambda path: path.symlink_to("nothing")])
-def test_what_is_no_folder_but_named_like_a_checkpoint_is_refused_before_anything_is_trained(command, run, where, make):
+def test_what_is_no_folder_but_named_like_a_checkpoint_is_rejected_before_anything_is_trained(command, run, where, make):
     make(run / where / "768")
     rows = (run / "metrics.jsonl").read_bytes()
     expected = f"{where}/768: is no folder, but has the name of a checkpoint; move it away"
-    refused(command("resume", str(run), "--quiet"), expected)
+    rejected(command("resume", str(run), "--quiet"), expected)
     assert (run / "metrics.jsonl").read_bytes() == rows
     if where == "best":
-        refused(command("evaluate", str(run), "--episodes", "1"), expected)
+        rejected(command("evaluate", str(run), "--episodes", "1"), expected)
         with pytest.raises(SurefootError, match="is no folder"):
             api.load(run)
 
@@ -241,7 +241,7 @@ def test_a_file_that_a_manifest_does_not_list_has_one_remedy(command, run):
     newest = run / "checkpoints" / "512"
     os.mkfifo(newest / "extra")
     _, _, error = result = command("resume", str(run), "--quiet")
-    refused(result, f"; remove {newest / 'extra'}")
+    rejected(result, f"; remove {newest / 'extra'}")
     assert error.count("remove") == error.count("; ") == 1
     (newest / "extra").unlink()
     assert command("resume", str(run), "--quiet")[0] == 0
@@ -270,12 +270,12 @@ def test_no_file_of_a_run_makes_a_command_fail_otherwise_or_wait(command, run, n
 
 
 @pytest.mark.parametrize("name", ["agent.safetensors", "agent.json", MANIFEST, "extra", "sub/"])
-def test_a_pipe_or_a_folder_in_a_checkpoint_is_refused_and_not_waited_for(command, run, name):
+def test_a_pipe_or_a_folder_in_a_checkpoint_is_rejected_and_not_waited_for(command, run, name):
     for folder in (best(run), run / "checkpoints" / "512"):
         (folder / name).unlink(missing_ok=True)
         (os.mkdir if name.endswith("/") else os.mkfifo)(folder / name)
     for words in (words for words in commands(run) if reads_weights(words)):
-        refused(command(*words))
+        rejected(command(*words))
 
 
 def test_a_folder_is_named_by_steps_only_in_the_digits_that_a_run_writes(command, run):
@@ -296,7 +296,7 @@ def test_a_folder_is_named_by_steps_only_in_the_digits_that_a_run_writes(command
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite_are_refused_when_they_are_loaded(command, run, value, tmp_path):
+def test_weights_that_are_not_finite_are_rejected_when_they_are_loaded(command, run, value, tmp_path):
     agent = api.load(run)
     for folder in (best(run), run / "checkpoints" / "512"):
         tensors = load_file(folder / "agent.safetensors")
@@ -306,7 +306,7 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_loaded(command, r
         signed(folder)
         assert fault_of(folder) is None
     for words in (words for words in commands(run) if words[0] in ("evaluate", "watch", "export", "resume")):
-        refused(command(*words), name, "not finite")
+        rejected(command(*words), name, "not finite")
     with torch.no_grad():
         agent.policy.actor_head.weight[0, 0] = value
     agent.save(tmp_path / "saved")
@@ -334,9 +334,9 @@ NAMES = ["", ".", "..", "a/b", "../up", "/tmp/x", "a\\b", "a\nb", "a\x1b[2Jb", "
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path, name):
     for option in ("--quiet", "--dry-run"):
-        refused(command("train", "CartPole-v1", "--steps", "256", "--name", name, option), "--name=", "is no name of a folder")
+        rejected(command("train", "CartPole-v1", "--steps", "256", "--name", name, option), "--name=", "is no name of a folder")
     (tmp_path / "r.toml").write_text('kind = "language"\nmodel = "pocket"\n[data]\ntrain = "x"\n[reward]\ngold = "a:b"\n')
-    refused(command("rounds", "r.toml", "--name", name, "--quiet"), "--name=", "is no name of a folder")
+    rejected(command("rounds", "r.toml", "--name", name, "--quiet"), "--name=", "is no name of a folder")
     if "/" not in name and "\\" not in name and "\x00" not in name and name.strip("."):
         with pytest.raises(SurefootError, match=r"run_dir=.*is no name of a folder"):
             api.train("CartPole-v1", steps=256, run_dir=tmp_path / name)

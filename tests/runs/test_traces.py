@@ -140,7 +140,7 @@ def test_a_full_disk_stops_the_run_in_one_line(run, tmp_path, monkeypatch):
     assert list((tmp_path / "traces").iterdir()) == []
 
 
-def test_what_is_no_trace_is_refused_in_one_line(run, tmp_path):
+def test_what_is_no_trace_is_rejected_in_one_line(run, tmp_path):
     good = traces_in(run / "traces")[0]
     whole = good.read_bytes()
     trace = read_trace(good)
@@ -163,7 +163,7 @@ def test_what_is_no_trace_is_refused_in_one_line(run, tmp_path):
     assert read_trace(tmp_path / "good").steps == 7
 
 
-def test_settings_out_of_range_are_refused():
+def test_settings_out_of_range_are_rejected():
     for field, value in (("every", 0), ("rows", -1), ("max_megabytes", 0)):
         with pytest.raises(SurefootError, match=rf"^traces\.{field}={value}"):
             make_recipe({"task": "CartPole-v1", "traces": {field: value}})

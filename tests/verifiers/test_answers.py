@@ -74,6 +74,6 @@ def test_how_close_is_close_enough() -> None:
         (lambda: numeric(["1"], [1], tolerance=-1), "tolerance=-1"),
     ],
 )
-def test_a_row_that_is_wrong_is_refused(call, what: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_row_that_is_wrong_is_rejected(call, what: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SurefootError, match=what):
         call()

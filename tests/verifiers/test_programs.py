@@ -65,10 +65,10 @@ def test_after_the_deadline_no_further_script_runs(monkeypatch: pytest.MonkeyPat
     reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True, "seconds": 0.2}, deadline=0.5)
     with pytest.raises(SurefootError, match=r"took longer than reward\.deadline"):
         reward([""], ["while True: pass"], {"tests": [[{"stdin": "", "stdout": "1"}] * 20]})
-    refused = time.monotonic()
+    rejected = time.monotonic()
     time.sleep(0.8)  # time for two or three more
     assert began
-    assert max(began) < refused
+    assert max(began) < rejected
 
 
 @pytest.mark.parametrize("name", ["code", "math", "json"])
@@ -110,7 +110,7 @@ def test_it_is_a_reward_function_with_arguments() -> None:
         reward.check_columns(["answer"])
 
 
-def test_without_bubblewrap_it_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_it_is_rejected_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox._interpreter.cache_clear()
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SurefootError, match=r"^reward\.function='surefoot\.verifiers:code': .*install the package bubblewrap"):
@@ -133,7 +133,7 @@ def test_without_bubblewrap_it_is_refused_before_training(monkeypatch: pytest.Mo
         ([{"stdin": 1, "stdout": "x"}], r"tests\[0\]\.stdin=1: is a int"),
     ],
 )
-def test_tests_of_another_shape_are_refused(tests: Any, what: str) -> None:
+def test_tests_of_another_shape_are_rejected(tests: Any, what: str) -> None:
     with pytest.raises(SurefootError, match=what):
         parsed(tests, "tests")
 

@@ -39,7 +39,7 @@ def save_checkpoint(folder: Path, parts: CheckpointParts, written: Mapping[str, 
 
     written   size and SHA-256 of the metrics before it, which the manifest keeps
 
-    Raises SurefootError when the disk refuses; the older checkpoint then stays.
+    Raises SurefootError if writing fails; the older checkpoint then stays.
     """
     folder = folder.absolute()
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

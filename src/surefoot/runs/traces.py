@@ -47,7 +47,7 @@ class TraceFolder:
             self.write(event.trace)
 
     def write(self, trace: Trace) -> None:
-        """Write a trace. Raises SurefootError when the disk refuses."""
+        """Write a trace. Raises SurefootError if writing fails."""
         content = to_bytes(trace)
         if len(content) > self.limit:
             if not self.warned:
@@ -88,7 +88,7 @@ class SampleFolder:
             self.write(event.state.steps, event.report.samples)
 
     def write(self, steps: int, samples: Sequence[Sample]) -> None:
-        """Write the samples of an evaluation after so many steps. Raises SurefootError when the disk refuses."""
+        """Write the samples of an evaluation after so many steps. Raises SurefootError if writing fails."""
         with writable(self.folder, self.folder / f"{steps}{SAMPLES}") as path:
             write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
 
@@ -102,7 +102,7 @@ def remove_later(paths: Iterable[Path], steps: int) -> None:
 
 @contextmanager
 def writable(folder: Path, path: Path) -> Iterator[Path]:
-    """Make the folder of a file to be written, and raise SurefootError when the disk refuses."""
+    """Make the folder of a file to be written, and raise SurefootError if writing fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield path

@@ -69,7 +69,7 @@ class MetricsFile:
                     self.file.close()
 
     def write(self, metrics: Metrics) -> None:
-        """Append one iteration's metrics. Raises SurefootError when the disk refuses."""
+        """Append one iteration's metrics. Raises SurefootError if writing fails."""
         line = json.dumps(metrics).encode() + b"\n"
         try:
             self.file.write(line)
@@ -88,7 +88,7 @@ class MetricsFile:
 def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:
     """Drop the rows of iterations after ``iteration`` and a line that a kill left unfinished; what is kept.
 
-    Damaged lines go to ``metrics.damaged.jsonl``. Raises SurefootError when the disk refuses.
+    Damaged lines go to ``metrics.damaged.jsonl``. Raises SurefootError if writing fails.
     """
     path, history = run / FILE, read_history(run)
     kept = history.as_written
