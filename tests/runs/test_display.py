@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 from rich.console import Console
 
 from surefoot.core.rollout import LearnerState
@@ -128,6 +129,14 @@ def keys_of_language(folder):
     return {key for key in written if not key.startswith("reward_")}  # the parts of a reward have their own names
 
 
+class Successful(CartPoleEnv):
+    """CartPole, whose infos have both names of a success."""
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        return *rest, {"is_success": True, "success": 0.5}
+
+
 def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(tmp_path):
     written = set()
     for algorithm in ("PPO_CLIP", "PPO_PENALTY_ADAPTIVE", "TRPO"):
@@ -141,6 +150,9 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
     boxed = {"steps": 256, "rollout": {"environments": 2, "steps": 128}, "evaluation": {"episodes": 0}}
     api.start(find_recipe("Pendulum-v1", boxed), tmp_path / "box")
     written |= {key for row in read_metrics(tmp_path / "box" / "metrics.jsonl") for key in row}
+    successful = find_recipe("CartPole-v1", {"steps": 256, "evaluation": {"episodes": 1}})
+    api.start(successful, tmp_path / "success", Successful)
+    written |= {key for row in read_metrics(tmp_path / "success" / "metrics.jsonl") for key in row}
     written |= keys_of_language(tmp_path)
     assert written - set(METRICS) == set()
     assert set(METRICS) - written <= {"reference_loss", "router_loss"}

@@ -78,6 +78,8 @@ def evaluate(
         echo_json({**played.to_json(), "checkpoint": str(checkpoint)})
         return
     echo(f"return {played.mean_return:.2f} ± {played.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
+    if numbers := [f"{name} {mean:.4g}" for name, mean in played.info.items() if mean is not None]:
+        echo(f"mean {', '.join(numbers)}")
     echo(f"lengths {min(played.lengths)} to {max(played.lengths)}; checkpoint {checkpoint}")
 
 

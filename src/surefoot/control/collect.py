@@ -14,13 +14,13 @@ from torch import Tensor
 
 from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.environments.looped import Environments, Step
-from surefoot.control.environments.observations import non_finite, not_finite_message
+from surefoot.control.environments.observations import SUCCESS, mean_numbers, non_finite, not_finite_message
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import true_fraction
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import LearnerState, Metrics, Rollout, map_tensors
-from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.errors import NotFiniteError, SurefootError, did_you_mean
 from surefoot.functional import gae, successor_values
 
 RECENT_EPISODES = 100
@@ -54,7 +54,8 @@ class ControlCollector:
         self.discounted = torch.zeros(count, dtype=torch.float64)  # the running return of the reward normaliser
         self.running_return = np.zeros(count)
         self.running_length = np.zeros(count, np.int64)
-        self.finished: deque[tuple[float, int]] = deque(maxlen=RECENT_EPISODES)
+        self.finished: deque[tuple[float, int, dict[str, float]]] = deque(maxlen=RECENT_EPISODES)
+        """return, length and numbers in the last info of the recent episodes"""
         self.finished_count = 0
         self.lost: list[int] = []
         self.lstm_state = agent.policy.initial_lstm_state(count)
@@ -225,17 +226,32 @@ class ControlCollector:
         for index in np.flatnonzero(step.done):
             if index in exclude:
                 continue
-            self.finished.append((float(self.running_return[index]), int(self.running_length[index])))
+            numbers = self._chosen(step.final_infos.get(int(index), {}), int(index))
+            self.finished.append((float(self.running_return[index]), int(self.running_length[index]), numbers))
             self.finished_count += 1
             self.running_return[index], self.running_length[index] = 0.0, 0
+
+    def _chosen(self, numbers: Mapping[str, float], index: int) -> dict[str, float]:
+        """The numbers of an episode that become metrics. Raises SurefootError if the recipe names one that is missing."""
+        names = self.agent.recipe.rollout.info
+        missing = [name for name in names or () if name not in numbers]
+        if missing:
+            raise SurefootError(
+                f"rollout.info={list(names or ())}: {self.environments.name} has no number {missing[0]!r} in the info of an "
+                f"episode's last step (environment {index}){did_you_mean(missing[0], numbers)} (numbers there: "
+                f"{', '.join(map(repr, numbers)) or 'none'})"
+            )
+        return {name: numbers[name] for name in (SUCCESS if names is None else names) if name in numbers}
 
     def _metrics(self) -> Metrics:
         returns = [row[0] for row in self.finished]
         lengths = [row[1] for row in self.finished]
+        numbers = mean_numbers((row[2] for row in self.finished), self.agent.recipe.rollout.info)
         return {
             "episode_return": float(np.mean(returns)) if returns else None,
             "episode_length": float(np.mean(lengths)) if lengths else None,
             "episodes": float(self.finished_count),
+            **{f"episode_{name}": mean for name, mean in numbers.items()},
         }
 
     def _clipped(self, inputs: Mapping[str, Tensor], rewards: Tensor, actions: Tensor, mask: Tensor) -> Metrics:
@@ -274,7 +290,8 @@ class ControlCollector:
         self.starts = torch.as_tensor(state["starts"]).numpy().copy()
         self.running_return = torch.as_tensor(state["running_return"]).numpy().copy()
         self.running_length = torch.as_tensor(state["running_length"]).numpy().copy()
-        self.finished = deque(((float(r), int(n)) for r, n in state["finished"]), maxlen=RECENT_EPISODES)
+        rows = ((float(r), int(n), dict(*numbers)) for r, n, *numbers in state["finished"])  # older checkpoints: no numbers
+        self.finished = deque(rows, maxlen=RECENT_EPISODES)
         self.finished_count = state["finished_count"]
         self._restart_counters(self.lost)
 

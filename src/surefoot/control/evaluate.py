@@ -1,7 +1,7 @@
 """Evaluate agents: whole episodes, each with its own seed and frozen normalisers; or one greedy episode step by step."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import gymnasium
@@ -14,6 +14,7 @@ from surefoot.control.environments import make_environments, task_name
 from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, episode_seed
 from surefoot.control.environments.observations import (
     RESUME_OR_REPEAT,
+    mean_numbers,
     non_finite,
     not_finite_message,
     score_and_life,
@@ -39,6 +40,8 @@ class EvaluationResult:
     episodes: int
     seed: int
     checkpoint: str | None = None
+    info: dict[str, float | None] = field(default_factory=dict)
+    """means of the numbers in the last info of the episodes, by the names in ``rollout.info``"""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values."""
@@ -76,8 +79,7 @@ def evaluate_agent(
 def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: int, deterministic: bool) -> EvaluationResult:
     width = environments.count
     quota = np.array([len(range(b, episodes, width)) for b in range(width)])
-    returns: list[list[float]] = [[] for _ in range(width)]
-    lengths: list[list[int]] = [[] for _ in range(width)]
+    ended: list[list[tuple[float, int, dict[str, float]]]] = [[] for _ in range(width)]
     running, length = np.zeros(width), np.zeros(width, np.int64)
     normalise, convert, policy = agent.normaliser(), agent.action_converter(), agent.policy
     generator = stream(seed, "evaluation")
@@ -94,8 +96,7 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
         _check(environments.name, non_finite(step.observations, step.rewards, step.final_observations), length)
         starts = step.done
         for index in np.flatnonzero(starts):
-            returns[index].append(float(running[index]))
-            lengths[index].append(int(length[index]))
+            ended[index].append((float(running[index]), int(length[index]), step.final_infos[int(index)]))
             running[index], length[index] = 0.0, 0
             quota[index] -= 1
         if length.max() >= MAX_EPISODE_STEPS:
@@ -104,7 +105,7 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
                 "it (gymnasium.wrappers.TimeLimit, or max_episode_steps), or set evaluation.episodes = 0"
             )
         observations = step.observations
-    ordered = [(returns[i % width][i // width], lengths[i % width][i // width]) for i in range(episodes)]
+    ordered = [ended[i % width][i // width] for i in range(episodes)]
     values = [row[0] for row in ordered]
     return EvaluationResult(
         mean_return=float(np.mean(values)),
@@ -113,6 +114,7 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
         lengths=[row[1] for row in ordered],
         episodes=episodes,
         seed=seed,
+        info=mean_numbers((row[2] for row in ordered), agent.recipe.rollout.info),
     )
 
 

@@ -108,7 +108,7 @@ def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Ten
     environments.restart(0)
     first, total, score = about["step"], 0.0, 0.0
     for t, action in enumerate(about["before"].numpy()):
-        _, terminated, truncated, score, _ = environments.act(0, action)
+        _, terminated, truncated, score, *_ = environments.act(0, action)
         total += score
         if terminated or truncated:
             raise ReplayMismatchError(f"the replay ended after {t + 1} steps, the episode continued in training")
@@ -116,7 +116,7 @@ def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Ten
     for t, action in enumerate(send(row.actions)):
         observations.append({path: part[0].copy() for path, part in environments.observations.items()})
         yield EpisodeStep(first + t, None, score, total, False)
-        reward, terminated, truncated, score, life_lost = environments.act(0, action)
+        reward, terminated, truncated, score, life_lost, _ = environments.act(0, action)
         total += score
         now = float(np.float32(reward)), terminated or (life_lost and not truncated), truncated
         before = float(row.reward_parts["environment"][t]), bool(row.terminated[t]), bool(row.truncated[t])

@@ -108,7 +108,8 @@ class ControlWorld:
         if not settings.episodes:
             return None
         result = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
-        return EvaluationReport(result.mean_return, {"evaluation_return": result.mean_return})
+        numbers = {f"evaluation_{name}": mean for name, mean in result.info.items()}
+        return EvaluationReport(result.mean_return, {"evaluation_return": result.mean_return, **numbers})
 
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """How to replay these steps, for ``surefoot watch RUN --traced last``."""

@@ -186,6 +186,7 @@ class RolloutSettingsTable(TypedDict, total=False):
     backend: Literal["loop", "workers", "native", "envpool"]
     workers: int | None
     deadline: float
+    info: Sequence[str] | None
 
 
 class NetworkTable(TypedDict, total=False):

@@ -34,6 +34,12 @@ class Section(pydantic.BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+def names_in(value: Any) -> Any:
+    """Text such as ``"wandb,mlflow"``, or a list, as a list with each name once; anything else unchanged."""
+    names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+    return list(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else names
+
+
 class OptimizerSettings(Section):
     """Adam or RMSprop, the learning-rate schedule, gradient clipping and micro-batches."""
 
@@ -141,11 +147,7 @@ class Recipe(Section):
     @pydantic.field_validator("trackers", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        """Text such as ``"wandb,mlflow"`` as a list, each name once; none as no tracker."""
-        if value is None:
-            return ()
-        names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
-        return list(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else names
+        return () if value is None else names_in(value)
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:

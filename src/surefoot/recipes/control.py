@@ -22,8 +22,12 @@ from surefoot.recipes.base import (
     Size,
     Width,
     check_iteration_size,
+    names_in,
     nearest_divisor,
 )
+
+RUN_METRICS = {"return", "length"}
+"""what follows ``episode_`` in the metrics of every run"""
 
 
 class Network(Section):
@@ -61,6 +65,21 @@ class RolloutSettings(Section):
     """worker processes of backend "workers"; none: one per core"""
     deadline: Seconds = 60.0
     """seconds that a step or reset in a worker process may take"""
+    info: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=64)], ...], Field(max_length=64)] | None = None
+    """numbers in the info of an episode's last step whose means are the metrics episode_NAME and evaluation_NAME; none:
+    is_success and success, if they are there"""
+
+    @pydantic.field_validator("info", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return names_in(value)
+
+    @pydantic.field_validator("info")
+    @classmethod
+    def _check_info(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in set(names or ()) & RUN_METRICS:
+            raise SurefootError(f"rollout.info={list(names or ())}: episode_{name} is a metric of every run; rename {name!r}")
+        return names
 
 
 class NormaliseSettings(Section):

@@ -54,6 +54,7 @@ OTHER_LIBRARIES = {
     "max_steps": ("steps",),
     "lr": ("optimizer.learning_rate",),
     "n_steps": ("rollout.steps",),
+    "info_keywords": ("rollout.info",),
     "num_steps": ("rollout.steps",),
     "n_envs": ("rollout.environments",),
     "num_envs": ("rollout.environments",),

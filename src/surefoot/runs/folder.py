@@ -41,6 +41,7 @@ FREE = (
     "check_memory",
     "reward.deadline",
     "rollout.deadline",
+    "rollout.info",
     "rollout.workers",
     "trackers",
     "tracking.project",

@@ -22,6 +22,8 @@ METRICS: dict[str, Metric] = {
     "updates": Metric("optimizer steps taken so far"),
     "episode_return": Metric("mean undiscounted return of the last 100 training episodes (actions sampled)"),
     "episode_length": Metric("mean length of those episodes, in steps"),
+    "episode_is_success": Metric("mean of `is_success` in the last info of those episodes; other numbers with rollout.info"),
+    "episode_success": Metric("the same of `success`"),
     "episodes": Metric("training episodes finished so far"),
     "observations_clipped": Metric(
         "share of the normalised numbers of observations that are at ±normalise.clip; only where they are normalised",
@@ -38,6 +40,8 @@ METRICS: dict[str, Metric] = {
         "Much is right where extremes are best; near 1 from the start on, the policy acts elsewhere: see normalise.actions"
     ),
     "evaluation_return": Metric("mean return of the greedy evaluation episodes, when there was one this iteration"),
+    "evaluation_is_success": Metric("mean of `is_success` in the last info of those episodes; other numbers with rollout.info"),
+    "evaluation_success": Metric("the same of `success`"),
     "reward": Metric("mean score of the responses of this iteration, missing ends treated, before the KL is taken off"),
     "gold": Metric(
         "mean score by the gold function (the true goal), never trained on. Reward up and gold down is reward hacking"
@@ -203,6 +207,10 @@ SHOWN = {
     "episode_return": ("return, last 100", "{:,.1f}"),
     "evaluation_return": ("return, greedy", "{:,.1f}"),
     "episode_length": ("episode length", "{:,.0f}"),
+    "episode_is_success": ("success, last 100", "{:.1%}"),
+    "evaluation_is_success": ("success, greedy", "{:.1%}"),
+    "episode_success": ("success, last 100", "{:.1%}"),
+    "evaluation_success": ("success, greedy", "{:.1%}"),
     "reward": ("reward", "{:+.3f}"),
     "gold": ("gold", "{:+.3f}"),
     "held_out_reward": ("reward, held out", "{:+.3f}"),

@@ -22,6 +22,7 @@ from surefoot.control.environments.observations import (
     check_tuple,
     copied,
     environment_failure,
+    numbers_in,
     score_and_life,
 )
 from surefoot.control.spaces import Array, Observations, SpaceError, as_float32
@@ -48,6 +49,8 @@ class Step:
     """the task's own rewards, for episode returns, if ``rewards`` are changed for learning (Atari: their signs)"""
     life_lost: Array | None = None
     """True where ``terminated`` ends the value but not the episode (Atari: a lost life); None: nowhere"""
+    final_infos: dict[int, dict[str, float]] = field(default_factory=dict)
+    """environment -> the numbers in the info of its episode's last step, by name; for every episode that ended"""
 
     @cached_property
     def done(self) -> Array:
@@ -140,19 +143,20 @@ class LoopedEnvironments:
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
-        rewards, scores, finals = np.zeros(count), np.zeros(count), {}
+        rewards, scores, finals, infos = np.zeros(count), np.zeros(count), {}, {}
         terminated, truncated, life_lost = np.zeros(count, bool), np.zeros(count, bool), np.zeros(count, bool)
         for index in range(count) if active is None else np.flatnonzero(active).tolist():
-            rewards[index], term, trunc, scores[index], lost = self.act(index, actions[index])
+            rewards[index], term, trunc, scores[index], lost, info = self.act(index, actions[index])
             life_lost[index] = lost and not (term or trunc)
             terminated[index], truncated[index] = term or life_lost[index], trunc
             if term or trunc:
+                infos[index] = numbers_in(info)
                 if trunc and not term:
                     finals[index] = self.reader.row(self.observations, index)
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
         rewards, scores = as_float32(rewards), as_float32(scores)
-        return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, life_lost)
+        return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, life_lost, infos)
 
     def mark(self) -> None:
         """Remember the current episodes and the length of their action logs; a rollout begins."""
@@ -163,8 +167,8 @@ class LoopedEnvironments:
         episode, log, count = self.marked[index]
         return episode, np.array(log[:count], self.action_space.dtype)
 
-    def act(self, index: int, action: Any) -> tuple[float, bool, bool, float, bool]:
-        """Take one action in one environment and log it: reward, terminated, truncated, score, life lost."""
+    def act(self, index: int, action: Any) -> tuple[float, bool, bool, float, bool, Any]:
+        """Take one action in one environment and log it: reward, terminated, truncated, score, life lost, info."""
         action = int(action) if self._discrete else np.asarray(action)
         self.actions[index].append(np.copy(action))  # the environment may change its argument
         self.position[:] = self.first + index, self.episodes[index], len(self.actions[index])
@@ -176,7 +180,7 @@ class LoopedEnvironments:
             raise self._failure(index, error) from error
         terminated, truncated = bool(terminated), bool(truncated)
         self._store(index, observation, info, not (terminated or truncated))
-        return reward, terminated, truncated, score, life_lost
+        return reward, terminated, truncated, score, life_lost, info
 
     def _store(self, index: int, observation: Any, info: Any, acting: bool) -> None:
         try:

@@ -3,6 +3,8 @@
 The first reset decides whether a task masks actions: ``info["action_mask"]`` is present, or absent, in every later step too.
 """
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -23,6 +25,8 @@ from surefoot.control.spaces import (
 
 INFO_KEY = "surefoot"
 """key of ``info`` under which an environment may report {"score": number, "life_lost": bool}; see ``Step``"""
+SUCCESS = ("is_success", "success")
+"""numbers in ``info`` that become metrics if an environment has them"""
 RESUME_OR_REPEAT = "resume the run, or repeat the command"
 """remedy after a failed evaluation, which may belong to either"""
 STEP = ("observation", "reward", "terminated", "truncated", "info")
@@ -129,6 +133,47 @@ def score_and_life(info: Any, reward: float) -> tuple[float, bool]:
     """The true score of a step (the reward unless ``info["surefoot"]`` has another), and whether a life was lost."""
     reported = info.get(INFO_KEY, {}) if isinstance(info, dict) else {}
     return float(reported.get("score", reward)), bool(reported.get("life_lost", False))
+
+
+def numbers_in(info: Any) -> dict[str, float]:
+    """The numbers in an info by name: booleans, integers, floats and arrays without axes."""
+    if not isinstance(info, Mapping):
+        return {}
+    numbers = {str(name): _number(value) for name, value in info.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def final_numbers(infos: Mapping[str, Any], ended: Array) -> dict[int, dict[str, float]]:
+    """``numbers_in`` of each environment that ended, from the infos of all: arrays [B] and their masks, ``_name``."""
+    numbers: dict[int, dict[str, float]] = {index: {} for index in np.flatnonzero(ended).tolist()}
+    for name, values in infos.items() if numbers else ():
+        if str(name).startswith("_") or not isinstance(values, np.ndarray) or values.shape != ended.shape:
+            continue
+        present = np.broadcast_to(infos.get(f"_{name}", True), ended.shape)
+        for index in numbers:
+            if present[index] and (number := _number(values[index])) is not None:
+                numbers[index][str(name)] = number
+    return numbers
+
+
+def mean_numbers(episodes: Iterable[Mapping[str, float]], names: Sequence[str] | None) -> dict[str, float | None]:
+    """The mean of each number over the episodes that have it; None if none has it, or if it is not finite.
+
+    names   None: those of ``SUCCESS`` that any episode has
+    """
+    rows = list(episodes)
+    columns = {name: [row[name] for row in rows if name in row] for name in (SUCCESS if names is None else names)}
+    with np.errstate(over="ignore", invalid="ignore"):
+        means = {name: float(np.mean(column)) if column else math.nan for name, column in columns.items()}
+    return {name: mean if math.isfinite(mean) else None for name, mean in means.items() if names is not None or columns[name]}
+
+
+def _number(value: Any) -> float | None:
+    """A number as a float; None for anything else."""
+    if not isinstance(value, (bool, int, float, np.generic)) and not (isinstance(value, np.ndarray) and value.ndim == 0):
+        return None
+    array = np.asarray(value)
+    return float(array) if array.dtype.kind in "biuf" else None
 
 
 def non_finite(observations: Observations, rewards: Array | None, finals: dict[int, Observations]) -> dict[int, str]:

@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
 from surefoot.control.environments.looped import Step, episode_seed
-from surefoot.control.environments.observations import INFO_KEY, Reader
+from surefoot.control.environments.observations import INFO_KEY, Reader, final_numbers
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 
@@ -86,7 +86,10 @@ class VectorEnvironments:
         rewards = as_float32(np.where(ignored, 0, rewards))
         scores = as_float32(np.where(ignored, 0, info_values(step_infos, "score", rewards)))
         life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
-        return Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
+        step = Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
+        last_infos = step_infos.get("final_info", {}) if self.mode is AutoresetMode.SAME_STEP else step_infos
+        step.final_infos = final_numbers(last_infos, step.done)
+        return step
 
     def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
         """The observations, and the masks of the rows that act next."""

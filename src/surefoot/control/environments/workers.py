@@ -46,6 +46,8 @@ START_TIMEOUT = 120
 """least number of seconds that a worker may take to start and import"""
 CLOSE_TIMEOUT = 3
 """seconds that workers have to close their environments"""
+BY_ENVIRONMENT = ("final_observations", "final_infos")
+"""fields of ``Step`` that map an environment's index to a value"""
 POLL_INTERVAL = 0.5
 """seconds between two checks of a busy worker"""
 
@@ -335,14 +337,12 @@ def concatenate_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
     whole: dict[str, Any] = {
         field.name: concatenate([getattr(step, field.name) for step in steps])
         for field in fields(Step)
-        if field.name != "final_observations"
+        if field.name not in BY_ENVIRONMENT
     }
-    finals = {
-        first + index: final
-        for step, first in zip(steps, firsts, strict=True)
-        for index, final in step.final_observations.items()
-    }
-    return Step(**whole, final_observations=finals)
+    for name in BY_ENVIRONMENT:
+        parts = zip(firsts, (getattr(step, name) for step in steps), strict=True)
+        whole[name] = {first + index: value for first, part in parts for index, value in part.items()}
+    return Step(**whole)
 
 
 def _slice_of(state: dict[str, Any], worker: Worker) -> dict[str, Any]:
