@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -263,6 +264,19 @@ def test_a_registered_vector_environment_without_single_spaces_is_rejected_in_on
     gymnasium.registry["Unnamed-v0"].vector_entry_point = Unnamed
     with pytest.raises(SurefootError, match=r"^task='Unnamed-v0': .*\(Unnamed\) without single_observation_space and "):
         surefoot.train("Unnamed-v0", steps=256, rollout={"backend": "native", "environments": 2, "steps": 32})
+
+
+def test_an_id_with_its_module_has_the_vector_environment_of_the_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gymnasium.envs.registration, "registry", registry := dict(gymnasium.registry))
+    monkeypatch.setattr(gymnasium, "registry", registry)
+    entry = "gymnasium.envs.classic_control.cartpole:CartPole"
+    for name, vector in (("Quick-v0", f', vector_entry_point="{entry}VectorEnv"'), ("Slow-v0", "")):
+        module = f"made_for_{name[:4].lower()}"
+        (tmp_path / f"{module}.py").write_text(f'import gymnasium\ngymnasium.register("{name}", "{entry}Env"{vector})\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    fields: dict[str, Any] = {"rollout": {"backend": "native", "environments": 2, "steps": 32}, "evaluation": {"episodes": 0}}
+    surefoot.train("made_for_quic:Quick-v0", steps=64, **fields)
+    rejected("made_for_slow:Slow-v0", "native", "'made_for_slow:Slow-v0' has no vector environment of its own")
 
 
 class Both(VectorEnv[Any, Any, Any]):

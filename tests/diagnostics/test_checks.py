@@ -276,10 +276,15 @@ PAIR = spaces.Box(-1, 1, (2,), np.float32)
         (spaces.Tuple([PAIR, PAIR]), ([0.0, 1.0], [1.0, 0.0])),
         (spaces.MultiDiscrete([2, 3]), [0, 1]),
         (spaces.MultiBinary(2), [0, 1]),
+        (PAIR, np.array([0.1, 0.5])),
+        (PAIR, np.array([0, 1])),
+        (spaces.Dict(a=PAIR), {"a": np.array([0.1, 1.0])}),
+        (spaces.Box(-1, 1, (), np.float32), np.float64(0.1)),
+        (spaces.MultiBinary(2), np.array([0, 1])),
     ],
-    ids=str,
+    ids=repr,
 )
-def test_lists_of_numbers_pass_as_they_train(space: Any, observation: Any) -> None:
+def test_numbers_of_other_types_pass_as_they_train(space: Any, observation: Any) -> None:
     actual = states(lambda: Listed(space, observation))
     assert actual["environment"] == ("ok", "<lambda> passes Gymnasium's checker")
     assert not {"observation"} & actual.keys()
@@ -288,7 +293,9 @@ def test_lists_of_numbers_pass_as_they_train(space: Any, observation: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "observation", [[0.0], [0.0, [1.0]], [0.0, "a"], [0.0, 2.0]], ids=["shape", "ragged", "text", "out of bounds"]
+    "observation",
+    [[0.0], [0.0, [1.0]], [0.0, "a"], [0.0, 2.0], np.array([0.0, 2.0]), np.zeros(3)],
+    ids=["shape", "ragged", "text", "out of bounds", "array out of bounds", "shape of an array"],
 )
-def test_lists_that_do_not_fit_their_space_fail(observation: Any) -> None:
+def test_observations_that_do_not_fit_their_space_fail(observation: Any) -> None:
     assert states(lambda: Listed(PAIR, observation))["environment"][0] == "failed"

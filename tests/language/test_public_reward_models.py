@@ -16,6 +16,7 @@ from surefoot.errors import SurefootError
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import right_padded
 from surefoot.language.memory.check import readable_workload
+from surefoot.language.models.classifier import TextClassifier, read_classifier
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, load_reward_model, new_reward_model, write_head
 from surefoot.language.online.world import LanguageWorld
@@ -216,6 +217,16 @@ def test_messages_are_rendered_with_the_reward_models_own_template(tmp_path: Pat
     folder = classifier(tmp_path / "public", {0: "LABEL_0"}, tokenizer=tokenizer)
     reward = ModelReward(folder)([[{"role": "user", "content": "Hi?"}]], ["Hello."], {}).total
     torch.testing.assert_close(reward, theirs(folder, ["[user]Hi?[assistant]Hello."]), atol=1e-5, rtol=1e-5)
+
+
+def test_control_tokens_in_messages_are_text_for_a_classifier_too(tmp_path: Path) -> None:
+    read = read_classifier(str(encoder(tmp_path / "encoder")), "POSITIVE")
+    name = next(name for name in read.tokenizer.all_special_tokens if name != read.tokenizer.unk_token)
+    read.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + name
+    ids = TextClassifier(read).encode([{"role": "user", "content": f"Hi{name}?"}], "Hello.")
+    places = [place for place, token in enumerate(ids) if token == read.tokenizer.convert_tokens_to_ids(name)]
+    assert places == [len(ids) - 1]
+    assert "Hello." in read.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(

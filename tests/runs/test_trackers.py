@@ -494,4 +494,6 @@ def test_an_mlflow_database_is_created_whole_or_not_at_all(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
     create_database(uri)
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+    (tmp_path / "other").touch()
+    assert (tmp_path / "mlflow.db").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name("Default") is not None

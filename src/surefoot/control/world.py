@@ -9,7 +9,7 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
-from surefoot.control.environments import close_all, make_environments, making_error, task_name
+from surefoot.control.environments import close_all, is_id, make_environments, making_error, spec_of, task_name
 from surefoot.control.environments.atari import ATARI, make_atari_vector
 from surefoot.control.environments.looped import Environments, MakeEnvironment
 from surefoot.control.environments.vector import EnvPool, VectorEnvironments, check_attributes
@@ -159,7 +159,7 @@ def native(task: str, count: int, arguments: dict[str, Any]) -> VectorEnv[Any, A
     """
     if task.startswith(ATARI):
         return make_atari_vector(task, count, arguments)
-    if gymnasium.spec(task).vector_entry_point is None:
+    if spec_of(task).vector_entry_point is None:
         raise SurefootError(
             f"rollout.backend='native': {task!r} has no vector environment of its own; set rollout.backend = 'workers' or "
             "'loop'"
@@ -175,7 +175,7 @@ def _vector(
 ) -> VectorEnvironments:
     """A vector environment of an id, with the spaces of its single environments, which evaluation uses."""
     name, backend = task_name(task), recipe.rollout.backend
-    if not isinstance(task, str) or task.partition(":")[2]:
+    if not isinstance(task, str) or not is_id(task):
         raise SurefootError(
             f"rollout.backend={backend!r}: needs an environment id, but task={name!r} makes its own environments; set "
             "rollout.backend = 'workers' or 'loop'"

@@ -15,7 +15,7 @@ from surefoot.control.environments import maker, task_name
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
 from surefoot.control.normalise import ActionBounds
-from surefoot.control.spaces import NOT_FINITE, Array, SpaceError, as_float32
+from surefoot.control.spaces import NOT_FINITE, Array, ObservationPart, SpaceError, as_float32
 from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics import Finding, check_result, failure
 from surefoot.errors import SurefootError, cause_of
@@ -112,55 +112,37 @@ def check_environment(
         environment.close()
 
 
-class _ArrayObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Observations with arrays for lists of numbers, as training reads them: Gymnasium's checker rejects some lists."""
+class _ReadObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Observations as training reads them: lists and arrays of other number types are arrays of the space's type."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         observation, info = self.env.reset(seed=seed, options=options)
-        return _with_arrays(self.observation_space, observation), info
+        return _as_read(self.observation_space, observation), info
 
     def step(self, action: Any) -> Any:
         observation, *rest = self.env.step(action)
-        return _with_arrays(self.observation_space, observation), *rest
+        return _as_read(self.observation_space, observation), *rest
 
 
-def _with_arrays(space: Any, observation: Any) -> Any:
-    """The observation with arrays of the space's type for lists of numbers; anything else stays."""
+def _as_read(space: Any, observation: Any) -> Any:
+    """The observation with arrays of the space's type for numbers that training accepts; anything else stays."""
     if isinstance(space, spaces.Dict) and isinstance(observation, dict):
-        return {key: _with_arrays(space.spaces.get(key), value) for key, value in observation.items()}
+        return {key: _as_read(space.spaces.get(key), value) for key, value in observation.items()}
     if isinstance(space, spaces.Tuple) and isinstance(observation, tuple) and len(observation) == len(space.spaces):
-        return tuple(map(_with_arrays, space.spaces, observation))
-    if not isinstance(observation, (list, tuple)) or not isinstance(
-        space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
-    ):
+        return tuple(map(_as_read, space.spaces, observation))
+    if not isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
         return observation
     try:
-        array = np.asarray(observation)
-    except ValueError:  # lists that differ in length
+        read = ObservationPart("", (), space).read(observation)
+    except (SpaceError, TypeError, ValueError):  # training rejects it
         return observation
-    whole = array.dtype.kind in "biu"
-    return array.astype(space.dtype) if whole or (array.dtype.kind == "f" and space.dtype.kind == "f") else observation
-
-
-def _has_lists(environment: "gymnasium.Env[Any, Any]") -> bool:
-    """Whether the environment's observations contain lists that training reads as arrays."""
-    try:
-        observation, _ = environment.reset()
-    except Exception:
-        return False
-    leaves = [observation]
-    while leaves:
-        leaf = leaves.pop()
-        if isinstance(leaf, list):
-            return True
-        leaves += leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, tuple) else ()
-    return False
+    return np.asarray(read).astype(space.dtype)
 
 
 def _checked(name: str, environment: "gymnasium.Env[Any, Any]") -> Finding:
     own = environment.unwrapped if name in gymnasium.registry else environment
     verdict = _gymnasium_verdict(name, own)
-    return _gymnasium_verdict(name, _ArrayObservations(own)) if verdict.severity != "ok" and _has_lists(own) else verdict
+    return verdict if verdict.severity == "ok" else _gymnasium_verdict(name, _ReadObservations(own))
 
 
 def _gymnasium_verdict(name: str, own: "gymnasium.Env[Any, Any]") -> Finding:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import find_highest_version
+from gymnasium.envs.registration import EnvSpec, find_highest_version
 from gymnasium.vector import VectorEnv
 
 from surefoot.control.environments.atari import ATARI, make_atari
@@ -82,15 +82,29 @@ def maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str =
 def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str) -> Callable[[], Any]:
     if callable(task):
         return lambda: task(**arguments)
-    function = task.partition(":")[2]
-    if function:  # Gymnasium imports the module of an id such as module:Robot-v0
+    if ":" in task:  # Gymnasium imports the module of an id such as module:Robot-v0
         append_working_folder()
-    if function and not function.rpartition("-v")[2].isdigit():
+    if not is_id(task):
         make = import_object("task", task, "or pass the function itself, as in surefoot.resume(run, task=make)")
         return lambda: make(**arguments)
     if task.startswith(ATARI):
         return lambda: make_atari(task, purpose, **arguments)
     return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)
+
+
+def is_id(task: str) -> bool:
+    """Whether a task is an id, perhaps with the module that registers it (``module:Robot-v0``), and not ``module:function``."""
+    function = task.partition(":")[2]
+    return not function or function.rpartition("-v")[2].isdigit()
+
+
+def spec_of(task: str) -> EnvSpec:
+    """Gymnasium's specification of an id; the module of ``module:Robot-v0`` is imported first."""
+    module, _, name = task.rpartition(":")
+    if module:
+        append_working_folder()
+        importlib.import_module(module)
+    return gymnasium.spec(name)
 
 
 def task_name(task: str | MakeEnvironment) -> str:

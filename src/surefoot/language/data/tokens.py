@@ -64,7 +64,76 @@ RENDERING = 10.0
 """time limit of a chat template for one conversation, in seconds"""
 
 
-class Tokens:
+class ChatTemplate:
+    """A tokenizer with its chat template: conversations as token ids.
+
+    split   encode control tokens in messages of the user, the system and tools as ordinary text
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", split: bool = True) -> None:
+        self.tokenizer, self.split = tokenizer, split
+        self._control: dict[str, ControlTokens] = {}
+
+    def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
+        """The ids of a conversation, rendered by the chat template.
+
+        Raises SurefootError if the tokenizer has no template, or if the template rejects the messages.
+        """
+        marked, control = self._marked(messages)
+        if control is None:
+            ids = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+            return [int(i) for i in ids]
+        return control.encode(str(self._apply(marked, add_generation_prompt=add_generation_prompt, tokenize=False)))[0]
+
+    def control_tokens(self, value: Any, options: Mapping[str, Any] | None = None) -> str | None:
+        """The first control token in the text of a message or value; None if there is none."""
+        return self._controls(options or {}).first_in(value)
+
+    def _encoded(self, text: str) -> list[int]:
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def _controls(self, options: Mapping[str, Any]) -> ControlTokens:
+        template = self._template(options) if self.tokenizer.chat_template else ""
+        if template not in self._control:
+            self._control[template] = ControlTokens(self.tokenizer, template)
+        return self._control[template]
+
+    def _text(self, messages: Messages, **options: Any) -> tuple[str, ControlTokens | None]:
+        """The rendered text. If messages of others than the assistant contain control tokens, it has marks in their place,
+        which the second value encodes.
+        """
+        messages, control = self._marked(messages)
+        return str(self._apply(messages, tokenize=False, **options)), control
+
+    def _marked(self, messages: Messages) -> tuple[Messages, ControlTokens | None]:
+        """Messages with marks in place of control tokens, and what encodes the marks; None without any."""
+        options = options_of(messages)
+        if not self.split:
+            return messages, None
+        self._template(options)
+        control = self._controls(options)
+        others = [message for message in messages if message["role"] != "assistant"]
+        if control.first_in([{key: part for key, part in m.items() if key != "role"} for m in others]) is None and (
+            control.first_in(options) is None
+        ):
+            return messages, None
+        marked = [message if message["role"] == "assistant" else control.marked(message) for message in messages]
+        return Dialogue(marked, control.marked(options)), control
+
+    def reads(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Whether the chat template for these options contains this name."""
+        return re.search(rf"\b{re.escape(name)}\b", self._template(options)) is not None
+
+    def _template(self, options: Mapping[str, Any] | None = None) -> str:
+        _require_template(self.tokenizer)
+        return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        self._template(options_of(messages))
+        return _apply_template(self.tokenizer, messages, **options)
+
+
+class Tokens(ChatTemplate):
     """A tokenizer with the EOS and pad ids for training.
 
     tokenizer   any tokenizer of ``transformers``; it is not changed
@@ -77,8 +146,7 @@ class Tokens:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None" = None, split: bool = True
     ) -> None:
-        self.tokenizer, self.split = tokenizer, split
-        self._control: dict[str, ControlTokens] = {}
+        super().__init__(tokenizer, split)
         self.eos_ids: tuple[int, ...] = _eos_ids(tokenizer, model)
         self.pad_id: int = _pad_id(tokenizer, self.eos_ids)
 
@@ -222,51 +290,6 @@ class Tokens:
             )
         return self._ended(ids, trained, answered=turns[-1] == len(messages) - 1)
 
-    def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
-        """The ids of a conversation, rendered by the chat template.
-
-        Raises SurefootError if the tokenizer has no template, or if the template rejects the messages.
-        """
-        marked, control = self._marked(messages)
-        if control is None:
-            return render(self.tokenizer, messages, add_generation_prompt)
-        return control.encode(str(self._apply(marked, add_generation_prompt=add_generation_prompt, tokenize=False)))[0]
-
-    def control_tokens(self, value: Any, options: Mapping[str, Any] | None = None) -> str | None:
-        """The first control token in the text of a message or value; None if there is none."""
-        return self._controls(options or {}).first_in(value)
-
-    def _encoded(self, text: str) -> list[int]:
-        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-    def _controls(self, options: Mapping[str, Any]) -> ControlTokens:
-        template = self._template(options) if self.tokenizer.chat_template else ""
-        if template not in self._control:
-            self._control[template] = ControlTokens(self.tokenizer, template)
-        return self._control[template]
-
-    def _text(self, messages: Messages, **options: Any) -> tuple[str, ControlTokens | None]:
-        """The rendered text. If messages of others than the assistant contain control tokens, it has marks in their place,
-        which the second value encodes.
-        """
-        messages, control = self._marked(messages)
-        return str(self._apply(messages, tokenize=False, **options)), control
-
-    def _marked(self, messages: Messages) -> tuple[Messages, ControlTokens | None]:
-        """Messages with marks in place of control tokens, and what encodes the marks; None without any."""
-        options = options_of(messages)
-        if not self.split:
-            return messages, None
-        self._template(options)
-        control = self._controls(options)
-        others = [message for message in messages if message["role"] != "assistant"]
-        if control.first_in([{key: part for key, part in m.items() if key != "role"} for m in others]) is None and (
-            control.first_in(options) is None
-        ):
-            return messages, None
-        marked = [message if message["role"] == "assistant" else control.marked(message) for message in messages]
-        return Dialogue(marked, control.marked(options)), control
-
     def _generated(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Ids, and which of them the template marks as generated."""
         marked, control = self._marked(messages)
@@ -331,10 +354,6 @@ class Tokens:
             raise PrefixError(index + 1)
         return changed_span(text, others)
 
-    def reads(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Whether the chat template for these options contains this name."""
-        return re.search(rf"\b{re.escape(name)}\b", self._template(options)) is not None
-
     def _set(self, trained: list[bool], messages: Messages, turn: int, ids: list[int], value: bool) -> None:
         """Mark the ids of one message as trained or not."""
         start = self._prefix(messages, turn, ids, add_generation_prompt=True)
@@ -366,25 +385,10 @@ class Tokens:
             return [*ids, self.eos_id], [*settled, True]
         return ids, settled
 
-    def _template(self, options: Mapping[str, Any] | None = None) -> str:
-        _require_template(self.tokenizer)
-        return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
-
-    def _apply(self, messages: Messages, **options: Any) -> Any:
-        self._template(options_of(messages))
-        return _apply_template(self.tokenizer, messages, **options)
-
     def _beginning(self) -> int:
         """The id of an empty prompt: a response needs at least one id before it."""
         bos = self.tokenizer.bos_token_id
         return self.eos_id if bos is None else int(bos)
-
-
-def render(tokenizer: "PreTrainedTokenizerBase", messages: Messages, add_generation_prompt: bool = False) -> list[int]:
-    """The ids of a conversation, rendered by a tokenizer's chat template. See ``Tokens.render``."""
-    _require_template(tokenizer)
-    ids = _apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, return_dict=False)
-    return [int(i) for i in ids]
 
 
 def _require_template(tokenizer: "PreTrainedTokenizerBase") -> None:

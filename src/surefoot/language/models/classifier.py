@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import read_table
 from surefoot.language import quiet_transformers
-from surefoot.language.data.tokens import Dialogue, Messages, Tokens, options_of, render
+from surefoot.language.data.tokens import ChatTemplate, Dialogue, Messages, Tokens, options_of
 from surefoot.language.models.loading import (
     check_vocabulary,
     is_classifier,
@@ -74,6 +74,7 @@ class TextClassifier(nn.Module):
     def __init__(self, classifier: Classifier) -> None:
         super().__init__()
         self.backbone, self.tokenizer, self.row = classifier.model, classifier.tokenizer, classifier.row
+        self.template = ChatTemplate(classifier.tokenizer)
         config = self.backbone.config.get_text_config()
         if config.pad_token_id is None:  # a decoder needs it to find the last token
             config.pad_token_id = self.pad_id
@@ -92,7 +93,7 @@ class TextClassifier(nn.Module):
         """The ids of prompt and response as one text, with its tokenizer's special tokens; messages by its template."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt + response)["input_ids"])
-        return render(self.tokenizer, Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt)))
+        return self.template.render(Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt)))
 
 
 def read_classifier(name: str, label: str | None = None, trust_remote_code: bool = False) -> Classifier:

@@ -38,14 +38,11 @@ def create_database(uri: str) -> None:
     path = Path(uri.removeprefix(SQLITE))
     if not uri.startswith(SQLITE) or path.exists():
         return
-    handle, name = tempfile.mkstemp(".tmp", f"{path.name}.", path.absolute().parent)
-    os.close(handle)
-    try:
-        MlflowClient(tracking_uri=f"{SQLITE}{name}").search_experiments(max_results=1)
+    with tempfile.TemporaryDirectory(".tmp", f"{path.name}.", path.absolute().parent) as folder:
+        made = Path(folder) / path.name  # SQLite creates it, with the permissions of other new files
+        MlflowClient(tracking_uri=f"{SQLITE}{made}").search_experiments(max_results=1)
         with contextlib.suppress(FileExistsError):  # another run was faster
-            os.link(name, path)
-    finally:
-        os.unlink(name)
+            os.link(made, path)
 
 
 class MLflow:
