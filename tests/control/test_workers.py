@@ -25,6 +25,7 @@ from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.runs.metrics import TIMING
 
 from .misbehaving import Misbehaving, Odd, vector
 
@@ -115,7 +116,7 @@ def test_a_run_learns_the_same_in_workers_as_in_one_process() -> None:
         fields = {**RUN, "steps": 192, "evaluation": {"episodes": 1, "every": 128}}
         fields["rollout"] = {"environments": 4, "steps": 16, **rollout}
         surefoot.train("CartPole-v1", callback=lambda row: seen.append(dict(row)), **fields)
-        return [{k: v for k, v in row.items() if "second" not in k} for row in seen]
+        return [{k: v for k, v in row.items() if k not in TIMING} for row in seen]
 
     assert rows() == rows(backend="workers", workers=2)
 

@@ -21,6 +21,7 @@ from surefoot.language.data.sources import read_rows
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs.folder import RunFolder
+from surefoot.runs.metrics import TIMING
 from surefoot.runs.rounds import RoundsSettings, accuracy, policy_before, ppo_recipe, reward_before, rounds_table
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -92,7 +93,7 @@ def recipe_of(start: Path, **changes: Any) -> LanguageRecipe:
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if "second" not in k} for row in read_metrics(run / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(run / "metrics.jsonl")]
 
 
 def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_been(start: Path, command: Command) -> None:

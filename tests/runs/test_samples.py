@@ -10,8 +10,10 @@ from surefoot.core.rollout import LearnerState
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines, line_of, some
-from surefoot.runs.metrics import METRICS, SHOWN
+from surefoot.runs.events import InitialSamples
+from surefoot.runs.metrics import METRICS, SHOWN, TIMING
 from surefoot.runs.traces import SampleFolder
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from surefoot.terminal import visible
 
 HOSTILE = "[bold red]no[/] \x1b[31mred\x1b[0m \x9b2J\x07\r\b \u202eback\u2028 tab\t end\nnew \ud800 [link=http://x]y"
@@ -155,11 +157,48 @@ def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(tmp_path):
         (root / "cut" / "samples" / "14.jsonl").write_text("of another course")
         api.resume(root / "cut")
         whole, cut = ({p.name: p.read_bytes() for p in (root / run / "samples").iterdir()} for run in ("whole", "cut"))
-        assert sorted(whole) == ["12.jsonl", "16.jsonl", "4.jsonl", "8.jsonl"]
+        assert sorted(whole) == ["0.jsonl", "12.jsonl", "16.jsonl", "4.jsonl", "8.jsonl"]
         assert whole == cut
         rows = [json.loads(line) for line in whole["16.jsonl"].decode().splitlines()]
         assert len(rows) == (12 if held_out else 4)
         assert set(rows[0]) == {"prompt", "response", "reward", "kl", "gold"}
+        first = [json.loads(line) for line in whole["0.jsonl"].decode().splitlines()]
+        assert set(first[0]) == set(rows[0])
+        assert [row["kl"] for row in first] == pytest.approx([0.0] * len(rows), abs=1e-5), "the policy is still the reference"
+        if held_out:
+            assert [row["prompt"] for row in first] == [row["prompt"] for row in rows], "the same prompts before and after"
+
+
+def test_samples_before_training_change_no_number_of_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from surefoot.language.online.world import LanguageWorld
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"red bike {n}: "}) + "\n" for n in range(12)))
+    changes = {"model": "pocket", "steps": 8, "data": {"train": str(prompts), "held_out": str(prompts)}}
+    changes |= {"sampling": {"prompts": 4, "max_tokens": 4}, "evaluation": {"every": 4}}
+    changes |= {"reward": {"terms": [{"function": "surefoot.language.tasks.reviews:gold"}]}}
+    recipe = find_recipe("language", changes)
+    api.start(recipe, tmp_path / "with")
+    monkeypatch.setattr(LanguageWorld, "samples", lambda world: [])
+    api.start(recipe, tmp_path / "without")
+    assert (tmp_path / "with" / "samples" / "0.jsonl").exists()
+    assert not (tmp_path / "without" / "samples" / "0.jsonl").exists()
+    rows = [
+        [{name: x for name, x in row.items() if name not in TIMING} for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("with", "without")
+    ]
+    assert rows[0] == rows[1]
+    weights = [(tmp_path / name / "checkpoints" / "8" / "agent.safetensors").read_bytes() for name in ("with", "without")]
+    assert weights[0] == weights[1]
+
+
+def test_displays_show_the_samples_before_training(capsys):
+    lines = Lines("title")
+    lines(InitialSamples(LearnerState(total_steps=1000), samples()))
+    lines.show(LearnerState(total_steps=1000, steps=64), {"reward": 0.5})
+    shown = [line for line in capsys.readouterr().out.splitlines() if "red bike" in line]
+    assert [line.split()[:2] for line in shown] == [["step", "0"]] * 3
 
 
 def test_evaluation_that_is_off_shows_and_writes_no_samples(tmp_path):

@@ -21,7 +21,7 @@ from surefoot.recipes.base import TrackerName
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs import api
-from surefoot.runs.events import EvaluationEnd, FindingReported, IterationEnd, RunEnd, RunStart
+from surefoot.runs.events import EvaluationEnd, FindingReported, InitialSamples, IterationEnd, RunEnd, RunStart
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers import delivery, interface
 from surefoot.runs.trackers.delivery import Delivery
@@ -398,6 +398,23 @@ def test_samples_that_a_tracker_lacks_are_logged_with_their_row(tmp_path):
     ledger = Ledger()
     deliver(tmp_path, ledger, [{"steps": 10}, {"steps": 20}])
     assert [row[2] for row in ledger.rows] == [[], [{"prompt": "a"}, {"prompt": "b"}]]
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["sampled now", "sampled before a kill"])
+def test_samples_before_training_are_logged_once_at_step_0(tmp_path, written):
+    samples, ledger, state = [{"prompt": "a"}], Ledger(), LearnerState(1000)
+    if written:
+        (tmp_path / "samples").mkdir()
+        (tmp_path / "samples" / "0.jsonl").write_text('{"prompt": "a"}\n')
+    listener = Delivery(
+        "tensorboard", lambda: ledger, TrackedRun(find_recipe("CartPole-v1"), {}, tmp_path, 0, "", "", {}), [], print
+    )
+    for event in (RunStart(state, tmp_path), InitialSamples(state, samples)):
+        listener(event)
+    state.steps = 10
+    listener(IterationEnd(state, {"steps": 10}))
+    listener(RunEnd(state, tmp_path, False))
+    assert ledger.rows == [(0, {"steps": 0.0}, samples), (10, {"steps": 10.0}, [])]
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"], ids=["in a thread", "in training's thread"])

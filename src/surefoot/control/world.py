@@ -111,6 +111,10 @@ class ControlWorld:
         numbers = {f"evaluation_{name}": mean for name, mean in result.info.items()}
         return EvaluationReport(result.mean_return, {"evaluation_return": result.mean_return, **numbers})
 
+    def samples(self) -> list[dict[str, Any]]:
+        """None: an agent writes no text."""
+        return []
+
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """How to replay these steps, for ``surefoot watch RUN --traced last``."""
         raw = self.collector.raw

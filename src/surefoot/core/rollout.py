@@ -270,6 +270,10 @@ class World(Protocol):
         """Evaluate the policy; None without data to evaluate on."""
         ...
 
+    def samples(self) -> list[dict[str, Any]]:
+        """Responses of the policy with their scores, one row each; empty if it writes no text or has not yet."""
+        ...
+
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Plain values that describe some steps of a row in a trace: the prompt and tokens, or the episode and seed."""
         ...

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from surefoot.core.rollout import LearnerState, Metrics
 from surefoot.diagnostics.findings import out_of_range
-from surefoot.runs.events import EvaluationEnd, Event, IterationEnd, Message, RunEnd, Sample
+from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, RunEnd, Sample
 from surefoot.runs.metrics import SHOWN
 from surefoot.terminal import shown_on, visible, visible_lines
 
@@ -45,6 +45,8 @@ class Display:
         match event:
             case Message():
                 self.message(event.text)
+            case InitialSamples():
+                self.samples(event.state.steps, event.samples)
             case EvaluationEnd() if event.report.samples:
                 self.samples(event.state.steps, event.report.samples)
             case IterationEnd():

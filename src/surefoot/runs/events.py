@@ -1,12 +1,12 @@
 """The events that a session publishes. Displays, findings, trackers, traces, samples and callbacks are its listeners.
 
-A run publishes, in this order: ``RunStart``; for each iteration ``RolloutEnd``, ``UpdateEnd``, ``EvaluationEnd`` (if the
-iteration has an evaluation), ``IterationEnd``, ``CheckpointSaved`` (if it has a checkpoint); last ``RunEnd``. A ``Message``
-or ``FindingReported`` may come at any time. Trackers (``runs/trackers``) and users' callbacks (``runs/callbacks.py``) are
-listeners too.
+A run publishes, in this order: ``RunStart``; ``InitialSamples`` (if it has a folder and samples responses); for each iteration
+``RolloutEnd``, ``UpdateEnd``, ``EvaluationEnd`` (if the iteration has an evaluation), ``IterationEnd``, ``CheckpointSaved`` (if
+it has a checkpoint); last ``RunEnd``. A ``Message`` or ``FindingReported`` may come at any time. Trackers (``runs/trackers``)
+and users' callbacks (``runs/callbacks.py``) are listeners too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,14 @@ class RunStart:
 
     state: LearnerState
     folder: Path | None
+
+
+@dataclass(frozen=True)
+class InitialSamples:
+    """Responses of the policy before its first update: to the held-out prompts, or else those of the first rollout."""
+
+    state: LearnerState
+    samples: Sequence[Sample]
 
 
 @dataclass(frozen=True)
@@ -91,5 +99,16 @@ class Message:
     text: str
 
 
-Event = RunStart | RolloutEnd | UpdateEnd | EvaluationEnd | IterationEnd | CheckpointSaved | RunEnd | FindingReported | Message
+Event = (
+    RunStart
+    | InitialSamples
+    | RolloutEnd
+    | UpdateEnd
+    | EvaluationEnd
+    | IterationEnd
+    | CheckpointSaved
+    | RunEnd
+    | FindingReported
+    | Message
+)
 Listener = Callable[[Event], bool | None]

@@ -27,6 +27,7 @@ from surefoot.runs.events import (
     EvaluationEnd,
     Event,
     FindingReported,
+    InitialSamples,
     IterationEnd,
     Listener,
     Message,
@@ -36,6 +37,7 @@ from surefoot.runs.events import (
     UpdateEnd,
 )
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
+from surefoot.runs.metrics import MachineUse
 from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
@@ -102,6 +104,9 @@ class Session:
         self.pending: dict[str, Any] | None = None
         """an iteration whose evaluation failed: its metrics, and the steps before it"""
         self.signals = SignalHandler()
+        self.machine_use = MachineUse(recipe.device)
+        self.sampled = False
+        """whether the samples before the first update are published"""
 
     # ---- continue ----------------------------------------------------------------------------------------------------------
 
@@ -171,9 +176,10 @@ class Session:
             for line in (*self.world.model_summary, *self.world.warnings):
                 self.message(line)
             with self.signals:
+                self._publish_initial_samples()
                 if not self._finish_pending():
                     run_loop(
-                        self.world.collector, self.learner, self.state, self._end_iteration, self.message, self._publish_rollout
+                        self.world.collector, self.learner, self.state, self._end_update, self.message, self._publish_rollout
                     )
             self._raise_if_interrupted()
             self._export()
@@ -236,7 +242,16 @@ class Session:
         ]
 
     def _publish_rollout(self, rollout: Rollout) -> None:
+        self._publish_initial_samples()
         self.publish(RolloutEnd(rollout))
+
+    def _publish_initial_samples(self) -> None:
+        """Publish samples of the policy before its first update, once; without held-out prompts those of the first rollout."""
+        if self.folder is None or self.sampled or self.state.updates:
+            return
+        if samples := self.world.samples():
+            self.sampled = True
+            self.publish(InitialSamples(self.state, samples))
 
     def _finish_pending(self) -> bool:
         """Finish the iteration whose evaluation failed before; whether training stops there."""
@@ -245,6 +260,10 @@ class Session:
         pending, self.pending = self.pending, None
         self.previous_steps = pending["previous"]
         return self._end_iteration(self.state, pending["metrics"])
+
+    def _end_update(self, state: LearnerState, metrics: Metrics) -> bool:
+        """End the iteration that has collected and learned; whether the run stops."""
+        return self._end_iteration(state, metrics | self.machine_use.measure())
 
     def _end_iteration(self, state: LearnerState, metrics: Metrics) -> bool:
         """Evaluate, publish and save after an update; whether the run stops."""

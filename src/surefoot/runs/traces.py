@@ -19,7 +19,7 @@ from surefoot.core.traces import Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import check_plain, parsed, write_bytes, write_text
 from surefoot.runs.checkpoint import pack, unpack
-from surefoot.runs.events import EvaluationEnd, Event, Sample, UpdateEnd
+from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
 
 FORMAT = 1
@@ -73,7 +73,7 @@ class TraceFolder:
 
 
 class SampleFolder:
-    """Writes the responses of each evaluation, one JSON object per response; a listener.
+    """Writes the responses before training and of each evaluation, one JSON object per response; a listener.
 
     folder   of the files; made with the first one
     steps    where the run stands: later files of an interrupted run are removed
@@ -84,8 +84,11 @@ class SampleFolder:
         remove_later(samples_in(folder), steps)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, EvaluationEnd) and event.report.samples:
-            self.write(event.state.steps, event.report.samples)
+        match event:
+            case InitialSamples():
+                self.write(event.state.steps, event.samples)
+            case EvaluationEnd() if event.report.samples:
+                self.write(event.state.steps, event.report.samples)
 
     def write(self, steps: int, samples: Sequence[Sample]) -> None:
         """Write the samples of an evaluation after so many steps. Raises SurefootError if writing fails."""

@@ -326,6 +326,13 @@ class LanguageWorld:
         return self.collector.respond(prompts, seeds)
 
     @torch.no_grad()
+    def samples(self) -> list[dict[str, Any]]:
+        """Scored responses to the held-out prompts, or without those the last rollout's."""
+        if self.held_out is None:
+            return self.collector.last_samples if self.recipe.evaluation.rows else []
+        return self.evaluate_responses(self.sample_held_out()).samples
+
+    @torch.no_grad()
     def evaluate(self, responses: Responses | None = None) -> EvaluationReport | None:
         """Score responses to held-out prompts (default: ``sample_held_out``), and the log-likelihood of demonstrations.
 
@@ -335,7 +342,7 @@ class LanguageWorld:
         if self.demonstrations is not None:
             metrics["held_out_log_likelihood"] = self._log_likelihood(self.demonstrations)
         if self.held_out is None:
-            samples = self.collector.last_samples if self.recipe.evaluation.rows else []
+            samples = self.samples()
             return EvaluationReport(None, metrics, samples) if metrics or samples else None
         report = self.evaluate_responses(self.sample_held_out() if responses is None else responses)
         return replace(report, metrics=report.metrics | metrics)

@@ -256,6 +256,10 @@ class SupervisedWorld:
             metrics["held_out_accuracy"] = right / sum(len(mask) for _, mask in evaluated)
         return EvaluationReport(likelihood, metrics)  # for pairs too: it is finer than the accuracy
 
+    def samples(self) -> list[dict[str, Any]]:
+        """None: nothing is sampled."""
+        return []
+
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text; nothing for a choice between two answers."""
         return {} if not isinstance(self.recipe, SftRecipe) else decode_row(self.tokens, rollout, row, steps)

@@ -21,7 +21,17 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.files import parsed, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_table
-from surefoot.runs.events import CheckpointSaved, EvaluationEnd, Event, FindingReported, IterationEnd, RunEnd, RunStart, Sample
+from surefoot.runs.events import (
+    CheckpointSaved,
+    EvaluationEnd,
+    Event,
+    FindingReported,
+    InitialSamples,
+    IterationEnd,
+    RunEnd,
+    RunStart,
+    Sample,
+)
 from surefoot.runs.reading import TRACKERS_FILE, read_trackers, samples_in
 from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker, TrackerModule
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
@@ -110,6 +120,9 @@ class Delivery:
         match event:
             case RunStart():
                 self._start()
+            case InitialSamples():
+                self.samples = event.samples
+                self._row(event.state.steps, {"steps": event.state.steps})
             case EvaluationEnd():
                 self.samples = event.report.samples
             case IterationEnd():
@@ -198,9 +211,9 @@ class Delivery:
         """Open the run, and log the rows of metrics.jsonl, with their samples, that the tracker lacks."""
         self.tracker = self.make()
         _write(self.run.folder, self.name, {"identity": self.tracker.identity})
-        lacking = [row for row in self.rows if row["steps"] > self.tracker.last_step]
-        written = {int(path.stem): path for path in samples_in(self.run.folder / "samples")} if lacking else {}
-        for row in lacking:
+        written = {int(path.stem): path for path in samples_in(self.run.folder / "samples")}
+        rows = [{"steps": 0}, *self.rows] if 0 in written else self.rows
+        for row in [row for row in rows if row["steps"] > self.tracker.last_step]:
             steps = row["steps"]
             samples = [parsed(line) for line in written[steps].read_text("utf-8").splitlines()] if steps in written else []
             _log(self.tracker, steps, row, samples)
