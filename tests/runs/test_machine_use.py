@@ -52,8 +52,10 @@ def test_worker_processes_count_from_when_they_are_found_until_they_end(monkeypa
     assert use.measure()["memory_gb"] < measured["memory_gb"]
 
 
-def test_memory_is_the_resident_memory_of_the_process() -> None:
-    assert MachineUse("cpu").measure()["memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.05)
+def test_memory_is_the_resident_memory_of_the_process_and_its_workers() -> None:
+    measured, here = MachineUse("cpu").measure()["memory_gb"], psutil.Process()
+    expected = sum(process.memory_info().rss for process in [here, *here.children(recursive=True)]) / 1e9
+    assert measured == pytest.approx(expected, rel=0.05)
 
 
 def test_a_gpu_adds_its_memory_and_its_load_if_the_driver_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
