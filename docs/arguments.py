@@ -15,7 +15,14 @@ from surefoot.recipes.reading import KINDS
 
 OWN = ("kind", "task", "algorithm")
 """fields that are parameters of ``train`` themselves, or follow from the task"""
-OBJECTS = {"RewardTerm": ("function",), "RewardSettings": ("gold",)}
+OBJECTS = {
+    "RewardTerm": ("function",),
+    "RewardSettings": ("gold",),
+    "Network": ("custom",),
+    "OptimizerSettings": ("schedule",),
+    "LanguageOptimizer": ("schedule",),
+    "Clip": ("schedule",),
+}
 """fields that also take a function"""
 FUNCTION = "Callable[..., Any]"
 FROM_PYTHON = {"start": "Any"}
@@ -74,8 +81,9 @@ class Writer:
     def fields(self, section: Any) -> dict[str, str]:
         if dataclasses.is_dataclass(section):
             hints = typing.get_type_hints(section)
-            return {field.name: self.text(hints[field.name]) for field in dataclasses.fields(section)}
-        fields = {name: self.text(field.annotation) for name, field in section.model_fields.items()}
+            fields = {field.name: self.text(hints[field.name]) for field in dataclasses.fields(section)}
+        else:
+            fields = {name: self.text(field.annotation) for name, field in section.model_fields.items()}
         for name in OBJECTS.get(section.__name__, ()):
             fields[name] = f"{self.abstract(Callable)}[..., Any] | {fields[name]}"
         if "reward" in fields:  # also the terms alone

@@ -123,7 +123,7 @@ class Choices:
     def __call__(self, ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
         if self.name == "algorithm":
             return starting_with(incomplete, (*ALGORITHMS, "custom"))
-        words = self.kind.split(" | ")
+        words = [word for word in self.kind.split(" | ") if word != "string"]
         return starting_with(incomplete, words) if all(re.fullmatch(r"\w+", word) for word in words) and words[1:] else []
 
 

@@ -40,6 +40,7 @@ from surefoot.compare.statistics import (
 from surefoot.diagnostics import Finding
 from surefoot.errors import missing_extra, to_install
 from surefoot.files import write_bytes, write_text
+from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import to_toml
 from surefoot.terminal import visible
@@ -141,7 +142,7 @@ def shared_settings(recipe: ControlRecipe) -> str:
     widths += f", then an LSTM of {network.lstm}" if network.lstm else ""
     trunk = "one trunk shared with the critic" if network.shared_trunk else "separate networks for policy and critic"
     schedule = {"linear": "falling linearly to zero", "cosine": "falling to zero as a cosine"}.get(
-        optimizer.schedule, optimizer.schedule
+        optimizer.schedule, optimizer.schedule if optimizer.schedule in SCHEDULES else f"scheduled by {optimizer.schedule}"
     )
     schedule += f" after a warm-up of {optimizer.warmup:g}" if optimizer.warmup else ""
     critics = f" ({optimizer.critic_learning_rate:g} for the critic)" if optimizer.critic_learning_rate else ""

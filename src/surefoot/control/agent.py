@@ -32,6 +32,7 @@ from surefoot.core.seeding import stream
 from surefoot.core.steps.compiled import Program, program_of
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
+from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import control_recipe, to_table
 from surefoot.runs.checkpoint import load_weights, require, save_checkpoint
@@ -44,9 +45,13 @@ class Agent(nn.Module):
 
     The running statistics of the normalisers are buffers, saved with the weights, so training, evaluation and other programs
     compute the same actions.
+
+    functions   the network of ``network.custom``, if it was passed as an object
     """
 
-    def __init__(self, recipe: ControlRecipe, observation_space: Any, action_space: Any) -> None:
+    def __init__(
+        self, recipe: ControlRecipe, observation_space: Any, action_space: Any, functions: Functions | None = None
+    ) -> None:
         super().__init__()
         self.recipe, self.observation_space, self.action_space = recipe, observation_space, action_space
         self.parts = observation_parts(observation_space)
@@ -54,7 +59,7 @@ class Agent(nn.Module):
         """whether the task it was trained on masks actions; None if unknown"""
         generator = stream(recipe.seed, "weights")
         critic = recipe.objective.baseline == "critic"
-        self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator)
+        self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator, functions)
         normalise = recipe.normalise
         vectors = {path: part.shape for path, part in self.parts.items() if part.vector}
         normalised = normalise.observations and vectors
@@ -70,10 +75,12 @@ class Agent(nn.Module):
         return f"<Agent {self.recipe.algorithm} on {self.recipe.task}, {count:,} parameters>"
 
     @classmethod
-    def for_spaces(cls, recipe: ControlRecipe, observation_space: Any, action_space: Any, task: str) -> "Agent":
+    def for_spaces(
+        cls, recipe: ControlRecipe, observation_space: Any, action_space: Any, task: str, functions: Functions | None = None
+    ) -> "Agent":
         """An untrained agent; SurefootError when a space is not supported."""
         observation_parts(observation_space, task)
-        return cls(recipe, observation_space, check_action_space(action_space, task))
+        return cls(recipe, observation_space, check_action_space(action_space, task), functions)
 
     @property
     def device(self) -> torch.device:
@@ -264,13 +271,13 @@ class Agent(nn.Module):
             self.reward_normaliser.load_state_dict(other.reward_normaliser.state_dict())
 
     @classmethod
-    def from_parts(cls, parts: dict[str, Any], where: Path) -> "Agent":
+    def from_parts(cls, parts: dict[str, Any], where: Path, functions: Functions | None = None) -> "Agent":
         """The agent of a checkpoint; SurefootError if weights and recipe don't fit."""
         require(parts, ("agent", "recipe", "spaces"), where)
         recipe = control_recipe({**parts["recipe"], "device": "cpu"})
         with made_from(where):
             observation, action = (space_from_json(parts["spaces"][name]) for name in ("observation", "action"))
-            agent = cls.for_spaces(recipe, observation, action, recipe.task)
+            agent = cls.for_spaces(recipe, observation, action, recipe.task, functions)
             agent.masked = parts["spaces"].get("masked")  # absent in older checkpoints
             agent.load(parts["agent"], where)
             agent._flatten_parameters()

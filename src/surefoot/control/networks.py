@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from surefoot.control.spaces import ObservationPart, channels_last, choices, image_shape, is_image, observation_parts
 from surefoot.errors import SurefootError
+from surefoot.recipes.callables import NETWORK, Functions, load_function
 from surefoot.recipes.control import Network
-from surefoot.recipes.import_object import import_object
 
 EPISODE_STARTS = "lstm start"
 """key of a recurrent policy's inputs: where episodes start [B, T]"""
@@ -29,10 +29,12 @@ PASS_AT_ONCE = 512
 """images per pass without gradient, to bound memory"""
 
 
-def make_trunk(observation_space: gymnasium.Space[Any], network: Network, generator: torch.Generator) -> "Trunk | CustomTrunk":
+def make_trunk(
+    observation_space: gymnasium.Space[Any], network: Network, generator: torch.Generator, functions: Functions | None = None
+) -> "Trunk | CustomTrunk":
     """The trunk of a recipe; SurefootError if a user's own network doesn't fit."""
     if network.custom is not None:
-        return CustomTrunk(network.custom, observation_space, generator)
+        return CustomTrunk(network.custom, observation_space, generator, functions)
     return Trunk(observation_space, network, generator)
 
 
@@ -170,13 +172,19 @@ class CustomTrunk(nn.Module):
     Raises SurefootError, one line, when it can't be imported, is not a module, or returns features of another shape or type.
     """
 
-    def __init__(self, path: str, observation_space: gymnasium.Space[Any], generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        path: str,
+        observation_space: gymnasium.Space[Any],
+        generator: torch.Generator,
+        functions: Functions | None = None,
+    ) -> None:
         super().__init__()
         self.path = path
         parts = observation_parts(observation_space)
         self.axes = {name: len(part.shape) for name, part in parts.items()}
         self.bare = not next(iter(parts.values())).keys
-        factory = import_object("network.custom", path)
+        factory = load_function(NETWORK, path, functions or {})
         seed = int(torch.randint(2**62, (), generator=generator))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

@@ -29,6 +29,7 @@ from surefoot.control.spaces import MASK, choices
 from surefoot.core.rollout import Evaluation, Policy
 from surefoot.errors import SurefootError
 from surefoot.functional import categorical_kl, gaussian_kl, token_entropy, token_log_probs
+from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import Network
 
 
@@ -160,17 +161,18 @@ class ActorCritic(Policy):
         network: Network,
         critic: bool,
         generator: torch.Generator,
+        functions: Functions | None = None,
     ) -> None:
         super().__init__()
         self.choices, self.single = choices(action_space), isinstance(action_space, spaces.Discrete)
         outputs = sum(self.choices) if self.choices else math.prod(action_space.shape or ())
-        self.actor_trunk = make_trunk(observation_space, network, generator)
+        self.actor_trunk = make_trunk(observation_space, network, generator, functions)
         self.log_std = None if self.choices else nn.Parameter(torch.full((outputs,), network.log_std))
         width = self.actor_trunk.width
         self.actor_memory = None if network.lstm is None else EpisodicLSTM(width, network.lstm, generator)
         self.actor_head = linear(network.lstm or width, outputs, 0.01, generator)
         separate = critic and not network.shared_trunk
-        self.critic_trunk = make_trunk(observation_space, network, generator) if separate else None
+        self.critic_trunk = make_trunk(observation_space, network, generator, functions) if separate else None
         if self.critic_trunk is not None and not _disjoint(self.actor_trunk, self.critic_trunk):
             raise SurefootError(
                 f"network.custom={network.custom!r}: returned the same parameters for actor and critic; make new ones on every "

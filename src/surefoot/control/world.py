@@ -20,6 +20,7 @@ from surefoot.control.spaces import MASK
 from surefoot.core.distributed import check_device, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
 from surefoot.errors import SurefootError
+from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import ControlRecipe
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.folder import checkpoint_to_load
@@ -30,22 +31,29 @@ class ControlWorld:
 
     task    replaces the recipe's task if it is a callable
     count   replaces the recipe's number of environments, to inspect a recipe without training
+    functions   the network, if it was passed as an object
     """
 
     exports_model = False
     auxiliary_loss = None
     model_summary = ()
 
-    def __init__(self, recipe: ControlRecipe, task: MakeEnvironment | None = None, count: int | None = None) -> None:
+    def __init__(
+        self,
+        recipe: ControlRecipe,
+        task: MakeEnvironment | None = None,
+        count: int | None = None,
+        functions: Functions | None = None,
+    ) -> None:
         check_device(recipe.device)
-        self.recipe = recipe
+        self.recipe, self.functions = recipe, functions
         self.warnings: list[str] = []
         self.task: str | MakeEnvironment = task or recipe.task
         rollout = recipe.rollout
         self.environments = training_environments(self.task, recipe, count)
         try:
             spaces = (self.environments.observation_space, self.environments.action_space)
-            self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task))
+            self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task), functions)
             self.policy = self.agent.policy
             steps = None if recipe.objective.needs_whole_episodes else rollout.steps
             self.collector = ControlCollector(
@@ -77,7 +85,7 @@ class ControlWorld:
             parts = load_checkpoint(checkpoint)
             if "spaces" not in parts:
                 raise SurefootError(f"start={name!r}: has no agent; name an agent or a run in environments")
-            agent = Agent.from_parts(parts, checkpoint)
+            agent = Agent.from_parts(parts, checkpoint, self.functions)
         self.agent.start_from(agent, name)
 
     def arithmetic(self) -> list[str]:

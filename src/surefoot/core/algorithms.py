@@ -60,8 +60,9 @@ class Clip:
     """a different bound above 1 (clip-higher)"""
     dual_clip: float | None = None
     """c > 1: bound the penalty of a bad action at c times its advantage"""
-    schedule: Literal["constant", "linear"] = "constant"
-    """linear lets both bounds fall to zero over the run"""
+    schedule: Literal["constant", "linear"] | str = "constant"
+    """linear lets both bounds fall to zero over the run; module:function or file.py:function returns their factor from the
+    remaining share of the budget, 1 to 0"""
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
@@ -70,6 +71,8 @@ class Clip:
             _require(self.clip_high > 0, f"{field}.clip_high", self.clip_high, "must be positive")
         if self.dual_clip is not None:
             _require(self.dual_clip > 1, f"{field}.dual_clip", self.dual_clip, "must be above 1; 3 is usual")
+        known = self.schedule in ("constant", "linear") or (isinstance(self.schedule, str) and ":" in self.schedule)
+        _require(known, f"{field}.schedule", self.schedule, "must be constant, linear or file.py:function")
 
 
 @dataclass(frozen=True)

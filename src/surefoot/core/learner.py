@@ -1,6 +1,7 @@
 """Updates θ from one rollout: passes over minibatches with early stopping, and the metrics of the updates."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,10 +17,12 @@ from surefoot.core.steps import EagerStepper, GradientSum, PendingStep, Stepper,
 from surefoot.core.steps.compiled import CompiledStepper
 from surefoot.core.steps.trpo import NaturalStepper
 from surefoot.core.traces import Recorder
-from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.errors import NotFiniteError, SurefootError, cause_of
 from surefoot.functional import adapt_kl_penalty, masked_moments
 
-Schedule = Literal["constant", "linear", "cosine"]
+ScheduleFunction = Callable[[float], float]
+"""from the remaining share of the budget, 1 at the start, to a factor"""
+Schedule = Literal["constant", "linear", "cosine"] | ScheduleFunction
 
 BETA_RANGE = 2.0**20
 """bounds of an adapted β, as a factor of its first value. The paper has no bound; without one, β goes to infinity or 0 if it
@@ -40,13 +43,15 @@ class Learner:
     adam           for all parameters, or for all but the critic's if ``critic_adam`` is given
     critic_adam    learning rate and gradient clip of the critic. Under a KL constraint the policy has no learning rate, and
                    the critic always has its own optimizer, with these settings or else those of ``adam``
-    schedule       of the learning rate: "linear" and "cosine" fall to zero over the budget
+    schedule       of the learning rate: "linear" and "cosine" fall to zero over the budget; or a function
     micro_batch    rows per backward pass, to bound memory; the gradient does not depend on it
     compiled_rows  compile the steps on batches of exactly this many single steps
     warmup         fraction of the budget over which the learning rate rises linearly from zero
     micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
+    clip_schedule  of the clip's bounds, instead of the name in the objective; may be a function
 
-    Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy.
+    Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy, and if a
+    schedule's function fails.
     """
 
     def __init__(
@@ -60,10 +65,14 @@ class Learner:
         compiled_rows: int | None = None,
         warmup: float = 0.0,
         micro_batch_tokens: int | None = None,
+        clip_schedule: Schedule | None = None,
     ) -> None:
         objective.require_complete()
         self.policy, self.objective = policy, objective
-        self.schedule, self.warmup = schedule, warmup
+        self.schedule, self.warmup, self.clip_schedule = schedule, warmup, clip_schedule
+        for left in (1.0, 0.5):  # a function that fails should do so before training
+            self._rate_scale(left)
+            self._clip_scale(left)
         constraint = objective.constraint
         groups = parameter_groups(policy, objective, critic_adam is not None)
         if not groups.get("critic", True):
@@ -126,16 +135,28 @@ class Learner:
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
     def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
-        clip, penalty = self.objective.clip, self.objective.penalty
-        clip_scale = state.remaining if clip is not None and clip.schedule == "linear" else 1.0
+        penalty, clip_scale = self.objective.penalty, self._clip_scale(state.remaining)
         beta = 0.0 if penalty is None else penalty.beta
         if penalty is not None and penalty.target is not None:
             beta = state.coefficients.get("beta", penalty.beta)
         recording = None
         if self.recorder is not None:
             recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
-        rate_scale = scheduled_scale(state, self.schedule, self.warmup) * state.coefficients.get(RATE_SCALE, 1.0)
+        rate_scale = self._rate_scale(state.remaining) * state.coefficients.get(RATE_SCALE, 1.0)
         return UpdateContext(state, rate_scale, clip_scale, beta, recording, self.auxiliary_loss)
+
+    def _rate_scale(self, remaining: float) -> float:
+        """The factor of the learning rate; 0 on the first batch of a warm-up."""
+        if (done := 1 - remaining) < self.warmup:
+            return done / self.warmup
+        return scheduled("optimizer.schedule", self.schedule, remaining / (1 - self.warmup))
+
+    def _clip_scale(self, remaining: float) -> float:
+        """The factor of the clip's bounds; 1 without a clip."""
+        if self.objective.clip is None:
+            return 1.0
+        schedule: Any = self.clip_schedule or self.objective.clip.schedule
+        return scheduled("objective.trust_region.schedule", schedule, remaining)
 
     def _passes(
         self,
@@ -205,12 +226,20 @@ class Learner:
             optimizer.load_state_dict(state[name])
 
 
-def scheduled_scale(state: LearnerState, schedule: Schedule, warmup: float) -> float:
-    """The scale of the learning rate; 0 on the first batch of a warm-up."""
-    if (done := 1 - state.remaining) < warmup:
-        return done / warmup
-    left = state.remaining / (1 - warmup)
-    return {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[schedule]
+def scheduled(field: str, schedule: Schedule, left: float) -> float:
+    """The factor of a schedule when ``left`` of the budget remains. Raises SurefootError for a function that returns none."""
+    if not callable(schedule):
+        factors = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}
+        if schedule not in factors:
+            raise SurefootError(f"{field}={schedule!r}: is the name of a function; pass the function itself")
+        return factors[schedule]
+    try:
+        factor = float(schedule(left))
+    except Exception as error:
+        raise SurefootError(f"{field}: the function raised {cause_of(error)} for {left:g}; fix it") from error
+    if not 0 <= factor < math.inf:
+        raise SurefootError(f"{field}: the function returned {factor:g} for {left:g}; return a finite factor of at least 0")
+    return factor
 
 
 class UpdateMetrics:

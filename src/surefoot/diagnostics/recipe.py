@@ -26,6 +26,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.runs.api import make_world
+from surefoot.runs.session import make_learner
 
 STEPS = 500
 """random steps in an environment"""
@@ -48,6 +49,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
             findings += _environment(recipe)
         return findings
     try:
+        make_learner(recipe, world.policy)
         findings = [
             check_result("begins", "ok", f"{recipe.title}, seed {recipe.seed}"),
             *_arithmetic(recipe, world.arithmetic()),
@@ -56,6 +58,8 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
         if isinstance(recipe, LanguageRecipe):
             assert isinstance(world, LanguageWorld)
             findings += check_reward(world)
+    except SurefootError as error:
+        findings = [failure("begins", error)]
     finally:
         world.close()
     if isinstance(recipe, ControlRecipe):

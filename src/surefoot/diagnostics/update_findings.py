@@ -221,9 +221,9 @@ def clip_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 
 def before_band_closes(curve: Curve, curves: RunCurves, recipe: Recipe | None) -> Curve:
-    """The curve without its last fifth, in which a linear schedule shrinks the clip band to 0."""
+    """The curve without its last fifth, in which a schedule shrinks the clip band."""
     clip = None if recipe is None else recipe.objective.clip
-    return curve if clip is None or clip.schedule != "linear" else curve.until(0.8 * curves.planned)
+    return curve if clip is None or clip.schedule == "constant" else curve.until(0.8 * curves.planned)
 
 
 def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:

@@ -84,7 +84,7 @@ class ClipTable(TypedDict, total=False):
     clip: float
     clip_high: float | None
     dual_clip: float | None
-    schedule: Literal["constant", "linear"]
+    schedule: Callable[..., Any] | Literal["constant", "linear"] | str
 
 
 class PenaltyTable(TypedDict, total=False):
@@ -133,7 +133,7 @@ class OptimizerSettingsTable(TypedDict, total=False):
 
     kind: Literal["adam", "rmsprop"]
     learning_rate: float
-    schedule: Literal["constant", "linear", "cosine"]
+    schedule: Callable[..., Any] | Literal["constant", "linear", "cosine"] | str
     warmup: float
     epsilon: float
     max_grad_norm: float | None
@@ -197,7 +197,7 @@ class NetworkTable(TypedDict, total=False):
     shared_trunk: bool
     log_std: float
     lstm: int | None
-    custom: str | None
+    custom: Callable[..., Any] | str | None
 
 
 class NormaliseSettingsTable(TypedDict, total=False):
@@ -214,7 +214,7 @@ class LanguageOptimizerTable(TypedDict, total=False):
 
     kind: Literal["adam", "rmsprop"]
     learning_rate: float
-    schedule: Literal["constant", "linear", "cosine"]
+    schedule: Callable[..., Any] | Literal["constant", "linear", "cosine"] | str
     warmup: float
     epsilon: float
     max_grad_norm: float | None

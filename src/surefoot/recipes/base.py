@@ -7,11 +7,11 @@ import math
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from surefoot.core.algorithms import MAX_COUNT, MAX_LENGTH, Objective
 from surefoot.core.seeding import MAX_SEED
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, did_you_mean
 
 # The upper bounds are far beyond any use; they catch typing errors before memory or time runs out.
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
@@ -40,6 +40,17 @@ def names_in(value: Any) -> Any:
     return list(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else names
 
 
+SCHEDULES = ("constant", "linear", "cosine")
+"""schedules of the learning rate by name"""
+
+
+def _check_schedule(value: Any) -> Any:
+    if isinstance(value, str) and (value in SCHEDULES or ":" in value):
+        return value
+    near = did_you_mean(value, SCHEDULES) if isinstance(value, str) else ""
+    raise SurefootError(f"optimizer.schedule={value!r}: must be {', '.join(SCHEDULES)} or file.py:function{near}")
+
+
 class OptimizerSettings(Section):
     """Adam or RMSprop, the learning-rate schedule, gradient clipping and micro-batches."""
 
@@ -47,8 +58,9 @@ class OptimizerSettings(Section):
     """rmsprop is the optimizer of the original A2C (eager engine only)"""
     learning_rate: float = Field(3e-4, gt=0)
     """the optimizer's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """linear and cosine decay the learning rate to zero over the budget"""
+    schedule: Annotated[Literal["constant", "linear", "cosine"] | str, BeforeValidator(_check_schedule)] = "constant"
+    """linear and cosine decay the learning rate to zero over the budget; module:function or file.py:function returns its factor
+    from the remaining share of the budget, 1 to 0"""
     warmup: float = Field(0.0, ge=0, lt=1)
     """share of the budget over which the learning rate rises from zero"""
     epsilon: float = Field(1e-5, gt=0)

@@ -1,14 +1,20 @@
-"""Reward functions that are passed as Python objects: a recipe has their names, the run the objects."""
+"""Functions and classes that are passed as Python objects: a recipe has their names, the run the objects."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
+import pydantic
+
 from surefoot.errors import SurefootError
+from surefoot.recipes.import_object import import_object
 
 Functions = Mapping[str, Callable[..., Any]]
 """field of the recipe, such as ``reward.terms[0].function`` -> the function"""
 GOLD = "reward.gold"
+NETWORK = "network.custom"
+SCHEDULE, CLIP_SCHEDULE = "optimizer.schedule", "objective.trust_region.schedule"
 
 
 def term_field(place: int) -> str:
@@ -39,8 +45,66 @@ def passed_again(field: str, path: str) -> SurefootError:
     """The error for a function that was passed from Python and is not at hand."""
     return SurefootError(
         f"{field}={path!r}: was passed as a Python object, which no file contains; pass it again, as in "
-        "surefoot.resume(run, reward=function), or put it into a file and name it file.py:function"
+        f"surefoot.{'load' if field == NETWORK else 'resume'}(run, {_keyword(field)}), or put it into a file and name it "
+        "file.py:function"
     )
+
+
+def _keyword(field: str) -> str:
+    """The argument of ``train`` that passes a field's function: ``reward=function``, ``network={"custom": function}``."""
+    table, *names = field.split(".")
+    value = "function"
+    for name in () if table == "reward" else reversed(names):
+        value = f'{{"{name}": {value}}}'
+    return f"{table}={value}"
+
+
+def find_function(field: str, path: str, functions: Functions) -> str | Callable[..., Any]:
+    """The function of a recipe's field if it was passed as an object, else its name.
+
+    Raises SurefootError if the name stands for an object that was not passed and that nothing can import.
+    """
+    if field in functions:
+        return functions[field]
+    if not is_importable(path):
+        raise passed_again(field, path)
+    return path
+
+
+def load_function(field: str, path: str, functions: Functions) -> Any:
+    """The function of a recipe's field: passed as an object, or imported by its name."""
+    found = find_function(field, path, functions)
+    return import_object(field, found) if isinstance(found, str) else found
+
+
+def take_objects(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """The fields of a recipe with names in place of functions and classes, and these by field."""
+    taken, functions = dict(fields), dict[str, Callable[..., Any]]()
+    if "reward" in fields:
+        taken["reward"], functions = take_functions(fields["reward"])
+    for field in (NETWORK, SCHEDULE, CLIP_SCHEDULE):
+        taken = _taken(taken, field.split("."), field, functions)
+    if isinstance(optimizer := taken.get("optimizer"), Mapping) and callable(rate := optimizer.get("learning_rate")):
+        raise SurefootError(
+            f"optimizer.learning_rate={object_path(rate)!r}: is a function; set the largest rate, and optimizer.schedule to a "
+            "function from the remaining share of the budget, 1 to 0, to a factor of that rate"
+        )
+    return taken, functions
+
+
+def _taken(table: Mapping[str, Any], keys: list[str], field: str, functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """The table with a name in place of the function at nested keys, if there is one; ``functions`` gets it."""
+    value = table.get(keys[0])
+    if len(keys) == 1 and callable(value):
+        functions[field] = value
+        return {**table, keys[0]: object_path(value)}
+    if isinstance(value, pydantic.BaseModel):
+        value = value.model_dump(exclude_unset=True)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if len(keys) == 1 or not isinstance(value, Mapping):
+        return dict(table)
+    return {**table, keys[0]: _taken(value, keys[1:], field, functions)}
 
 
 def take_functions(reward: Any) -> tuple[Any, dict[str, Callable[..., Any]]]:
@@ -82,8 +146,8 @@ def check_functions(functions: Functions, recorded: Mapping[str, str | None]) ->
         path = object_path(function)
         if recorded.get(field) != path:
             raise SurefootError(
-                f"reward={path!r}: the run has {field}={recorded.get(field)!r}; pass the functions that it began with, in the "
-                "same order"
+                f"{field.partition('.')[0]}={path!r}: the run has {field}={recorded.get(field)!r}; pass the functions that it "
+                "began with, in the same order"
             )
 
 

@@ -19,8 +19,9 @@ from surefoot.core.algorithms import (
 )
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.language import DpoRecipe, LanguageRecipe, RewardRecipe, SftRecipe
+from surefoot.recipes.language import DpoRecipe, LanguageRecipe, RewardRecipe, SftRecipe, reward_functions
 
 KINDS: dict[str, type[Recipe]] = {
     "control": ControlRecipe,
@@ -247,6 +248,13 @@ def to_table(recipe: Recipe) -> dict[str, Any]:
 def to_toml(recipe: Recipe) -> str:
     """The resolved recipe as TOML."""
     return tomli_w.dumps(to_table(recipe))
+
+
+def named_functions(recipe: Recipe) -> dict[str, str | None]:
+    """The names of the functions and classes that a recipe may have as objects, by field."""
+    clip, network = recipe.objective.clip, recipe.network.custom if isinstance(recipe, ControlRecipe) else None
+    others = {NETWORK: network, SCHEDULE: recipe.optimizer.schedule, CLIP_SCHEDULE: None if clip is None else clip.schedule}
+    return {**reward_functions(recipe), **others}
 
 
 # ---- descriptions of the fields ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
@@ -25,11 +25,11 @@ from surefoot.recipes.arguments import (
     RewardModelTask,
 )
 from surefoot.recipes.base import Recipe, Section
-from surefoot.recipes.callables import Functions, check_functions, take_functions
+from surefoot.recipes.callables import Functions, check_functions, take_objects
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe, reward_functions
+from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.presets import Origin, resolve_recipe
-from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.reading import make_recipe, named_functions, to_table
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.display import display_here
@@ -102,7 +102,9 @@ def train(
     display     None: show the run if this is a terminal or a notebook; True: show it anywhere; False: show nothing; or a
                 listener of your own, such as ``surefoot.runs.display.Lines("my run")``
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
-                list of functions and terms; a term's ``function`` may be one too; ``start`` may be an Agent
+                list of functions and terms; a term's ``function`` may be one too. ``network["custom"]`` may be a class or
+                function that makes a network, and ``schedule`` in ``optimizer`` and ``trust_region`` a function; ``start`` may
+                be an Agent
 
     Raises SurefootError for anything the user can fix, before training if possible.
 
@@ -111,9 +113,9 @@ def train(
     >>> int(action) in (0, 1)
     True
     """
-    fields, functions = _take_rewards(fields)
+    fields, functions = take_objects(_tables(fields))
     fields, begin = _take_agent(fields, run_dir)
-    resolved = resolve_recipe(_name(task), _tables(fields), algorithm, preset)
+    resolved = resolve_recipe(_name(task), fields, algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
     title = f"{resolved.recipe.title}, seed {resolved.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
@@ -149,7 +151,7 @@ def start(
 
     task       makes the environments, if the recipe's task can't be imported
     origin     the settings that the recipe has from a preset
-    functions  reward functions that were passed as objects
+    functions  functions and classes that were passed as objects
     agent      the agent that the recipe's ``start`` stands for; it is saved there
 
     ``callback``, ``callbacks`` and ``display`` are those of ``train``.
@@ -165,7 +167,7 @@ def start(
     session = None
     try:
         _start_from(world, agent)
-        session = Session(recipe, world, None, _listeners(display, callback), several)
+        session = Session(recipe, world, None, _listeners(display, callback), several, functions)
         if run_dir is not None:  # last, so that a rejected recipe leaves no folder
             session.folder = RunFolder.create(run_dir, recipe, None if origin is None else asdict(origin))
             if agent is not None:
@@ -185,6 +187,9 @@ def resume(
     allow_changes: bool = False,
     task: MakeEnvironment | None = None,
     reward: Any = None,
+    network: Any = None,
+    optimizer: Any = None,
+    objective: Any = None,
     callback: MetricsCallback | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     display: Display = None,
@@ -193,8 +198,9 @@ def resume(
 
     A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
     changes the schedule from here on. ``display`` is that of ``train``.
-    A run whose task or reward was passed to ``train`` as a function needs it again, as ``task`` or ``reward``, unless it can be
-    imported.
+    A run whose task, reward, network or schedule was passed to ``train`` as a function or class needs it again in the same
+    argument, unless it can be imported: ``task=make``, ``reward=function``, ``network={"custom": Net}``,
+    ``optimizer={"schedule": function}``.
     Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
     since the checkpoint and ``allow_changes`` is False; and if a launcher has started several processes.
 
@@ -213,9 +219,7 @@ def resume(
             recipe = make_recipe({**to_table(recipe), "steps": steps})
         check_trackers(recipe, folder.path)
         checkpoint = folder.latest()
-        _, functions = take_functions(reward)
-        if functions:
-            check_functions(functions, reward_functions(recipe))
+        functions = _functions_again(recipe, reward=reward, network=network, optimizer=optimizer, objective=objective)
         try:
             world = _make_world(recipe, task, functions)
         except SurefootError as error:
@@ -227,7 +231,7 @@ def resume(
         if checkpoint is None:
             _start_from(world)
         shown = _display(display, f"resuming {folder.path}")
-        session = Session(recipe, world, folder, _listeners(shown, callback), several)
+        session = Session(recipe, world, folder, _listeners(shown, callback), several, functions)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         folder.write_recipe(recipe)
@@ -260,12 +264,30 @@ def _make_world(recipe: Recipe, task: MakeEnvironment | None, functions: Functio
     return make_world(recipe, task, functions=functions)
 
 
-def _take_rewards(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
-    """The fields with names in place of reward functions, and the functions."""
-    if "reward" not in fields:
-        return fields, {}
-    reward, functions = take_functions(fields["reward"])
-    return {**fields, "reward": reward}, functions
+def _functions_again(recipe: Recipe, **fields: Any) -> dict[str, Callable[..., Any]]:
+    """The functions and classes in fields that ``train`` got as well.
+
+    Raises SurefootError for another function than the recipe names, and for anything but functions in a table.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    taken, functions = take_objects(_tables(given))
+    check_functions(functions, named_functions(recipe))
+    for field in (field for name in sorted(taken.keys() - {"reward"}) for field in _leaves(taken[name], name)):
+        if field not in functions:
+            raise SurefootError(
+                f"{field}: only functions and classes that train got are passed again; change other settings in config.toml, "
+                "and set allow_changes=True"
+            )
+    return functions
+
+
+def _leaves(value: Any, field: str) -> Iterator[str]:
+    """The dotted names of all values in nested tables."""
+    if not isinstance(value, Mapping):
+        yield field
+        return
+    for name, part in value.items():
+        yield from _leaves(part, f"{field}.{name}")
 
 
 def _display(display: Display, title: str) -> Listener | None:
@@ -285,11 +307,11 @@ def make_world(
     functions: Functions | None = None,
 ) -> World:
     """The world of a recipe. For control, ``task`` makes the environments if the recipe's task can't be imported, and
-    ``environments`` limits their number, to inspect a recipe without training. For language, ``functions`` are the rewards that
-    were passed as objects.
+    ``environments`` limits their number, to inspect a recipe without training. ``functions`` are the rewards, or the network,
+    that were passed as objects.
     """
     if isinstance(recipe, ControlRecipe):
-        return ControlWorld(recipe, task, environments)
+        return ControlWorld(recipe, task, environments, functions)
     if isinstance(recipe, LanguageRecipe):
         from surefoot.language.online.world import LanguageWorld
 
@@ -322,8 +344,8 @@ def _on_hub(table: Any, name: str) -> bool:
     return isinstance(table, dict) and str(table.get(name)).startswith("hf:/")
 
 
-def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = False) -> Any:
-    """The agent or language model in the parts of a checkpoint.
+def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = False, network: Any = None) -> Any:
+    """The agent or language model in the parts of a checkpoint. ``network`` is that of ``load``.
 
     Raises SurefootError when the parts hold neither, or don't fit each other.
     """
@@ -331,16 +353,18 @@ def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fa
     if parts["recipe"].get("kind", "control") == "control":
         from surefoot.control.agent import Agent
 
-        return Agent.from_parts(parts, where)
+        return Agent.from_parts(parts, where, _functions_again(make_recipe(parts["recipe"]), network=network))
+    _reject(network=network)
     from surefoot.language.models.language_model import from_parts
 
     return from_parts(parts, where, trust_remote_code)
 
 
-def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = None) -> Any:
     """Load the agent or language model in a folder: a saved one, a checkpoint, or a run (its best checkpoint, else its latest).
 
     trust_remote_code   allow the custom code of an adapter's base model
+    network             ``{"custom": Net}`` if an agent's network was passed to ``train`` as an object and can't be imported
 
     Raises SurefootError when there is none, or when a file is damaged. Pickles are never read.
 
@@ -349,7 +373,7 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     'CartPole-v1'
     """
     checkpoint = checkpoint_to_load(Path(folder))
-    return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code)
+    return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code, network)
 
 
 @overload
@@ -422,7 +446,7 @@ def _reject(**arguments: Any) -> None:
     """Raise SurefootError for an argument that this kind of evaluation does not use."""
     for name, value in arguments.items():
         if value is not None:
-            kind = "an agent, evaluated over episodes" if name in ("data", "rows") else "a model, evaluated on held-out rows"
+            kind = "an agent, evaluated over episodes" if name in ("data", "rows") else "a language model, not an agent"
             raise SurefootError(f"{name}={value!r}: this is {kind}; leave it out")
 
 

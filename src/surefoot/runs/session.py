@@ -18,7 +18,8 @@ from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import made_from, steps_named
-from surefoot.recipes.base import Recipe
+from surefoot.recipes.base import SCHEDULES, Recipe
+from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
 from surefoot.recipes.reading import to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
 from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require, save_checkpoint
@@ -49,11 +50,14 @@ PENDING_BEFORE = "untold"
 """what older versions called "pending" in a checkpoint"""
 
 
-def make_learner(recipe: Recipe, policy: Policy) -> Learner:
-    """The learner that a recipe describes."""
+def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = None) -> Learner:
+    """The learner that a recipe describes; ``functions`` are the schedules that were passed as objects.
+
+    Raises SurefootError for a schedule that can't be imported.
+    """
     settings = recipe.optimizer
     kind = RMSpropSettings if settings.kind == "rmsprop" else AdamSettings
-    critic = None
+    critic, clip = None, recipe.objective.clip
     if settings.critic_learning_rate is not None:
         critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm)
     return Learner(
@@ -61,12 +65,18 @@ def make_learner(recipe: Recipe, policy: Policy) -> Learner:
         recipe.objective,
         kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm),
         critic,
-        settings.schedule,
+        _schedule(SCHEDULE, settings.schedule, functions or {}),
         settings.micro_batch,
         recipe.compiled_rows,
         settings.warmup,
         settings.micro_batch_tokens,
+        None if clip is None else _schedule(CLIP_SCHEDULE, clip.schedule, functions or {}),
     )
+
+
+def _schedule(field: str, name: str, functions: Functions) -> Any:
+    """A schedule's own name, or its function."""
+    return name if name in SCHEDULES else load_function(field, name, functions)
 
 
 class Session:
@@ -77,6 +87,7 @@ class Session:
     folder      the run's folder; None writes nothing
     listeners   receive every event
     callbacks   of the user; they receive every event and may add metrics
+    functions   schedules that were passed as objects
 
     Events go to callbacks, then to the run's own listeners (traces, samples, trackers, findings), then to ``listeners``.
     ``RunEnd`` goes the other way round, because the last listener closes first.
@@ -89,10 +100,11 @@ class Session:
         folder: RunFolder | None,
         listeners: Sequence[Listener] = (),
         callbacks: Sequence[Callback] = (),
+        functions: Functions | None = None,
     ) -> None:
         self.recipe, self.world, self.folder, self.listeners = recipe, world, folder, list(listeners)
         self.callbacks = callbacks
-        self.learner = make_learner(recipe, world.policy)
+        self.learner = make_learner(recipe, world.policy, functions)
         self.learner.auxiliary_loss = world.auxiliary_loss
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)
         self.previous_steps = 0

@@ -41,9 +41,9 @@ from surefoot.language.online.responses import Responses, final_rewards
 from surefoot.language.online.turns import Environments, mean_turns
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward
-from surefoot.language.rewards.terms import FunctionReward, NoReward, find_function, function_rewards, load_reward, parts_of
+from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
-from surefoot.recipes.callables import GOLD, Functions
+from surefoot.recipes.callables import GOLD, Functions, find_function
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import to_table
 

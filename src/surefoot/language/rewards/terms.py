@@ -35,7 +35,7 @@ from surefoot.language.rewards.scores import (
     to_number,
 )
 from surefoot.language.rewards.signatures import signature_of
-from surefoot.recipes.callables import Functions, is_importable, passed_again, term_field
+from surefoot.recipes.callables import Functions, find_function, term_field
 from surefoot.recipes.import_object import import_object
 from surefoot.recipes.language import RewardTerm, term_error, term_from_text
 
@@ -371,18 +371,6 @@ def _load_term(
     function = function or term.function
     assert function is not None
     return FunctionReward(function, term.weight, arguments=term.arguments, field=key("function"), then=then, **shared)
-
-
-def find_function(field: str, path: str, functions: Functions) -> str | Callable[..., Any]:
-    """The function of a recipe's field if it was passed as an object, else its name.
-
-    Raises SurefootError if the name stands for an object that was not passed and that nothing can import.
-    """
-    if field in functions:
-        return functions[field]
-    if not is_importable(path):
-        raise passed_again(field, path)
-    return path
 
 
 def parts_of(reward: Reward) -> tuple[Reward, ...]:

@@ -1,0 +1,229 @@
+"""Laws of functions and classes that are passed from Python: a run records their names, and needs some of them again."""
+
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.core.learner import scheduled
+from surefoot.files import read_toml
+from surefoot.recipes.callables import take_objects
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+TINY: dict[str, Any] = {
+    "preset": "none",
+    "seed": 1,
+    "rollout": {"environments": 2, "steps": 16},
+    "evaluation": {"episodes": 0},
+    "traces": {"rows": 0},
+    "checkpoint": {"every": 32},
+}
+REUSE = {"epochs": 2, "minibatches": 2}
+STEPS = 192
+
+
+def trained(objective: dict[str, Any] | None = None, **fields: Any) -> surefoot.Agent:
+    fields.setdefault("steps", STEPS)
+    return surefoot.train("CartPole-v1", objective={"reuse": REUSE, **(objective or {})}, **{**TINY, **fields})
+
+
+def weights(agent: surefoot.Agent) -> list[Tensor]:
+    return [tensor.clone() for tensor in agent.state_dict().values()]
+
+
+def same(one: surefoot.Agent, other: surefoot.Agent) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+class Net(nn.Module):
+    """A network of this module, so that its name can be imported."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(space.shape[0], 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def halved(left: float) -> float:
+    return left / 2
+
+
+@pytest.fixture(autouse=True)
+def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module ``mine`` that can be imported, with this file's network and schedule."""
+    module = ModuleType("mine")
+    module.Net, module.halved = Net, halved  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mine", module)
+    return module
+
+
+def cut(folder: Path, **fields: Any) -> Path:
+    """A run that stops after two iterations."""
+    stops = iter([False, True])
+    trained(run_dir=folder, callback=lambda row: next(stops), **fields)
+    assert len(read_metrics(folder / "metrics.jsonl")) == 2
+    return folder
+
+
+# ---- networks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_class_trains_as_its_name_does() -> None:
+    assert same(trained(network={"custom": Net}), trained(network={"custom": "mine:Net"}))
+
+
+def test_a_class_that_can_be_imported_is_recorded_by_name_and_needed_no_more(tmp_path: Path) -> None:
+    run = cut(tmp_path / "run", network={"custom": Net})
+    name = f"{Net.__module__}:Net"
+    assert read_toml(run / "config.toml")["network"]["custom"] == name
+    assert same(surefoot.resume(run), trained(network={"custom": Net}))
+    assert isinstance(surefoot.load(run).policy.actor_trunk.module, Net)
+
+
+def test_any_other_function_is_passed_again_to_resume_and_load(tmp_path: Path) -> None:
+    def local(space: Any) -> nn.Module:
+        return Net(space)
+
+    run = cut(tmp_path / "run", network={"custom": local})
+    needed = (
+        r"^network\.custom='.*:.*<locals>.*': was passed as a Python object, .* surefoot\.load\(run, network={\"custom\": funct"
+    )
+    for again in (surefoot.load, surefoot.resume, surefoot.evaluate):
+        with pytest.raises(SurefootError, match=needed):
+            again(run)
+    with pytest.raises(SurefootError, match=r"network='.*:Net': the run has network\.custom='.*'; pass the functions that"):
+        surefoot.resume(run, network={"custom": Net})
+    assert same(surefoot.resume(run, network={"custom": local}), trained(network={"custom": local}))
+    assert isinstance(surefoot.load(run, network={"custom": local}), surefoot.Agent)
+
+
+def test_a_lambda_and_an_instance_are_networks_too() -> None:
+    assert same(trained(network={"custom": lambda space: Net(space)}), trained(network={"custom": Net}))
+
+
+def test_a_new_training_starts_from_a_run_with_the_same_passed_network(tmp_path: Path) -> None:
+    def local(space: Any) -> nn.Module:
+        return Net(space)
+
+    before = trained(network={"custom": local}, run_dir=tmp_path / "first")
+    after = trained(network={"custom": local}, start=str(tmp_path / "first"), optimizer={"learning_rate": 1e-30})
+    assert torch.equal(before.policy.actor_head.weight, after.policy.actor_head.weight)
+
+
+# ---- schedules -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_functions_of_the_named_schedules_train_as_the_names_do() -> None:
+    pairs: list[tuple[Any, Any]] = [("linear", lambda left: left), ("constant", lambda left: 1)]
+    for name, function in pairs:
+        assert same(trained(optimizer={"schedule": name}), trained(optimizer={"schedule": function}))
+        fields = ({"trust_region": {"clip": 0.2, "schedule": schedule}} for schedule in (name, function))
+        assert same(*(trained(objective) for objective in fields))
+    cosine = trained(optimizer={"schedule": "cosine", "warmup": 0.3})
+    assert same(cosine, trained(optimizer={"schedule": lambda left: (1 - math.cos(math.pi * left)) / 2, "warmup": 0.3}))
+
+
+def test_a_schedule_multiplies_the_learning_rate_of_every_iteration() -> None:
+    rates: list[Any] = []
+    optimizer = {"learning_rate": 1e-3, "schedule": lambda left: left**2}
+    trained(callback=lambda row: rates.append(row["learning_rate"]), optimizer=optimizer)
+    assert rates == pytest.approx([1e-3 * (1 - done / 6) ** 2 for done in range(6)])
+
+
+def test_a_run_with_scheduled_functions_resumes_exactly(tmp_path: Path) -> None:
+    fields = {"optimizer": {"schedule": lambda left: left}, "objective": {"trust_region": {"clip": 0.2, "schedule": halved}}}
+    whole = trained(**fields)
+    run = cut(tmp_path / "run", **fields)
+    with pytest.raises(SurefootError, match=r"^optimizer\.schedule='.*<lambda>': was passed .*resume\(run, optimizer={\"sched"):
+        surefoot.resume(run)
+    assert same(surefoot.resume(run, optimizer=fields["optimizer"]), whole)
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_schedule_of_a_file_needs_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("decay.py").write_text("def decay(left):\n    return left\n")
+    fields: dict[str, Any] = {"optimizer": {"schedule": "decay.py:decay"}}
+    run = cut(tmp_path / "run", **fields)
+    assert same(surefoot.resume(run), trained(optimizer={"schedule": "linear"}))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda left: 1 / 0, r"^optimizer\.schedule: the function raised ZeroDivisionError.* for 1; fix it"),
+        (lambda left: math.nan, r"^optimizer\.schedule: the function returned nan for 1; return a finite factor of at least 0"),
+        (lambda left: left - 0.7, r"^optimizer\.schedule: the function returned -0\.2.* for 0\.5; return"),
+        (lambda left: "fast", r"^optimizer\.schedule: the function raised ValueError"),
+        (
+            "lineer",
+            r"^optimizer\.schedule='lineer': must be constant, linear, cosine or file\.py:function; did you mean 'linear'\?",
+        ),
+        (3, r"^optimizer\.schedule=3: must be constant"),
+        ("no.py:decay", r"^optimizer\.schedule='no\.py:decay': can't be imported"),
+    ],
+)
+def test_a_schedule_that_is_none_is_rejected_before_training(schedule: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match=message):
+        trained(optimizer={"schedule": schedule}, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_schedule_of_the_clip_is_checked_too() -> None:
+    with pytest.raises(
+        SurefootError, match=r"^objective\.trust_region\.schedule='cosine': must be constant, linear or file\.py:f"
+    ):
+        trained({"trust_region": {"clip": 0.2, "schedule": "cosine"}})
+    with pytest.raises(SurefootError, match=r"^objective\.trust_region\.schedule: the function returned -1 for 1"):
+        trained({"trust_region": {"clip": 0.2, "schedule": lambda left: -1}})
+
+
+def test_a_function_as_learning_rate_is_answered_with_the_schedule() -> None:
+    with pytest.raises(
+        SurefootError, match=r"^optimizer\.learning_rate='.*': is a function; set the largest rate, and optimizer\.s"
+    ):
+        trained(optimizer={"learning_rate": halved})
+
+
+def test_the_name_of_a_function_is_no_schedule_of_the_core() -> None:
+    assert scheduled("field", "linear", 0.25) == 0.25
+    with pytest.raises(SurefootError, match="field='mine:halved': is the name of a function; pass the function itself"):
+        scheduled("field", "mine:halved", 0.5)  # type: ignore[arg-type]
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------------
+
+
+def test_resume_takes_functions_and_no_other_settings(tmp_path: Path) -> None:
+    run = cut(tmp_path / "run", network={"custom": Net})
+    for fields in ({"optimizer": {"learning_rate": 1.0}}, {"network": {"custom": Net, "hidden": [3]}}, {"network": Net}):
+        with pytest.raises(SurefootError, match=r": only functions and classes that train got are passed again"):
+            surefoot.resume(run, **fields)
+
+
+def test_names_stand_for_functions_wherever_they_are_nested() -> None:
+    settings = surefoot.Clip(0.1)
+    taken, functions = take_objects({"objective": {"trust_region": settings}, "network": {"custom": halved}, "steps": 3})
+    assert taken == {
+        "objective": {"trust_region": {"clip": 0.1, "clip_high": None, "dual_clip": None, "schedule": "constant"}},
+        "network": {"custom": f"{__name__}:halved"},
+        "steps": 3,
+    }
+    assert functions == {"network.custom": halved}
+
+
+def test_recipes_of_all_kinds_have_schedules_by_name() -> None:
+    for kind in ("sft", "dpo"):
+        fields = {"kind": kind, "model": "pocket", "data": {"train": "x.jsonl"}, "optimizer": {"schedule": "mine:halved"}}
+        assert make_recipe(fields).optimizer.schedule == "mine:halved"
