@@ -6,10 +6,11 @@ docs/generate.py calls ``arguments_module`` and keeps the file current.
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from surefoot.recipes.base import Section
+from surefoot.recipes.language import ROW_FIELDS
 from surefoot.recipes.presets import presets
 from surefoot.recipes.reading import KINDS
 
@@ -25,6 +26,9 @@ OBJECTS = {
 }
 """fields that also take a function"""
 FUNCTION = "Callable[..., Any]"
+ROWS = "Iterable[Mapping[str, Any]]"
+ROW_NAMES = {field.rpartition(".")[2] for field in ROW_FIELDS} | {"data"}
+"""fields that also take rows"""
 FROM_PYTHON = {"start": "Any"}
 """fields that take objects from Python too, whose types recipes can't import"""
 HEADER = '''"""Types of the keyword arguments of ``surefoot.train``, for editors and type checkers.
@@ -86,6 +90,9 @@ class Writer:
             fields = {name: self.text(field.annotation) for name, field in section.model_fields.items()}
         for name in OBJECTS.get(section.__name__, ()):
             fields[name] = f"{self.abstract(Callable)}[..., Any] | {fields[name]}"
+        for name in ROW_NAMES & fields.keys():
+            self.abstract(Iterable), self.abstract(Mapping)
+            fields[name] = f"{ROWS} | {fields[name]}"
         if "reward" in fields:  # also the terms alone
             fields["reward"] += f" | {FUNCTION} | Sequence[RewardTermTable | RewardTerm | {FUNCTION}]"
         return fields

@@ -3,7 +3,7 @@
 Written by docs/generate.py from the recipes; change the fields of the recipes instead.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from surefoot.core.algorithms import Clip, Constraint, Objective, Penalty, Reuse
@@ -257,8 +257,8 @@ class DataSettingsTable(TypedDict, total=False):
 
     columns: Mapping[str, str]
     control_tokens: Literal["split", "keep", "reject"]
-    train: str
-    held_out: str | None
+    train: Iterable[Mapping[str, Any]] | str
+    held_out: Iterable[Mapping[str, Any]] | str | None
     max_length: int
     batch: int
 
@@ -284,7 +284,7 @@ class OnlineEvaluationTable(TypedDict, total=False):
     seed: int
     patience: int | None
     rows: int
-    demonstrations: str | None
+    demonstrations: Iterable[Mapping[str, Any]] | str | None
 
 
 class PromptSettingsTable(TypedDict, total=False):
@@ -292,8 +292,8 @@ class PromptSettingsTable(TypedDict, total=False):
 
     columns: Mapping[str, str]
     control_tokens: Literal["split", "keep", "reject"]
-    train: str
-    held_out: str | None
+    train: Iterable[Mapping[str, Any]] | str
+    held_out: Iterable[Mapping[str, Any]] | str | None
     max_length: int
 
 
@@ -367,7 +367,7 @@ class MixingSettingsTable(TypedDict, total=False):
     """The fields of ``MixingSettings``."""
 
     sft_coefficient: float
-    demonstrations: str | None
+    demonstrations: Iterable[Mapping[str, Any]] | str | None
     batch: int | None
 
 
@@ -414,7 +414,7 @@ class SftArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: DataSettingsTable | DataSettings
+    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
 
 
 class RewardArguments(TypedDict, total=False):
@@ -438,8 +438,8 @@ class RewardArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: DataSettingsTable | DataSettings
-    demonstrations: str | None
+    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
+    demonstrations: Iterable[Mapping[str, Any]] | str | None
 
 
 class DpoArguments(TypedDict, total=False):
@@ -463,7 +463,7 @@ class DpoArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: DataSettingsTable | DataSettings
+    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
     reference: DpoReferenceSettingsTable | DpoReferenceSettings
     preference: PreferenceSettingsTable | PreferenceSettings
 
@@ -489,7 +489,7 @@ class LanguageArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: PromptSettingsTable | PromptSettings
+    data: Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
     sampling: SamplingSettingsTable | SamplingSettings
     turns: TurnSettingsTable | TurnSettings
     reward: (
@@ -533,8 +533,8 @@ class Arguments(TypedDict, total=False):
     gradient_checkpointing: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings
-    demonstrations: str | None
+    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings
+    demonstrations: Iterable[Mapping[str, Any]] | str | None
     reference: DpoReferenceSettingsTable | DpoReferenceSettings | ReferenceSettingsTable | ReferenceSettings
     preference: PreferenceSettingsTable | PreferenceSettings
     sampling: SamplingSettingsTable | SamplingSettings

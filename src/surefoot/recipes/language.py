@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -316,6 +316,22 @@ class CriticSettings(Section):
     """folder or hub id of the reward model that the separate model starts from; none: the policy's start"""
     label: str | None = None
     """label of critic.start whose logit is the value; none: the only one"""
+
+
+ROW_FIELDS = ("data.train", "data.held_out", "evaluation.demonstrations", "mixing.demonstrations", "demonstrations")
+"""fields that name rows"""
+
+
+def with_row_fields(table: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """The tables of a recipe with ``change(field, value)`` for each value that names rows."""
+    result = dict(table)
+    for field in ROW_FIELDS:
+        section, _, name = field.rpartition(".")
+        place = result.get(section) if section else result
+        if isinstance(place, Mapping) and name in place:
+            changed = {**place, name: change(field, place[name])}
+            result = {**result, section: changed} if section else changed
+    return result
 
 
 SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointing", "optimizer", "evaluation", "checkpoint"}

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
@@ -27,14 +27,14 @@ from surefoot.recipes.arguments import (
 from surefoot.recipes.base import Recipe, Section
 from surefoot.recipes.callables import Functions, check_functions, take_objects
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
+from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe, with_row_fields
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, named_functions, to_table
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
-from surefoot.runs.folder import RunFolder, checkpoint_to_load, kind_of
+from surefoot.runs.folder import ROWS, RunFolder, checkpoint_to_load, kind_of
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 Task = str | MakeEnvironment
 START = "start"
 """the folder in a run of the agent that it started from, if that was passed as an object"""
+Rows = str | Iterable[Mapping[str, Any]]
+"""rows of data: a file, a folder or a data set on the hub; or the rows themselves"""
 Display = Listener | bool | None
 """shows a run: a listener, True, False, or None, which is True in a terminal or notebook"""
 
@@ -104,7 +106,7 @@ def train(
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
                 list of functions and terms; a term's ``function`` may be one too. ``network["custom"]`` may be a class or
                 function that makes a network, and ``schedule`` in ``optimizer`` and ``trust_region`` a function; ``start`` may
-                be an Agent
+                be an Agent; ``data``, and every field that names rows, may be the rows themselves: dicts, or a Dataset
 
     Raises SurefootError for anything the user can fix, before training if possible.
 
@@ -115,12 +117,13 @@ def train(
     """
     fields, functions = take_objects(_tables(fields))
     fields, begin = _take_agent(fields, run_dir)
+    fields, rows = _take_rows(fields, run_dir)
     resolved = resolve_recipe(_name(task), fields, algorithm, preset)
     folder = None if run_dir is None else Path(run_dir)
     title = f"{resolved.recipe.title}, seed {resolved.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
     made = None if isinstance(task, str) else task
-    return start(resolved.recipe, folder, made, callback, shown, resolved.origin, functions, callbacks, begin)
+    return start(resolved.recipe, folder, made, callback, shown, resolved.origin, functions, callbacks, begin, rows)
 
 
 def _with_fields(signature: inspect.Signature) -> inspect.Signature:
@@ -146,6 +149,7 @@ def start(
     functions: Functions | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     agent: Agent | None = None,
+    rows: Sequence[Path] = (),
 ) -> Any:
     """Train a recipe from the beginning.
 
@@ -153,6 +157,7 @@ def start(
     origin     the settings that the recipe has from a preset
     functions  functions and classes that were passed as objects
     agent      the agent that the recipe's ``start`` stands for; it is saved there
+    rows       files of rows that were passed as objects, which the recipe has in the run's folder
 
     ``callback``, ``callbacks`` and ``display`` are those of ``train``.
 
@@ -163,21 +168,24 @@ def start(
     several = check_callbacks(callbacks)
     check_trackers(recipe, run_dir)
     recipe = with_pinned_data(recipe)
-    world = _make_world(recipe, task, functions)
-    session = None
+    folder = None if run_dir is None or not rows else RunFolder.reserve(run_dir, rows)  # the world reads them there
+    world = None
     try:
+        world = _make_world(recipe, task, functions)
         _start_from(world, agent)
         session = Session(recipe, world, None, _listeners(display, callback), several, functions)
         if run_dir is not None:  # last, so that a rejected recipe leaves no folder
-            session.folder = RunFolder.create(run_dir, recipe, None if origin is None else asdict(origin))
+            session.folder = folder = folder or RunFolder.reserve(run_dir)
+            folder.begin(recipe, None if origin is None else asdict(origin))
             if agent is not None:
                 agent.save(run_dir / START)
         session.run()
         return world.result
     finally:
-        if session is not None and session.folder is not None:
-            session.folder.close()
-        world.close()
+        if folder is not None:
+            folder.discard()
+        if world is not None:
+            world.close()
 
 
 def resume(
@@ -327,21 +335,46 @@ def with_pinned_data(recipe: Recipe) -> Recipe:
 
     Raises SurefootError if a data set can't be resolved.
     """
-    table: Any = to_table(recipe)
-    sections = {"data": ("train", "held_out"), "evaluation": ("demonstrations",), "mixing": ("demonstrations",)}
-    places = [(table.get(section), name) for section, names in sections.items() for name in names]
-    named = [(place, name) for place, name in [*places, (table, "demonstrations")] if _on_hub(place, name)]
-    if not named:
-        return recipe
-    from surefoot.language.data.hub import pinned
 
-    for place, name in named:
-        place[name] = pinned(place[name])
-    return make_recipe(table)
+    def with_commit(field: str, name: Any) -> Any:
+        if not str(name).startswith("hf:/"):
+            return name
+        from surefoot.language.data.hub import pinned
+
+        return pinned(name)
+
+    return make_recipe(with_row_fields(to_table(recipe), with_commit))
 
 
-def _on_hub(table: Any, name: str) -> bool:
-    return isinstance(table, dict) and str(table.get(name)).startswith("hf:/")
+def _take_rows(fields: dict[str, Any], run_dir: str | Path | None) -> tuple[dict[str, Any], list[Path]]:
+    """The fields with paths in place of rows that were passed as objects, and the files that have these rows.
+
+    The paths are those of copies in the run's folder, or the files themselves without one.
+    """
+    files: list[Path] = []
+
+    def named(field: str, value: Any) -> Any:
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if not _are_rows(value):
+            return value
+        files.append(_rows_file(value, field))
+        return str(files[-1] if run_dir is None else Path(run_dir) / ROWS / files[-1].name)
+
+    if _are_rows(fields.get("data")):
+        fields = {**fields, "data": {"train": fields["data"]}}
+    return with_row_fields(fields, named), files
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, os.PathLike))
+
+
+def _rows_file(rows: Any, field: str) -> Path:
+    """A file with rows that were passed as objects, which exists as long as this process."""
+    from surefoot.language.data.sources import process_folder, save_rows
+
+    return save_rows(rows, process_folder(), field)
 
 
 def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = False, network: Any = None) -> Any:
@@ -382,7 +415,7 @@ def evaluate(
 ) -> EvaluationResult: ...
 @overload
 def evaluate(
-    what: "LanguageModel | RewardModel", *, data: str | None = None, rows: int | None = None, seed: int | None = None
+    what: "LanguageModel | RewardModel", *, data: Rows | None = None, rows: int | None = None, seed: int | None = None
 ) -> dict[str, Any]: ...
 @overload
 def evaluate(
@@ -392,7 +425,7 @@ def evaluate(
     episodes: int = 20,
     seed: int | None = None,
     deterministic: bool = True,
-    data: str | None = None,
+    data: Rows | None = None,
     rows: int | None = None,
 ) -> Any: ...
 def evaluate(
@@ -402,7 +435,7 @@ def evaluate(
     episodes: int = 20,
     seed: int | None = None,
     deterministic: bool = True,
-    data: str | None = None,
+    data: Rows | None = None,
     rows: int | None = None,
 ) -> Any:
     """Evaluate an agent over whole episodes, or a model on held-out rows. The same seed gives the same result.
@@ -411,7 +444,8 @@ def evaluate(
     task            agents: the task of the episodes; default: the one trained on
     episodes        agents: how many, of which ``seed`` (default 0) determines the resets
     deterministic   agents: greedy actions; False: sampled
-    data, rows      models: other rows than the recipe's held-out ones, and how many of them; ``seed`` is that of the samples
+    data, rows      models: other rows than the recipe's held-out ones (a file, or dicts), and how many of them; ``seed`` is
+                    that of the samples
 
     Returns an EvaluationResult for an agent, the metrics for a model (``held_out_reward``, …), and the report of
     ``surefoot evaluate --json`` for the folder of a language run.
@@ -422,15 +456,16 @@ def evaluate(
     >>> result.mean_return == sum(result.returns) / 3
     True
     """
+    file: Any = str(_rows_file(data, "data")) if _are_rows(data) else data
     if isinstance(what, (str, Path)):
         if kind_of(Path(what)) != "control":
             _reject(task=task)
             from surefoot.language.analysis.evaluate import evaluate_run
 
-            return evaluate_run(Path(what), data=data, rows=rows, seed=seed)
+            return evaluate_run(Path(what), data=file, rows=rows, seed=seed)
         what = load(what)
     if isinstance(what, Agent):
-        _reject(data=data, rows=rows)
+        _reject(data=file, rows=rows)
         same = task is None or _name(task) == what.recipe.task
         arguments = what.recipe.environment if same else {}
         return evaluate_agent(what, task or what.recipe.task, arguments, episodes, seed or 0, deterministic)
@@ -439,7 +474,7 @@ def evaluate(
     _reject(task=task)
     from surefoot.language.analysis.evaluate import evaluate_model
 
-    return evaluate_model(what, data=data, rows=rows, seed=seed)
+    return evaluate_model(what, data=file, rows=rows, seed=seed)
 
 
 def _reject(**arguments: Any) -> None:

@@ -1,6 +1,7 @@
 """A run folder: its files, its lock, and the checkpoints in it.
 
 config.toml        the resolved recipe, re-runnable
+rows/              rows that were passed to ``train`` as objects
 environment.json   versions, seed, threads: all that results depend on besides the recipe; settings from a preset
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
 metrics.damaged.jsonl   lines of it that could not be read on resume
@@ -18,9 +19,11 @@ import contextlib
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +33,17 @@ import filelock
 from surefoot.errors import SurefootError
 from surefoot.files import check_shown, read_table, read_toml, write_text
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import with_row_fields
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
-from surefoot.runs.checkpoint import MANIFEST, check_numbered, checkpoints_in, clear, clear_checkpoints, latest_checkpoint
+from surefoot.runs.checkpoint import (
+    MANIFEST,
+    check_numbered,
+    checkpoints_in,
+    clear,
+    clear_checkpoints,
+    flush,
+    latest_checkpoint,
+)
 from surefoot.runs.reading import FINISHED, check_is_run
 
 if TYPE_CHECKING:
@@ -74,6 +86,9 @@ MEASURES = (
 """recipe fields that define the score of an evaluation"""
 ASKING = ("batch", "retries", "token_from")
 """fields of a reward term that change how it is computed, not its value"""
+ROWS = "rows"
+"""the folder in a run of the rows that were passed as objects; the name of a file in it is unique to its content"""
+SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
 
@@ -84,27 +99,73 @@ class RunFolder:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
         self._lock = filelock.FileLock(path / ".lock")
+        self._rows: list[Path] = []
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, preset: Mapping[str, Any] | None = None) -> "RunFolder":
-        """A new run; SurefootError when the folder already holds something, or can't be made.
+        """A new run: ``reserve`` and ``begin``."""
+        run = cls.reserve(path)
+        run.begin(recipe, preset)
+        return run
 
-        preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
+    @classmethod
+    def reserve(cls, path: Path, rows: Iterable[Path] = ()) -> "RunFolder":
+        """The folder of a new run, locked, with files of rows; SurefootError when it already holds something, or can't be made.
+
+        It is not a run before ``begin``; ``discard`` removes it.
         """
         check_shown("run_dir", path.resolve().name)
-        if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
+        # A kill before begin() leaves rows, which the next attempt may write again.
+        if path.exists() and (not path.is_dir() or any(p.name not in (".lock", ROWS) for p in path.iterdir())):
             raise SurefootError(
                 f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
             )
-        try:
+        with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
             run._acquire()
-            write_text(path / "config.toml", to_toml(recipe))
-            write_text(path / "environment.json", json.dumps({**environment(recipe), "preset": preset}, indent=1))
-        except OSError as error:
-            raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --run-dir") from None
+            try:
+                for file in rows:
+                    run._keep(file)
+            except BaseException:
+                run.discard()
+                raise
         return run
+
+    def _keep(self, file: Path) -> None:
+        """Copy a file of rows, whole or not at all."""
+        kept = self.path / ROWS / file.name
+        kept.parent.mkdir(exist_ok=True)
+        self._rows.append(kept)
+        temporary = kept.with_name(f".{kept.name}.tmp")
+        try:
+            shutil.copyfile(file, temporary)
+            flush(temporary)
+            os.replace(temporary, kept)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def begin(self, recipe: Recipe, preset: Mapping[str, Any] | None = None) -> None:
+        """Write the recipe: from now on this is a run.
+
+        preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
+        """
+        with _writing(self.path):
+            write_text(self.path / "config.toml", to_toml(recipe))
+            write_text(self.path / "environment.json", json.dumps({**environment(recipe), "preset": preset}, indent=1))
+        self._rows = []
+
+    def discard(self) -> None:
+        """Remove the rows of a run that did not begin, and the folder if nothing else is in it; release the lock."""
+        for file in self._rows:
+            file.unlink(missing_ok=True)
+        if self._rows:
+            self._lock.release()
+            (self.path / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it holds something else
+                (self.path / ROWS).rmdir()
+                self.path.rmdir()
+        self.close()
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -132,7 +193,7 @@ class RunFolder:
         table = read_toml(self.path / "config.toml")
         if "trackers" not in table and any(self.path.glob("events.out.tfevents.*")):
             table = {**table, "trackers": ["tensorboard"]}
-        return make_recipe(table)
+        return make_recipe(with_own_rows(table, self.path))
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Replace config.toml (a run that was extended, or changed on purpose)."""
@@ -165,6 +226,36 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         self._lock.release()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write a new run's folder into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --run-dir") from None
+
+
+def with_own_rows(table: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """The tables of a run's recipe, with its rows where the run's folder is now, if it was moved."""
+
+    def found(field: str, value: Any) -> Any:
+        match = SAVED_ROWS.fullmatch(str(value))
+        own = run / ROWS / match[1] if match else None
+        return value if own is None or Path(value).is_file() or not own.is_file() else str(own)
+
+    return with_row_fields(table, found)
+
+
+def _by_content(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a recipe with the names of saved rows instead of their paths."""
+
+    def named(field: str, value: Any) -> Any:
+        match = SAVED_ROWS.fullmatch(str(value))
+        return match[1] if match else value
+
+    return with_row_fields(table, named)
 
 
 def checkpoint_to_load(path: Path) -> Path:
@@ -247,7 +338,7 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     free = tuple(f"{name}: " for name in ("steps", *FREE))
     with contextlib.suppress(SurefootError):
         before = to_table(make_recipe(before))  # of an older version: a field that it did not know has its default
-    return [line for line in differences(before, to_table(recipe)) if not line.startswith(free)]
+    return [line for line in differences(_by_content(before), _by_content(to_table(recipe))) if not line.startswith(free)]
 
 
 def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:

@@ -26,7 +26,7 @@ from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
-from surefoot.runs.folder import checkpoint_to_load, recipe_differences
+from surefoot.runs.folder import checkpoint_to_load, recipe_differences, with_own_rows
 from surefoot.runs.reading import check_is_run
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
@@ -60,7 +60,7 @@ def evaluate_run(
     """
     check_is_run(run)
     checkpoint = checkpoint_to_load(run)
-    written = make_recipe(read_toml(run / "config.toml"))
+    written = make_recipe(with_own_rows(read_toml(run / "config.toml"), run))
     recipe = with_evaluation_rows(written, data, rows, seed)
     if attempts is not None and recipe.kind != "language":
         raise SurefootError(

@@ -1,17 +1,21 @@
 """Open rows by name: a file, a folder, a pattern of files, or a data set on the hub."""
 
 import hashlib
+import json
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from surefoot.errors import SurefootError, did_you_mean
-from surefoot.language.data.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of
+from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.language.data.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
 from surefoot.language.data.hub import hub_rows, hub_size, is_hub_name, pinned
-from surefoot.language.data.rows import Row
+from surefoot.language.data.rows import Row, json_type
 
 EXPANSION = 5
 """bytes of text per byte of a compressed file, about"""
@@ -79,6 +83,63 @@ class Source:
                 raise SurefootError(f"data.columns: {row.where} has a column {new!r} already; rename that one too")
             columns[new] = value
         return Row(columns, row.where, row.file)
+
+
+def save_rows(rows: Iterable[Any], folder: Path, field: str) -> Path:
+    """Write rows that were passed as objects as JSON lines: ``train-<hash>.jsonl`` for ``data.train``, by content.
+
+    rows   dicts, or a ``datasets.Dataset``; NumPy numbers and arrays in them become numbers and lists
+
+    Raises SurefootError, with field and row, for what is not a row, or what JSON can't hold; and without rows.
+    """
+    name, nulls = field.rpartition(".")[2], hasattr(rows, "features")  # a Dataset's schema adds nulls
+    digest, temporary = hashlib.sha256(), folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            for number, row in enumerate(rows, start=1):
+                line = _line(row, f"{field}: row {number}", nulls)
+                digest.update(line)
+                file.write(line)
+        if not temporary.stat().st_size:
+            raise SurefootError(f"{field}: has no rows; pass at least one")
+        saved = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+        os.replace(temporary, saved)
+        return saved
+    except OSError as error:
+        raise SurefootError(f"{field}: its rows can't be written to {folder} ({error.strerror}); free space there") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _line(row: Any, where: str, nulls: bool) -> bytes:
+    if not isinstance(row, Mapping):
+        raise SurefootError(f"{where} is {json_type(row)}; pass rows as dicts, such as {{'prompt': …}}")
+    columns = without_schema_nulls(dict(row)) if nulls else dict(row)
+    try:
+        return json.dumps(columns, default=_plain, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SurefootError(
+            f"{where} has what JSON can't hold ({cause_of(error)}); use text, numbers, lists and dicts"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """The Python value of a number or array of NumPy, or of a mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__}")
+    return value.tolist()
+
+
+@cache
+def _process_folder() -> "TemporaryDirectory[str]":
+    return TemporaryDirectory(prefix="surefoot-rows-")
+
+
+def process_folder() -> Path:
+    """A folder for rows that were passed as objects, which this process removes when it ends."""
+    return Path(_process_folder().name)
 
 
 def read_rows(path: str | Path) -> list[Row]:

@@ -1,0 +1,153 @@
+"""Laws of rows that are passed from Python: they train as a file of them does, and the run's folder keeps them for resuming."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.files import read_toml
+from surefoot.language.data.rows import write_rows
+from surefoot.language.data.sources import read_rows, save_rows
+from surefoot.runs import api
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+TEXTS = ("i love it.", "it is fine.", "the chain is weak.", "good")
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"prompt": "new bike: ", "completion": text} for text in TEXTS],
+    "reward": [{"prompt": "new bike: ", "chosen": text, "rejected": "no"} for text in TEXTS],
+    "dpo": [{"prompt": "new bike: ", "chosen": text, "rejected": "no"} for text in TEXTS],
+    "language": [{"prompt": "new bike: ", "answer": text} for text in TEXTS],
+}
+KINDS = list(ROWS)
+
+
+def by_answer(prompts: Any, responses: Any, *, answer: Any, **columns: Any) -> list[float]:
+    return [float(len(response) - len(text)) for response, text in zip(responses, answer, strict=True)]
+
+
+def settings(kind: str, train: Any, **fields: Any) -> dict[str, Any]:
+    shared = {"model": "pocket", "seed": 2, "steps": 12, "checkpoint": {"every": 4}, **fields}
+    if kind == "language":
+        online = {"sampling": {"prompts": 4, "max_tokens": 4}, "reward": by_answer}
+        return {**shared, **online, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}, "data": train}
+    return {**shared, "data": {"train": train, "batch": 4} if not isinstance(train, dict) else {**train, "batch": 4}}
+
+
+def same(one: Any, other: Any) -> bool:
+    states = [(model.model if hasattr(model, "tokens") else model).state_dict() for model in (one, other)]
+    return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_train_as_a_file_of_them_and_a_stopped_run_resumes_from_its_folder(kind: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", ROWS[kind])
+    named = {"train": str(tmp_path / "rows.jsonl"), "held_out": str(tmp_path / "rows.jsonl")}
+    passed = {"train": ROWS[kind], "held_out": iter(ROWS[kind])}
+    whole = surefoot.train(kind, run_dir=tmp_path / "whole", **settings(kind, named))
+    stops = iter([False, True])
+    run = tmp_path / "run"
+    surefoot.train(kind, run_dir=run, callback=lambda row: next(stops), **settings(kind, passed))
+    assert len(read_metrics(run / "metrics.jsonl")) == 2
+    assert sorted(path.name.partition("-")[0] for path in (run / "rows").iterdir()) == ["held_out", "train"]
+    again = surefoot.resume(run, reward=by_answer) if kind == "language" else surefoot.resume(run)
+    assert same(again, whole)
+
+
+def test_a_list_alone_is_the_training_rows(tmp_path: Path) -> None:
+    one = surefoot.train("language", **settings("language", ROWS["language"]))
+    write_rows(tmp_path / "rows.jsonl", ROWS["language"])
+    assert same(one, surefoot.train("language", **settings("language", {"train": tmp_path / "rows.jsonl"})))
+
+
+def test_a_dataset_and_other_iterables_are_rows() -> None:
+    datasets = pytest.importorskip("datasets")
+    one = surefoot.train("sft", **settings("sft", ROWS["sft"]))
+    for rows in (datasets.Dataset.from_list(ROWS["sft"]), tuple(ROWS["sft"]), (dict(row) for row in ROWS["sft"])):
+        assert same(one, surefoot.train("sft", **settings("sft", rows)))
+
+
+def test_every_field_that_names_rows_takes_them(tmp_path: Path) -> None:
+    fields = settings("language", {"train": ROWS["language"], "held_out": ROWS["language"]})
+    fields |= {"mixing": {"sft_coefficient": 0.1, "demonstrations": ROWS["sft"]}, "evaluation": {"demonstrations": ROWS["sft"]}}
+    surefoot.train("language", run_dir=tmp_path / "run", **fields)
+    names = {path.name.partition("-")[0] for path in (tmp_path / "run" / "rows").iterdir()}
+    assert names == {"train", "held_out", "demonstrations"}
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_log_likelihood"] is not None
+
+
+def test_a_run_that_was_moved_resumes_and_evaluates_with_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = {"train": ROWS["sft"], "held_out": ROWS["sft"]}
+    stops = iter([True])
+    surefoot.train("sft", run_dir="run", callback=lambda row: next(stops), **settings("sft", rows))
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert surefoot.evaluate("moved")["held_out_loss"] > 0
+    assert same(surefoot.resume("moved"), surefoot.train("sft", **settings("sft", ROWS["sft"])))
+    assert read_toml(Path("moved/config.toml"))["data"]["train"].startswith("moved/rows/train-")
+
+
+def test_a_model_is_evaluated_on_rows_from_python() -> None:
+    model = surefoot.train("sft", **settings("sft", {"train": ROWS["sft"], "held_out": ROWS["sft"]}))
+    assert surefoot.evaluate(model, data=ROWS["sft"]) == surefoot.evaluate(model)
+    assert surefoot.evaluate(model, data=ROWS["sft"][:1]) != surefoot.evaluate(model)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"^data\.train: has no rows; pass at least one"),
+        (["new bike: "], r"^data\.train: row 1 is text; pass rows as dicts, such as \{'prompt': …\}"),
+        (
+            [ROWS["sft"][0], {"prompt": {1, 2}}],
+            r"^data\.train: row 2 has what JSON can't hold \(.*a set.*\); use text",
+        ),
+        ([{"prompt": float("nan")}], r"^data\.train: row 1 has what JSON can't hold"),
+        ([{"prompt": 3, "completion": "x"}], r"rows/train-[0-9a-f]{16}\.jsonl, line 1: .*column 'prompt' is a number"),
+    ],
+)
+def test_what_is_no_row_is_rejected_and_leaves_no_folder(rows: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SurefootError, match=message):
+        surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", rows))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_never_reach_the_folder_of_another_run(tmp_path: Path) -> None:
+    surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
+    before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))}
+    with pytest.raises(SurefootError, match="holds a run or other files"):
+        surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"][:2]))
+    assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))} == before
+
+
+def test_a_kill_before_the_run_began_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were kept, and a lock, are all that it may leave."""
+    monkeypatch.setattr(api.RunFolder, "discard", api.RunFolder.close)
+    monkeypatch.setattr(api, "_make_world", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"rows", ".lock"}
+    monkeypatch.undo()
+    surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
+    assert (tmp_path / "run" / "finished.json").exists()
+
+
+def test_files_are_named_by_their_content_and_have_what_was_passed(tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "é\ud800\n", "numbers": np.arange(2), "score": np.float32(0.5), "nested": [{"a": None}]}
+
+    one, two = save_rows(rows(), tmp_path, "data.train"), save_rows(list(rows()), tmp_path, "data.train")
+    assert one == two
+    assert [path.name for path in tmp_path.iterdir()] == [one.name]
+    (row,) = read_rows(one)
+    assert row.columns == {"prompt": "é\ud800\n", "numbers": [0, 1], "score": 0.5, "nested": [{"a": None}]}
+    assert save_rows([{"prompt": "b"}], tmp_path, "data.train") != one
+    assert json.loads(one.read_text())["score"] == 0.5
