@@ -478,11 +478,12 @@ def evaluate(
 
 
 def _reject(**arguments: Any) -> None:
-    """Raise SurefootError for an argument that this kind of evaluation does not use."""
+    """Raise SurefootError for an argument that is for agents if there is a model, or the other way round."""
+    agent, model = "an agent, evaluated over episodes", "a model, evaluated on held-out rows"
+    kinds = {"data": agent, "rows": agent, "task": model, "network": "a language model, not an agent"}
     for name, value in arguments.items():
         if value is not None:
-            kind = "an agent, evaluated over episodes" if name in ("data", "rows") else "a language model, not an agent"
-            raise SurefootError(f"{name}={value!r}: this is {kind}; leave it out")
+            raise SurefootError(f"{name}={value!r}: this is {kinds[name]}; leave it out")
 
 
 def _name(task: Task) -> str:
