@@ -88,6 +88,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     return tables
 
 
+BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+"""texts that are a boolean"""
+
+
 def parse_value(text: str) -> Any:
     """The value of a flag, read as TOML (0.9, true, [64, 64]); a bare word is a string."""
     try:

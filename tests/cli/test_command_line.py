@@ -160,6 +160,16 @@ def test_a_boolean_option_without_a_value_is_on_and_takes_no_other_word(words, o
     assert find_recipe("CartPole-v1", changes).normalise.rewards is on
 
 
+@pytest.mark.parametrize(("words", "value"), [(['["arm"]'], ("arm",)), ([], True), (["no"], False)], ids=str)
+def test_an_option_that_is_a_boolean_or_a_list_takes_either(words, value):
+    name, resolved, rest = cli.resolve_command(click.Context(cli), ["train", "--normalise.observations", *words, "CartPole-v1"])
+    with resolved.make_context(name, rest) as context:
+        params = dict(context.params)
+    assert params["what"] == "CartPole-v1"
+    changes = changes_from({"normalise__observations": params["normalise__observations"]})
+    assert find_recipe("CartPole-v1", changes).normalise.observations == value
+
+
 @pytest.mark.parametrize(
     "words",
     [

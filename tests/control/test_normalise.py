@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import surefoot
-from surefoot import PPO_CLIP
+from surefoot import PPO_CLIP, SurefootError
 from surefoot.control.normalise import ObservationNormaliser, RewardNormaliser, running_returns
 from surefoot.control.world import ControlWorld
 from surefoot.core.loop import run_loop
 from surefoot.core.rollout import LearnerState
 from surefoot.runs.session import make_learner
 
-from .tiny import Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, world_of
+from .tiny import Clockwork, Endless, Sampled, bare, clockworks, fresh_state, one_by_one, world_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(GOLDEN.read_text("utf-8"))}
@@ -158,6 +159,78 @@ def test_masked_rows_change_nothing_whatever_they_hold() -> None:
     ours, carried = running_returns(rewards, ended, keep, torch.zeros(1), 0.5)
     assert ours[keep].tolist() == [1.0, 2.5, 3.0, 5.5]
     assert carried.tolist() == [5.5]
+
+
+# ---- some parts of an observation -------------------------------------------------------------------------------------
+
+ARM = spaces.Dict(angle=spaces.Box(-5, 5, (2,)), speed=spaces.Box(-5, 5, ()))
+ROBOT = spaces.Dict(
+    arm=ARM, place=spaces.Box(-5, 5, (3,)), gear=spaces.Discrete(3), eye=spaces.Box(0, 255, (36, 36, 3), np.uint8)
+)
+
+
+def of_parts(observations: Any, space: Any = ROBOT) -> ControlWorld:
+    fields = {"rollout": {"environments": 2, "steps": 8}, "normalise": {"observations": observations}}
+    return world_of(lambda: Sampled(space, spaces.Discrete(2)), **fields)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "parts"),
+    [
+        (True, {"arm.angle", "arm.speed", "place"}),
+        (False, set()),
+        (["place"], {"place"}),
+        (["arm"], {"arm.angle", "arm.speed"}),
+        (["arm.speed", "place", "place"], {"arm.speed", "place"}),
+    ],
+)
+def test_only_the_chosen_parts_are_normalised_and_the_others_are_as_observed(chosen: Any, parts: set[str]) -> None:
+    world = of_parts(chosen)
+    for part in range(2):
+        rollout = world.collector.collect(fresh_state(part))
+    raw = world.collector.raw.observations
+    seen = {path for path in raw if not np.array_equal(rollout.inputs[path].numpy(), raw[path])}
+    assert seen == parts
+
+
+def test_all_parts_by_name_are_the_same_numbers_as_true() -> None:
+    inputs = [of_parts(chosen).collector.collect(fresh_state()).inputs for chosen in (True, ["place", "arm"])]
+    assert all(torch.equal(inputs[0][path], x) for path, x in inputs[1].items())
+    alone = spaces.Box(-5, 5, (2,))
+    inputs = [of_parts(chosen, alone).collector.collect(fresh_state()).inputs for chosen in (True, ["observation"])]
+    assert torch.equal(inputs[0]["observation"], inputs[1]["observation"])
+
+
+def test_a_saved_agent_keeps_which_parts_it_normalises(tmp_path: Path) -> None:
+    world = of_parts(["arm"])
+    world.collector.collect(fresh_state())
+    world.agent.save(tmp_path / "agent")
+    again = surefoot.load(tmp_path / "agent")
+    assert again.recipe.normalise.observations == ("arm",)
+    x = {path: torch.ones(1, *part.shape, dtype=torch.float32) for path, part in again.parts.items()}
+    assert all(torch.equal(again.normaliser()(x)[path], world.agent.normaliser()(x)[path]) for path in x)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            ["plce"],
+            r"^normalise\.observations=\['plce'\]: the observation has no part 'plce'; did you mean 'place'\? \(parts: 'arm\.",
+        ),
+        (
+            ["eye"],
+            r"^normalise\.observations=\['eye'\]: 'eye' is an image, bits or a choice, which are never normalised; leave it",
+        ),
+        (["gear", "place"], r"'gear' is an image, bits or a choice"),
+        ([], r"^normalise\.observations=\[\]: must be true, false, or a list of the names of parts"),
+        ("place", r"^normalise\.observations='place': must be true"),
+        ([1], r"^normalise\.observations=\[1\]: must be true"),
+    ],
+)
+def test_what_names_no_part_to_normalise_is_rejected(chosen: Any, message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
+        of_parts(chosen)
 
 
 # ---- frozen, then updated ---------------------------------------------------------------------------------------------

@@ -17,10 +17,8 @@ from click.shell_completion import CompletionItem
 from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
-from surefoot.files import parse_value
+from surefoot.files import BOOLEAN_WORDS, parse_value
 
-BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-"""words after a boolean option that are its value"""
 TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 """recipe fields whose types need no explanation"""
 
@@ -64,7 +62,7 @@ def with_boolean_values(command: click.Command, words: Sequence[str]) -> list[st
         option = options.get(word)
         if option is None or option.is_flag:
             result.append(word)
-        elif isinstance(option, BooleanOption) and (not rest or rest[0].lower() not in BOOLEAN_WORDS):
+        elif isinstance(option, BooleanOption) and not (rest and (rest[0].lower() in BOOLEAN_WORDS or rest[0].startswith("["))):
             result.append(f"{word}=true")
         elif rest and rest[0].startswith("--"):
             raise SurefootError(f"{word}: has no value before {rest[0]}; give one, or write {word}={rest[0]} if that is it")
@@ -106,8 +104,8 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
         if name in without:
             continue
         flag = "--" + name.replace("_", "-")
-        boolean = field.type == BOOLEAN
-        help_text = field.meaning if boolean or name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
+        boolean = field.type.startswith(BOOLEAN)
+        help_text = field.meaning if field.type == BOOLEAN or name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
         form: dict[str, Any] = {"cls": BooleanOption, "metavar": "[true|false]"} if boolean else {"metavar": "VALUE"}
         form["shell_complete"] = Choices(BOOLEAN if boolean else field.type, name)
         command = click.option(flag, *ALIASES.get(name, ()), name.replace(".", "__"), help=help_text, **form)(command)

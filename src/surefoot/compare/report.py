@@ -148,7 +148,9 @@ def shared_settings(recipe: ControlRecipe) -> str:
     critics = f" ({optimizer.critic_learning_rate:g} for the critic)" if optimizer.critic_learning_rate else ""
     limit = "no gradient clip" if optimizer.max_grad_norm is None else f"gradients clipped at norm {optimizer.max_grad_norm:g}"
     name = {"adam": "Adam", "rmsprop": "RMSprop"}[optimizer.kind]
-    normalised = [part for part in ("observations", "rewards") if getattr(normalise, part)]
+    chosen = normalise.observations
+    observations = "observations" if isinstance(chosen, bool) else f"observations ({', '.join(chosen)})"
+    normalised = [what for what, on in ((observations, chosen), ("rewards", normalise.rewards)) if on]
     return (
         f"{widths}, {trunk}; {name} {optimizer.learning_rate:g}{critics}, {schedule}, {limit}; "
         f"γ = {recipe.objective.gamma:g}; {' and '.join(normalised) or 'nothing'} normalised"

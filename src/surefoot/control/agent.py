@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
-from surefoot.control.normalise import ActionBounds, Normalise, ObservationNormaliser, RewardNormaliser, action_converter
+from surefoot.control.normalise import (
+    ActionBounds,
+    Normalise,
+    ObservationNormaliser,
+    RewardNormaliser,
+    action_converter,
+    normalised_parts,
+)
 from surefoot.control.policy import ActorCritic, ReparameterisedSampling
 from surefoot.control.spaces import (
     MASK,
@@ -61,9 +68,8 @@ class Agent(nn.Module):
         critic = recipe.objective.baseline == "critic"
         self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator, functions)
         normalise = recipe.normalise
-        vectors = {path: part.shape for path, part in self.parts.items() if part.vector}
-        normalised = normalise.observations and vectors
-        self.observation_normaliser = ObservationNormaliser(vectors, normalise.clip) if normalised else None
+        normalised = normalised_parts(self.parts, normalise.observations)
+        self.observation_normaliser = ObservationNormaliser(normalised, normalise.clip) if normalised else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
         self.bounds = ActionBounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
         self.policy.to(recipe.device)

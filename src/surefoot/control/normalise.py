@@ -4,7 +4,7 @@ Normalisers belong to the agent: saved with it, frozen within a rollout and in e
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -13,11 +13,39 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.control.spaces import Array
+from surefoot.control.spaces import Array, ObservationPart
 from surefoot.core.distributed import all_sum, merge_across_ranks
+from surefoot.errors import SurefootError, did_you_mean
 from surefoot.functional import Moments, masked_moments, merge_moments
 
 Normalise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+def normalised_parts(parts: Mapping[str, ObservationPart], chosen: bool | Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parts of an observation to normalise, by path: all vectors, or those that are chosen.
+
+    chosen   a name stands for a part, or for all vectors below it, as "arm" for "arm.angle" and "arm.speed"
+
+    Raises SurefootError for a name that stands for no vector.
+    """
+    vectors = {path: part.shape for path, part in parts.items() if part.vector}
+    if isinstance(chosen, bool):
+        return vectors if chosen else {}
+    wanted: set[str] = set()
+    for name in chosen:
+        below = [path for path in parts if path == name or path.startswith(f"{name}.")]
+        if not below:
+            raise SurefootError(
+                f"normalise.observations={list(chosen)}: the observation has no part {name!r}{did_you_mean(name, parts)} "
+                f"(parts: {', '.join(map(repr, parts))})"
+            )
+        if not vectors.keys() & set(below):
+            raise SurefootError(
+                f"normalise.observations={list(chosen)}: {name!r} is an image, bits or a choice, which are never normalised; "
+                "leave it out"
+            )
+        wanted |= set(below)
+    return {path: shape for path, shape in vectors.items() if path in wanted}
 
 
 class RunningMoments(nn.Module):

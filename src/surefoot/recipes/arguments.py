@@ -203,7 +203,7 @@ class NetworkTable(TypedDict, total=False):
 class NormaliseSettingsTable(TypedDict, total=False):
     """The fields of ``NormaliseSettings``."""
 
-    observations: bool
+    observations: bool | Sequence[str]
     rewards: bool
     actions: bool
     clip: float

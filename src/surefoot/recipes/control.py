@@ -8,10 +8,11 @@ from importlib.metadata import entry_points, packages_distributions, requires
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
+from surefoot.files import BOOLEAN_WORDS
 from surefoot.recipes.base import (
     Cores,
     Count,
@@ -82,11 +83,23 @@ class RolloutSettings(Section):
         return names
 
 
+def _check_parts(value: Any) -> Any:
+    """A boolean, or the names of parts."""
+    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) and name for name in value):
+        return names_in(value)
+    if isinstance(value, int) or (isinstance(value, str) and value.lower() in BOOLEAN_WORDS):
+        return value
+    raise SurefootError(
+        f"normalise.observations={value!r}: must be true, false, or a list of the names of parts, such as ['position']"
+    )
+
+
 class NormaliseSettings(Section):
     """Scales of observations, rewards and actions."""
 
-    observations: bool = False
-    """subtract the running mean of observations and divide by their running standard deviation"""
+    observations: Annotated[bool | tuple[str, ...], BeforeValidator(_check_parts)] = False
+    """subtract the running mean of observations and divide by their running standard deviation; a list of names: only these
+    parts of a Dict or Tuple observation. Images, bits and choices are never normalised"""
     rewards: bool = False
     """divide rewards by the running standard deviation of the discounted return"""
     actions: bool = True
