@@ -70,6 +70,18 @@ def surefoot(command: Callable[..., tuple[int, str, str]]) -> Callable[..., str]
 
 
 @pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A Hugging Face hub on this machine, with a token for it and an empty cache."""
+    pytest.importorskip("huggingface_hub")
+    from fake_hub import TOKEN, serving, use_hub
+
+    with serving() as server:
+        use_hub(monkeypatch, server.address, tmp_path / "cache")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+@pytest.fixture
 def sandboxed() -> None:
     """For tests that run programs in a sandbox: skipped where a machine has no namespaces for it, and never where it has."""
     try:

@@ -7,17 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_hub import NEW, OLD, Hub
 
 from surefoot.errors import SurefootError
-from surefoot.language.data.hub import HubName, is_hub_name, parse_name
+from surefoot.language.data.hub import parse_data
 from surefoot.language.data.sources import open_rows
-
-from .fake_hub import NEW, OLD, Hub, serving
+from surefoot.runs.hub import HubName, is_hub_name
 
 READ = """
 import json, sys
@@ -42,14 +41,8 @@ sys.exit(main())
 """
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serving() as server:
-        yield server
-
-
 def run(hub: Hub | None, home: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    address = "http://127.0.0.1:9" if hub is None else f"http://127.0.0.1:{hub.server_address[1]}"
+    address = "http://127.0.0.1:9" if hub is None else hub.address
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "SUREFOOT_CACHE": str(home / "own")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
     command = [sys.executable, "-c", code, *words]
@@ -70,8 +63,8 @@ def test_a_name_has_a_configuration_a_revision_and_a_split_or_not() -> None:
         "hf:/org/name/main@refs/pr/1:test[:10%]": ("org/name", "main", "refs/pr/1", "test[:10%]"),
         f"hf://org/na.me-x@{OLD}:train+test": ("org/na.me-x", None, OLD, "train+test"),
     }.items():
-        assert parse_name(text) == HubName(*parts)
-        assert parse_name(str(parse_name(text))) == HubName(*parts)
+        assert parse_data(text) == HubName(*parts)
+        assert parse_data(str(parse_data(text))) == HubName(*parts)
         assert is_hub_name(Path(text))
     assert not is_hub_name("data/hf.jsonl")
     for text in ("hf://", "hf://org/name:", "hf://a/b/c/d:train", "hf://a b:train", "hf://org/name@:train"):
@@ -111,7 +104,7 @@ def test_rows_of_the_hub_and_of_its_cache_are_those_of_the_named_commit(hub: Hub
     assert config.startswith(f"hf://org/name/none@{OLD}:train: can't be read from the hub (ValueError: BuilderConfig 'none'")
     assert not any("\n" in line for line in (name, split, missing, branch, config))
 
-    hub.head = NEW
+    hub.repositories["datasets/org/name"].head = NEW
     assert [row[1] for row in read(hub, tmp_path, "hf://org/name:train", where)] == [["x"], ["c", "d"]]
 
     offline = read(None, tmp_path, where, f"hf://org/name@{NEW}:train", "hf://org/name:train", "hf://org/new:train")
@@ -131,7 +124,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     config = next(tmp_path.rglob("config.toml"))
     assert f'train = "hf://org/name@{OLD}:train"' in config.read_text()
-    hub.head = NEW
+    hub.repositories["datasets/org/name"].head = NEW
     done = run(hub, tmp_path, TRAIN, "resume", str(config.parent), "--steps", "4")
     assert done.returncode == 0, done.stderr
     assert OLD in config.read_text()

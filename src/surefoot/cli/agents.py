@@ -1,4 +1,4 @@
-"""Evaluate a run, record its agent, and export it."""
+"""Evaluate a run, record its agent, export it, and exchange runs with the Hugging Face hub."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,9 @@ from surefoot.cli.options import (
     COUNT,
     PATH,
     RUN,
+    RUNS,
     FiniteFloat,
+    IntRange,
     checkpoint_option,
     json_option,
     reject_options,
@@ -17,6 +19,7 @@ from surefoot.cli.options import (
     task_option,
 )
 from surefoot.cli.output import echo, echo_json
+from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
@@ -53,9 +56,11 @@ def evaluate(
 
     An agent plays whole greedy episodes. A language model is evaluated on held-out rows.
     """
-    from surefoot.runs.folder import checkpoint_to_load, kind_of
+    from surefoot.runs.folder import checkpoint_to_load, is_model, kind_of
+    from surefoot.runs.hub import local_folder
 
-    checkpoint = checkpoint_to_load(run)
+    run = local_folder(run)
+    checkpoint = run if is_model(run) else checkpoint_to_load(run)
     kind = kind_of(run)
     if kind != "control":
         unused = ("episodes", "task") if kind == "language" else ("episodes", "task", "seed")  # a held-out loss draws nothing
@@ -157,6 +162,75 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     agent = agent_in(source)
     path = out or output_file(run, source, agent.recipe.task, "exports", SUFFIXES[format])
     echo(export_agent(agent, path, format, source.absolute().name).line())
+
+
+@click.command()
+@click.argument("run", type=RUN)
+@click.argument("name", metavar="ORG/NAME", required=False)
+@click.option("--public", is_flag=True, help="Make a new repository public; without it, it is private.")
+@click.option("--dry-run", is_flag=True, help="Only write the folder that would be uploaded.")
+@click.option("--out", type=PATH, help="Folder to write with --dry-run. [default: RUN/hub]")
+@checkpoint_option
+@click.option("--episodes", type=IntRange(0, MAX_COUNT), default=20, show_default=True, help="Agents: episodes to evaluate.")
+@seed_option(0, "Agents: seed of these episodes and of the video.")
+@click.option("--film", is_flag=True, help="Agents: record an episode, if the run has no video of this checkpoint.")
+@click.option("--no-samples", is_flag=True, help="Language: leave out the responses of the last evaluation.")
+@click.option("--license", metavar="ID", help="Licence in the card, by the hub's name, such as apache-2.0.")
+@click.option("--message", default="Upload by surefoot push", show_default=True, help="Message of the commit.")
+def push(
+    run: Path,
+    name: str | None,
+    public: bool,
+    dry_run: bool,
+    out: Path | None,
+    no_samples: bool,
+    message: str,
+    **settings: Any,
+) -> None:
+    """Upload the agent or model in RUN to the Hugging Face hub, with a model card.
+
+    ORG/NAME is the repository. Without it, the run's name and the owner of the token. A new repository is private, except with
+    --public. Every file is listed before it is uploaded. Log in with "hf auth login", or set HF_TOKEN.
+    """
+    from surefoot.compare.card import Options, write_repository
+    from surefoot.runs import hub
+    from surefoot.runs.reading import check_is_run
+
+    if out is not None and not dry_run:
+        raise SurefootError(f"--out {out}: is for --dry-run; add that, or leave it out")
+    check_is_run(run)
+    repository = hub.parse_repository(name or run.resolve().name)
+    if repository.revision is not None:
+        raise SurefootError(f"{name}: has a revision; uploads go to the main branch, so leave it out")
+    target = None if dry_run else hub.find_target(repository.name, public)
+    shown = repository.name if target is None else target.name
+    with hub.new_folder((out or run / "hub") if dry_run else None) as folder:
+        for line in write_repository(run, folder, shown, Options(samples=not no_samples, **settings)):
+            echo(line)
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            echo(f"{path.stat().st_size:>13,} bytes  {path.relative_to(folder)}")
+        commit = None if target is None else hub.push(folder, target, public, message)
+    if commit is None:
+        echo(f"nothing is uploaded; the folder is {out or run / 'hub'}")
+    else:
+        echo(f"uploaded to {hub.HubName(shown, revision=commit)} ({'public' if public else 'private'})")
+
+
+@click.command()
+@click.argument("name", metavar="ORG/NAME")
+@click.argument("folder", type=PATH, required=False)
+@click.option("--revision", help="Branch, tag or commit. [default: main]")
+def pull(name: str, folder: Path | None, revision: str | None) -> None:
+    """Download an agent or model that "surefoot push" uploaded.
+
+    FOLDER must not exist; the default is runs/NAME. Every file is compared with its hash. No pickle and no code is downloaded.
+    """
+    from surefoot.runs import hub
+
+    repository = hub.parse_repository(name, revision)
+    target = folder or RUNS / repository.name.rpartition("/")[2]
+    commit = hub.pull(repository, target)
+    echo(f"{hub.HubName(repository.name, revision=commit)} -> {target}")
 
 
 def agent_in(checkpoint: Path) -> "Agent":

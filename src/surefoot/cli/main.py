@@ -30,6 +30,8 @@ COMMANDS = {
     "new": "surefoot.cli.new:new",
     "report": "surefoot.cli.compare:report",
     "resume": "surefoot.cli.train:resume",
+    "pull": "surefoot.cli.agents:pull",
+    "push": "surefoot.cli.agents:push",
     "rounds": "surefoot.cli.train:rounds",
     "train": "surefoot.cli.train:train",
     "watch": "surefoot.cli.agents:watch",

@@ -22,6 +22,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "notebook": ("ipykernel", "nbclient"),
     "language": ("transformers", "pyarrow"),
     "data": ("datasets", "zstandard"),
+    "hub": ("huggingface_hub",),
     "verifiers": ("math_verify", "jsonschema"),
     "reasoning-gym": ("reasoning_gym",),
     "adapters": ("peft",),

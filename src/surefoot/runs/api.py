@@ -30,11 +30,12 @@ from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe, with_row_fields
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, named_functions, to_table
+from surefoot.runs import hub
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
-from surefoot.runs.folder import ROWS, RunFolder, checkpoint_to_load, kind_of
+from surefoot.runs.folder import ROWS, RunFolder, checkpoint_to_load, is_model, kind_of
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
 
@@ -331,19 +332,23 @@ def make_world(
 
 
 def with_pinned_data(recipe: Recipe) -> Recipe:
-    """The recipe with the commit of every data set on the hub, so that the resumed run reads the same rows.
+    """The recipe with the commit of every ``hf://…`` in it, so that the resumed run reads the same rows, agent and model.
 
-    Raises SurefootError if a data set can't be resolved.
+    Raises SurefootError if one can't be resolved.
     """
 
     def with_commit(field: str, name: Any) -> Any:
-        if not str(name).startswith("hf:/"):
+        if not hub.is_hub_name(str(name)):
             return name
         from surefoot.language.data.hub import pinned
 
         return pinned(name)
 
-    return make_recipe(with_row_fields(to_table(recipe), with_commit))
+    table = with_row_fields(to_table(recipe), with_commit)
+    for name in ("start", "model"):
+        if hub.is_hub_name(str(table.get(name))):
+            table[name] = hub.pinned(table[name])
+    return make_recipe(table)
 
 
 def _take_rows(fields: dict[str, Any], run_dir: str | Path | None) -> tuple[dict[str, Any], list[Path]]:
@@ -396,6 +401,7 @@ def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fa
 def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = None) -> Any:
     """Load the agent or language model in a folder: a saved one, a checkpoint, or a run (its best checkpoint, else its latest).
 
+    folder              or the name of one on the hub, ``hf://org/name`` or ``hf://org/name@revision``
     trust_remote_code   allow the custom code of an adapter's base model
     network             ``{"custom": Net}`` if an agent's network was passed to ``train`` as an object and can't be imported
 
@@ -405,7 +411,12 @@ def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = 
     >>> surefoot.load("cartpole").recipe.task
     'CartPole-v1'
     """
-    checkpoint = checkpoint_to_load(Path(folder))
+    path = hub.local_folder(folder)
+    if is_model(path):
+        from surefoot.language.models.language_model import load_saved
+
+        return load_saved(path, trust_remote_code)
+    checkpoint = checkpoint_to_load(path)
     return load_result(load_checkpoint(checkpoint), checkpoint, trust_remote_code, network)
 
 
@@ -440,7 +451,7 @@ def evaluate(
 ) -> Any:
     """Evaluate an agent over whole episodes, or a model on held-out rows. The same seed gives the same result.
 
-    what            an agent, a language or reward model that was trained or loaded, or the folder of a run
+    what            an agent, a language or reward model that was trained or loaded, the folder of a run, or ``hf://org/name``
     task            agents: the task of the episodes; default: the one trained on
     episodes        agents: how many, of which ``seed`` (default 0) determines the resets
     deterministic   agents: greedy actions; False: sampled
@@ -458,11 +469,12 @@ def evaluate(
     """
     file: Any = str(_rows_file(data, "data")) if _are_rows(data) else data
     if isinstance(what, (str, Path)):
-        if kind_of(Path(what)) != "control":
+        what = hub.local_folder(what)
+        if is_model(what) or kind_of(what) != "control":
             _reject(task=task)
             from surefoot.language.analysis.evaluate import evaluate_run
 
-            return evaluate_run(Path(what), data=file, rows=rows, seed=seed)
+            return evaluate_run(what, data=file, rows=rows, seed=seed)
         what = load(what)
     if isinstance(what, Agent):
         _reject(data=file, rows=rows)

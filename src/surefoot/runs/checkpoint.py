@@ -54,7 +54,7 @@ def save_checkpoint(folder: Path, parts: CheckpointParts, written: Mapping[str, 
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
             if tensors:
                 save_file(tensors, temporary / f"{name}.safetensors")
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        files = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "files": files} | ({} if written is None else {"metrics": dict(written)})
         (temporary / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
         _at_once(flush, [*temporary.iterdir(), temporary])
@@ -101,7 +101,7 @@ def fault_of(folder: Path) -> str | None:
                 kind = "a pickle" if path.is_file() and _is_pickle(path) else "a file"
                 return f"holds {kind} that its manifest does not list ({path.name}), which is never read{REMEDY}remove {path}"
         for name, expected in files.items():
-            problem = _fault_of_file(folder / name, expected)
+            problem = fault_of_file(folder / name, expected)
             if problem:
                 return f"{name} {problem}"
     except SurefootError as error:
@@ -111,14 +111,15 @@ def fault_of(folder: Path) -> str | None:
     return None
 
 
-def _fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
+def fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
+    """What is wrong with a file, compared with its size and SHA-256; None for a sound one. Pickles are never sound."""
     if not path.is_file():  # a pipe or a device is not plain either
         return "is no plain file" if path.exists() else "is missing"
     if _is_pickle(path):
         return "is a pickle, which is never read"
     if (size := path.stat().st_size) != expected.get("size"):
         return f"has {size} bytes instead of {str(expected.get('size'))[:20]} (truncated?)"
-    return None if _fingerprint(path) == expected else "does not match its SHA-256 (changed or damaged)"
+    return None if fingerprint(path) == expected else "does not match its SHA-256 (changed or damaged)"
 
 
 def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
@@ -300,7 +301,8 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -44,6 +44,7 @@ from surefoot.runs.checkpoint import (
     flush,
     latest_checkpoint,
 )
+from surefoot.runs.hub import LISTING, is_hub_name, local_folder
 from surefoot.runs.reading import FINISHED, check_is_run
 
 if TYPE_CHECKING:
@@ -171,6 +172,10 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """An existing run, for continuing; SurefootError when it is missing, empty, or in use."""
         check_is_run(path)
+        if (path / LISTING).is_file():
+            raise SurefootError(
+                f"{path}: comes from the hub, without what resuming needs; begin a new run, with start or model = {str(path)!r}"
+            )
         for name in ("checkpoints", "best"):
             check_numbered(path / name)
         run = cls(path)
@@ -261,8 +266,11 @@ def _by_content(table: Mapping[str, Any]) -> dict[str, Any]:
 def checkpoint_to_load(path: Path) -> Path:
     """The checkpoint that a path means: itself, a saved agent, or a run's best, else its latest.
 
+    A name on the hub (``hf://org/name``) means the run in that repository.
+
     Raises SurefootError when there is none, or none that is sound.
     """
+    path = local_folder(path)
     if (path / MANIFEST).is_file():
         return path
     if (path / "agent.safetensors").is_file():  # a saved agent whose manifest is gone: say so, not "not a run"
@@ -274,8 +282,14 @@ def checkpoint_to_load(path: Path) -> Path:
     return checkpoint
 
 
+def is_model(path: Path) -> bool:
+    """Whether a folder has a model in the files of ``transformers``, as repositories of models have beside the recipe."""
+    return (path / "config.json").is_file() and not (path / MANIFEST).is_file()
+
+
 def kind_of(run: Path) -> str:
     """The kind of a run; "control" for a saved agent, which has no recipe file."""
+    run = local_folder(run)
     config = run / "config.toml"
     return str(read_toml(config).get("kind", "control")) if config.is_file() else "control"
 
@@ -287,6 +301,7 @@ def chosen_checkpoint(path: Path, which: str | None) -> Path:
     """
     if which is None:
         return checkpoint_to_load(path)
+    path = local_folder(path)
     if (path / MANIFEST).is_file():
         raise SurefootError(f"checkpoint={which!r}: {path} is a checkpoint itself; leave --checkpoint out")
     check_is_run(path)
@@ -307,7 +322,7 @@ def output_file(path: Path, checkpoint: Path, task: str, kind: str, ending: str)
     ``path`` is a run or one of its checkpoints. Raises SurefootError for an agent saved elsewhere: it has no such place.
     """
     checkpoint = checkpoint.absolute()
-    for run in (path, checkpoint.parent.parent):
+    for run in () if is_hub_name(path) else (path, checkpoint.parent.parent):
         if (run / "config.toml").is_file():
             return run / kind / f"{task_label(task)}-{checkpoint.name}{ending}"
     raise SurefootError(f"{path}: belongs to no run; say where to write with --out FILE")

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
+from surefoot.files import read_table, read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
 from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data.rows import check_unchanged
 from surefoot.language.models.adapter_files import load_trained
 from surefoot.language.models.adapters import has_adapters
-from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.models.language_model import LanguageModel, load_saved
 from surefoot.language.models.policy import in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.responses import Responses, final_rewards, token_rewards
@@ -26,7 +26,8 @@ from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.checkpoint import load_checkpoint, require
-from surefoot.runs.folder import checkpoint_to_load, recipe_differences, with_own_rows
+from surefoot.runs.folder import checkpoint_to_load, is_model, recipe_differences, with_own_rows
+from surefoot.runs.hub import LISTING
 from surefoot.runs.reading import check_is_run
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
@@ -58,6 +59,8 @@ def evaluate_run(
     Raises SurefootError when the folder is no language run, there are no rows to evaluate on, or attempts have a reward that
     does not decide whether a response is right.
     """
+    if is_model(run):
+        return _evaluate_saved(run, data, rows, seed, attempts)
     check_is_run(run)
     checkpoint = checkpoint_to_load(run)
     written = make_recipe(with_own_rows(read_toml(run / "config.toml"), run))
@@ -80,6 +83,19 @@ def evaluate_run(
     evaluation = world.evaluate()
     assert evaluation is not None
     return report | dict(evaluation.metrics)
+
+
+def _evaluate_saved(
+    folder: Path, data: str | None, rows: int | None, seed: int | None, attempts: Attempts | None
+) -> dict[str, Any]:
+    """Evaluate a model without a run, such as one from the hub, as its training did."""
+    model = load_saved(folder)
+    if attempts is not None or model.recipe is None:
+        raise SurefootError(f"{folder}: is a model without its run; use surefoot data accuracy, or evaluate the run")
+    metrics = evaluate_model(model, data=data, rows=rows, seed=seed)
+    steps = read_table(folder / LISTING).get("steps") if (folder / LISTING).is_file() else None
+    trained = steps if isinstance(steps, int) else model.recipe.steps
+    return {"kind": model.recipe.kind, "checkpoint": str(folder), "steps": trained} | metrics
 
 
 def evaluate_model(

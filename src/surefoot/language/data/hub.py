@@ -1,10 +1,9 @@
 """Data sets of the Hugging Face hub by name: ``hf://org/name/config@revision:split``, downloaded by ``datasets``."""
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,40 +14,14 @@ from surefoot.language import require_package
 from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.formats import BATCH, without_schema_nulls
 from surefoot.language.data.rows import Row
+from surefoot.runs.hub import COMMIT, HubName, parse_name
 
-PREFIX = re.compile(r"hf:/{1,2}")  # a pathlib.Path has one slash
-NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(/(?P<config>[^/@:]+))?(@(?P<revision>[^:]+))?(:(?P<split>.+))?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 FORM = "write hf://org/name:split, or hf://org/name/config@revision:split"
 
 
-@dataclass(frozen=True)
-class HubName:
-    """The parts of a name; None for those left out."""
-
-    name: str
-    config: str | None
-    revision: str | None
-    split: str | None
-
-    def __str__(self) -> str:
-        config, revision, split = (
-            f"{mark}{part}" if part else "" for mark, part in (("/", self.config), ("@", self.revision), (":", self.split))
-        )
-        return f"hf://{self.name}{config}{revision}{split}"
-
-
-def is_hub_name(path: str | Path) -> bool:
-    """Whether a path is the name of a data set on the hub."""
-    return PREFIX.match(str(path)) is not None
-
-
-def parse_name(text: str | Path) -> HubName:
-    """The parts of a name. Raises SurefootError for another form."""
-    match = NAME.fullmatch(PREFIX.sub("", str(text), count=1))
-    if match is None:
-        raise SurefootError(f"{text}: is no name of a data set on the hub; {FORM}")
-    return HubName(match["name"], match["config"], match["revision"], match["split"])
+def parse_data(text: str | Path) -> HubName:
+    """The parts of a data set's name. Raises SurefootError for another form."""
+    return parse_name(text, "a data set", FORM)
 
 
 def pinned(text: str) -> str:
@@ -58,7 +31,7 @@ def pinned(text: str) -> str:
 
     Raises SurefootError if the data set or revision doesn't exist, or is in no cache while the hub can't be reached.
     """
-    name = parse_name(text)
+    name = parse_data(text)
     if name.revision and COMMIT.fullmatch(name.revision):
         return str(name)
     require_package("datasets", f"{text}: reading the hub", "data")
@@ -69,7 +42,7 @@ def pinned(text: str) -> str:
 def hub_rows(text: str) -> Iterator[Row]:
     """The rows of a split. ``datasets`` downloads and converts them once; they are read from its memory-mapped files."""
     require_package("datasets", f"{text}: reading the hub", "data")
-    name = parse_name(text)
+    name = parse_data(text)
     dataset = _load(text, name)
     number = 0
     with _errors(text):
@@ -83,7 +56,7 @@ def hub_rows(text: str) -> Iterator[Row]:
 def hub_size(text: str) -> int:
     """The bytes of a split's rows. Raises SurefootError as ``hub_rows`` does."""
     require_package("datasets", f"{text}: reading the hub", "data")
-    return int(_load(text, parse_name(text)).data.nbytes)
+    return int(_load(text, parse_data(text)).data.nbytes)
 
 
 def _load(text: str, name: HubName) -> Any:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.datasets import ControlPolicy, demonstrations, pairs, prompts
-from surefoot.language.data.hub import is_hub_name
 from surefoot.language.data.shapes import is_labelled, shape_of
 from surefoot.language.data.sources import Source, open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import context_length, load_model
+from surefoot.runs.hub import is_hub_name
 from surefoot.terminal import visible
 
 TRAINED, READ = "bold green", "dim"

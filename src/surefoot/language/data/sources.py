@@ -14,8 +14,9 @@ from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.language.data.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
-from surefoot.language.data.hub import hub_rows, hub_size, is_hub_name, pinned
+from surefoot.language.data.hub import hub_rows, hub_size, pinned
 from surefoot.language.data.rows import Row, json_type
+from surefoot.runs.hub import is_hub_name
 
 EXPANSION = 5
 """bytes of text per byte of a compressed file, about"""

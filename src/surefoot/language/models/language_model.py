@@ -12,18 +12,19 @@ from torch import nn
 
 from surefoot.core.distributed import rank
 from surefoot.errors import SurefootError
-from surefoot.files import made_from
+from surefoot.files import made_from, read_toml
 from surefoot.language.data.tokens import Messages, Tokens
 from surefoot.language.models.adapter_files import load_merged, load_trained, save_adapter
 from surefoot.language.models.adapters import SharedBase
-from surefoot.language.models.loading import context_length, load_model, save_model
+from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
 from surefoot.language.sampling import generate
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
-from surefoot.runs.folder import checkpoint_to_load
+from surefoot.runs.folder import checkpoint_to_load, is_model
+from surefoot.runs.hub import is_hub_name, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -77,8 +78,10 @@ def model_folder(name: str) -> str:
 
     Raises SurefootError for a run that has not saved one.
     """
-    path = Path(name).expanduser()
-    if not (path / "config.toml").is_file():
+    path = local_folder(Path(name).expanduser())
+    if is_hub_name(name):
+        name = str(path)
+    if is_model(path) or not (path / "config.toml").is_file():
         return name
     if not (path / "model").is_dir() and (path / "adapter").is_dir():
         raise SurefootError(f"model={name!r}: this run saved only an adapter; merge it: surefoot merge {name} --out FOLDER")
@@ -126,10 +129,12 @@ def check_compatible(
 def load_language_model(name: str, trust_remote_code: bool = False) -> LanguageModel:
     """Load the language model of a run (its best checkpoint), a checkpoint, a ``transformers`` folder or a hub id.
 
+    ``hf://org/name`` is a repository of ``surefoot push``, whose files are compared with their hashes.
+
     Raises SurefootError if there is none, or if it is a reward model or an agent.
     """
-    path = Path(name).expanduser()
-    if (path / "config.toml").is_file() or (path / "manifest.json").is_file():
+    path = local_folder(Path(name).expanduser())
+    if not is_model(path) and ((path / "config.toml").is_file() or (path / "manifest.json").is_file()):
         checkpoint = checkpoint_to_load(path)
         parts = load_checkpoint(checkpoint)
         require(parts, ("recipe",), checkpoint)
@@ -141,8 +146,23 @@ def load_language_model(name: str, trust_remote_code: bool = False) -> LanguageM
         result = from_parts(parts, checkpoint, trust_remote_code)
         assert isinstance(result, LanguageModel)
         return result
-    model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
+    model, tokenizer = load_model(path if is_hub_name(name) else name, trust_remote_code=trust_remote_code)
     return LanguageModel(model, Tokens(tokenizer, model))
+
+
+def load_saved(folder: Path, trust_remote_code: bool = False) -> LanguageModel | RewardModel:
+    """Load the language or reward model in a folder of ``transformers``, with its recipe if that is beside it.
+
+    Raises SurefootError if it is neither.
+    """
+    config = read_config(str(folder), trust_remote_code)
+    reward = (folder / HEAD).is_file() or is_classifier(config, trust_remote_code)
+    load: Any = RewardModel.load if reward else load_language_model
+    result: LanguageModel | RewardModel = load(str(folder), trust_remote_code=trust_remote_code)
+    if (folder / "config.toml").is_file():
+        recipe = make_recipe(read_toml(folder / "config.toml"))
+        result.recipe = recipe if isinstance(recipe, ModelRecipe) else None
+    return result
 
 
 def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":

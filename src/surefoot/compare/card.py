@@ -1,0 +1,363 @@
+"""Write the repository of a run for the Hugging Face hub: model card, curves, recipe without places, and the agent or model.
+
+What belongs to this machine stays here: folders in the recipe become file names, tracker settings and passwords are removed.
+Every removal is reported. Logs of trackers, traces and the state of the optimizer are never copied.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PureWindowsPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from surefoot import __version__
+from surefoot.compare.plots import PANELS
+from surefoot.compare.report import duration, matplotlib_installed, write_figures
+from surefoot.compare.runs import Run, read_run
+from surefoot.compare.statistics import markdown_table, number
+from surefoot.control.agent import Agent
+from surefoot.errors import SurefootError, to_install
+from surefoot.files import read_toml, write_text
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.reading import make_recipe, to_table, to_toml
+from surefoot.runs import api
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.folder import chosen_checkpoint, output_file
+from surefoot.runs.hub import CARD, HubName, card_header, is_hub_name, parse_name, write_listing
+from surefoot.runs.reading import samples_in
+from surefoot.runs.trackers.metrics_jsonl import FILE
+from surefoot.terminal import visible, visible_lines
+
+if TYPE_CHECKING:
+    from surefoot.control.evaluate import EvaluationResult
+
+VIDEO = "replay.mp4"
+"""the name under which the hub shows an agent's video"""
+CURVES, SHOWN_CURVES = "curves", 4
+SHOWN_SAMPLES, LONGEST_TEXT = 3, 600
+"""samples in the card, and characters of each text"""
+TOKEN = re.compile(r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16})")
+SECRET = re.compile(r"(?i)token|secret|password|api_?key|credential")
+"""names of an environment's arguments that are not published"""
+TASKS = {"control": "reinforcement-learning", "reward": "text-classification"}
+"""the hub's names of tasks; text-generation for all other kinds"""
+METRICS = {"held_out_reward": "reward", "held_out_gold": "gold", "held_out_accuracy": "accuracy", "held_out_loss": "loss"}
+"""metrics in the header of the card, and their types there"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a repository shows besides the agent or model."""
+
+    checkpoint: str | None = None
+    """best, last or a number of steps; None: the best, else the last"""
+    episodes: int = 20
+    """of an agent's greedy evaluation; 0: none"""
+    seed: int = 0
+    """of these episodes, and of the video"""
+    film: bool = False
+    """record an episode, if the run has no video of it"""
+    samples: bool = True
+    """publish the responses of the last evaluation"""
+    license: str | None = None
+    """the hub's name of a licence, such as apache-2.0"""
+
+
+def write_repository(path: Path, folder: Path, name: str, options: Options) -> list[str]:
+    """Write the repository of the run in ``path`` to an empty folder; return what was left out or changed, line by line.
+
+    name   of the repository, for the card
+
+    Raises SurefootError if the run has no metrics or no checkpoint, if the evaluation or the video fails, or if a file still
+    names a folder of this machine.
+    """
+    run = read_run(path)
+    checkpoint = chosen_checkpoint(path, options.checkpoint)
+    recipe, notes = public_recipe(make_recipe(read_toml(path / "config.toml")))
+    card = Card(run, recipe, name, int(checkpoint.name), options.license)
+    result = api.load_result(load_checkpoint(checkpoint), checkpoint)
+    if isinstance(result, Agent):
+        if options.episodes:
+            card.evaluation = api.evaluate(result, episodes=options.episodes, seed=options.seed)
+        notes += _copy_video(path, checkpoint, result, folder, options)
+        result.recipe = recipe  # type: ignore[assignment]  # of the same kind
+        result.save(folder / "best" / checkpoint.name)
+    else:
+        notes += result.save(folder) or ()
+    write_text(folder / "config.toml", to_toml(recipe))
+    write_text(folder / "environment.json", json.dumps(_environment(run), indent=1))
+    shutil.copyfile(path / FILE, folder / FILE)
+    for samples in samples_in(path / "samples")[-1:] if options.samples else ():
+        (folder / "samples").mkdir()
+        shutil.copyfile(samples, folder / "samples" / samples.name)
+    if matplotlib_installed():
+        write_figures([run], folder / CURVES, "png")
+    else:
+        notes.append(f"no curves: they need matplotlib; run: {to_install('plots')}")
+    write_text(folder / CARD, card.text(folder, run.samples() if options.samples else None))
+    write_listing(folder, recipe.kind, card.steps)
+    check_no_places(folder, path)
+    return notes
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """What results depend on besides the recipe, without the command, its folder and the user's repository."""
+    hidden = ("command", "working_folder", "git", "preset")
+    return {key: value for key, value in run.environment.items() if key not in hidden}
+
+
+def _copy_video(path: Path, checkpoint: Path, agent: Agent, folder: Path, options: Options) -> list[str]:
+    """Copy the newest video of the checkpoint that ``surefoot watch`` recorded, or record one."""
+    pattern = output_file(path, checkpoint, agent.recipe.task, "videos", "-seed*.mp4")
+    videos = sorted(pattern.parent.glob(pattern.name), key=lambda video: video.stat().st_mtime)
+    if videos:
+        shutil.copyfile(videos[-1], folder / VIDEO)
+        return []
+    if not options.film:
+        return ["no video: add --film to record one"]
+    from surefoot.control.video import record_video
+
+    return [record_video(agent, folder / VIDEO, seed=options.seed).line().replace(str(folder / VIDEO), VIDEO)]
+
+
+# ---- what belongs to this machine -------------------------------------------------------------------------------------
+
+
+def public_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe without folders, passwords and tracker settings, and a line for every field that was changed."""
+    notes: list[str] = []
+
+    def clean(value: Any, field: str, free: bool) -> Any:
+        if isinstance(value, dict):
+            inside = free or field == "environment"
+            return {key: clean(part, f"{field}.{key}" if field else key, inside) for key, part in value.items()}
+        if isinstance(value, list):
+            return [clean(part, f"{field}.{index}", free) for index, part in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        secret = free and SECRET.search(field) is not None
+        shown = "removed" if secret or TOKEN.search(value) else without_place(value)
+        if shown != value:
+            notes.append(f"config.toml: {field} is {shown!r}, without what belongs to this machine")
+        return shown
+
+    table = clean(to_table(recipe), "", False)
+    if table["trackers"]:
+        notes.append("config.toml: has no trackers")
+    plain = {name: value for name, value in table.items() if name not in ("trackers", "tracking")}
+    return make_recipe(plain), notes
+
+
+def without_place(text: str) -> str:
+    """A value of a recipe without the folders of this machine: the last part of a path, an address without its password."""
+    if re.match(r"[a-z]+://", text):
+        parts = urlsplit(text)
+        host = parts.netloc.rpartition("@")[2]
+        return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc or parts.query else text
+    if re.match(r"[A-Za-z]:[\\/]|\\\\", text):
+        return PureWindowsPath(text).name
+    if text.startswith(("/", "~", "..")):
+        return PurePath(text).name
+    return text
+
+
+def check_no_places(folder: Path, run: Path) -> None:
+    """Raise SurefootError if a text file of the repository names the home folder, the run's folder, or has a token."""
+    places = {str(place) + "/" for place in (Path.home(), Path.cwd(), run.resolve().parent) if len(place.parts) > 2}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".safetensors", ".png", ".mp4", ".model") or path.name in (FILE, "tokenizer.json") or path.is_dir():
+            continue
+        text = path.read_text("utf-8", errors="replace")
+        name, remedy = path.relative_to(folder), "leave the samples out (--no-samples), or change the recipe"
+        if place := next((place for place in sorted(places) if place in text), None):
+            raise SurefootError(f"{name}: names the folder {place} of this machine; {remedy}")
+        if TOKEN.search(text):
+            raise SurefootError(f"{name}: has what looks like an access token; {remedy}")
+
+
+# ---- the card ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Card:
+    """The model card of a run."""
+
+    run: Run
+    recipe: Recipe
+    """as it is published"""
+    name: str
+    """of the repository"""
+    steps: int
+    """of the checkpoint"""
+    license: str | None
+    evaluation: "EvaluationResult | None" = None
+
+    def text(self, folder: Path, samples: tuple[int, list[dict[str, Any]]] | None) -> str:
+        """The card in Markdown, with its header; ``folder`` has the video and the curves."""
+        parts = [
+            f"# {self.name.rpartition('/')[2]}",
+            self._introduction(),
+            *([f"Video of a greedy episode: [{VIDEO}]({VIDEO})"] if (folder / VIDEO).is_file() else []),
+            "## Results",
+            self._results(),
+            "## Use",
+            self._use(),
+            *self._curves(folder),
+            *self._samples(samples),
+            "## Recipe",
+            "`surefoot train config.toml` repeats the training.",
+            f"<details><summary>config.toml</summary>\n\n{_fenced(to_toml(self.recipe), 'toml')}\n\n</details>",
+            "## Made with",
+            self._versions(),
+        ]
+        return f"---\n{self._header()}\n---\n\n" + "\n\n".join(parts) + "\n"
+
+    def _header(self) -> str:
+        """The metadata of the hub in YAML."""
+        language = not isinstance(self.recipe, ControlRecipe)
+        kind = {"language": self.recipe.algorithm.lower(), "reward": "reward-model"}.get(self.recipe.kind, self.recipe.kind)
+        tags = (
+            ["surefoot", kind]
+            if language
+            else ["surefoot", "reinforcement-learning", self.recipe.algorithm, self.recipe.trained]
+        )
+        fields = {
+            "library_name": "transformers" if language else "surefoot",
+            "pipeline_tag": TASKS.get(self.recipe.kind, "text-generation"),
+            "tags": tags,
+            "license": self.license,
+            "base_model": base_model(self.run.recipe) if language else None,
+            "datasets": _datasets(self.recipe) or None,
+        }
+        return card_header(self.name.rpartition("/")[2], fields, self._measured())
+
+    def _measured(self) -> list[dict[str, Any]]:
+        """The results as the hub's ``model-index`` has them."""
+        task = TASKS.get(self.recipe.kind, "text-generation")
+        if self.evaluation is not None:
+            result, dataset = self.evaluation, self.recipe.trained
+            metric = {"metric_type": "mean_reward", "metric_value": f"{result.mean_return:.2f} +/- {result.std_return:.2f}"}
+            arguments = {"episodes": result.episodes, "seed": result.seed}
+            return [_result(task, dataset, dataset, {**metric, "metric_name": "mean_reward", "metric_args": arguments})]
+        row = self._row()
+        held_out = str(to_table(self.recipe).get("data", {}).get("held_out", self.recipe.trained))
+        dataset = parse_name(held_out).name if is_hub_name(held_out) else PurePath(held_out).name
+        return [
+            _result(task, dataset, dataset, {"metric_type": kind, "metric_value": row[name], "metric_name": name})
+            for name, kind in METRICS.items()
+            if row.get(name) is not None
+        ]
+
+    def _row(self) -> Mapping[str, Any]:
+        """The metrics of the checkpoint's iteration; empty if the file lacks it."""
+        return next((row for row in self.run.rows if row["steps"] == self.steps), {})
+
+    def _introduction(self) -> str:
+        recipe = self.recipe
+        if isinstance(recipe, ControlRecipe):
+            what = f"An agent for `{_plain(recipe.task)}`, trained with {recipe.algorithm}"
+        elif recipe.kind == "reward":
+            what = f"A reward model, trained on pairs from `{_plain(recipe.trained)}`"
+        else:
+            what = f"A language model, trained from `{_plain(recipe.trained)}` ({_plain(recipe.title)})"
+        return f"{what}, by Surefoot {__version__}: {self.steps:,} of {recipe.steps:,} steps, seed {recipe.seed}."
+
+    def _results(self) -> str:
+        rows = []
+        if (result := self.evaluation) is not None:
+            value = f"{result.mean_return:.2f} ± {result.std_return:.2f}"
+            rows.append(["return", value, f"{result.episodes} greedy episodes, seed {result.seed}"])
+        elif isinstance(self.recipe, ControlRecipe) and (mean := self._row().get("evaluation_return")) is not None:
+            settings = self.recipe.evaluation
+            rows.append(["return", number(mean), f"{settings.episodes} greedy episodes, seed {settings.seed}, in training"])
+        how = f"held-out rows, evaluation.seed {self.recipe.evaluation.seed}"
+        held_out = {name: value for name, value in self._row().items() if name.startswith("held_out_") and value is not None}
+        rows += [[name.removeprefix("held_out_").replace("_", " "), number(value), how] for name, value in held_out.items()]
+        rows.append(["training", f"{self.run.steps:,} steps", f"seed {self.recipe.seed}, {duration(self.run.seconds)}"])
+        return markdown_table(["", "value", "measured on"], rows)
+
+    def _use(self) -> str:
+        name = HubName(self.name)
+        if isinstance(self.recipe, ControlRecipe):
+            code = (
+                f'import surefoot\n\nagent = surefoot.load("{name}")\n'
+                "action, state = agent.predict(observation, deterministic=True)"
+            )
+            own = ":" in self.recipe.task or self.recipe.network.custom is not None
+            needs = "\n\nThe code of its environment or network is not in this repository." if own else ""
+            return f"{_fenced(code, 'python')}\n\n{_fenced(f'surefoot evaluate {name}', 'bash')}{needs}"
+        auto = "AutoModelForSequenceClassification" if self.recipe.kind == "reward" else "AutoModelForCausalLM"
+        code = (
+            f"from transformers import {auto}, AutoTokenizer\n\n"
+            f'model = {auto}.from_pretrained("{self.name}")\ntokenizer = AutoTokenizer.from_pretrained("{self.name}")'
+        )
+        return f'{_fenced(code, "python")}\n\nOr `surefoot.load("{name}")`, which compares every file with its hash.'
+
+    def _curves(self, folder: Path) -> list[str]:
+        pictures = [folder / CURVES / f"{name}.png" for name in _order(folder / CURVES)][:SHOWN_CURVES]
+        return (
+            ["## Curves", "\n".join(f"![{picture.stem}]({CURVES}/{picture.name})" for picture in pictures)] if pictures else []
+        )
+
+    def _samples(self, samples: tuple[int, list[dict[str, Any]]] | None) -> list[str]:
+        if samples is None or not samples[1]:
+            return []
+        steps, rows = samples
+        parts = [f"## Samples at step {steps:,}"]
+        for row in rows[:SHOWN_SAMPLES]:
+            parts += [_fenced(_short(row.get("prompt", ""))), _fenced(_short(row["response"]))]
+        return parts
+
+    def _versions(self) -> str:
+        versions = self.run.environment.get("versions")
+        named = ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else ""
+        return _plain(f"Python {self.run.environment.get('python', '?')}, {named or f'surefoot {__version__}'}.")
+
+
+def _result(task: str, name: str, kind: str, metric: dict[str, Any]) -> dict[str, Any]:
+    return {"task_type": task, "task_name": task, "dataset_name": name, "dataset_type": kind, **metric}
+
+
+def _order(folder: Path) -> Sequence[str]:
+    """The curves in the order in which a report shows them."""
+    return [panel.name for panel in PANELS if (folder / f"{panel.name}.png").is_file()]
+
+
+def base_model(recipe: Recipe) -> str | None:
+    """The hub id of the model that a run and those before it began with; None if it came from elsewhere."""
+    name = recipe.trained
+    with suppress(SurefootError):
+        for _ in range(20):  # runs may name each other
+            if not (config := Path(name).expanduser() / "config.toml").is_file():
+                break
+            name = str(read_toml(config).get("model"))
+    if is_hub_name(name):
+        return parse_name(name).name
+    return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
+
+
+def _datasets(recipe: Recipe) -> list[str]:
+    """The hub ids of the data sets that a recipe trains on."""
+    train = str(to_table(recipe).get("data", {}).get("train"))
+    return [parse_name(train).name] if is_hub_name(train) else []
+
+
+def _plain(text: str) -> str:
+    """Text in one line without marks of code."""
+    return visible(text).replace("`", "'")
+
+
+def _short(text: Any) -> str:
+    text = visible_lines(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    """A block of code whose fence is longer than any in the text."""
+    fence = "`" * max(3, 1 + max((len(marks) for marks in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
