@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 import surefoot
 from surefoot import SurefootError
+from surefoot.cli.train import dry_run_text
 from surefoot.core.learner import scheduled
+from surefoot.diagnostics.recipe import check_recipe
 from surefoot.files import read_toml
 from surefoot.recipes.callables import take_objects
+from surefoot.recipes.presets import resolve_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -178,6 +181,16 @@ def test_a_schedule_that_is_none_is_rejected_before_training(schedule: Any, mess
     with pytest.raises(SurefootError, match=message):
         trained(optimizer={"schedule": schedule}, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_and_a_check_try_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("decay.py").write_text("def decay(left):\n    return -left\n")
+    resolved = resolve_recipe("CartPole-v1", {"optimizer": {"schedule": "decay.py:decay"}})
+    with pytest.raises(SurefootError, match=r"^optimizer\.schedule: the function returned -1 for 1; return"):
+        dry_run_text(resolved)
+    begins = next(each for each in check_recipe(resolved.recipe) if each.name == "begins")
+    assert begins.severity == "serious"
 
 
 def test_the_schedule_of_the_clip_is_checked_too() -> None:

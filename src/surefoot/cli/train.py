@@ -88,7 +88,9 @@ def train(
 def dry_run_text(resolved: ResolvedRecipe) -> str:
     """The output of ``--dry-run``: the resolved recipe, its preset, parameter counts, and the batch arithmetic."""
     from surefoot.runs.api import make_world
+    from surefoot.runs.session import schedules_of
 
+    schedules_of(resolved.recipe)
     world = make_world(resolved.recipe, environments=1)  # one is enough for the output; the recipe may have thousands
     world.close()
     origin = [resolved.origin.line] if resolved.origin else []

@@ -50,8 +50,7 @@ class Learner:
     micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
     clip_schedule  of the clip's bounds, instead of the name in the objective; may be a function
 
-    Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy, and if a
-    schedule's function fails.
+    Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy.
     """
 
     def __init__(
@@ -70,9 +69,6 @@ class Learner:
         objective.require_complete()
         self.policy, self.objective = policy, objective
         self.schedule, self.warmup, self.clip_schedule = schedule, warmup, clip_schedule
-        for left in (1.0, 0.5):  # a function that fails should do so before training
-            self._rate_scale(left)
-            self._clip_scale(left)
         constraint = objective.constraint
         groups = parameter_groups(policy, objective, critic_adam is not None)
         if not groups.get("critic", True):

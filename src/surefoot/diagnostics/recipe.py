@@ -26,7 +26,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.runs.api import make_world
-from surefoot.runs.session import make_learner
+from surefoot.runs.session import schedules_of
 
 STEPS = 500
 """random steps in an environment"""
@@ -49,7 +49,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
             findings += _environment(recipe)
         return findings
     try:
-        make_learner(recipe, world.policy)
+        schedules_of(recipe)
         findings = [
             check_result("begins", "ok", f"{recipe.title}, seed {recipe.seed}"),
             *_arithmetic(recipe, world.arithmetic()),

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, scheduled
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings, RMSpropSettings
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
@@ -57,7 +57,7 @@ def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = N
     """
     settings = recipe.optimizer
     kind = RMSpropSettings if settings.kind == "rmsprop" else AdamSettings
-    critic, clip = None, recipe.objective.clip
+    critic, (rate_schedule, clip_schedule) = None, schedules_of(recipe, functions)
     if settings.critic_learning_rate is not None:
         critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm)
     return Learner(
@@ -65,18 +65,28 @@ def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = N
         recipe.objective,
         kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm),
         critic,
-        _schedule(SCHEDULE, settings.schedule, functions or {}),
+        rate_schedule,
         settings.micro_batch,
         recipe.compiled_rows,
         settings.warmup,
         settings.micro_batch_tokens,
-        None if clip is None else _schedule(CLIP_SCHEDULE, clip.schedule, functions or {}),
+        clip_schedule,
     )
 
 
-def _schedule(field: str, name: str, functions: Functions) -> Any:
-    """A schedule's own name, or its function."""
-    return name if name in SCHEDULES else load_function(field, name, functions)
+def schedules_of(recipe: Recipe, functions: Functions | None = None) -> tuple[Any, Any]:
+    """The schedules of the learning rate and of the clip, each a name or a function; None without a clip.
+
+    Raises SurefootError for a function that can't be imported, or fails, which is tried now: before training.
+    """
+    clip = recipe.objective.clip
+    named = {SCHEDULE: recipe.optimizer.schedule, CLIP_SCHEDULE: None if clip is None else clip.schedule}
+    loaded = {}
+    for field, name in named.items():
+        loaded[field] = name if name in (None, *SCHEDULES) else load_function(field, name, functions or {})
+        for left in (1.0, 0.5) if callable(loaded[field]) else ():
+            scheduled(field, loaded[field], left)
+    return loaded[SCHEDULE], loaded[CLIP_SCHEDULE]
 
 
 class Session:
