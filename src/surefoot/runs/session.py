@@ -81,7 +81,7 @@ def schedules_of(recipe: Recipe, functions: Functions | None = None) -> tuple[An
     """
     clip = recipe.objective.clip
     named = {SCHEDULE: recipe.optimizer.schedule, CLIP_SCHEDULE: None if clip is None else clip.schedule}
-    loaded = {}
+    loaded: dict[str, Any] = {}
     for field, name in named.items():
         loaded[field] = name if name in (None, *SCHEDULES) else load_function(field, name, functions or {})
         for left in (1.0, 0.5) if callable(loaded[field]) else ():
