@@ -12,6 +12,7 @@ import uvicorn
 from language.tiny import write_folder
 
 import surefoot
+from surefoot.inspector.catalog import Catalog
 from surefoot.inspector.folders import RunFolders
 from surefoot.inspector.server import application
 
@@ -58,14 +59,16 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def inspector() -> Iterator[Callable[[list[Path]], str]]:
+def inspector() -> Iterator[Callable[..., str]]:
     """Begins to serve some runs, and says the address that the command would print."""
     servers: list[tuple[Any, threading.Thread]] = []
 
-    def begin(runs: list[Path]) -> str:
+    def begin(runs: list[Path], table: bool = False) -> str:
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        config = uvicorn.Config(application(RunFolders(runs), port, "once"), log_level="warning", lifespan="off", ws="none")
+        catalog, folders = (Catalog(runs), RunFolders([])) if table else (None, RunFolders(runs))
+        app = application(folders, port, "once", catalog=catalog)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -16,7 +16,7 @@ from surefoot.core.traces import TracedRow
 from surefoot.inspector.folders import RunFolders
 from surefoot.runs.reading import replay_failure, trace_video, traces_in
 
-from .test_inspector import settled, until
+from .test_inspector import go_to, settled, until
 from .test_server import TOKEN, client
 
 Begin = Callable[[list[Path]], str]
@@ -69,15 +69,13 @@ def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: 
     page.goto(inspector([recorded]))
     page.click("nav a[data-view=steps]")
     settled(page)
-    if index:
-        page.click(f"#rows button:nth-child({index + 1})")
-        page.wait_for_selector(f"#rows button:nth-child({index + 1})[aria-selected=true]")
+    go_to(page, traces_in(recorded / "traces")[-1], index)
     for t in (last // 2, last, 0, last - 3):
         page.click(f"#steps [data-t='{t}']")
         page.wait_for_selector(f"#frame[data-step='{t}']")
         shown = np.array(page.evaluate(PROFILES))
         assert int(np.abs(frames - shown).mean(1).argmin()) == t, "another moment of the episode looks more like it"
-        assert f"Before step {row.about['step'] + t} of episode {row.about['episode']}" in page.inner_text("#frame")
+        assert f"Before t = {row.about['step'] + t} of episode {row.about['episode']}" in page.inner_text("#frame")
     page.click("#steps [data-t='0']")
     page.wait_for_selector("#frame[data-step='0']")
     page.click("#play")
@@ -111,6 +109,7 @@ def test_a_step_without_a_video_shows_the_command_that_records_one(
     page.goto(inspector([recorded, text_run]))
     page.click("nav a[data-view=steps]")
     settled(page)
+    go_to(page, traces_in(recorded / "traces")[-1])
     page.wait_for_selector("#frame-video")
     page.locator("#iteration").fill("0")
     until(page, f"location.hash.startsWith('#steps/0/{first}/')")

@@ -31,6 +31,17 @@ def settled(page: Any) -> None:
     page.wait_for_selector("#audit[data-count]")
 
 
+def go_to(page: Any, trace: Path, index: int = 0) -> None:
+    """Go to a row of a trace, at its first step."""
+    place = f"#steps/0/{trace.stem}/{index}/0/0"
+    page.evaluate(f"location.hash = '{place}'")
+    row = f"document.querySelector('#rows button:nth-child({index + 1})')?.ariaSelected"
+    until(
+        page,
+        f"location.hash === '{place}' && {row} === 'true' && document.querySelector('#steps [data-t]').ariaSelected === 'true'",
+    )
+
+
 def until(page: Any, condition: str) -> None:
     """Wait for a condition; the page's policy lets nobody evaluate a string in it repeatedly, so it is asked from here."""
     for _ in range(100):
@@ -122,9 +133,7 @@ def test_the_chain_of_a_token_adds_up_and_is_what_the_trace_has(page: Any, text_
     trace = read_trace(files[-1])
     lengths = [len(row.rewards) for row in trace.rows]
     index = lengths.index(max(lengths))
-    if index:
-        page.click(f"#rows button:nth-child({index + 1})")
-        page.wait_for_selector(f"#rows button:nth-child({index + 1})[aria-selected=true]")
+    go_to(page, files[-1], index)
     row, t = trace.rows[index], lengths[index] // 2
     tokens = [cell.text_content() for cell in page.query_selector_all("#steps [data-t]")]
     assert tokens == [token.replace("\n", "⏎") for token in row.about["tokens"]]
@@ -162,10 +171,22 @@ def test_tokens_are_coloured_and_reached_by_search_and_keys(page: Any, text_run:
     assert len({tuple(each) for each in colours.values()}) == 3
     page.click("[data-find=ratio]")
     page.wait_for_selector("#hits li")
-    highest = max(float(row.visits.ratio.max()) for file in traces_in(text_run / "traces") for row in read_trace(file).rows)
-    page.click("#hits li:first-child button")
     shown = "Number(document.querySelector('#chain [data-term=ratio] b').textContent)"
-    until(page, f"Math.abs({shown} - {highest}) < 1e-3")
+    highest = max(float(row.visits.ratio.max()) for file in traces_in(text_run / "traces") for row in read_trace(file).rows)
+    until(page, f"Math.abs({shown} - {highest}) < 1e-3")  # without another click
+    assert page.inner_text("#jump b").startswith("largest ratio: 1 of ")
+    first = page.url
+    page.click("#next-hit")
+    page.wait_for_selector("#jump b:has-text(': 2 of')")
+    until(page, f"location.href !== {first!r}")
+    assert page.locator("#hits button[aria-current=true]").count() == 1
+    assert page.get_attribute("#hits li:nth-child(2) button", "aria-current") == "true"
+    second = page.url
+    page.click("#previous-hit")
+    until(page, f"location.href === {first!r}")
+    assert page.is_disabled("#previous-hit")
+    page.click("#hits li:nth-child(2) button")
+    until(page, f"location.href === {second!r}")
     page.click("#steps [data-t='0']")
     page.keyboard.press("End")
     assert page.evaluate("document.activeElement.dataset.t") == page.get_attribute("#steps [data-t]:last-child", "data-t")
@@ -179,8 +200,9 @@ def test_the_same_over_the_steps_of_an_episode(page: Any, cart: Path, inspector:
     page.goto(inspector([cart]))
     page.click("nav a[data-view=steps]")
     settled(page)
-    trace = read_trace(traces_in(cart / "traces")[-1])
-    assert page.locator("#steps [data-t]").count() == len(trace.rows[0].rewards)
+    steps, index = (int(x) for x in page.url.partition("#steps/0/")[2].split("/")[:2])
+    trace = read_trace(cart / "traces" / f"{steps}.safetensors")
+    assert page.locator("#steps [data-t]").count() == len(trace.rows[index].rewards)
     assert page.get_attribute("#audit", "data-wrong") == "0"
     assert page.locator("#prompt").is_hidden()
     page.click("[data-find=worst]")
@@ -196,9 +218,10 @@ def test_numbers_that_are_not_finite_are_shown_and_nothing_is_learned_from_them(
 ) -> None:
     copy = tmp_path / "cart"
     shutil.copytree(cart, copy)
-    spoiled(copy, 8)
+    steps = spoiled(copy, 8)
     page.goto(inspector([copy]))
-    page.click("nav a[data-view=steps]")
+    page.wait_for_selector(".chart canvas")
+    page.evaluate(f"location.hash = 'steps/0/{steps}/0/0/0'")
     settled(page)
     for t, shown in ((0, "NaN"), (1, "∞"), (2, "−∞")):
         page.click(f"#steps [data-t='{t}']")

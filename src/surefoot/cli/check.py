@@ -55,26 +55,27 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
 def check_run(folder: Path, as_json: bool) -> int:
     """Print the findings of a run; the exit code."""
-    from surefoot.compare.runs import read_run
-    from surefoot.diagnostics.findings import ENOUGH_ITERATIONS
+    from surefoot.diagnostics import any_failed
+    from surefoot.diagnostics import findings as diagnostics
     from surefoot.terminal import visible
 
-    run = read_run(folder)
-    findings = run.findings
+    check = diagnostics.check_run(folder)
+    if not check.iterations:
+        damage = [finding.what for finding in check.findings if finding.name == "metrics_damaged"]
+        why = f"{damage[0]}; no row is left" if damage else "has no metrics yet; wait for its first iteration"
+        raise SurefootError(f"{folder}: {why}")
     if as_json:
-        table: dict[str, Any] = {"run": str(folder), "steps": run.steps}
-        if run.changed:
-            table["config_changed"] = list(run.changed)
-        echo_json({**table, "findings": [finding.to_json() for finding in findings]})
-    elif not findings and len(run.rows) < ENOUGH_ITERATIONS:
-        echo(f"{folder}: too short to judge: {len(run.rows):,} iterations, {run.steps:,} steps; it takes {ENOUGH_ITERATIONS}")
-    elif not findings:
-        echo(f"{folder}: no findings in {len(run.rows):,} iterations, {run.steps:,} steps")
+        table: dict[str, Any] = {"run": str(folder), "steps": check.steps}
+        if check.changed:
+            table["config_changed"] = list(check.changed)
+        echo_json({**table, "findings": [finding.to_json() for finding in check.findings]})
+    elif not check.findings:
+        echo(f"{folder}: {check.verdict}")
     else:
-        echo("\n\n".join("\n".join(finding.text) for finding in findings))
-    if run.changed and not as_json:
-        echo(f"config.toml has changed since the checkpoint: {'; '.join(map(visible, run.changed))}")
-    return int(any(finding.severity == "serious" for finding in findings))
+        echo("\n\n".join("\n".join(finding.text) for finding in check.findings))
+    if check.changed and not as_json:
+        echo(f"config.toml has changed since the checkpoint: {'; '.join(map(visible, check.changed))}")
+    return int(any_failed(check.findings))
 
 
 @click.command()

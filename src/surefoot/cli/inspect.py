@@ -10,13 +10,13 @@ from pathlib import Path
 
 import click
 
-from surefoot.cli.options import PATH, RUN, IntRange
+from surefoot.cli.options import PATH, RUN, RUNS, IntRange
 from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, missing_extra
 
 
 @click.command()
-@click.argument("runs", nargs=-1, type=RUN, metavar="[RUN]...")
+@click.argument("runs", nargs=-1, type=RUN, metavar="[RUN|FOLDER]...")
 @click.option("--clip-table", is_flag=True, help="Write the clip table as one HTML file, with samples of the runs.")
 @click.option("--out", type=PATH, help="File of the clip table. [default: clip-table.html]")
 @click.option("--port", type=IntRange(0, 65535), default=0, help="Port of the inspector. [default: any free port]")
@@ -24,15 +24,18 @@ from surefoot.errors import SurefootError, missing_extra
 def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: int, no_browser: bool) -> None:
     """Open the inspector for runs in a browser.
 
-    It shows the effect of PPO on each step or token, and changes nothing in the runs. It is reachable only from this machine.
-    Ctrl-C stops it.
+    It shows curves, findings, samples, and the effect of PPO on each step or token. A FOLDER of runs, by default runs/, opens
+    as a table to filter, compare, tag and delete them. It is reachable only from this machine. Ctrl-C stops it.
     """
     if not clip_table:
         if out is not None:
             raise SurefootError("--out: is for the page that --clip-table writes; add --clip-table, or leave it out")
-        if not runs:
-            raise SurefootError("inspect: needs a run, such as runs/cartpole-v1-ppo_clip-1; or --clip-table, which needs none")
-        show_runs(list(runs), port, no_browser)
+        if not runs and not RUNS.is_dir():
+            raise SurefootError(
+                "inspect: needs a run, such as runs/cartpole-v1-ppo_clip-1, or a folder of runs, and there is no runs/; or "
+                "--clip-table, which needs none"
+            )
+        show_runs(list(runs) or [RUNS], port, no_browser)
         return
     from surefoot.files import write_text
     from surefoot.inspector.page import written_page
@@ -61,7 +64,10 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
         login.delete_on_signal()
 
     def ready(address: str) -> None:
-        echo(f"{address}\nopen it in a browser on this machine; it works once, for one browser. Ctrl-C stops the inspector.")
+        echo(
+            f"{address}\nopen it in a browser on this machine; it works once, and the button Invite there lets in another. "
+            "Ctrl-C stops the inspector."
+        )
         if not no_browser and has_desktop() and (file := login.write(address)):
             webbrowser.open(file)
 

@@ -18,13 +18,12 @@ from surefoot.compare.cells import (
 )
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.report import Report, interval_note, score_table, seeds_text, shared_settings, write_report
-from surefoot.compare.runs import flatten
 from surefoot.compare.statistics import COUNT, Results, average, markdown_table
 from surefoot.core.algorithms import ALGORITHMS, Objective, algorithm_named, switches_that_are_on
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import as_control, unknown_algorithm, without_critic
+from surefoot.recipes.reading import as_control, flatten, unknown_algorithm, without_critic
 
 SCORES = {
     "last_100_mean": "Return in training: the mean of the last 100 training episodes, actions sampled.",

@@ -23,7 +23,6 @@ from surefoot.compare.runs import (
     Run,
     differences_between,
     distinguishing_fields,
-    flatten,
     short_text,
 )
 from surefoot.compare.statistics import (
@@ -42,7 +41,7 @@ from surefoot.errors import missing_extra, to_install
 from surefoot.files import write_bytes, write_text
 from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.reading import to_toml
+from surefoot.recipes.reading import flatten, to_toml
 from surefoot.terminal import visible
 
 Draw = Callable[[dict[str, Any], Path], None]

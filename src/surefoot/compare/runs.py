@@ -1,7 +1,7 @@
 """Read finished or unfinished runs from their folders, group those that differ only in the seed, and compare the groups."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
 from surefoot.files import parsed, read_table, read_toml
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.reading import flatten, make_recipe, to_table
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.folder import FREE as CHANGE_NOTHING
 from surefoot.runs.folder import changed_since
@@ -133,15 +133,6 @@ def read_run(path: Path) -> Run:
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------------
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables as ``a.b.c`` and value; an empty table is a value."""
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def distinguishing_fields(recipe: Recipe) -> dict[str, Any]:

@@ -5,7 +5,8 @@ for finding in of_run("runs/mine"):
     print(finding.line)
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from surefoot.errors import cause_of
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.events import Event, IterationEnd, RunEnd, RunStart
+from surefoot.runs.folder import changed_since
 from surefoot.runs.metrics import METRICS
 from surefoot.runs.reading import History, check_is_run, read_trackers
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history, read_metrics
@@ -45,15 +48,47 @@ def findings_of(rows: Iterable[Mapping[str, Any]], recipe: Recipe | None = None)
     return check_curves(RunCurves(rows, None if recipe is None else recipe.steps), recipe)
 
 
-def of_run(folder: str | Path) -> list[Finding]:
-    """The findings of a run folder, finished or not.
+@dataclass(frozen=True)
+class RunCheck:
+    """What ``surefoot check RUN`` and the inspector show."""
+
+    findings: list[Finding]
+    """the worst first"""
+    iterations: int
+    steps: int
+    changed: Sequence[str]
+    """how config.toml differs from the recipe of the newest checkpoint, each as ``field: old -> new``"""
+
+    @property
+    def verdict(self) -> str:
+        """A run without findings in one line."""
+        if self.iterations < ENOUGH_ITERATIONS:
+            counts = f"{self.iterations:,} iterations, {self.steps:,} steps"
+            return f"too short to judge: {counts}; it takes {ENOUGH_ITERATIONS}"
+        return f"no findings in {self.iterations:,} iterations, {self.steps:,} steps"
+
+
+def check_run(folder: str | Path) -> RunCheck:
+    """Check a run folder, finished or not.
 
     Raises SurefootError when it is not a run.
     """
     path = Path(folder)
     check_is_run(path)
     failures = {name: str(entry["failed"]) for name, entry in read_trackers(path).items() if "failed" in entry}
-    return findings_in(read_history(path), make_recipe(read_toml(path / "config.toml")), failures)
+    history, recipe = read_history(path), make_recipe(read_toml(path / "config.toml"))
+    checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
+    rows = history.rows
+    steps = int(rows[-1]["steps"]) if rows else 0
+    return RunCheck(findings_in(history, recipe, failures), len(rows), steps, changed_since(checkpoint, recipe))
+
+
+def of_run(folder: str | Path) -> list[Finding]:
+    """The findings of a run folder, finished or not.
+
+    Raises SurefootError when it is not a run.
+    """
+    return check_run(folder).findings
 
 
 def findings_in(history: History, recipe: Recipe | None = None, failures: Mapping[str, str] | None = None) -> list[Finding]:

@@ -12,7 +12,8 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,10 +25,16 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from surefoot.errors import SurefootError
+
 PATIENCE = 10.0
 """seconds from the start of a connection or a later request until that request is complete"""
 IDLE = 5
 """seconds that an idle connection stays open"""
+INVITATION = 600
+"""seconds for which the address for another browser works"""
+MOST_TOKENS = 20
+"""unused addresses at a time"""
 PAGE = """<!doctype html>
 <meta charset="utf-8"><meta name="referrer" content="no-referrer"><meta http-equiv="refresh" content="0;url={address}">
 <title>Surefoot</title><a href="{address}">Open the inspector</a>
@@ -47,17 +54,42 @@ HEADERS = {
 }
 
 
+class Tokens:
+    """Tokens that work once each, in exchange for the cookie. The first one works until the server ends."""
+
+    def __init__(self, first: str) -> None:
+        self.valid_until = {first: float("inf")}
+
+    def issue(self) -> str:
+        """A new token, which works for ``INVITATION`` seconds. Raises SurefootError if too many wait for their browser."""
+        now = time.monotonic()
+        self.valid_until = {token: until for token, until in self.valid_until.items() if until > now}
+        if len(self.valid_until) >= MOST_TOKENS:
+            raise SurefootError(f"there are {MOST_TOKENS} unused addresses; use one, or wait {INVITATION // 60} minutes")
+        token = secrets.token_urlsafe(24)
+        self.valid_until[token] = now + INVITATION
+        return token
+
+    def redeem(self, token: str) -> bool:
+        """Whether a token is valid; it is not from now on."""
+        known = next((each for each in self.valid_until if equal_secrets(token, each)), "")
+        return self.valid_until.pop(known, 0.0) > time.monotonic()
+
+
 class Guard:
-    """Pass on only requests that read, that come from a page of this server, and that have the cookie.
+    """Pass on only requests that come from a page of this server and have the cookie, and that read or are known to write.
 
     port      the port of the server
-    token     works once, in exchange for the cookie
-    entered   called when the token has been used
+    tokens    each works once, in exchange for the cookie
+    entered   called when a token has been used
+    writes    the paths that take POST
     """
 
-    def __init__(self, app: ASGIApp, port: int, token: str, entered: Callable[[], None]) -> None:
-        self.app, self.port, self.on_entered = app, port, entered
-        self.token: str | None = token
+    def __init__(
+        self, app: ASGIApp, port: int, tokens: Tokens, entered: Callable[[], None], writes: Collection[str] = ()
+    ) -> None:
+        self.app, self.port, self.on_entered, self.writes = app, port, entered, writes
+        self.tokens = tokens
         self.secret = secrets.token_urlsafe(32)
         self.cookie = f"surefoot_{port}"
         self.hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
@@ -85,12 +117,21 @@ class Guard:
         elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")  # same-site: another port
         if elsewhere and scope["path"] != "/enter":  # a file may link to /enter, which checks the token
             return PlainTextResponse("wrong origin\n", 403)
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("the inspector is read-only\n", 405, {"allow": "GET, HEAD"})
+        if scope["method"] == "POST" and scope["path"] in self.writes:
+            if origins != [f"http://{hosts[0]}"] or headers.get("content-type") != "application/json":
+                return PlainTextResponse("wrong origin\n", 403)
+        elif scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("this can't be changed here\n", 405, {"allow": "GET, HEAD"})
         logged_in = equal_secrets(request.cookies.get(self.cookie, ""), self.secret)
         if scope["path"] == "/enter":
             return self.enter(request.query_params.get("token", ""), logged_in, elsewhere)
-        return None if logged_in else PlainTextResponse("use the address that surefoot inspect printed, once\n", 403)
+        return (
+            None
+            if logged_in
+            else PlainTextResponse(
+                "use the address that surefoot inspect printed, once; or the button Invite in the browser that used it\n", 403
+            )
+        )
 
     def enter(self, token: str, logged_in: bool, elsewhere: bool) -> Response:
         """Set the cookie in exchange for the token, once."""
@@ -99,9 +140,12 @@ class Guard:
         answer: Response = inside or RedirectResponse("/", 303)
         if logged_in:
             return answer
-        if self.token is None or not equal_secrets(token, self.token):
-            return PlainTextResponse("this address is wrong or was already used; start surefoot inspect again\n", 403)
-        self.token = None
+        if not self.tokens.redeem(token):
+            return PlainTextResponse(
+                "this address is wrong, too old or was already used; get another with the button Invite in the browser "
+                "that used it, or start surefoot inspect again\n",
+                403,
+            )
         answer.set_cookie(self.cookie, self.secret, httponly=True, samesite="strict", path="/")
         self.on_entered()
         return answer

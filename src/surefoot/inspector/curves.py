@@ -19,20 +19,99 @@ from surefoot.runs.reading import BOM, Row, check_counts, in_order, row_of, rows
 Column = NDArray[np.float64]
 AT_A_TIME = 2**18
 """bytes read at a time"""
+FALLING = ("held_out_loss", "policy_loss")
+"""results that are better if lower"""
 AT_ONCE = 0.5
 """maximum seconds that one read may take, for a file of any length"""
 
 
-class Columns:
-    """The metrics of a run. Incomplete lines are read the next time; a truncated file is read again from the start."""
+class NewLines:
+    """Reads the lines of a growing metrics.jsonl, each once. Incomplete lines are read the next time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.offset, self.inode, self.lines = 0, -1, 0
+
+    def read(self, until: float) -> tuple[bool, list["Block"]]:
+        """Whether the file was truncated, replaced or removed, so that it is read again from its start; and the new lines as
+        blocks, until the time is up, but at least one part.
+        """
+        again, blocks = False, []
+        try:
+            with self.path.open("rb") as file:
+                state = self.path.stat()
+                if state.st_ino != self.inode or state.st_size < self.offset:
+                    again, self.offset, self.inode, self.lines = True, 0, state.st_ino, 0
+                file.seek(self.offset)
+                for lines in _whole_lines(file):
+                    count = lines.count(b"\n")
+                    blocks.append(_block(lines if self.offset else lines.removeprefix(BOM), self.lines + 1, count))
+                    self.offset += len(lines)
+                    self.lines += count
+                    if time.monotonic() > until:
+                        break
+        except OSError:
+            self.offset, self.inode, self.lines = 0, -1, 0
+            return True, []
+        return again, blocks
+
+    @property
+    def unread(self) -> bool:
+        """Whether there are bytes after what was read."""
+        with contextlib.suppress(OSError):
+            return self.path.stat().st_size > self.offset
+        return False
+
+
+class Results:
+    """How far a run is, and the last and best value of some of its metrics, without keeping its rows.
+
+    names   the metrics; those of ``FALLING`` are better if lower
+    """
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self.source, self.names = NewLines(path), names
         self.lock = threading.Lock()
         self._forget()
 
     def _forget(self) -> None:
-        self.offset, self.inode, self.rows, self.lines = 0, -1, 0, 0
+        self.iterations, self.steps = 0, 0
+        self.last: dict[str, float] = {}
+        self.best: dict[str, float] = {}
+
+    def read_on(self, patience: float = math.inf) -> None:
+        """Read what was written since the last call, for at most ``patience`` seconds."""
+        with self.lock:
+            again, blocks = self.source.read(time.monotonic() + patience)
+            if again:
+                self._forget()
+            for block in blocks:
+                self._add(block)
+
+    def _add(self, block: "Block") -> None:
+        if not len(block.numbers):
+            return
+        self.iterations += len(block.numbers)
+        self.steps = int(block.columns["steps"].max())
+        for name in self.names:
+            values = block.columns.get(name, np.empty(0))
+            values = values[np.isfinite(values)]
+            if len(values):
+                better = min if name in FALLING else max
+                self.last[name] = float(values[-1])
+                self.best[name] = float(better(better(values), self.best.get(name, values[0])))
+
+
+class Columns:
+    """The metrics of a run. A truncated file is read again from the start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.source = path, NewLines(path)
+        self.lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows = 0
         self.columns: dict[str, Column] = {}
         self.numbers = np.empty(0, np.int64)
         """the numbers of the lines that the rows are from"""
@@ -47,38 +126,19 @@ class Columns:
         until = time.monotonic() + patience
         if self.lock.acquire(timeout=-1 if patience == math.inf else patience):
             try:
-                self._append(self._blocks(until))
+                again, blocks = self.source.read(until)
+                if again:
+                    self._forget()
+                self._append(blocks)
             finally:
                 self.lock.release()
         return self.rows
 
-    def _blocks(self, until: float) -> list["Block"]:
-        """The new lines of the file as blocks, until the time is up; at least one part."""
-        blocks: list[Block] = []
-        try:
-            with self.path.open("rb") as file:
-                state = self.path.stat()
-                if state.st_ino != self.inode or state.st_size < self.offset:
-                    self._forget()
-                    self.inode = state.st_ino
-                file.seek(self.offset)
-                for lines in _whole_lines(file):
-                    count = lines.count(b"\n")
-                    blocks.append(_block(lines if self.offset else lines.removeprefix(BOM), self.lines + 1, count))
-                    self.offset += len(lines)
-                    self.lines += count
-                    if time.monotonic() > until:
-                        break
-        except OSError:
-            self._forget()
-            return []
-        return blocks
-
     def read_all(self) -> None:
         """Read everything, in parts, so that other threads get what is read so far."""
         before = -1
-        while self.offset != before:
-            before = self.offset
+        while self.source.offset != before:
+            before = self.source.offset
             self.read_on(AT_ONCE)
             time.sleep(0)
 
@@ -96,9 +156,10 @@ class Columns:
             columns = {name: column[kept] for name, column in columns.items()}
             numbers = numbers[kept]
         self.rows, self.numbers = len(numbers), numbers
-        if self.rows < self.lines:
+        lines = self.source.lines
+        if self.rows < lines:
             first = np.flatnonzero(np.append(numbers, -1) != np.arange(1, self.rows + 2))[0] + 1
-            self.fault = unreadable(self.lines, self.lines - self.rows, int(first))
+            self.fault = unreadable(lines, lines - self.rows, int(first))
         self.columns = columns  # in one assignment, so that other threads never see columns of different lengths
 
     def names(self) -> list[str]:
@@ -178,6 +239,8 @@ class Curve:
     low: Column
     high: Column
     smooth: Column
+    not_positive: int = 0
+    """iterations between the first and the last point with a value that is not above 0, which no log scale can show"""
 
 
 def grid_of(runs: Sequence[Columns], start: float, end: float, points: int) -> Column:
@@ -213,7 +276,7 @@ def curve(run: Columns, name: str, grid: Column, window: int) -> Curve:
         means = running_mean(values, window)
         last = ends[held] - 1
         smooth[held] = np.where(np.isnan(high[held]), np.nan, means[last])
-    return Curve(low, high, smooth)
+    return Curve(low, high, smooth, int(np.count_nonzero(values[starts[0] : ends[-1]] <= 0)))
 
 
 def running_mean(values: Column, window: int) -> Column:

@@ -1,7 +1,10 @@
 """Read the folders of the inspected runs: recipes, metrics, samples and videos. Nothing here writes."""
 
+import contextlib
 import json
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,16 +12,19 @@ from typing import Any
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import parsed, read_toml
+from surefoot.files import parsed, read_table, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
-from surefoot.runs.metrics import METRICS, SHOWN
-from surefoot.runs.reading import FINISHED, check_is_run, samples_in, traces_in
+from surefoot.runs.metrics import METRICS, SHOWN, TIMING
+from surefoot.runs.reading import FINISHED, TRACKERS_FILE, check_is_run, samples_in, traces_in
 
 LONGEST_TEXT = 20_000
+TITLES = {"cpu_cores": "CPU cores", "memory_gb": "memory, GB", "gpu_memory_gb": "GPU memory, GB", "gpu_percent": "GPU load, %"}
+UNITS = {"control": "environment steps", "language": "responses", "sft": "rows", "reward": "rows", "dpo": "rows"}
+"""what a step of the budget is, by kind of run"""
 
 
 class RunFolders:
-    """The inspected runs, by number.
+    """The inspected runs, by number. A run keeps its number.
 
     Raises SurefootError if a path is not a run.
     """
@@ -29,6 +35,9 @@ class RunFolders:
         self.paths = paths
         self.names = run_names(paths)
         self.columns = [Columns(path / "metrics.jsonl") for path in paths]
+        self.lock = threading.Lock()
+        self.checked: dict[int, tuple[Any, dict[str, Any]]] = {}
+        """state of the files of a run -> its findings"""
         self.curves_sent = threading.Event()
         """set once the browser has received curves"""
 
@@ -38,21 +47,30 @@ class RunFolders:
             raise SurefootError(f"run={run}: unknown; there are {len(self.paths)} runs")
         return self.paths[run]
 
-    def runs(self) -> list[dict[str, Any]]:
-        """The name, recipe, progress and available data of each run."""
-        return [self._run(number) for number in range(len(self.paths))]
+    def open(self, path: Path, name: str) -> int:
+        """The number of a run, which is added if it is new. Raises SurefootError if the path is not a run."""
+        with self.lock:
+            if path not in self.paths:
+                check_is_run(path)
+                self.names.append(name)
+                self.columns.append(Columns(path / "metrics.jsonl"))
+                self.paths.append(path)
+            return self.paths.index(path)
 
-    def _run(self, run: int) -> dict[str, Any]:
-        path, columns = self.paths[run], self.columns[run]
-        iterations = columns.read_on(AT_ONCE / len(self.paths))  # the rest of a long file follows with later requests
+    def runs(self, numbers: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """The name, recipe, progress and available data of some runs, or of all."""
+        chosen = range(len(self.paths)) if numbers is None else numbers
+        return [self._run(number, AT_ONCE / len(chosen)) for number in chosen]
+
+    def _run(self, run: int, patience: float) -> dict[str, Any]:
+        path, columns = self.path(run), self.columns[run]
+        iterations = columns.read_on(patience)  # the rest of a long file follows with later requests
         recipe = read_toml(path / "config.toml")
         return {
+            "number": run,
             "name": self.names[run],
-            "kind": recipe.get("kind", "control"),
-            "trained": str(recipe.get("task") or Path(str(recipe.get("model", ""))).name),
-            "algorithm": recipe.get("algorithm", ""),
+            **recipe_summary(recipe),
             "value_lambda": recipe.get("objective", {}).get("value_lambda", "none"),
-            "budget": recipe.get("steps"),
             "finished": (path / FINISHED).is_file(),
             "iterations": iterations,
             "damage": columns.fault and f"{columns.path.name} {columns.fault}",
@@ -80,11 +98,41 @@ class RunFolders:
             for columns, count in zip(read, counts, strict=True):
                 drawn = curve(columns, name, grid, max(1, round(smoothing * count)))
                 same = np.array_equal(drawn.low, drawn.high, equal_nan=True)
-                curves[name].append(
-                    {"high": numbers(drawn.high), "low": None if same else numbers(drawn.low), "smooth": numbers(drawn.smooth)}
-                )
+                low = None if same else numbers(drawn.low)
+                values = {"high": numbers(drawn.high), "low": low, "smooth": numbers(drawn.smooth)}
+                curves[name].append({**values, "not_positive": drawn.not_positive})
         self.curves_sent.set()
         return {"steps": [float(x) for x in grid], "curves": curves, "iterations": counts}
+
+    # ---- findings and recipe
+
+    def findings(self, run: int) -> dict[str, Any]:
+        """What ``surefoot check`` prints about a run; checked again once the metrics have changed."""
+        from surefoot.diagnostics.findings import check_run  # imports torch
+
+        path = self.path(run)
+        files = [path / "metrics.jsonl", path / "config.toml", path / TRACKERS_FILE]
+        state = [(at.st_mtime_ns, at.st_size) for at in (file.stat() for file in files if file.exists())]
+        if self.checked.get(run, (None, None))[0] != state:
+            check = check_run(path)
+            findings = [finding.to_json() for finding in check.findings]
+            self.checked[run] = state, {"findings": findings, "verdict": check.verdict, "changed": list(check.changed)}
+        return self.checked[run][1]
+
+    def recipe(self, run: int) -> dict[str, Any]:
+        """The resolved recipe of a run: each field, its meaning, and where its value comes from."""
+        from surefoot.recipes.presets import settings_of
+        from surefoot.recipes.reading import recipe_fields
+
+        path = self.path(run)
+        recipe, preset = read_toml(path / "config.toml"), None
+        with contextlib.suppress(SurefootError):
+            preset = read_table(path / "environment.json").get("preset")
+        preset = preset if isinstance(preset, dict) else None
+        settings = [asdict(setting) for setting in settings_of(recipe, preset)]
+        meanings = {name: field.meaning for name, field in recipe_fields(recipe_summary(recipe)["kind"])}
+        fields = [{**setting, "meaning": meanings.get(setting["name"], "")} for setting in settings]
+        return {"preset": preset and preset.get("name"), "fields": fields}
 
     # ---- samples and videos
 
@@ -118,13 +166,32 @@ class RunFolders:
         return videos[number]
 
 
-def metric_descriptions(names: list[str]) -> dict[str, dict[str, str]]:
-    """Title and meaning of each metric."""
+def recipe_summary(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe trains, and how: kind, task or model, algorithm, seed and budget; None or "" for what it lacks."""
+    kind, seed, budget = (recipe.get(name) for name in ("kind", "seed", "steps"))
+    kind = kind if isinstance(kind, str) else "control"
     return {
-        name: {"title": SHOWN[name][0] if name in SHOWN else name.replace("_", " "), "meaning": METRICS[name].meaning}
+        "kind": kind,
+        "trained": str(recipe.get("task") or Path(str(recipe.get("model", ""))).name),
+        "algorithm": str(recipe.get("algorithm", "")),
+        "seed": seed if isinstance(seed, int) else None,
+        "budget": budget if isinstance(budget, int) else None,
+        "unit": UNITS.get(kind, "steps"),
+    }
+
+
+def metric_descriptions(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Title, meaning and group of each metric."""
+    return {
+        name: {"title": title_of(name), "meaning": METRICS[name].meaning, "machine": name in TIMING}
         for name in names
         if name in METRICS
     }
+
+
+def title_of(metric: str) -> str:
+    """The name of a metric on the page."""
+    return TITLES.get(metric) or (SHOWN[metric][0] if metric in SHOWN else metric.replace("_", " "))
 
 
 def run_names(paths: list[Path]) -> list[str]:

@@ -1,8 +1,11 @@
-"""The inspector's server: read-only, for one person on one machine.
+"""The inspector's server, for one person on one machine.
 
 It listens on 127.0.0.1. The address that the command prints contains a token, which works once, in exchange for a cookie. Every
 request must have that cookie, this host and, if it has an origin, this origin. So other users and other pages in the same
 browser get nothing. The pages load nothing from elsewhere.
+
+Requests read, except for a few, which must have this origin: an address for another browser; with a table of runs also their
+tags and their trash.
 """
 
 import secrets
@@ -24,14 +27,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from surefoot.errors import SurefootError
-from surefoot.files import made_from
-from surefoot.inspector.access import IDLE, Connection, Guard
+from surefoot.files import made_from, parsed
+from surefoot.inspector.access import IDLE, INVITATION, Connection, Guard, Tokens
+from surefoot.inspector.catalog import Catalog, is_run
 from surefoot.inspector.folders import RunFolders, metric_descriptions
 
 if TYPE_CHECKING:
     from surefoot.inspector.traces import Traces
 
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+LARGEST_BODY = 65_536
+"""bytes of a request"""
 LazyTraces = Callable[[], "Traces"]
 """imports torch and returns the traces; the same object every time"""
 
@@ -54,24 +60,36 @@ def application(
     token: str,
     entered: Callable[[], None] = lambda: None,
     traces: LazyTraces | None = None,
+    catalog: Catalog | None = None,
 ) -> ASGIApp:
-    """The ASGI application; ``entered`` is called when the token has been used."""
-    routes = [*_run_routes(folders), *_trace_routes(traces or lazy_traces(folders))]
+    """The ASGI application; ``entered`` is called when a token has been used."""
+    tokens = Tokens(token)
+
+    def invite(request: Request, content: dict[str, Any]) -> Any:
+        return {"address": f"http://{request.headers['host']}/enter?token={tokens.issue()}", "minutes": INVITATION // 60}
+
+    routes = [Route("/api/invite", write_route(invite), methods=["POST"])]
+    routes += [*_run_routes(folders, catalog), *_trace_routes(traces or lazy_traces(folders)), *_catalog_routes(catalog)]
+    writes = {route.path for route in routes if route.methods and "POST" in route.methods}
     routes += [Route(f"/{'' if name == 'index.html' else name}", static_route(file)) for name, file in front_end().items()]
-    return Guard(Starlette(routes=routes), port, token, entered)
+    return Guard(Starlette(routes=routes), port, tokens, entered, writes)
 
 
 def _number(request: Request, name: str) -> int:
     return int(request.path_params[name])
 
 
-def _run_routes(folders: RunFolders) -> list[Route]:
-    """Runs, curves, samples and videos."""
+def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
+    """Runs, curves, findings, recipes, samples and videos."""
 
     def runs(request: Request) -> Any:
-        tables = folders.runs()
+        numbers = None
+        if catalog is not None:
+            places = [catalog.place(name) for name in dict.fromkeys(request.query_params.getlist("run"))]
+            numbers = [folders.open(place.path, place.name) for place in places]
+        tables = folders.runs(numbers)
         names = list(dict.fromkeys(name for run in tables for name in run["metrics"]))
-        return {"runs": tables, "metrics": metric_descriptions(names)}
+        return {"runs": tables, "metrics": metric_descriptions(names), "catalog": catalog is not None}
 
     def curves(request: Request) -> Any:
         query = request.query_params
@@ -88,6 +106,12 @@ def _run_routes(folders: RunFolders) -> list[Route]:
                 "curves: needs runs=0,1 and metrics=kl,entropy; from, to, points and smoothing must be numbers"
             ) from None
 
+    def findings(request: Request) -> Any:
+        return folders.findings(_number(request, "run"))
+
+    def recipe(request: Request) -> Any:
+        return folders.recipe(_number(request, "run"))
+
     def samples(request: Request) -> Any:
         return folders.samples(_number(request, "run"), _number(request, "steps"))
 
@@ -97,6 +121,8 @@ def _run_routes(folders: RunFolders) -> list[Route]:
     return [
         Route("/api/runs", json_route(runs)),
         Route("/api/curves", json_route(curves)),
+        Route("/api/runs/{run:int}/findings", json_route(findings)),
+        Route("/api/runs/{run:int}/recipe", json_route(recipe)),
         Route("/api/runs/{run:int}/samples/{steps:int}", json_route(samples)),
         Route("/api/runs/{run:int}/videos/{number:int}", video_route(video)),
     ]
@@ -116,6 +142,9 @@ def _trace_routes(traces: LazyTraces) -> list[Route]:
     def clip(request: Request) -> Any:
         return traces().clip_samples(_number(request, "run"), _number(request, "steps"), _number(request, "number") - 1)
 
+    def most_clipped(request: Request) -> Any:
+        return traces().most_clipped(_number(request, "run"))
+
     def find(request: Request) -> Any:
         return traces().find(_number(request, "run"), request.path_params["what"])
 
@@ -126,8 +155,35 @@ def _trace_routes(traces: LazyTraces) -> list[Route]:
         Route("/api/runs/{run:int}/traces/{steps:int}", json_route(rows)),
         Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}", json_route(row)),
         Route("/api/runs/{run:int}/traces/{steps:int}/passes/{number:int}", json_route(clip)),
+        Route("/api/runs/{run:int}/clipped", json_route(most_clipped)),
         Route("/api/runs/{run:int}/find/{what}", json_route(find)),
         Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}/video", video_route(video)),
+    ]
+
+
+def _catalog_routes(catalog: Catalog | None) -> list[Route]:
+    """The table of runs; none without one."""
+    if catalog is None:
+        return []
+    known = catalog
+
+    def table(request: Request) -> Any:
+        return known.table()
+
+    def tags(request: Request, content: dict[str, Any]) -> Any:
+        return {"tags": known.set_tags(str(content.get("run")), content.get("tags"))}
+
+    def delete(request: Request, content: dict[str, Any]) -> Any:
+        return {"id": known.delete(str(content.get("run")))}
+
+    def restore(request: Request, content: dict[str, Any]) -> Any:
+        return {"path": known.restore(str(content.get("run")))}
+
+    return [
+        Route("/api/table", json_route(table)),
+        Route("/api/tags", write_route(tags), methods=["POST"]),
+        Route("/api/delete", write_route(delete), methods=["POST"]),
+        Route("/api/restore", write_route(restore), methods=["POST"]),
     ]
 
 
@@ -146,6 +202,29 @@ def json_route(get: Callable[[Request], Any]) -> Callable[[Request], Any]:
                 return JSONResponse(await run_in_threadpool(get, request))
         except (SurefootError, FileNotFoundError) as error:
             return not_found(error)
+
+    return endpoint
+
+
+def write_route(act: Callable[[Request, dict[str, Any]], Any]) -> Callable[[Request], Any]:
+    """An endpoint that takes a JSON object and returns another, or 400 with an error of one line."""
+
+    async def endpoint(request: Request) -> Response:
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LARGEST_BODY:
+                return JSONResponse({"error": "the request is too large"}, 413)
+        try:
+            content = parsed(body.decode())
+            if not isinstance(content, dict):
+                raise ValueError("no object")
+        except ValueError:
+            return JSONResponse({"error": "the request has no JSON object"}, 400)
+        try:
+            return JSONResponse(await run_in_threadpool(act, request, content))
+        except SurefootError as error:
+            return JSONResponse({"error": str(error)}, 400)
 
     return endpoint
 
@@ -176,16 +255,18 @@ def static_route(file: Path) -> Callable[[Request], Any]:
     return endpoint
 
 
-def serve(runs: list[Path], port: int, ready: Callable[[str], None], entered: Callable[[], None] = lambda: None) -> None:
-    """Serve the inspector of some runs until Ctrl-C.
+def serve(paths: list[Path], port: int, ready: Callable[[str], None], entered: Callable[[], None] = lambda: None) -> None:
+    """Serve the inspector until Ctrl-C.
 
+    paths     runs, which are shown together; with a folder of runs among them, a table of all
     port      0 for any free port
     ready     called with the address when it can be opened
     entered   called when a browser has used the address
 
-    Raises SurefootError if a path is not a run, or the port is in use.
+    Raises SurefootError if a path is neither, or the port is in use.
     """
-    folders = RunFolders(runs)
+    catalog = Catalog(paths) if any(path.is_dir() and not is_run(path) and any(path.iterdir()) for path in paths) else None
+    folders = RunFolders([] if catalog else paths)
     traces = lazy_traces(folders)
     try:
         listening = socket.create_server(("127.0.0.1", port))
@@ -193,7 +274,7 @@ def serve(runs: list[Path], port: int, ready: Callable[[str], None], entered: Ca
         raise SurefootError(f"--port {port}: can't be opened ({error.strerror}); choose another, or 0 for any") from None
     port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
     config = uvicorn.Config(
-        application(folders, port, token, entered, traces),
+        application(folders, port, token, entered, traces, catalog),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -202,16 +283,18 @@ def serve(runs: list[Path], port: int, ready: Callable[[str], None], entered: Ca
         timeout_keep_alive=IDLE,
         server_header=False,
     )
-    threading.Thread(target=_prepare, args=(folders, traces), daemon=True).start()
+    threading.Thread(target=_prepare, args=(folders, catalog, traces), daemon=True).start()
     ready(f"http://127.0.0.1:{port}/enter?token={token}")
     with listening:
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def _prepare(folders: RunFolders, traces: LazyTraces) -> None:
+def _prepare(folders: RunFolders, catalog: Catalog | None, traces: LazyTraces) -> None:
     """Read all metrics in advance; once the browser has curves, import what traces need."""
     for columns in folders.columns:
         columns.read_all()
+    while catalog is not None and catalog.reads_on():
+        time.sleep(0)
     folders.curves_sent.wait()
     time.sleep(1)  # drawing the curves needs the processor, too
     traces()

@@ -6,6 +6,7 @@ This module imports torch, which takes longer than drawing the first curves, so 
 import base64
 import shlex
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from surefoot.errors import SurefootError
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.folders import LONGEST_TEXT, RunFolders, shortened
 from surefoot.runs.reading import replay_failure, trace_video, traces_in
-from surefoot.runs.traces import read_trace
+from surefoot.runs.traces import clipped_samples, read_trace
 
 SHOWN_SAMPLES, SHOWN_STEPS = 20_000, 4_096
 KEPT_TRACES = 6
+MOST_COUNTED, PATIENCE = 40, 0.5
+"""traces, and seconds, in which the one with the most clipped samples is looked for"""
 ON_A_PAGE = 200_000
 """maximum number of samples in a self-contained page, about 2 MB; more are thinned evenly over all passes"""
 PER_STEP = ("rewards", "values", "next_values", "td_residuals", "advantages", "returns", "old_log_probs", "ref_log_probs")
@@ -38,6 +41,8 @@ class Traces:
         self.folders = folders
         self.lock = threading.Lock()
         self.kept: OrderedDict[tuple[Path, int], Trace] = OrderedDict()
+        self.counts: dict[tuple[Path, int], list[tuple[int, int]]] = {}
+        """clipped samples and samples of each row of a file"""
 
     def trace(self, run: int, steps: int) -> Trace:
         """The trace of one iteration; the last few stay in memory. Raises SurefootError if there is none."""
@@ -56,6 +61,53 @@ class Traces:
             self.kept.move_to_end(key)
             return self.kept[key]
 
+    def most_clipped(self, run: int) -> dict[str, Any]:
+        """The step of a run's traces to look at first: of the trace with the most clipped samples, the row with the most, there
+        the step whose clipped ratio is furthest from 1.
+
+        Traces are counted in the order of their iterations' ``clip_active``, until ``MOST_COUNTED`` of them or ``PATIENCE``
+        seconds. ``steps`` is None if no counted trace has a clipped sample.
+        """
+        files = traces_in(self.folders.path(run) / "traces")
+        share = self._clip_active(run)
+        files.sort(key=lambda file: (-share.get(int(file.stem), 1.0), -int(file.stem)))
+        best: tuple[int, int, int] = (0, 0, 0)
+        counted, until = 0, time.monotonic() + PATIENCE
+        for file in files[:MOST_COUNTED]:
+            if counted and time.monotonic() > until:
+                break
+            try:
+                rows = self._clipped(file)
+            except (SurefootError, FileNotFoundError):  # damaged, or deleted in the meantime
+                continue
+            counted += 1
+            best = max(best, (sum(row[0] for row in rows), int(file.stem), sum(row[1] for row in rows)))
+        clipped, steps, samples = best
+        found = {"clipped": clipped, "samples": samples, "counted": counted, "traces": len(files), "steps": None}
+        return {**found, **self._first_clipped(run, steps)} if clipped else found
+
+    def _first_clipped(self, run: int, steps: int) -> dict[str, Any]:
+        """The place of the most clipped step of a trace."""
+        trace = self.trace(run, steps)
+        stopped = [self._line(row)["stopped"] for row in trace.rows]
+        index = stopped.index(max(stopped))
+        ((_, visit, t), *_) = _highest(trace.rows[index], "clipped", 1)
+        return {"steps": steps, "iteration": trace.iteration, "index": index, "t": t, "visit": visit}
+
+    def _clip_active(self, run: int) -> dict[int, float]:
+        """Steps -> share of the samples of that iteration that were clipped, where metrics.jsonl has it."""
+        columns = self.folders.columns[run].columns
+        share = columns.get("clip_active")
+        if share is None:
+            return {}
+        return {int(at): x for at, x in zip(columns["steps"].tolist(), share.tolist(), strict=True) if x == x}
+
+    def _clipped(self, file: Path) -> list[tuple[int, int]]:
+        key = (file, file.stat().st_mtime_ns)
+        if key not in self.counts:
+            self.counts[key] = clipped_samples(file)
+        return self.counts[key]
+
     def rows(self, run: int, steps: int) -> dict[str, Any]:
         """The settings of an iteration, and a summary of each of its rows."""
         trace = self.trace(run, steps)
@@ -73,7 +125,8 @@ class Traces:
         visited = row.visits.updates >= 0
         return {
             "row": row.row,
-            "start": row.start,
+            "episode": row.about.get("episode"),
+            "first_t": first_t(row),
             "length": len(row.rewards),
             "reward": finite(row.rewards.sum().reshape(1))[0],
             "ratio_max": finite(row.visits.ratio[visited].max().reshape(1))[0] if visited.any() else None,
@@ -102,7 +155,7 @@ class Traces:
         after = first + SHOWN_STEPS
         table |= {
             "row": row.row,
-            "start": row.start,
+            "first_t": first_t(row),
             "first": first,
             "length": count,
             "beyond": finite(row.advantages[after : after + 1])[0] if after < count else None,
@@ -110,7 +163,6 @@ class Traces:
             "prompt": shortened(row.about.get("prompt"), LONGEST_TEXT),
             "reference_beta": row.about.get("reference_beta"),
             "episode": row.about.get("episode"),
-            "episode_step": row.about.get("step"),
             "has_video": self._video(run, steps, trace, index) is not None,
             "video_command": self._video_command(run, steps, trace, index),
             "video_failure": self._video_failure(run, steps, trace, index),
@@ -173,6 +225,12 @@ class Traces:
         return [step for _, step in ranked[:limit]]
 
 
+def first_t(row: TracedRow) -> int:
+    """The time step of a row's first step in its episode, from 0; of older traces, in the rollout; 0 for text."""
+    known = row.about.get("step")
+    return known if isinstance(known, int) else 0 if row.about.get("tokens") is not None else row.start
+
+
 JsonNumber = float | str | None
 """a number in JSON; values that are not finite are the strings "NaN", "Infinity" and "-Infinity", as in JavaScript"""
 
@@ -226,7 +284,8 @@ def _step(row: TracedRow, visit: int, t: int) -> dict[str, Any]:
     tokens = row.about.get("tokens")
     return {
         "row": row.row,
-        "step": row.start + t,
+        "at": first_t(row) + t,
+        "episode": row.about.get("episode"),
         "ratio": finite(row.visits.ratio[visit, t : t + 1])[0],
         "advantage": finite(row.advantages[t : t + 1])[0],
         "reward": finite(row.rewards[t : t + 1])[0],

@@ -138,7 +138,7 @@ def as_control(recipe: Recipe) -> ControlRecipe:
 def _check_booleans(table: Mapping[str, Any]) -> None:
     """Raise SurefootError for true or false in place of a number, which Python would take for 1 or 0."""
     types = {name: described.type for name, described in recipe_fields(table.get("kind", "control"))}
-    for name, value in _flat(table):
+    for name, value in flatten(table):
         if isinstance(value, bool) and "number" in types.get(name, ""):
             raise SurefootError(f"{name}={str(value).lower()}: must be a {types[name]}")
 
@@ -169,10 +169,11 @@ def _check_toml_values(recipe: Recipe) -> None:
             raise SurefootError(f"{name}={value!r}: a recipe can only store numbers, text, lists and tables; use those")
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as ``a.b.c`` and value; an empty table is a value."""
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

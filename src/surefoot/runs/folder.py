@@ -13,6 +13,7 @@ checkpoints/<step> the last few; best/<step> the best evaluated
 model/             of a language run: the trained model, for transformers and other runs
 adapter/           of a run with an [adapter]: the same for peft
 finished.json      the steps after which these were written
+tags.json          tags that a person gave the run; nothing in training reads them
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from surefoot.runs.checkpoint import (
     latest_checkpoint,
 )
 from surefoot.runs.hub import LISTING, is_hub_name, local_folder
-from surefoot.runs.reading import FINISHED, check_is_run
+from surefoot.runs.reading import FINISHED, LOCK, acquire, check_is_run
 
 if TYPE_CHECKING:
     pass
@@ -99,7 +100,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
-        self._lock = filelock.FileLock(path / ".lock")
+        self._lock = filelock.FileLock(path / LOCK)
         self._rows: list[Path] = []
 
     @classmethod
@@ -187,9 +188,7 @@ class RunFolder:
 
     def _acquire(self) -> None:
         try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise SurefootError(f"{self.path}: in use by another process; wait for it, or stop it") from None
+            acquire(self._lock, self.path)
         except OSError as error:
             raise SurefootError(f"{self.path}: can't be written ({error.strerror}); a run needs a folder of its own") from None
 

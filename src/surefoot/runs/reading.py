@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
@@ -26,6 +27,32 @@ FINISHED = "finished.json"
 TRACE = ".safetensors"
 SAMPLES = ".jsonl"
 TRACKERS_FILE = "trackers.json"
+LOCK = ".lock"
+LOCK_WAIT = 0.2
+"""seconds to wait for a lock, because ``in_use`` has it for a moment"""
+
+
+def acquire(lock: filelock.FileLock, run: Path) -> None:
+    """Acquire the lock of a run's folder. Raises SurefootError if another process has it."""
+    try:
+        lock.acquire(timeout=LOCK_WAIT)
+    except filelock.Timeout:
+        raise SurefootError(f"{run}: in use by another process; wait for it, or stop it") from None
+
+
+def in_use(run: Path) -> bool:
+    """Whether a process writes in a run's folder; False if that can't be seen."""
+    if not (run / LOCK).is_file():
+        return False
+    lock = filelock.FileLock(run / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return True
+    except OSError:  # a folder of another user
+        return False
+    lock.release()
+    return False
 
 
 def check_is_run(path: Path) -> None:
@@ -34,7 +61,7 @@ def check_is_run(path: Path) -> None:
         raise SurefootError(f"{path}: no such run folder; see what there is with: ls {path.parent}")
     if not path.is_dir():
         raise SurefootError(f"{path}: is a file; a run is a folder, such as runs/cartpole-v1-ppo_clip-1")
-    if not any(p.name != ".lock" for p in path.iterdir()):
+    if not any(p.name != LOCK for p in path.iterdir()):
         raise SurefootError(f"{path}: is empty; begin a run with: surefoot train TASK --run-dir {path}")
     if not (path / "config.toml").is_file():
         raise SurefootError(f"{path}: is not a run folder (no config.toml)")

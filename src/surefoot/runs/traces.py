@@ -11,11 +11,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from surefoot.core.traces import Trace, TracedRow, Visits
+from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import check_plain, parsed, write_bytes, write_text
 from surefoot.runs.checkpoint import pack, unpack
@@ -148,6 +149,25 @@ def read_trace(path: str | Path) -> Trace:
         raise SurefootError(f"{path}: no such file; a run's traces are in its folder traces/, unless traces.rows = 0") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise SurefootError(f"{path}: is no trace that can be read ({cause_of(error)})") from None
+
+
+def clipped_samples(path: Path) -> list[tuple[int, int]]:
+    """For each row of a trace: how many samples had no gradient, and how many there are. Reads only what this needs.
+
+    A sample is one visit of a step. Raises SurefootError when the file is no trace.
+    """
+    counts: list[tuple[int, int]] = []
+    try:
+        check_plain(path)
+        with safe_open(path, "pt") as file:
+            names = set(file.keys())
+            while (name := f"rows.{len(counts)}.visits.branch") in names:
+                visited = file.get_tensor(name.replace("branch", "updates")) >= 0
+                flows = torch.tensor(WITH_GRADIENT)[file.get_tensor(name).long()]
+                counts.append((int((visited & ~flows).sum()), int(visited.sum())))
+    except (SafetensorError, OSError, ValueError, IndexError, RuntimeError) as error:
+        raise SurefootError(f"{path}: is no trace that can be read ({cause_of(error)})") from None
+    return counts
 
 
 def _tree(value: Any) -> Any:

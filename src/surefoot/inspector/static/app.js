@@ -1,16 +1,20 @@
-// The inspector: a list of runs and four views. The address contains the position, so it can be bookmarked and shared.
+// The inspector: a table of runs, or a list of runs and their views. The address contains the position, so it can be bookmarked.
 
-import { getJson, steps } from "./api.js";
+import { getJson, post, steps } from "./api.js";
 import { makeClip } from "./clip_view.js";
 import { makeCurves } from "./curves.js";
 import { h, show, themeButton } from "./dom.js";
+import { makeFindings } from "./findings_view.js";
+import { makeRecipe } from "./recipe_view.js";
+import { makeRuns } from "./runs_view.js";
 import { makeSamples } from "./samples_view.js";
 import { makeSteps } from "./steps_view.js";
 
 const EVERY = 2000;
 const page = document.getElementById("page");
 const body = h("div", { id: "view" });
-const state = { runs: [], metrics: {}, view: null };
+const state = { runs: [], metrics: {}, catalog: false, view: null };
+const chosen = new URLSearchParams(location.search).getAll("run");
 window.surefoot = { frames: [] };
 
 const VIEWS = {
@@ -18,10 +22,13 @@ const VIEWS = {
   steps: { title: "Steps", make: makeSteps, for: (run) => run.traces.length },
   clip: { title: "Clip", make: makeClip, for: () => true },
   samples: { title: "Samples", make: makeSamples, for: (run) => run.samples.length || run.videos.length },
+  findings: { title: "Findings", make: makeFindings, for: () => true },
+  recipe: { title: "Recipe", make: makeRecipe, for: () => true },
 };
 
 const tabs = h("nav", { "aria-label": "views" }, Object.entries(VIEWS).map(([name, view]) => h("a", { href: `#${name}`, "data-view": name }, view.title)));
 const list = h("ul", { class: "runs", id: "runs" });
+const gone = h("p", { class: "gone", role: "status" });
 
 function position() {
   const [name, ...rest] = location.hash.slice(1).split("/");
@@ -40,20 +47,20 @@ function route() {
   } else {
     state.view = { name };
     show(body, h("p", { class: "empty" }, name === "steps" ? "These runs have no traces yet. Runs write them during training unless traces.rows = 0."
-      : "These runs have no samples and no videos. surefoot watch records a video of an agent; runs of language models save samples at each evaluation."));
+      : "These runs have no samples and no videos. surefoot watch records a video of an agent; runs of language models save samples before training and at each evaluation."));
   }
 }
 
 function runItem(run, i) {
   const progress = `${steps(run.steps)}${run.budget ? ` of ${steps(run.budget)}` : ""} steps`;
   return h("li", {}, h("span", { class: `dot run-${i % 6}` }), h("b", {}, run.name), h("span", {}, [run.algorithm, run.trained].filter(Boolean).join(" · ")),
-    h("span", { class: "far" }, run.finished || (run.budget && run.steps >= run.budget) ? `finished, ${progress}` : progress),
+    h("span", { class: "far", title: `steps are ${run.unit}` }, run.finished || (run.budget && run.steps >= run.budget) ? `finished, ${progress}` : progress),
     run.damage && h("span", { class: "damage" }, run.damage));
 }
 
 async function refresh() {
   const before = JSON.stringify(state.runs);
-  Object.assign(state, await getJson("api/runs"));
+  Object.assign(state, await getJson(`api/runs?${new URLSearchParams(chosen.map((name) => ["run", name]))}`));
   if (JSON.stringify(state.runs) === before) return false;
   show(list, state.runs.map(runItem));
   return true;
@@ -63,20 +70,51 @@ async function poll() {
   try {
     if (document.visibilityState === "visible" && (await refresh())) await state.view?.refresh?.();
     page.classList.remove("away");
-  } catch {
+  } catch (error) {
     page.classList.add("away");
+    show(gone, error instanceof TypeError ? "The server does not respond. This page shows the last data." : `${error.message}. This page shows the last data.`);
   }
   setTimeout(poll, EVERY);
 }
 
+// An address that lets in one other browser on this machine.
+function inviteButton() {
+  const address = h("input", { readonly: true, id: "invitation", "aria-label": "address for another browser", onfocus: () => address.select() });
+  const copy = h("button", { type: "button", onclick: () => navigator.clipboard.writeText(address.value).then(() => show(copy, "Copied")) }, "Copy");
+  const note = h("p", { class: "hint" });
+  const dialog = h("dialog", {}, h("form", { method: "dialog" }, h("h2", {}, "Let in another browser"), note, h("div", { class: "pair" }, address, copy), h("button", { class: "quiet" }, "Close")));
+  const open = async () => {
+    show(copy, "Copy");
+    try {
+      const made = await post("api/invite", {});
+      address.value = made.address;
+      show(note, `Open this address in the other browser, on this machine. It works once, for ${made.minutes} minutes.`);
+    } catch (error) {
+      show(note, error.message);
+    }
+    dialog.showModal();
+  };
+  return [h("button", { type: "button", class: "quiet", id: "invite", onclick: open }, "Invite"), dialog];
+}
+
+function headed(title, ...rest) {
+  show(page, h("header", {}, h("div", {}, h("p", { class: "brand" }, state.catalog ? h("a", { href: "/", id: "all" }, "Surefoot") : "Surefoot",
+    state.catalog && chosen.length ? h("a", { href: "/", class: "back" }, "all runs") : null), title), h("div", { class: "tools" }, inviteButton(), themeButton())), ...rest);
+}
+
 try {
   await refresh();
-  document.title = `${state.runs.map((run) => run.name).join(", ")} · Surefoot`;
-  show(page, h("header", {}, h("div", {}, h("p", { class: "brand" }, "Surefoot"), list), themeButton()), tabs,
-    h("p", { class: "gone", role: "status" }, "The server does not respond. This page shows the last data."), body);
-  window.addEventListener("hashchange", route);
-  route();
-  setTimeout(poll, EVERY);
+  if (state.catalog && !chosen.length) {
+    document.title = "Runs · Surefoot";
+    headed(null, gone, body);
+    show(body, (await makeRuns(page, gone)).element);
+  } else {
+    document.title = `${state.runs.map((run) => run.name).join(", ")} · Surefoot`;
+    headed(list, tabs, gone, body);
+    window.addEventListener("hashchange", route);
+    route();
+    setTimeout(poll, EVERY);
+  }
 } catch (error) {
-  show(page, h("p", { class: "empty" }, String(error.message)));
+  show(page, h("p", { class: "empty" }, String(error.message)), chosen.length ? h("p", {}, h("a", { href: "/" }, "all runs")) : null);
 }

@@ -12,12 +12,17 @@ export function makeClip(state) {
   return { element };
 }
 
+async function mostClipped(run, traces) {
+  const found = await getJson(`api/runs/${run.number}/clipped`).catch(() => null);
+  return Math.max(0, traces.findIndex((trace) => trace.steps === found?.steps));
+}
+
 async function gather(runs) {
   const traced = [];
-  for (const [number, run] of runs.entries()) {
-    const responses = await Promise.all(run.traces.map((steps) => getJson(`api/runs/${number}/traces/${steps}`).catch(() => null)));
+  for (const run of runs) {
+    const responses = await Promise.all(run.traces.map((steps) => getJson(`api/runs/${run.number}/traces/${steps}`).catch(() => null)));
     const traces = responses.filter((trace) => trace?.passes).map(({ steps, iteration, passes, rule }) => ({ steps, iteration, passes, rule }));
-    if (traces.length) traced.push({ name: run.name, number, traces });
+    if (traces.length) traced.push({ name: run.name, number: run.number, traces, start: await mostClipped(run, traces) });
   }
   const load = async (run, trace, pass) => {
     const { parts } = await getJson(`api/runs/${traced[run].number}/traces/${traced[run].traces[trace].steps}/passes/${pass + 1}`);

@@ -7,7 +7,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 
 const FIRST = ["evaluation_return", "episode_return", "reward", "gold", "held_out_reward", "held_out_gold", "held_out_loss", "held_out_accuracy",
   "held_out_log_likelihood", "kl", "kl_reference_response", "entropy", "clip_active", "ratio_outside", "explained_variance", "value_loss",
-  "response_length", "steps_per_second", "tokens_per_second"];
+  "response_length", "steps_per_second", "tokens_per_second", "cpu_cores", "memory_gb", "gpu_memory_gb", "gpu_percent"];
 const POINTS = 400;
 const WAIT = 150;
 const BUDGET = 8; // ms of the 16 of a frame; the last chart may take longer
@@ -15,7 +15,10 @@ const BUDGET = 8; // ms of the 16 of a frame; the last chart may take longer
 export function makeCurves(state) {
   const chosen = { smoothing: 0.02, log: false, range: null, extra: [] };
   const charts = new Map();
-  const grid = h("div", { class: "charts" });
+  const parts = { training: h("div", { class: "charts" }), machine: h("div", { class: "charts" }) };
+  const heading = h("h2", { id: "machine", hidden: true }, "Time and machine");
+  const grid = h("div", {}, parts.training, heading, parts.machine);
+  const machine = (name) => Boolean(state.metrics[name]?.machine);
   let latest = 0;
   let timer = 0;
   let frame = 0;
@@ -55,8 +58,9 @@ export function makeCurves(state) {
     const about = state.metrics[name] ?? { title: name, meaning: "" };
     const readout = h("span", { class: "readout" });
     const holder = h("div", { class: "plot" });
-    const element = h("section", { class: "chart", "data-metric": name }, h("h2", { title: about.meaning }, about.title), readout, holder);
-    const one = { name, element, readout, holder, plot: null, data: null, seen: true };
+    const note = h("p", { class: "hint unshown" });
+    const element = h("section", { class: "chart", "data-metric": name }, h("h3", { title: about.meaning }, about.title), readout, holder, note);
+    const one = { name, element, readout, holder, note, plot: null, data: null, seen: true };
     observer.observe(element);
     return one;
   }
@@ -126,6 +130,8 @@ export function makeCurves(state) {
       one.plot.over.addEventListener("dblclick", () => look(null));
     }
     read(one, null);
+    const unshown = one.data.points.reduce((sum, line) => sum + line.not_positive, 0);
+    show(one.note, chosen.log && unshown ? `${steps(unshown)} value${unshown === 1 ? " is" : "s are"} 0 or less, which a log scale can’t show` : []);
   }
 
   function grab(event, plot) {
@@ -188,7 +194,7 @@ export function makeCurves(state) {
     const number = ++latest;
     fill();
     const wanted = names();
-    const query = new URLSearchParams({ runs: state.runs.map((_, i) => i).join(","), metrics: wanted.join(","), points: POINTS, smoothing: chosen.smoothing });
+    const query = new URLSearchParams({ runs: state.runs.map((run) => run.number).join(","), metrics: wanted.join(","), points: POINTS, smoothing: chosen.smoothing });
     if (chosen.range) {
       const room = chosen.range[1] - chosen.range[0]; // a margin, so that panning needs no request
       query.set("from", chosen.range[0] - room / 2);
@@ -213,8 +219,11 @@ export function makeCurves(state) {
     const wanted = names();
     for (const [name, one] of charts) if (!wanted.includes(name)) drop(name, one);
     for (const name of wanted) if (!charts.has(name)) charts.set(name, build(name));
-    if (grid.children.length !== wanted.length || wanted.some((name, i) => grid.children[i] !== charts.get(name).element))
-      show(grid, wanted.map((name) => charts.get(name).element));
+    for (const [part, element] of Object.entries(parts)) {
+      const these = wanted.filter((name) => machine(name) === (part === "machine")).map((name) => charts.get(name).element);
+      if (element.children.length !== these.length || these.some((one, i) => element.children[i] !== one)) show(element, these);
+    }
+    heading.hidden = !parts.machine.children.length;
     const others = [...new Set(state.runs.flatMap((run) => run.metrics))].filter((name) => !wanted.includes(name) && !["iteration", "steps"].includes(name));
     show(more, h("option", { value: "", selected: true, disabled: true }, "choose"), others.map((name) => h("option", { value: name }, state.metrics[name]?.title ?? name)));
   }
@@ -228,7 +237,7 @@ export function makeCurves(state) {
 
   function rebuild() {
     for (const [name, one] of charts) drop(name, one);
-    show(grid);
+    for (const part of Object.values(parts)) show(part);
     refresh();
   }
 
@@ -249,7 +258,13 @@ export function makeCurves(state) {
   sizes.observe(grid);
 
   const element = h("div", { id: "curves" }, controls, grid);
+  const focus = state.focus; // evidence of a finding: its metric, over its steps
+  delete state.focus;
+  if (focus && !FIRST.includes(focus.metric)) chosen.extra.push(focus.metric);
+  if (focus?.range) Object.assign(chosen, { range: focus.range });
+  back.hidden = chosen.range === null;
   fill();
+  if (focus) requestAnimationFrame(() => charts.get(focus.metric)?.element.scrollIntoView({ block: "center" }));
   requestAnimationFrame(refresh);
   return {
     element, refresh,

@@ -1,5 +1,5 @@
 // The samples of a run over the plane of ratio and advantage, iteration by iteration and pass by pass, and the six counters.
-// A source is {runs: [{name, traces: [{steps, iteration, passes, rule}]}], load(run, trace, pass) -> Promise of {ratios,
+// A source is {runs: [{name, traces: [{steps, iteration, passes, rule}], start}], load(run, trace, pass) -> Promise of {ratios,
 // advantages, total}}; pass −1 means all.
 
 import { h, s, set, show } from "./dom.js";
@@ -26,7 +26,7 @@ export function makeDensity(source, table) {
   const x = (ratio) => LEFT + ((ratio - range.left) / (range.right - range.left)) * (WIDTH - LEFT);
   const y = (advantage) => ((range.top - advantage) / (2 * range.top)) * (HEIGHT - BOTTOM);
 
-  const run = h("select", { id: "run", onchange: () => pick({ run: Number(run.value), trace: 0, pass: -1 }) },
+  const run = h("select", { id: "run", onchange: () => pick({ run: Number(run.value), trace: source.runs[Number(run.value)].start ?? 0, pass: -1 }) },
     source.runs.map((one, i) => h("option", { value: i }, one.name)));
   const slider = (id, take) => h("input", { type: "range", id, min: 0, value: 0, oninput: (event) => take(Number(event.target.value)) });
   const trace = slider("trace", (value) => pick({ trace: value }));
@@ -139,7 +139,7 @@ export function makeDensity(source, table) {
       h("figure", {}, h("div", { class: "plane" }, canvas, svg),
         h("figcaption", {}, "Each sample of the loss, by ρ and Â. Darker: more samples. Hatched: no gradient.")),
       counters));
-  const ready = pick({ run: 0, trace: 0 });
+  const ready = pick({ run: 0, trace: source.runs[0].start ?? 0 });
   return { element, ready, pick };
 }
 

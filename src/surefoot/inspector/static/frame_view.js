@@ -43,7 +43,7 @@ export function makeFrame(choose) {
   function showStep() {
     const at = shown();
     element.dataset.step = at;
-    show(caption, at === row.length ? "After the last step." : `Before step ${row.episode_step + at} of episode ${row.episode}, replayed; the observations are those of training.`);
+    show(caption, at === row.length ? "After the last step." : `Before t = ${row.first_t + at} of episode ${row.episode}, replayed; the observations are those of training.`);
     const t = at - row.first;
     if (at !== target && t >= 0 && t < row.mask.length) { // select the step that the video shows
       target = at;

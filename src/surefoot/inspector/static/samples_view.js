@@ -19,13 +19,13 @@ export function makeSamples(state) {
   function pick(number) {
     chosen.run = number;
     const one = state.runs[number];
-    const options = () => one.samples.map((at) => h("option", { value: at }, `step ${steps(at)}`));
+    const options = () => one.samples.map((at) => h("option", { value: at }, at ? `step ${steps(at)}` : "step 0, before training"));
     show(before, options());
     show(after, options());
     selects.hidden = !one.samples.length;
     if (one.samples.length) [before.value, after.value] = [one.samples[0], one.samples.at(-1)];
     show(videos, one.videos.length ? [h("h2", {}, "Videos"), h("p", { class: "hint" }, "Greedy episodes of a checkpoint, recorded by surefoot watch. The traces contain other episodes, with sampled actions."),
-      one.videos.map((name, i) => h("figure", {}, h("video", { controls: true, preload: "metadata", src: `api/runs/${number}/videos/${i}` }), h("figcaption", {}, name)))] : []);
+      one.videos.map((name, i) => h("figure", {}, h("video", { controls: true, preload: "metadata", src: `api/runs/${one.number}/videos/${i}` }), h("figcaption", {}, name)))] : []);
     draw();
   }
 
@@ -33,7 +33,7 @@ export function makeSamples(state) {
     const one = state.runs[chosen.run];
     if (!one.samples.length) return show(text);
     const number = ++latest;
-    const [old, fresh] = await Promise.all([before, after].map((at) => getJson(`api/runs/${chosen.run}/samples/${at.value}`)));
+    const [old, fresh] = await Promise.all([before, after].map((at) => getJson(`api/runs/${one.number}/samples/${at.value}`)));
     if (number !== latest) return;
     const waiting = new Map();
     for (const sample of old) waiting.set(sample.prompt, [...(waiting.get(sample.prompt) ?? []), sample]);
@@ -45,7 +45,7 @@ export function makeSamples(state) {
     const missing = pairs.filter(([a]) => !a).length;
     show(text, missing ? h("p", { class: "hint" }, `${missing} of these ${pairs.length} prompts have no earlier response. With data.held_out every evaluation uses the same prompts.`) : null, h("table", { class: "beside" },
       h("thead", {}, h("tr", {}, ["prompt", `before, step ${steps(before.value)}`, `after, step ${steps(after.value)}`].map((title) => h("th", { scope: "col" }, title)))),
-      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", {}, cell(a)), h("td", {}, cell(b)))))));
+      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", { "data-title": `before, step ${steps(before.value)}` }, cell(a)), h("td", { "data-title": `after, step ${steps(after.value)}` }, cell(b)))))));
   }
 
   const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), selects), text, videos);

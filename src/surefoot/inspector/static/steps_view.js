@@ -18,6 +18,9 @@ const COLOURS = {
 const NUMBERS = ["rewards", "values", "next_values", "td_residuals", "advantages", "returns", "old_log_probs", "ref_log_probs", "beyond"];
 const FINDS = { clipped: "clipped", ratio: "largest ratio", best: "best advantage", worst: "worst advantage", truncated: "truncated" };
 
+// In control, t counts the time steps of the episode; on text, the tokens of the response. Both begin at 0. A step is one of the
+// run's budget, as in metrics.jsonl.
+
 export function makeSteps(state, at) {
   const first = Math.max(0, state.runs.findIndex((run) => run.traces.length));
   const chosen = { run: first, steps: null, index: 0, t: 0, k: 0, colour: "advantage" };
@@ -30,6 +33,9 @@ export function makeSteps(state, at) {
   const position = h("output", { for: "iteration" });
   const rows = h("div", { class: "rows", id: "rows", role: "listbox", "aria-label": "rows of the trace" });
   const hits = h("div", { id: "hits" });
+  const note = h("p", { class: "hint", id: "most-clipped", role: "status" });
+  const where = h("span", { class: "jump", id: "jump", hidden: true });
+  let list = [];
   const find = h("div", { class: "finds", role: "group", "aria-label": "find" }, Object.entries(FINDS).map(([what, title]) =>
     h("button", { type: "button", "data-find": what, "aria-pressed": "false", onclick: (event) => search(what, event.currentTarget) }, title)));
   const colours = h("div", { class: "finds", role: "group", "aria-label": "colour by" });
@@ -46,17 +52,27 @@ export function makeSteps(state, at) {
 
   const current = () => state.runs[chosen.run];
 
+  const api = () => `api/runs/${current().number}`;
+
+  // Without a place in the run, the step that was clipped most is shown.
   async function go(place) {
     const number = ++latest;
-    const [wanted, where, index, t, k] = place;
+    let [wanted, at, index, t, k] = place;
     chosen.run = state.runs[wanted]?.traces.length ? wanted : first;
     const traces = current().traces;
-    chosen.steps = traces.includes(where) ? where : traces.at(-1);
+    if (at === undefined) {
+      show(note, "looking for the most clipped trace …");
+      const found = await getJson(`${api()}/clipped`).catch(() => null);
+      if (number !== latest) return;
+      show(note, found ? clippedNote(found) : []);
+      if (found && found.steps !== null) [at, index, t, k] = [found.steps, found.index, found.t, found.visit];
+    }
+    chosen.steps = traces.includes(at) ? at : traces.at(-1);
     show(run, state.runs.map((one, i) => h("option", { value: i, disabled: !one.traces.length, selected: i === chosen.run }, one.name)));
     set(when, { max: traces.length - 1 });
     when.value = traces.indexOf(chosen.steps);
     try {
-      trace = await getJson(`api/runs/${chosen.run}/traces/${chosen.steps}`);
+      trace = await getJson(`${api()}/traces/${chosen.steps}`);
       if (number !== latest) return;
       show(position, `iteration ${trace.iteration}, step ${steps(trace.steps)}`);
       show(rows, trace.rows.map((one, i) => line(one, i)));
@@ -67,17 +83,26 @@ export function makeSteps(state, at) {
     }
   }
 
+  function clippedNote(found) {
+    const among = found.counted < found.traces ? `${found.counted} of ${steps(found.traces)} traces, those with the highest clip_active` : `${found.traces} trace${found.traces === 1 ? "" : "s"}`;
+    return found.steps === null ? `No sample is clipped in ${among}.`
+      : `Most clipped trace: step ${steps(found.steps)}, with ${steps(found.clipped)} of ${steps(found.samples)} samples without gradient (${Math.round((100 * found.clipped) / found.samples)} %); of ${among}.`;
+  }
+
+  const episode = (one) => (one.episode === null || one.episode === undefined ? `environment ${one.row}` : `episode ${steps(one.episode)}, environment ${one.row}`);
+
   function line(one, i) {
-    const what = one.prompt === null ? `environment ${one.row}, steps ${one.start}–${one.start + one.length - 1}` : visible(one.prompt);
+    const what = one.prompt === null ? episode(one) : visible(one.prompt);
+    const times = one.prompt === null ? `t = ${one.first_t}–${one.first_t + one.length - 1} · ` : "";
     const share = one.visits ? Math.round((100 * one.stopped) / one.visits) : 0;
     return h("button", { type: "button", role: "option", onclick: () => go([chosen.run, chosen.steps, i]) },
-      h("b", {}, what), h("span", {}, `${one.length} ${one.prompt === null ? "step" : "token"}${one.length === 1 ? "" : "s"} · reward ${short(one.reward)} · largest ρ ${short(one.ratio_max)}`
+      h("b", {}, what), h("span", {}, `${times}${one.length} ${one.prompt === null ? "step" : "token"}${one.length === 1 ? "" : "s"} · reward ${short(one.reward)} · largest ρ ${short(one.ratio_max)}`
         + `${share ? ` · ${share} % clipped` : ""}${one.truncated ? " · truncated" : ""}`));
   }
 
   async function load(t, k, number) {
     const from = Math.max(0, Math.floor(t / 4096) * 4096);
-    const found = await getJson(`api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}?from=${from}`);
+    const found = await getJson(`${api()}/traces/${chosen.steps}/rows/${chosen.index}?from=${from}`);
     if (number !== latest) return;
     row = found;
     for (const name of NUMBERS) row[name] = real(row[name]);
@@ -93,7 +118,7 @@ export function makeSteps(state, at) {
     if (!known.some(([name]) => name === chosen.colour)) chosen.colour = "advantage";
     set(pass, { max: Math.max(0, row.visits.updates.length - 1) });
     const more = row.length > row.mask.length;
-    show(paging, more ? `Steps ${steps(row.first)} to ${steps(row.first + row.mask.length - 1)} of ${steps(row.length)}. ` : "", more
+    show(paging, more ? `t = ${steps(row.first_t + row.first)} to ${steps(row.first_t + row.first + row.mask.length - 1)}, of ${steps(row.length)} in the row. ` : "", more
       ? [["earlier", row.first - 4096], ["later", row.first + 4096]].filter(([, to]) => to >= 0 && to < row.length).map(([name, to]) =>
         h("button", { type: "button", onclick: () => go([chosen.run, chosen.steps, chosen.index, to]) }, name)) : []);
     const result = audit(trace, row, current().value_lambda);
@@ -102,7 +127,7 @@ export function makeSteps(state, at) {
     show(checked, result.wrong.length
       ? `${steps(result.wrong.length)} of ${steps(result.count)} numbers differ from the trace, the first at ${result.wrong[0].t}: ${result.wrong[0].name}`
       : `✓ ${steps(result.count)} numbers of this row recomputed from the numbers that they depend on: all match.`);
-    frame.load(row, `api/runs/${chosen.run}/traces/${chosen.steps}/rows/${chosen.index}/video`);
+    frame.load(row, `${api()}/traces/${chosen.steps}/rows/${chosen.index}/video`);
     choose({ t: Math.min(Math.max(0, t - row.first), row.mask.length - 1), k: Math.min(k ?? row.visits.updates.length - 1, row.visits.updates.length - 1) });
   }
 
@@ -117,6 +142,8 @@ export function makeSteps(state, at) {
       cell.setAttribute("aria-selected", String(i === chosen.t));
       cell.tabIndex = i === chosen.t ? 0 : -1;
     });
+    const [cell, room] = [cells.children[chosen.t], cells.clientHeight - 40];
+    if (cell && Math.abs(cell.offsetTop - cells.offsetTop - cells.scrollTop - room / 2) > room / 2) cells.scrollTop = cell.offsetTop - cells.offsetTop - room / 2;
     explain();
     frame.seek(chosen.t);
   }
@@ -145,11 +172,12 @@ export function makeSteps(state, at) {
     show(scale, h("span", { class: "swatch full-down" }), short(low), h("span", { class: "swatch" }), by.shown ? "1" : "0", h("span", { class: "swatch full-up" }), short(high));
   }
 
-  const label = (t, text) => `${row.tokens ? `token ${row.first + t} ${visible(row.tokens[t])}` : `step ${row.start + row.first + t}`}: ${text}`;
+  const label = (t, text) => `${row.tokens ? `token ${visible(row.tokens[t])} at ` : ""}t = ${row.first_t + row.first + t}: ${text}`;
 
   function explain() {
     const [t, k] = [chosen.t, chosen.k];
-    const name = row.tokens ? h("span", {}, "Token ", h("code", {}, visible(row.tokens[t]) || "∅")) : `Step ${row.start + row.first + t} of environment ${row.row}`;
+    const at = `t = ${steps(row.first_t + row.first + t)}`;
+    const name = row.tokens ? h("span", {}, "Token ", h("code", {}, visible(row.tokens[t]) || "∅"), ` at ${at}`) : `${at} of ${episode(row)}`;
     const end = row.terminated[t] ? " · terminated" : row.truncated[t] ? " · truncated" : "";
     if (!row.mask[t]) {
       show(chain, h("h3", {}, name, end), h("p", { class: "why" }, "The policy did not choose this: it is masked, and nothing is learned from it."));
@@ -192,21 +220,42 @@ export function makeSteps(state, at) {
   async function search(what, button) {
     const on = button.getAttribute("aria-pressed") === "true";
     for (const each of find.children) each.setAttribute("aria-pressed", "false");
+    where.hidden = true;
+    list = [];
     if (on) return show(hits);
     button.setAttribute("aria-pressed", "true");
     show(hits, h("p", { class: "hint" }, "searching all traces …"));
-    const found = await getJson(`api/runs/${chosen.run}/find/${what}`);
-    show(hits, found.length ? h("ol", {}, found.map((hit) => h("li", {}, h("button", { type: "button", onclick: () => go([chosen.run, hit.steps, hit.index, hit.t, hit.visit]) },
-      hit.text === null ? `step ${hit.step}` : visible(hit.text) || "∅", h("span", {}, ` ρ ${short(hit.ratio)} · A ${short(hit.advantage)} · at ${steps(hit.steps)}`)))))
+    const searched = chosen.run;
+    const found = await getJson(`${api()}/find/${what}`);
+    if (button.getAttribute("aria-pressed") !== "true") return;
+    list = found.map((hit) => [searched, hit.steps, hit.index, hit.t, hit.visit]);
+    show(hits, found.length ? h("ol", {}, found.map((hit, i) => h("li", {}, h("button", { type: "button", onclick: () => jump(what, i) },
+      hit.text === null ? `t = ${steps(hit.at)}` : visible(hit.text) || "∅", h("span", {}, ` ρ ${short(hit.ratio)} · A ${short(hit.advantage)} · step ${steps(hit.steps)}`)))))
       : h("p", { class: "hint" }, "The traces of this run contain none."));
+    if (found.length) jump(what, 0);
+  }
+
+  // Go to a hit; the buttons beside it lead to the next and the previous one.
+  async function jump(what, i) {
+    const to = h("button", { type: "button", id: "next-hit", disabled: i === list.length - 1, onclick: () => jump(what, i + 1) }, "next");
+    const back = h("button", { type: "button", id: "previous-hit", disabled: i === 0, onclick: () => jump(what, i - 1) }, "previous");
+    show(where, h("b", {}, `${FINDS[what]}: ${i + 1} of ${list.length}`), back, to);
+    where.hidden = false;
+    [...hits.querySelectorAll("button")].forEach((each, n) => each.setAttribute("aria-current", String(n === i)));
+    const button = hits.querySelectorAll("button")[i];
+    const room = button.closest("ol");
+    room.scrollTop = button.offsetTop - room.offsetTop - room.clientHeight / 2;
+    await go(list[i]);
+    if (matchMedia("(max-width: 900px)").matches) where.scrollIntoView({ block: "start" });
   }
 
   const element = h("div", { class: "drill" },
     h("form", { class: "controls wide", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), h("label", {}, h("span", {}, "iteration"), when, position),
-      h("label", {}, h("span", {}, "pass"), pass, passLabel)),
+      h("label", {}, h("span", {}, "pass"), pass, passLabel),
+      h("button", { type: "button", id: "to-clipped", onclick: () => go([chosen.run]) }, "Most clipped")), note,
     h("div", { class: "columns" },
       h("aside", {}, h("h2", {}, "Rows"), rows, h("h2", {}, "Find"), find, hits),
-      h("div", {}, h("div", { class: "byline" }, h("span", { class: "hint" }, "colour by"), colours), prompt, cells, scale, paging, checked,
+      h("div", {}, where, h("div", { class: "byline" }, h("span", { class: "hint" }, "colour by"), colours), prompt, cells, scale, paging, checked,
         h("div", { class: "halves even" }, chain, h("div", {}, frame.element, visits)))));
   go(at);
   return {

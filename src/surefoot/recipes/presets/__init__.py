@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from surefoot.core.algorithms import Objective, algorithm_name, algorithm_named
 from surefoot.errors import SurefootError, did_you_mean
@@ -18,14 +18,20 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import check_id
 from surefoot.recipes.reading import (
     as_tables,
+    flatten,
     for_algorithm,
     make_recipe,
     merge_tables,
+    none_to_text,
+    recipe_fields,
     text_to_none,
+    to_table,
     with_changes,
     without_tuned_for,
 )
 
+REQUIRED = (("data", "train"), ("reward", "terms"))
+"""tables and fields that recipes need besides their task or model"""
 TITLE_FIELDS = ("kind", "task", "algorithm")
 """fields that are in every run's title, so the line about the preset leaves them out"""
 
@@ -98,6 +104,65 @@ def recipe_table(what: str) -> dict[str, Any]:
     """The tables for a name, a file or an id, before any change."""
     _, below, own = _layers(what)
     return merge_tables(below, own)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a resolved recipe, and where its value comes from."""
+
+    name: str
+    """with its tables, such as ``objective.gamma``"""
+    value: Any
+    source: Literal["default", "preset", "recipe"]
+    """"recipe": neither the default nor the preset has this value"""
+    before: Any
+    """the value without the recipe: the preset's, else the default; equal to ``value`` unless ``source`` is "recipe"; None for
+    the task, the model and other fields that every recipe sets"""
+    default: Any
+
+
+def settings_of(table: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> list[Setting]:
+    """Every field of the recipe in a run's config.toml, compared with the defaults of its kind and algorithm.
+
+    origin   ``preset`` of the run's environment.json: the name of the preset, and the settings that the run has from it
+
+    Raises SurefootError if the tables are no recipe.
+    """
+    recipe = make_recipe(table)
+    resolved = to_table(recipe)
+    own: dict[str, Any] = {"kind": recipe.kind, recipe.subject: recipe.trained, "algorithm": recipe.algorithm}
+    for section, name in REQUIRED:
+        if name in resolved.get(section, {}):
+            own[section] = {name: resolved[section][name]}
+    preset, inherited = (None, ()) if not origin else (origin.get("name"), tuple(origin.get("fields") or ()))
+    below = without_tuned_for(presets().get(str(preset), {}))
+    first = {"algorithm": type(recipe).default_algorithm}
+    defaults = _flat_recipe(own) | first
+    first = {"algorithm": below.get("algorithm", first["algorithm"])}
+    if first["algorithm"] != recipe.algorithm:
+        below = for_algorithm(below, first["algorithm"], recipe.algorithm)
+    befores = _flat_recipe(merge_tables(below, own)) | first if below else defaults
+    given = {recipe.subject, *(f"{section}.{name}" for section, name in REQUIRED)}
+    settings = []
+    for field, value in flatten(resolved):
+        if field in given:
+            settings.append(Setting(field, value, "recipe", None, None))
+            continue
+        default, before = defaults.get(field), befores.get(field)
+        source: Literal["default", "preset", "recipe"] = "recipe"
+        if value == before or any(field == name or field.startswith(f"{name}.") for name in inherited):
+            source, before = "default" if value == default else "preset", value
+        settings.append(Setting(field, value, source, before, default))
+    return settings
+
+
+def _flat_recipe(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the recipe that some tables resolve to; if they can't stand alone, the plain defaults with the tables."""
+    try:
+        return dict(flatten(to_table(make_recipe(table))))
+    except SurefootError:
+        plain = {name: none_to_text(field.default) for name, field in recipe_fields(str(table["kind"]))}
+        return plain | dict(flatten(none_to_text(table)))
 
 
 def _layers(what: str, preset: str | None = None) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
