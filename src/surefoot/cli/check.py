@@ -62,8 +62,9 @@ def check_run(folder: Path, as_json: bool) -> int:
     check = diagnostics.check_run(folder)
     if not check.iterations:
         damage = [finding.what for finding in check.findings if finding.name == "metrics_damaged"]
-        why = f"{damage[0]}; no row is left" if damage else "has no metrics yet; wait for its first iteration"
-        raise SurefootError(f"{folder}: {why}")
+        if damage:
+            raise SurefootError(f"{folder}/{damage[0].replace(' ', ': ', 1)}; no row is left")
+        raise SurefootError(f"{folder}: has no metrics yet; wait for its first iteration")
     if as_json:
         table: dict[str, Any] = {"run": str(folder), "steps": check.steps}
         if check.changed:
