@@ -31,6 +31,36 @@ def test_the_wheel_holds_types_recipes_and_licence(wheel):
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
 
 
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    listed = subprocess.run(["git", "ls-files", "-z", "src/surefoot"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    files = {name.removeprefix("src/") for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+    assert len(files) > 150
+    assert files - set(zipfile.ZipFile(wheel).namelist()) == set()
+
+
+def test_the_metadata_is_what_an_index_shows(wheel):
+    archive = zipfile.ZipFile(wheel)
+    text = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    assert "# Surefoot" in text
+    assert "License-Expression: Apache-2.0" in text
+    assert "Requires-Python: >=3.11" in text
+    for version in ("3.11", "3.12", "3.13", "3.14"):
+        assert f"Classifier: Programming Language :: Python :: {version}" in text
+
+
+def test_the_image_is_of_a_user_without_rights_and_has_the_small_build_of_torch():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert "USER surefoot" in lines
+    assert 'ARG TORCH_INDEX="https://download.pytorch.org/whl/cpu"' in lines
+    assert lines.index("USER surefoot") < len(lines) - 1
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1] if not word.startswith("--")]
+    assert copied
+    assert all((ROOT / name).exists() for name in copied)
+
+
 def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv", with_pip=False)
