@@ -32,6 +32,16 @@ def world_size() -> int:
 # ---- sums across ranks ----------------------------------------------------------------------------------------------
 
 
+def exact_device(device: torch.device) -> torch.device:
+    """The device for tensors in float64: the CPU if this one has no float64, as Apple's MPS."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """The tensor in float64, on its ``exact_device``."""
+    return x.to(exact_device(x.device)).to(torch.float64)
+
+
 def all_sum(tensor: Tensor) -> Tensor:
     """The sum of a tensor over ranks, in place."""
     if world_size() > 1:

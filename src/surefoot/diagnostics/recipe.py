@@ -16,6 +16,7 @@ from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
 from surefoot.control.normalise import ActionBounds
 from surefoot.control.spaces import NOT_FINITE, Array, ObservationPart, SpaceError, as_float32
+from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics import Finding, check_result, failure
 from surefoot.errors import SurefootError, cause_of
@@ -299,8 +300,8 @@ def check_reward(world: LanguageWorld) -> list[Finding]:
         return [failure("answers", error)]
     sampled = time.perf_counter() - started
     count = len(answers.texts)
-    ended = float(answers.samples.ended.double().mean())
-    lengths = answers.samples.lengths.double()
+    ended = float(in_float64(answers.samples.ended).mean())
+    lengths = in_float64(answers.samples.lengths)
     findings = [_answers(count, ended, float(lengths.mean()), sampled, recipe)]
     started = time.perf_counter()
     try:

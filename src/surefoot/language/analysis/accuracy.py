@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import pass_at_k
@@ -184,8 +185,8 @@ def measure_attempts(world: LanguageWorld, attempts: Attempts) -> dict[str, Any]
             votes += chosen is not None and solutions[chosen]
     solutions_of = torch.cat(right).sum(-1)
     return {
-        "greedy_accuracy": float(torch.cat(greedy).double().mean()),
-        "sampled_accuracy": float(torch.cat(right).double().mean()),
+        "greedy_accuracy": float(in_float64(torch.cat(greedy)).mean()),
+        "sampled_accuracy": float(in_float64(torch.cat(right)).mean()),
         "pass_at": {str(k): float(pass_at_k(solutions_of, n, k).mean()) for k in attempts.all_ks},
         "majority_accuracy": votes / count,
         "without_score": unscored / (count * (n + 1)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import best_of_n_kl
@@ -115,7 +116,7 @@ def best_of_n(
             of_group = texts[group], scores.total[group].tolist(), eligible[group].tolist()
             made = chosen_row(prompts.prompts[row], *of_group, settings.at_least, worst)
             rows += [] if made is None else [made]
-    everything = torch.cat(rewards).double()
+    everything = in_float64(torch.cat(rewards))
     result = BestOfResult(
         rows,
         count,

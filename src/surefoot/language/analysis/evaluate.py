@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.core.distributed import in_float64
 from surefoot.errors import SurefootError
 from surefoot.files import read_table, read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
@@ -254,7 +255,7 @@ def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any
     ``brier`` is mean (p − right)²; ``brier_baseline`` that of always predicting the share of successes (Brier 1950);
     ``bins`` the reliability table: per tenth of [0, 1] the count, the mean prediction and the share of successes there.
     """
-    p, right = predicted.double().clamp(0, 1), right.double()
+    p, right = in_float64(predicted).clamp(0, 1), in_float64(right)
     share = right.mean()
     which = (p * bins).long().clamp(max=bins - 1)
     table = []
@@ -284,7 +285,7 @@ def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any
 
 def returns(predicted: Tensor, earned: Tensor) -> dict[str, Any]:
     """How values fit returns: root mean squared error, beside that of the mean return, and explained variance.   [N], [N]"""
-    v, r = predicted.double(), earned.double()
+    v, r = in_float64(predicted), in_float64(earned)
     if not len(v):
         return {"kind": "returns", "count": 0, "rmse": None, "rmse_baseline": None, "explained_variance": None}
     spread = float(r.std(correction=0))

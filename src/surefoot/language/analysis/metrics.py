@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from surefoot.core.distributed import in_float64
 from surefoot.functional.masking import masked_mean
 
 
@@ -36,7 +37,7 @@ def mean_length(mask: Tensor) -> float:
     A steady rise without a rise of gold or of a held-out score means that the reward favours length. A fall to a few tokens
     means that the policy avoids a penalty, or that the supervised model was trained too little.
     """
-    return float(mask.sum(-1).to(torch.float64).mean()) if len(mask) else 0.0
+    return float(in_float64(mask.sum(-1)).mean()) if len(mask) else 0.0
 
 
 def eos_rate(ended: Tensor) -> float:
@@ -45,7 +46,7 @@ def eos_rate(ended: Tensor) -> float:
     Above 0.9 is healthy. Low from the start: the limit is too short, or EOS was not learned. Falling: the reward does not
     penalise a missing EOS; see ``reward.missing_eos``.
     """
-    return float(ended.to(torch.float64).mean()) if len(ended) else 0.0
+    return float(in_float64(ended).mean()) if len(ended) else 0.0
 
 
 def mean_log_likelihood(batches: Iterable[tuple[Tensor, Tensor]]) -> float | None:
@@ -59,7 +60,8 @@ def mean_log_likelihood(batches: Iterable[tuple[Tensor, Tensor]]) -> float | Non
     total, count = 0.0, 0
     for log_probs, mask in batches:
         kept = int(mask.sum())
-        total += kept * float(masked_mean(log_probs.to(torch.float64), mask))
+        exact = in_float64(log_probs)
+        total += kept * float(masked_mean(exact, mask.to(exact.device)))
         count += kept
     return total / count if count else None
 
@@ -72,7 +74,7 @@ def win_rate(ours: Tensor, theirs: Tensor) -> float:
     """
     if ours.shape != theirs.shape or not len(ours):
         raise ValueError(f"scores of shapes {list(ours.shape)} and {list(theirs.shape)}: pass one of each for every prompt")
-    return float(((ours > theirs).to(torch.float64) + 0.5 * (ours == theirs).to(torch.float64)).mean())
+    return float((in_float64(ours > theirs) + 0.5 * in_float64(ours == theirs)).mean())
 
 
 def pass_at_k(right: Tensor, samples: int, k: int) -> Tensor:
@@ -89,8 +91,8 @@ def pass_at_k(right: Tensor, samples: int, k: int) -> Tensor:
         raise ValueError(f"k={k}: must be from 1 to samples={samples}")
     if bool(((right < 0) | (right > samples)).any()):
         raise ValueError(f"right: must be from 0 to samples={samples}")
-    drawn = torch.arange(k, dtype=torch.float64, device=right.device)
-    wrong = (samples - right).to(torch.float64).unsqueeze(-1)
+    wrong = in_float64(samples - right).unsqueeze(-1)
+    drawn = torch.arange(k, dtype=torch.float64, device=wrong.device)
     return 1 - ((wrong - drawn).clamp(min=0) / (samples - drawn)).prod(-1)
 
 

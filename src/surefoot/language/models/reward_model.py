@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import made_from
@@ -118,7 +119,8 @@ class RewardModel(nn.Module):
 
         Raises SurefootError if they are not finite or all equal.
         """
-        mean, std = raw.double().mean(), raw.double().std(correction=0)
+        exact = in_float64(raw)
+        mean, std = exact.mean(), exact.std(correction=0)
         if not (torch.isfinite(std) and std > 0):
             raise SurefootError(
                 f"the reward model's scores have std {float(std):g} on {raw.numel()} demonstrations, so they can't be "

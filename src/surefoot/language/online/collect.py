@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import all_sum, rank, world_size
+from surefoot.core.distributed import all_sum, in_float64, rank, world_size
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
@@ -169,7 +169,7 @@ class LanguageCollector:
 
     def _adapt_beta(self, state: LearnerState, kl: Tensor, valid: Tensor) -> float:
         """Adapt β for the next rollout if the KL has a target; return the KL per response on all ranks."""
-        spent, count = all_sum(torch.stack([kl.sum(), valid.sum()]).double()).tolist()  # the same β on every rank
+        spent, count = all_sum(in_float64(torch.stack([kl.sum(), valid.sum()]))).tolist()  # the same β on every rank
         per_response = spent / count if count else 0.0
         settings = self.recipe.reference
         if settings.target is not None and count:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surefoot.core.distributed import merge_across_ranks, world_size
+from surefoot.core.distributed import in_float64, merge_across_ranks, world_size
 from surefoot.functional import masked_moments
 from surefoot.language.data.tokens import Messages
 
@@ -80,7 +80,8 @@ def mean_and_std(scores: Scores, x: Tensor) -> tuple[float | None, float | None]
     """Mean and standard deviation over the responses of all ranks with a score; None without any.   [N]"""
     if world_size() == 1:
         return scores.mean_of(x), float(x[scores.valid].std(correction=0)) if scores.valid.any() else None
-    moments = merge_across_ranks(masked_moments(x.double(), scores.valid))
+    exact = in_float64(x)
+    moments = merge_across_ranks(masked_moments(exact, scores.valid.to(exact.device)))
     return (float(moments.mean), float(moments.var.sqrt())) if moments.n else (None, None)
 
 

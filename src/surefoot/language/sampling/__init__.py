@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from surefoot.core.distributed import exact_device, in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language import quiet_transformers
@@ -101,7 +102,7 @@ def sample(
     device = model.get_input_embeddings().weight.device
     ids, mask = left_padded(prompts, pad_id)
     batch = Prompts(ids.to(device), mask.to(device))
-    uniforms = None if greedy else uniform_draws(seeds, max_tokens).to(device)
+    uniforms = None if greedy else uniform_draws(seeds, max_tokens).to(exact_device(device))
     with torch.no_grad(), eval_mode(model):
         logits, past = read_prompts(model, batch)
         ends = EndDetector(eos_ids, stop, decode, logits.shape[-1], device)
@@ -113,7 +114,7 @@ def sample(
             if uniforms is None:
                 tokens = log_probs.argmax(-1)
             else:
-                tokens = inverse_cdf(log_probs, uniforms[step].index_select(0, responses.slots))
+                tokens = inverse_cdf(log_probs, uniforms[step].index_select(0, responses.slots.to(uniforms.device)))
             responses.append(step, tokens, log_probs)
             if on_token is not None:
                 on_token(int(tokens[0]))
@@ -238,8 +239,9 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 
     Sums in float64 and scales u by their total, so a token of probability 0 is never drawn.
     """
-    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
-    passed = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
+    cumulative = in_float64(log_probs.exp()).cumsum(-1)
+    drawn = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+    passed = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).to(log_probs.device)
     return passed.clamp_(max=log_probs.shape[-1] - 1)  # NaN leads past the end; as_samples reports it
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from surefoot.core.distributed import in_float64
 from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
@@ -169,14 +170,14 @@ class DpoPolicy(Policy):
         for inputs, actions, mask in batches(rows.tensors, min(count, rows.count), recipe.data.batch, recipe.device):
             costs = self.costs(inputs, mask)
             of_batch = in_micro_batches(lambda part, *_: self.log_ratios(part), inputs, actions, mask, *most, costs)
-            ratios.append(of_batch.double().cpu())
-            references.append(inputs[REFERENCE].double().cpu())
+            ratios.append(of_batch.cpu().double())
+            references.append(inputs[REFERENCE].cpu().double())
         log_ratios = torch.cat(ratios)
         chosen, rejected = (log_ratios + torch.cat(references)).mean(0).tolist()
         margin = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])
         return {
             "held_out_loss": -float((self.label_log_probs(log_ratios) * weights).sum(-1).mean()),
-            "held_out_accuracy": float(((margin > 0).double() + 0.5 * (margin == 0)).mean()),
+            "held_out_accuracy": float((in_float64(margin > 0) + 0.5 * (margin == 0)).mean()),
             "held_out_margin": float(margin.mean()),
             "held_out_chosen_log_prob": chosen,
             "held_out_rejected_log_prob": rejected,
