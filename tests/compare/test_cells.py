@@ -13,8 +13,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from surefoot import Interrupted, SurefootError
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
-from surefoot.compare.cells import Cell, OverallProgress, locked_folder, run_cells, summary
+from surefoot.compare.cells import Cell, locked_folder, run_cells, summary
 from surefoot.compare.ladder import run_ladder
+from surefoot.compare.processes import OverallProgress
 from surefoot.runs import api
 
 from .conftest import TINY
@@ -138,7 +139,7 @@ def test_agents_that_could_not_be_evaluated_are_rejected_before_training(tmp_pat
 
 def test_a_run_that_someone_else_stops_interrupts_the_comparison(tmp_path, monkeypatch):
     """Anyone may stop the process of one run; then the command has no result of it and reports the interruption."""
-    monkeypatch.setattr("surefoot.compare.cells._in_parallel", lambda *arguments: None)
+    monkeypatch.setattr("surefoot.compare.cells.run_works", lambda *arguments: None)
     with pytest.raises(Interrupted, match="stopped with 0 of 2 runs finished; repeat the command to continue"):
         compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from surefoot.compare.cells import (
     Cell,
-    OverallProgress,
     check_counts,
     check_trainable,
     default_folder,
@@ -17,6 +16,7 @@ from surefoot.compare.cells import (
     seeds_of,
 )
 from surefoot.compare.plots import draw_comparison
+from surefoot.compare.processes import OverallProgress
 from surefoot.compare.report import Report, interval_note, score_table, seeds_text, shared_settings, write_report
 from surefoot.compare.statistics import COUNT, Results, average, markdown_table
 from surefoot.core.algorithms import ALGORITHMS, Objective, algorithm_named, switches_that_are_on

@@ -23,7 +23,6 @@ from torch import Tensor
 from surefoot.compare.algorithms import check_switches_used
 from surefoot.compare.cells import (
     Cell,
-    OverallProgress,
     check_counts,
     check_trainable,
     default_folder,
@@ -33,6 +32,7 @@ from surefoot.compare.cells import (
     seeds_of,
 )
 from surefoot.compare.plots import draw_ladder
+from surefoot.compare.processes import OverallProgress
 from surefoot.compare.report import Report, interval_note, seeds_text, shared_settings, write_report
 from surefoot.compare.statistics import (
     COUNT,

@@ -1,0 +1,216 @@
+"""Do several works, such as trainings, in this process or in parallel in processes of their own, and show their progress."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from surefoot.errors import Interrupted, SurefootError
+from surefoot.recipes.import_object import python_safe_path, unset_python_safe_path
+from surefoot.runs.session import SignalHandler
+from surefoot.terminal import visible_lines
+
+PROGRESS_EVERY = 60.0
+"""seconds between lines of progress while nothing finishes"""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The process that started a work, from inside the work."""
+
+    step: Callable[[str, int], None]
+    """set the number of steps that a part has done"""
+    print: Callable[[str], None]
+    """print a line"""
+    stopped: Callable[[], bool] = lambda: False
+    """whether the parent is gone, and the work should save and stop"""
+
+
+Work = Callable[[Parent], Any]
+"""a work; in parallel it is pickled, and so is its result"""
+Finished = Callable[[str, Any], None]
+"""called with the name and the result of a work"""
+Failed = Callable[[str, str], None]
+"""called with the name and the error of a work"""
+
+
+def run_works(works: Mapping[str, Work], jobs: int, progress: "OverallProgress", finished: Finished, failed: Failed) -> None:
+    """Do every work, ``jobs`` at a time; more than one at a time in separate processes. A failed one doesn't stop the others.
+
+    Raises Interrupted after a signal, when the works that were running have saved.
+    """
+    if jobs > 1:
+        _in_parallel(works, jobs, progress, finished, failed)
+        return
+    for name, work in works.items():
+        try:
+            result = work(Parent(progress.step, progress.print))
+        except SurefootError as error:
+            failed(name, str(error))
+        else:
+            finished(name, result)
+
+
+def _in_parallel(works: Mapping[str, Work], jobs: int, progress: "OverallProgress", finished: Finished, failed: Failed) -> None:
+    """Do each work in its own process, ``jobs`` at a time. Forward a signal once; every work saves before it stops."""
+    context = multiprocessing.get_context("spawn")
+    waiting, running = list(works), dict[Connection, tuple[str, Any]]()
+    with SignalHandler() as signals:
+        forwarded = False
+        try:
+            while running or (waiting and not signals.stop_requested):
+                while waiting and len(running) < jobs and not signals.stop_requested:
+                    name = waiting.pop(0)
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=_child, args=(theirs, works[name]))
+                    with python_safe_path(), _ignoring_interrupts():
+                        process.start()
+                    theirs.close()
+                    running[ours] = (name, process)
+                if signals.stop_requested and not forwarded:
+                    forwarded = True
+                    for _, process in running.values():
+                        process.terminate()
+                for connection in wait(list(running), timeout=0.2):
+                    assert isinstance(connection, Connection)
+                    _receive(connection, running, progress, finished, failed)
+        finally:
+            for _, process in running.values():
+                process.terminate()
+                process.join()
+        if signals.stop_requested:
+            raise Interrupted("stopped")
+
+
+def _receive(
+    connection: Connection,
+    running: dict[Connection, tuple[str, Any]],
+    progress: "OverallProgress",
+    finished: Finished,
+    failed: Failed,
+) -> None:
+    """Handle one message of a child process, or its exit."""
+    name, process = running[connection]
+    try:
+        kind, content = connection.recv()
+    except EOFError:
+        kind, content = "failed", None
+    if kind == "steps":
+        progress.step(*content)
+        return
+    if kind == "line":
+        progress.print(content)
+        return
+    del running[connection]
+    connection.close()
+    process.join()
+    if kind == "finished":
+        finished(name, content)
+    elif kind == "failed":
+        failed(name, content or f"its process ended with code {process.exitcode}")
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """A child started in this context ignores Ctrl-C until it installs its own handlers."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _child(connection: Connection, work: Work) -> None:
+    unset_python_safe_path()
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # Ctrl-C on the terminal reaches only the parent, which forwards one signal
+    parent = multiprocessing.parent_process()
+    last_sent = 0.0
+
+    def send(kind: str, content: Any) -> None:
+        with contextlib.suppress(OSError):  # the parent is gone
+            connection.send((kind, content))
+
+    def step(name: str, steps: int) -> None:
+        nonlocal last_sent
+        if time.monotonic() - last_sent > 0.25:
+            last_sent = time.monotonic()
+            send("steps", (name, steps))
+
+    def orphaned() -> bool:
+        return parent is not None and not parent.is_alive()
+
+    try:
+        send("finished", work(Parent(step, lambda line: send("line", line), orphaned)))
+    except Interrupted:
+        send("stopped", None)
+    except SurefootError as error:
+        send("failed", str(error))
+
+
+# ---- progress ---------------------------------------------------------------------------------------------------------
+
+
+class OverallProgress:
+    """The progress of all parts of a comparison, in steps: a bar on a terminal, else one line per minute.
+
+    total    steps of all parts
+    stderr   print to stderr instead of stdout
+    """
+
+    def __init__(self, total: int, stderr: bool = False) -> None:
+        self.total, self.done = total, dict[str, int]()
+        stream = sys.stderr if stderr else sys.stdout
+        self.console = Console(file=stream, highlight=False, soft_wrap=True)
+        self.bar: Progress | None = None
+        if stream.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(32), TaskProgressColumn(), TextColumn("{task.fields[left]}"))
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task("all runs", total=total, left="")
+        self.started = self.last_line = time.monotonic()
+        self.skipped = 0
+
+    def __enter__(self) -> "OverallProgress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def skip(self, name: str, steps: int) -> None:
+        """Count steps of a part that were done before; the estimate of the remaining time ignores them."""
+        self.done[name] = steps
+        self.skipped += steps
+
+    def step(self, name: str, steps: int) -> None:
+        """Set the number of steps that a part has done."""
+        self.done[name] = steps
+        if self.bar is not None:
+            self.bar.start()  # only the first call has an effect
+            self.bar.update(self.task, completed=sum(self.done.values()), left=self.left())
+        elif time.monotonic() - self.last_line > PROGRESS_EVERY:
+            self.print(f"{min(1.0, sum(self.done.values()) / self.total):.0%} of all steps; {self.left()}")
+
+    def left(self) -> str:
+        """An estimate of the remaining time, from the average speed so far; parts may differ in speed."""
+        done = sum(self.done.values())
+        if done <= self.skipped:
+            return ""
+        per_step = (time.monotonic() - self.started) / (done - self.skipped)
+        seconds = round(per_step * max(0, self.total - done))
+        return f"about {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar."""
+        self.last_line = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # the run survives a closed output pipe
+            self.console.print(visible_lines(line), markup=False)
