@@ -36,6 +36,7 @@ LINKED = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docs" /
 PARSE_ONLY = "<!-- parse only -->"
 KNOWN = {".", "cd", "git", "kill", "ls", "make", "mlflow", "pip", "python", "sleep", "surefoot", "tensorboard", "torchrun"}
 KNOWN |= {"trackio", "wandb"}
+TRAINING = ("train", "ladder", "compare-algorithms", "tune")
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ def test_every_printed_training_has_its_steps() -> None:
         for block in (block for block in blocks(path.read_text("utf-8")) if block.language == "console"):
             for command in block.commands:
                 words = shlex.split(command, comments=True)
-                if words[:1] != ["surefoot"] or len(words) < 3 or words[1] not in ("train", "ladder", "compare-algorithms"):
+                if words[:1] != ["surefoot"] or len(words) < 3 or words[1] not in TRAINING:
                     continue
-                known = {"--steps", "--dry-run", "--help", "-h"} & set(words) or words[2].endswith(".toml")
+                known = {"--steps", "--dry-run", "--help", "-h", "--resume"} & set(words) or words[2].endswith(".toml")
                 assert known, f"{name_of(path)}:{block.line}: {command}"
 
 

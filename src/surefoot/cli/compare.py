@@ -1,4 +1,4 @@
-"""Compare runs, report on them, and train several algorithms to compare them."""
+"""Compare runs, report on them, train several algorithms to compare them, and tune recipes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from surefoot.cli.help import RecipeCommand
-from surefoot.cli.options import COUNT, PATH, RUN, IntRange, changes_from, complete_task, json_option, recipe_flags
+from surefoot.cli.options import (
+    COUNT,
+    PATH,
+    RUN,
+    IntRange,
+    changes_from,
+    complete_task,
+    json_option,
+    recipe_flags,
+    reject_options,
+    run_named,
+)
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import LADDER, MAX_COUNT
 from surefoot.errors import SurefootError
+from surefoot.files import check_name
 
 if TYPE_CHECKING:
     from surefoot.compare.report import Report
@@ -136,6 +148,78 @@ def compare_algorithms(
 
     names = [name.strip() for name in algorithms.split(",")]
     show_report(comparison.compare_algorithms(task, names, stderr=as_json, **settings_from(options)), as_json)
+
+
+@click.command(cls=RecipeCommand)
+@click.argument("what", shell_complete=complete_task)
+@click.option("--space", type=PATH, metavar="FILE", help="TOML file of fields and values to try. [default: one for WHAT]")
+@click.option("--trials", type=COUNT, help="Trials of the study, with those of earlier commands. [default: 20]")
+@click.option("--seeds", type=COUNT, default=2, show_default=True, help="Runs of each trial: seed, seed + 1, …")
+@click.option("--jobs", type=COUNT, default=1, show_default=True, help="Trials at a time, one process each.")
+@click.option(
+    "--confirm",
+    type=IntRange(0, MAX_COUNT),
+    default=0,
+    show_default=True,
+    help="New seeds on which the best and the initial recipe are trained at the end.",
+)
+@click.option("--no-pruning", is_flag=True, help="Train every trial to its end.")
+@click.option("--resume", is_flag=True, help="WHAT is a study's folder or its name: continue it with its settings.")
+@click.option("--name", help="Name of the study; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
+@click.option("--run-dir", type=PATH, help="Folder of the study; with --name, the folder that contains it.")
+@click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
+@click.option("--json", "as_json", is_flag=True, help="Print results.json on stdout and progress on stderr.")
+@recipe_flags
+def tune(
+    what: str,
+    space: Path | None,
+    trials: int | None,
+    seeds: int,
+    jobs: int,
+    confirm: int,
+    no_pruning: bool,
+    resume: bool,
+    name: str | None,
+    run_dir: Path | None,
+    preset: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Search for better settings of WHAT: a preset, .toml file or environment id.
+
+    Each trial trains the recipe with other values on a few seeds. Bad trials are stopped early. Repeat the command to continue;
+    start it several times to work on one study in several processes. Flags change the recipe of all trials.
+
+    \b
+    surefoot tune CartPole-v1 --steps 20_000 --trials 30 --jobs 2
+    surefoot tune sft --model MODEL --data.train rows.jsonl --data.held-out held.jsonl --space space.toml
+    """
+    from surefoot.compare import tune as tuning
+
+    tuning.require_optuna()
+    if resume:
+        reject_options({*flags, "space", "seeds", "no_pruning", "name", "run_dir", "preset"}, "a study keeps its settings")
+        result = tuning.resume_study(Path(run_named(what)), trials=trials, jobs=jobs, confirm=confirm, stderr=as_json)
+    else:
+        if name is not None:
+            check_name("--name", name)
+        result = tuning.tune(
+            what,
+            space,
+            changes_from(flags),
+            preset=preset,
+            trials=20 if trials is None else trials,
+            seeds=seeds,
+            jobs=jobs,
+            prune=not no_pruning,
+            confirm=confirm,
+            folder=(run_dir or Path("runs")) / name if name else run_dir,
+            stderr=as_json,
+        )
+    if as_json:
+        echo_json(result.results)
+    else:
+        echo(f"\n{result.text}")
 
 
 def show_report(report: "Report", as_json: bool) -> None:

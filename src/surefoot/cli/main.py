@@ -34,6 +34,7 @@ COMMANDS = {
     "push": "surefoot.cli.agents:push",
     "rounds": "surefoot.cli.train:rounds",
     "train": "surefoot.cli.train:train",
+    "tune": "surefoot.cli.compare:tune",
     "watch": "surefoot.cli.agents:watch",
 }
 """module and name of each command; a command is imported when it is called, so that ``--help`` is fast"""

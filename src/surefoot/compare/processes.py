@@ -134,16 +134,16 @@ def _child(connection: Connection, work: Work) -> None:
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C on the terminal reaches only the parent, which forwards one signal
     parent = multiprocessing.parent_process()
-    last_sent = 0.0
+    last_sent, last_name = 0.0, ""
 
     def send(kind: str, content: Any) -> None:
         with contextlib.suppress(OSError):  # the parent is gone
             connection.send((kind, content))
 
     def step(name: str, steps: int) -> None:
-        nonlocal last_sent
-        if time.monotonic() - last_sent > 0.25:
-            last_sent = time.monotonic()
+        nonlocal last_sent, last_name
+        if name != last_name or time.monotonic() - last_sent > 0.25:
+            last_sent, last_name = time.monotonic(), name
             send("steps", (name, steps))
 
     def orphaned() -> bool:

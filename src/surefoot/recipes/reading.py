@@ -1,7 +1,7 @@
 """Recipes as tables: make one from the other, lay changes over them, switch the algorithm, suggest fields, describe them."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -169,15 +169,6 @@ def _check_toml_values(recipe: Recipe) -> None:
             raise SurefootError(f"{name}={value!r}: a recipe can only store numbers, text, lists and tables; use those")
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables as ``a.b.c`` and value; an empty table is a value."""
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _trust_region_of(value: Any) -> str:
     """The class name of a recipe's trust region, "" for none.
 
@@ -328,6 +319,17 @@ def none_to_text(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [none_to_text(inner) if isinstance(inner, Mapping) else inner for inner in value]
     return "none" if value is None else value
+
+
+def flatten(
+    table: Mapping[str, Any], prefix: str = "", is_value: Callable[[Mapping[str, Any]], bool] = lambda table: not table
+) -> Iterator[tuple[str, Any]]:
+    """Nested tables as ``a.b.c`` and value. ``is_value`` decides which tables are values; by default only empty ones are."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and not is_value(value):
+            yield from flatten(value, f"{prefix}{key}.", is_value)
+        else:
+            yield f"{prefix}{key}", value
 
 
 def merge_tables(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

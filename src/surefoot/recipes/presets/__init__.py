@@ -193,6 +193,12 @@ def _layers(what: str, preset: str | None = None) -> tuple[str | None, dict[str,
     return name, below, own
 
 
+def preset_of(what: str, recipe: Recipe) -> str:
+    """The name of the preset that fits a recipe best: ``what``, the one tuned for its task, or the one of its kind."""
+    tables = presets()
+    return what if what in tables else _preset_for(recipe.trained, tables) if recipe.kind == "control" else recipe.kind
+
+
 def _preset_for(task: str, tables: Mapping[str, Mapping[str, Any]]) -> str:
     """The name of the preset tuned for an environment id, or "default"."""
     tuned = (name for name, t in tables.items() if any(fnmatchcase(task, pattern) for pattern in t.get("tuned_for", ())))

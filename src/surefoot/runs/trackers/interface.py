@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from surefoot.diagnostics import Finding
 from surefoot.errors import missing_extra
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.reading import flatten
 from surefoot.runs.events import Sample
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio", "mlflow": "MLflow"}
@@ -36,14 +37,7 @@ class TrackedRun:
     @property
     def flat_recipe(self) -> dict[str, Any]:
         """The recipe's fields by their dotted names."""
-        return dict(_flat(self.table))
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return pairs
+        return dict(flatten(self.table, is_value=lambda table: False))
 
 
 class Tracker(Protocol):
