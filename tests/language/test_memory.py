@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,23 @@ from rich.console import Console
 import surefoot
 import surefoot.runs.api
 from surefoot.errors import SurefootError
-from surefoot.language.memory import Workload, alternatives, check, estimate, passes, permanent_bytes, with_prompts
+from surefoot.language.memory import Workload, alternatives, check, estimate, passes, permanent_bytes, planner, with_prompts
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
 from surefoot.language.memory.passes import StorageTracker, count_parameters
-from surefoot.language.memory.planner import fits, llama_of, model_config, plan_memory, tables, textbook, to_json, with_value
+from surefoot.language.memory.planner import (
+    MemoryPlan,
+    fits,
+    llama_of,
+    model_config,
+    settings,
+    tables,
+    textbook,
+    to_json,
+    with_value,
+)
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model
+from surefoot.recipes.language import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 
 from .tiny import model
@@ -220,14 +232,64 @@ def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: 
     assert estimated.at("learning") == pytest.approx(measured_peaks(table)["learning"], rel=0.15)
 
 
-def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = model("llama", num_hidden_layers=9).config
-    parts, switches = passes.BatchShape(8, 40, 16), passes.PassOptions(critic=config)
-    results = []
-    for few in ((50, 100), (3, 6)):  # all nine, and the line through three and six
-        monkeypatch.setattr(passes, "SAMPLE_DEPTHS", few)
-        results.append(passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts))  # type: ignore[attr-defined]
-    assert results[1] == results[0]
+def deep_model(name: str) -> Any:
+    """The configuration of a model of more layers than are counted."""
+    from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
+
+    small: dict[str, Any] = {"vocab_size": 2000, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    if name == "llama":
+        return LlamaConfig(**small, num_hidden_layers=5)
+    if name == "gpt2":
+        return GPT2Config(vocab_size=2000, n_embd=32, n_layer=5, n_head=4, n_positions=128)
+    if name == "sliding and full attention":
+        kinds = ["sliding_attention", "full_attention"] * 4
+        return Gemma3TextConfig(**small, num_hidden_layers=7, sliding_window=16, layer_types=kinds[:7])
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeConfig(**small, **experts, num_hidden_layers=9, mlp_only_layers=[0, 4])
+
+
+def test_the_layers_that_are_counted_repeat_in_the_rest() -> None:
+    for name, depths in {"llama": (2, 3), "sliding and full attention": (3, 5), "dense layers among experts": (9,)}.items():
+        assert tuple(passes.sample_depths(deep_model(name))) == depths, name
+    assert tuple(passes.sample_depths(model("llama").config)) == (2,)
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "own critic": {"critic": True},
+    "head": {"head": True},
+    "bfloat16": {"bf16": True, "critic": True},
+    "checkpointing": {"checkpointing": True, "head": True},
+    "checkpointing in bfloat16, few logits at once": {"checkpointing": True, "bf16": True, "critic": True, "chunk": 8},
+    "adapter": {"adapter": AdapterSettings(rank=4), "value_role": True},
+    "adapter, checkpointing": {"adapter": AdapterSettings(rank=4), "head": True, "checkpointing": True},
+}
+
+
+FAMILIES = ["gpt2", "sliding and full attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "switches"), [*(("llama", each) for each in SWITCHES), *((name, "own critic") for name in FAMILIES)]
+)
+def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(
+    name: str, switches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where little passes through the layers and the peak is elsewhere: one short row, a vocabulary 60 times the width."""
+    config, fields = deep_model(name), dict(SWITCHES[switches])
+    options = passes.PassOptions(**(fields | {"critic": config if fields.get("critic") else None}))
+
+    def counts() -> list[int]:
+        shapes = [passes.BatchShape(8, 40, 16), passes.BatchShape(1, 4, 1)]
+        learned = [passes.learning.__wrapped__(config, surefoot.PPO_CLIP, options, shape) for shape in shapes]  # type: ignore[attr-defined]
+        scored = [passes.scoring.__wrapped__(config, options, shape) for shape in shapes]  # type: ignore[attr-defined]
+        read = passes.prompt_reading.__wrapped__(config, 3, 20, options.adapter)  # type: ignore[attr-defined]
+        drawn = passes.decoding.__wrapped__(config, 3, 2, 20, 30, 1.0, options.adapter)  # type: ignore[attr-defined]
+        return [counted.peak for counted in (*learned, *scored, read, drawn)]
+
+    line = counts()
+    monkeypatch.setattr(passes, "sample_depths", lambda config: (passes.layer_count(config),))
+    assert line == counts()
 
 
 def test_rows_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +298,8 @@ def test_rows_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatc
     results = []
     for many in (100, 8):  # all forty rows in twenty chunks, and the line through eight and sixteen
         monkeypatch.setattr(passes, "MAX_CHUNKS", many)
-        results.append(passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts))  # type: ignore[attr-defined]
+        counted = passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts)  # type: ignore[attr-defined]
+        results.append((counted.peak, counted.kept))
     assert results[1] == results[0]
 
 
@@ -422,13 +485,12 @@ def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Pat
 def test_what_saves_memory_does_and_is_listed() -> None:
     config = model("llama").config
     setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
-    made = plan_memory("llama", setup)
+    made = MemoryPlan("llama", setup)
     peaks = {name: running_peak(actual) for name, actual in made.others.items()}
     before = running_peak(made.estimate)
-    one_row, combined = "micro-batches of one row (40 tokens)", "checkpointing, one row, shared trunk"
     assert peaks["no critic (GRPO, REINFORCE)"] < peaks["value head on a shared trunk"] < before
     assert peaks["gradient checkpointing"] < before
-    assert peaks[combined] < peaks[one_row] < before
+    assert peaks["micro-batches of one row (40 tokens)"] < before
     assert made.estimate.uncounted == ()
     assert all(actual.uncounted == () for actual in made.others.values())
     report = to_json(made)
@@ -437,10 +499,37 @@ def test_what_saves_memory_does_and_is_listed() -> None:
         sum(parts.values()) for name, parts in report["phases"].items() if name != "saving"
     )
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(tables(made))
+    console.print(*tables(made))
     text = console.export_text()
     for word in ("what always stays", "learning", "no critic", "textbook", "It leaves out the optimizer", "141"):
         assert word in text
+
+
+def test_the_settings_that_are_tried_need_less_and_less(here: Path) -> None:
+    config = model_config(str(here / "llama"))[0]
+    setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    tried = list(settings(setup))
+    assert tried[0] == ((), setup)
+    names = [names for names, _ in tried]
+    assert names[1:3] == [names[2][:1], ("gradient_checkpointing = true", "optimizer.micro_batch_tokens = 40")]
+    assert names[-1][0] == "adapter.rank = 16"
+    assert names[-1][-1] == "sampling.prompts = 1"
+    peaks = [running_peak(estimate(workload)) for _, workload in tried]
+    adapters = next(at for at, each in enumerate(names) if each == ("adapter.rank = 16",))
+    for branch in (peaks[:adapters], peaks[adapters:]):
+        assert all(later <= earlier for earlier, later in pairwise(branch))
+
+
+def test_each_card_gets_the_first_setting_that_fits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model_config(str(here / "llama"))[0]
+    setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    peaks = {names: running_peak(estimate(workload)) for names, workload in settings(setup)}
+    limits = (min(peaks.values()) - 1, min(peaks.values()), sorted(peaks.values())[len(peaks) // 2], max(peaks.values()))
+    monkeypatch.setattr(planner, "CARDS", tuple(limit / 1e9 for limit in limits))
+    cheapest = MemoryPlan("llama", setup).cheapest
+    for limit, fit in zip(limits, cheapest.values(), strict=True):
+        first = next((names for names, peak in peaks.items() if peak <= limit), None)
+        assert (None if fit is None else fit[0]) == first
 
 
 def test_a_card_holds_what_is_no_larger(here: Path) -> None:

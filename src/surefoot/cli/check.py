@@ -1,7 +1,6 @@
 """Check this machine, a recipe or a run, and plan the memory of a training."""
 
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -108,21 +107,22 @@ def memory(model: str, as_json: bool, **options: Any) -> None:
 
     MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read.
 
-    Prints the memory of policy, value, reference and reward models, with these settings and with others, and which devices
-    they fit on.
+    Prints the cheapest settings that fit on each GPU, then the memory of policy, value, reference and reward models with these
+    settings and with others.
     """
-    from surefoot.language.memory.planner import model_config, plan_memory, tables, to_json
+    from surefoot.language.memory.planner import MemoryPlan, model_config, tables, to_json
 
     config, nominal = model_config(model)
     workload = memory_workload(config, **options)
     from rich.console import Console
 
-    with Console(stderr=True).status("estimating") if sys.stderr.isatty() else nullcontext():
-        result = plan_memory(model, workload, nominal)
+    plan = MemoryPlan(model, workload, nominal)
     if as_json:
-        echo_json(to_json(result))
+        echo_json(to_json(plan))
         return
-    Console(width=None if sys.stdout.isatty() else 120).print(tables(result))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in tables(plan):
+        console.print(table, "")
 
 
 def memory_workload(

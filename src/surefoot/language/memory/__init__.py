@@ -65,8 +65,6 @@ class Workload:
     rewards: "tuple[PreTrainedConfig, ...]" = ()
     bf16: bool = False
     checkpointing: bool = False
-    chunked: bool = True
-    """whether logits are computed in chunks, as in runs; False shows the saving"""
     temperature: float = 1.0
     rows: int = 16
     """rows of a minibatch"""
@@ -132,7 +130,7 @@ class Workload:
         apart = self.value == "own" and value and self.adapter is None
         own = (self.critic or self.policy) if apart else None
         role = self.value == "own" and value and self.adapter is not None
-        chunk = max(1, CHUNK // vocabulary) if self.chunked else None
+        chunk = max(1, CHUNK // vocabulary)
         return PassOptions(
             own,
             self.value == "head" and value,
@@ -240,6 +238,12 @@ def permanent_bytes(workload: Workload) -> int:
 def estimate(workload: Workload) -> Estimate:
     """Estimate a run's memory. Takes about a second per phase."""
     return _Estimator(workload).whole()
+
+
+def quick_peak(workload: Workload) -> int:
+    """A lower bound of a run's peak: that of the phase which is quick to count, and for which few settings matter."""
+    more = _Estimator(workload).sampling().total if workload.kind == "language" else 0
+    return permanent_bytes(workload) + more
 
 
 class _Estimator:
@@ -361,7 +365,7 @@ class _Estimator:
         except Exception:
             if phase not in self.failed:
                 self.failed.append(phase)
-            return PassMemory(0)
+            return PassMemory((0,))
         return memory
 
 

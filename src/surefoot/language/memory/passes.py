@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,9 +44,11 @@ MAX_CHUNKS = 32
 """chunks of logits that are counted one by one; more are extrapolated"""
 
 
-SAMPLE_DEPTHS = (20, 40)
-"""numbers of layers at which a deeper model is counted: all layers need the same memory, so two depths give a line. With fewer
-layers the peak could be elsewhere, such as at the gradient of the embeddings"""
+SHALLOW = 2
+"""fewest layers at which a deeper model is counted. Each segment of a pass (before, in and after the layers, forward and
+backward) has a peak that is linear in the number of layers, so two depths give all of them"""
+LONGEST_PERIOD = 8
+"""layers after which the kinds of layers may repeat, such as sliding and full attention"""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,31 @@ def with_layers(config: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
 
 
 def sample_depths(config: "PreTrainedConfig") -> Sequence[int]:
-    """The numbers of layers at which to count: two, or the model's own if it is not deeper."""
-    return SAMPLE_DEPTHS if layer_count(config) > SAMPLE_DEPTHS[-1] else (layer_count(config),)
+    """The numbers of layers at which to count: two, a period of the kinds of layers apart, or the model's own if its layers do
+    not repeat.
+    """
+    layers, kinds = layer_count(config), _layer_kinds(config)
+    for period in range(1, LONGEST_PERIOD + 1):
+        first = SHALLOW + (layers - SHALLOW) % period
+        while set(kinds[:first]) < set(kinds) and first < layers:
+            first += period
+        if first + period < layers and _repeats(config, kinds, first, period):
+            return first, first + period
+    return (layers,)
+
+
+def _layer_kinds(config: "PreTrainedConfig") -> list[Any]:
+    """What the lists of a configuration that have an entry per layer hold for each."""
+    values = vars(config.get_text_config()).values()
+    return list(zip(*(each for each in values if isinstance(each, list) and len(each) == layer_count(config)), strict=True))
+
+
+def _repeats(config: "PreTrainedConfig", kinds: list[Any], first: int, period: int) -> bool:
+    """Whether the layers from about ``first`` on repeat, in their kinds and their sizes."""
+    if any(kinds[at] != kinds[at + period] for at in range(max(0, first - period), len(kinds) - period)):
+        return False
+    low, high = (count_parameters(with_layers(config, depth)).total for depth in (first, first + period))
+    return (count_parameters(config).total - low) * period == (high - low) * (layer_count(config) - first)
 
 
 def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
@@ -111,7 +136,7 @@ def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
     if key not in _COUNTS:
         with quiet_transformers(), torch.device("meta"):
             model = causal_model(config)
-        stack = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size, default=None)
+        stack = layer_stack(model)
         _COUNTS[key] = ParameterCounts(
             total=_size(model),
             trunk=_size(model.base_model),
@@ -120,6 +145,11 @@ def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
             vocabulary=int(model.get_input_embeddings().weight.shape[0]),
         )
     return _COUNTS[key]
+
+
+def layer_stack(model: nn.Module) -> nn.ModuleList | None:
+    """The layers of a model: its largest list of modules."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size, default=None)
 
 
 _COUNTS: dict[str, ParameterCounts] = {}
@@ -161,7 +191,22 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """bytes"""
         self.peak = 0
         """the maximum of ``live`` since the last ``restart``"""
+        self.peaks: list[int] = []
+        """the peak of each segment so far"""
         self._storages: dict[int, Any] = {}
+
+    def mark(self, *_: Any) -> None:
+        """End a segment, and begin the next."""
+        self.peaks.append(self.peak)
+        self.restart()
+
+    def finish(self) -> tuple[int, ...]:
+        """End the last segment.
+
+        Returns the peaks of all segments.
+        """
+        self.mark()
+        return tuple(self.peaks)
 
     def restart(self) -> None:
         """Reset the peak to the live bytes."""
@@ -178,6 +223,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._track(tensor, tensor.untyped_storage().nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls are these, and a fake tensor takes long to answer
         returned = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
@@ -231,9 +278,15 @@ class PassOptions:
 class PassMemory:
     """Bytes of one pass."""
 
-    peak: int
+    peaks: tuple[int, ...]
+    """of each segment, in order"""
     kept: dict[str, int] = field(default_factory=dict)
     """of the peak, bytes kept for the backward pass, by role"""
+
+    @property
+    def peak(self) -> int:
+        """The largest of all segments."""
+        return max(self.peaks)
 
 
 def cached_pass(count: Callable[P, PassMemory]) -> Callable[P, PassMemory]:
@@ -288,7 +341,7 @@ def reward_scoring(config: "PreTrainedConfig", shape: BatchShape, adapter: "Adap
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
                 _read_masked(model, shape)
-            return PassMemory(tracker.peak)
+            return PassMemory(tracker.finish())
 
     return _over_layers(once, config)
 
@@ -305,7 +358,7 @@ def prompt_reading(
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
                 _read(model, prompts, length)
-            return PassMemory(tracker.peak)
+            return PassMemory(tracker.finish())
 
     return _over_layers(once, config)
 
@@ -335,8 +388,10 @@ def decoding(
                 weights = pack_model(model) if fast else None
                 kept = {"packed weights": tracker.live}
                 read, past = _read(model, prompts, length)
+                tracker.peaks.clear()
                 tracker.restart()
                 decoder = _decoder(model, weights, read, past, samples, more)
+                tracker.mark()
                 kept["cache"] = tracker.live - kept["packed weights"]
                 tokens = read.ids.new_zeros(prompts * samples)
                 if more > 1:
@@ -346,7 +401,7 @@ def decoding(
                     logits = torch.zeros(prompts * samples, vocabulary)
                 log_probs = log_softmax(logits, temperature)
                 inverse_cdf(log_probs, torch.zeros(prompts * samples, dtype=torch.float64))
-            return PassMemory(tracker.peak, kept)
+            return PassMemory(tracker.finish(), kept)
 
     return _over_layers(once, config)
 
@@ -382,7 +437,10 @@ def _policy_pass(
             for part in (model, critic):
                 checkpoint_layers(part)
         count = shape.rows * shape.decisions
-        with torch.set_grad_enabled(objective is not None), _tracker(held, objective is not None) as tracker:
+        with (
+            torch.set_grad_enabled(objective is not None),
+            _tracker(held, objective is not None, [model] if critic_config is None else [model, critic]) as tracker,
+        ):
             batch = _batch(shape)
             rows, columns, steps = (torch.zeros(count, dtype=torch.long) for _ in range(3))
             ids = torch.zeros(shape.rows, shape.width, dtype=torch.long)
@@ -393,6 +451,7 @@ def _policy_pass(
                 likelihood = chunked_likelihood(
                     states, batch.actions.flatten()[:count], readout.head, s.temperature, s.chunk or max(1, count)
                 )
+                tracker.mark()
                 logits = tracker.live
                 values = None if value_head is None else value_head(hidden)
                 if critic is not None:
@@ -402,15 +461,17 @@ def _policy_pass(
             def spread(values: Tensor) -> Tensor:
                 return values.new_zeros(shape.rows, shape.decisions).index_put((rows, steps), values)
 
+            tracker.mark()
             if objective is None:
-                return PassMemory(tracker.peak)
+                return PassMemory(tracker.finish())
             log_probs, entropy = map(spread, likelihood)
             evaluation = Evaluation(log_probs, entropy, None if values is None else spread(values))
             objective = replace(objective, router_coefficient=0.0)
             del hidden, states, likelihood, values, log_probs, entropy
             total = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0).total
+            tracker.mark()
             total.backward()  # type: ignore[no-untyped-call]
-        return PassMemory(tracker.peak, kept)
+        return PassMemory(tracker.finish(), kept)
 
 
 def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions, shape: BatchShape) -> PassMemory:
@@ -432,7 +493,7 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions,
             evaluation = Evaluation(both.gather(-1, batch.actions), entropy)
             total = loss(evaluation, batch, objective, denominator=batch.returns.sum(), beta=0.0).total
             total.backward()  # type: ignore[no-untyped-call]
-        return PassMemory(tracker.peak, kept)
+        return PassMemory(tracker.finish(), kept)
 
 
 def _add_adapters(model: Any, adapter: "AdapterSettings | None", *roles: str) -> SharedBase | None:
@@ -500,21 +561,51 @@ def _fast_forward(decoder: Any, length: int) -> None:
 # ---- counting -----------------------------------------------------------------------------------------------------------
 
 
-def _tracker(module: nn.Module, gradients: bool = False) -> StorageTracker:
-    """A tracker that excludes parameters, buffers and gradients, which are counted by arithmetic."""
+def _tracker(module: nn.Module, gradients: bool = False, trunks: Sequence[nn.Module] | None = None) -> StorageTracker:
+    """A tracker that excludes parameters, buffers and gradients, which are counted by arithmetic.
+
+    trunks  models whose layers are segments of their own; default: the module
+    """
     tracker = StorageTracker()
     tracker.exclude([*module.parameters(), *module.buffers()])
     if gradients:
         for parameter in (p for p in module.parameters() if p.requires_grad):
             parameter.grad = torch.empty_like(parameter)
             tracker.exclude([parameter.grad])
+    for trunk in (module,) if trunks is None else trunks:
+        _mark_layers(trunk, tracker)
     return tracker
+
+
+def _mark_layers(model: nn.Module, tracker: StorageTracker) -> None:
+    """Begin a segment before the first layer of a trunk and after the last, forward and backward."""
+    stack = layer_stack(model)
+    if stack is None:
+        return
+
+    def first(_: nn.Module, args: Any, kwargs: Any) -> None:
+        tracker.mark()
+        on_gradient([*args, *kwargs.values()])
+
+    def last(_: nn.Module, args: Any, returned: Any) -> None:
+        tracker.mark()
+        on_gradient(tree_leaves(returned))
+
+    def on_gradient(values: list[Any]) -> None:
+        hidden = next((x for x in values if isinstance(x, Tensor) and x.requires_grad), None)
+        if hidden is not None:
+            hidden.register_hook(tracker.mark)
+
+    stack[0].register_forward_pre_hook(first, with_kwargs=True)
+    stack[-1].register_forward_hook(last)
 
 
 def _over_layers(
     count: Callable[..., PassMemory], config: "PreTrainedConfig", critic: "PreTrainedConfig | None" = None
 ) -> PassMemory:
     """A pass through all layers, extrapolated from few layers: bytes are linear in the number of layers."""
+    if critic is not None and (critic is config or critic.to_json_string() == config.to_json_string()):
+        return _over_layers(lambda few, _: count(few, few), config)
     here = [sample_depths(config), (0,) if critic is None else sample_depths(critic)]
     few = [c if c is None else with_layers(c, at[0]) for c, at in zip((config, critic), here, strict=True)]
     result = base = count(*few)
@@ -538,4 +629,6 @@ def _over_rows(count: Callable[[BatchShape], PassMemory], shape: BatchShape, chu
 
 def _extrapolate(measured: PassMemory, low: PassMemory, high: PassMemory, times: float) -> PassMemory:
     kept = {name: size + int(times * (high.kept[name] - low.kept[name])) for name, size in measured.kept.items()}
-    return PassMemory(measured.peak + int(times * (high.peak - low.peak)), kept)
+    lines = zip(measured.peaks, low.peaks, high.peaks, strict=True)
+    peaks = tuple(peak + int(times * (more - less)) for peak, less, more in lines)
+    return PassMemory(peaks, kept)

@@ -3,19 +3,29 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers, require_transformers
-from surefoot.language.memory import Estimate, Value, Workload, estimate, with_adapters
+from surefoot.language.memory import (
+    Estimate,
+    Value,
+    Workload,
+    alternatives,
+    estimate,
+    permanent_bytes,
+    quick_peak,
+    with_adapters,
+    with_prompts,
+)
 from surefoot.language.memory.check import readable, running_peak
-from surefoot.language.memory.passes import ParameterCounts, count_parameters, layer_count
+from surefoot.language.memory.passes import count_parameters, layer_count
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import check_causal, load_config, read_only_config
 from surefoot.recipes.language import AdapterSettings
@@ -32,32 +42,72 @@ OURS = {"policy": 16, "value": 16, "reference": 4, "reward": 4}
 """bytes per parameter: 2 for a weight and 2 for its gradient; AdamW in mixed precision; this library"""
 
 
-@dataclass(frozen=True)
+Fit = tuple[tuple[str, ...], Estimate]
+"""settings of a recipe, and the estimate with them"""
+
+
 class MemoryPlan:
-    """A workload with its estimate, and variants for comparison."""
+    """A workload with its estimate, the cheapest settings for each GPU, and variants for comparison.
 
-    model: str
-    nominal: int
-    """parameters for the textbook's count: the size in the model's name, else the exact number"""
-    counts: ParameterCounts
-    layers: int
-    workload: Workload
-    estimate: Estimate
-    others: dict[str, Estimate]
+    Each is estimated when it is first read: all of them take some seconds for large models.
+
+    model     the name to show
+    nominal   parameters for the textbook's count: the size in the model's name, else the exact number
+    """
+
+    def __init__(self, model: str, workload: Workload, nominal: int | None = None) -> None:
+        self.model, self.workload = model, workload
+        self.counts = count_parameters(workload.policy)
+        self.layers = layer_count(workload.policy)
+        self.nominal = nominal or self.counts.total
+
+    @cached_property
+    def cheapest(self) -> dict[int, Fit | None]:
+        """For each GPU the first of ``settings`` that fits it; None if all of them need more."""
+        cheapest: dict[int, Fit | None] = dict.fromkeys(CARDS)
+        for names, workload in settings(self.workload):
+            largest = max((card * 1e9 for card, fit in cheapest.items() if fit is None), default=0)
+            if permanent_bytes(workload) <= largest and quick_peak(workload) <= largest:
+                needed = estimate(workload)
+                cheapest |= {card: (names, needed) for card in fits(needed) if cheapest[card] is None}
+        return cheapest
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The memory with the settings as they are."""
+        return estimate(self.workload)
+
+    @cached_property
+    def others(self) -> dict[str, Estimate]:
+        """The memory with other settings."""
+        return {name: estimate(other) for name, other in variants(self.workload)}
 
 
-def plan_memory(model: str, workload: Workload, nominal: int | None = None) -> MemoryPlan:
-    """Everything that ``surefoot memory`` prints. Takes some seconds for large models."""
-    counts = count_parameters(workload.policy)
-    others = {name: estimate(other) for name, other in variants(workload)}
-    return MemoryPlan(
-        model, nominal or counts.total, counts, layer_count(workload.policy), workload, estimate(workload), others
-    )
+def settings(workload: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
+    """Settings that need less and less memory: first those that cost only time, then adapters, then fewer prompts."""
+    yield (), workload
+    yield from _reductions((), workload)
+    names: tuple[str, ...] = ()
+    if workload.adapter is None:
+        names, workload = (f"adapter.rank = {AdapterSettings().rank}",), with_adapters(workload, AdapterSettings())
+        yield names, workload
+    for names, workload in _reductions(names, workload):  # noqa: B020
+        yield names, workload
+    prompts = workload.responses // workload.samples
+    while workload.kind == "language" and (prompts := prompts // 4):
+        yield (*names, f"sampling.prompts = {prompts}"), with_prompts(workload, prompts)
+
+
+def _reductions(names: tuple[str, ...], workload: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
+    """The alternatives to a workload one after another, each together with those before it."""
+    while step := next(alternatives(workload), None):
+        name, workload = step
+        names = (*names, name)
+        yield names, workload
 
 
 def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Other settings, one at a time, then those that save the most together."""
-    smallest = workload
+    """Other settings, one at a time."""
     if workload.kind == "language":
         if workload.value != "own":
             yield "a value model of its own", with_value(workload, "own")
@@ -65,8 +115,6 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
             yield "value head on a shared trunk", with_value(workload, "head")
         if workload.value != "none":
             yield "no critic (GRPO, REINFORCE)", with_value(workload, "none")
-        if workload.value == "own":
-            smallest = with_value(smallest, "head")
     if workload.adapter is None:
         yield "adapters of one base, rank 16", with_adapters(workload, AdapterSettings())
     if not workload.bf16:
@@ -76,14 +124,6 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     tokens = workload.width * workload.sides
     if workload.micro(workload.rows).rows > (2 if workload.kind == "dpo" else 1):
         yield f"micro-batches of one row ({tokens} tokens)", replace(workload, micro_batch_tokens=tokens)
-    if workload.kind != "reward":
-        yield "logits not in chunks", replace(workload, chunked=False)
-    prompts = workload.responses // workload.samples
-    smallest = replace(smallest, checkpointing=True, micro_batch_tokens=tokens)
-    yield "checkpointing, one row" + (", shared trunk" if workload.value == "own" else ""), smallest
-    if workload.kind == "language" and prompts > 4:
-        few = replace(smallest, responses=4 * workload.samples, rows=max(1, workload.rows * 4 // prompts))
-        yield "the same with 4 prompts an iteration", few
 
 
 def with_value(workload: Workload, value: Value) -> Workload:
@@ -186,6 +226,10 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "peak_with_saving": needed.peak,
         "fits": fits(needed),
         "uncounted": list(needed.uncounted),
+        "cheapest": {
+            str(card): None if fit is None else {"settings": list(fit[0]), "peak": running_peak(fit[1])}
+            for card, fit in plan.cheapest.items()
+        },
         "alternatives": {name: {"peak": running_peak(other), "fits": fits(other)} for name, other in plan.others.items()},
         "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(plan.nominal).items()},
     }
@@ -194,25 +238,31 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
 # ---- for people ---------------------------------------------------------------------------------------------------------
 
 
-def tables(plan: MemoryPlan) -> Group:
-    """The plan as tables."""
-    s, needed = plan.workload, plan.estimate
-    micro = s.micro(s.rows)
-    rows = f"{s.responses} rows of {s.prompt} + {s.response} tokens, {micro.rows} at once in learning"
-    lines: list[Text | Table] = [
-        Text(f"{plan.model}: {plan.counts.total:,} parameters in {plan.layers} layers; kind = {s.kind}; {rows}", style="bold"),
-        Text(),
-        _role_table(needed),
-        Text(),
-        _phase_table(needed),
-        Text(),
-        _variant_table(plan),
-    ]
-    if needed.uncounted:
-        lines.insert(2, Text(f"not counted for this family: {', '.join(needed.uncounted)} (shown as 0)", style="yellow"))
+def tables(plan: MemoryPlan) -> Iterator[Text | Table]:
+    """The plan as lines and tables, each as soon as it is estimated."""
+    s = plan.workload
+    rows = f"{s.responses} rows of {s.prompt} + {s.response} tokens, {s.micro(s.rows).rows} at once in learning"
+    yield Text(f"{plan.model}: {plan.counts.total:,} parameters in {plan.layers} layers; kind = {s.kind}; {rows}", style="bold")
+    yield _card_table(plan)
+    yield _role_table(plan.estimate)
+    yield _phase_table(plan.estimate)
+    if plan.estimate.uncounted:
+        yield Text(f"not counted for this family: {', '.join(plan.estimate.uncounted)} (shown as 0)", style="yellow")
+    yield _variant_table(plan)
     if s.kind == "language":
-        lines += [Text(), _textbook_table(plan), Text(_textbook_note(plan))]
-    return Group(*lines)
+        yield _textbook_table(plan)
+        yield Text(_textbook_note(plan))
+
+
+def _card_table(plan: MemoryPlan) -> Table:
+    table = Table(title="the cheapest settings that fit on one GPU", title_justify="left", box=None)
+    table.add_column("GPU", justify="right")
+    table.add_column("peak", justify="right")
+    table.add_column("settings", overflow="fold")
+    for card, fit in plan.cheapest.items():
+        peak = "–" if fit is None else readable(running_peak(fit[1]))
+        table.add_row(f"{card} GB", peak, "none of these settings fits" if fit is None else ", ".join(fit[0]) or "as planned")
+    return table
 
 
 def _role_table(needed: Estimate) -> Table:
@@ -243,7 +293,7 @@ def _phase_table(needed: Estimate) -> Table:
 
 
 def _variant_table(plan: MemoryPlan) -> Table:
-    title = "peak, and which GPUs (GB) hold it; a checkpoint is copied to the host"
+    title = "other settings: peak, and the GPUs (GB) that hold it"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("setup")
     table.add_column("peak", justify="right")
