@@ -439,7 +439,7 @@ def _policy_pass(
         count = shape.rows * shape.decisions
         with (
             torch.set_grad_enabled(objective is not None),
-            _tracker(held, objective is not None, [model] if critic_config is None else [model, critic]) as tracker,
+            _tracker(held, objective is not None, [model] if critic_config is None else [*held]) as tracker,
         ):
             batch = _batch(shape)
             rows, columns, steps = (torch.zeros(count, dtype=torch.long) for _ in range(3))
@@ -594,7 +594,7 @@ def _mark_layers(model: nn.Module, tracker: StorageTracker) -> None:
     def on_gradient(values: list[Any]) -> None:
         hidden = next((x for x in values if isinstance(x, Tensor) and x.requires_grad), None)
         if hidden is not None:
-            hidden.register_hook(tracker.mark)
+            hidden.register_hook(tracker.mark)  # type: ignore[no-untyped-call]
 
     stack[0].register_forward_pre_hook(first, with_kwargs=True)
     stack[-1].register_forward_hook(last)
