@@ -255,6 +255,7 @@ def undisturbed(tmp_path_factory):
     return outcome(folder / "runs" / "s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_study_killed_at_a_trial_ends_with_the_same_trials_and_numbers(undisturbed, tmp_path, number):
     """Wherever it is killed, no trial is lost, none is counted twice, and a trial continues with its runs."""
@@ -291,6 +292,7 @@ def number_of_rows(run: Path) -> int:
     return len((run / "metrics.jsonl").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_jobs_train_trials_in_processes_of_their_own(tmp_path):
     done = subprocess.run(
         program(tmp_path, "--trials", "5", "--seeds", "1", "--no-pruning", "--name", "s", "--jobs", "2", "--json"),

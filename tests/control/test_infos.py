@@ -17,6 +17,7 @@ from surefoot.control.environments.observations import mean_numbers, numbers_in
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .scored import Scored
@@ -80,7 +81,7 @@ RUN: dict[str, Any] = {
 
 def rows(run: Path) -> list[Any]:
     """Metrics without times, and what the episodes of the last checkpoint are."""
-    return [{name: x for name, x in row.items() if "second" not in name} for row in read_metrics(run / "metrics.jsonl")]
+    return [{name: x for name, x in row.items() if name not in TIMING} for row in read_metrics(run / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("backend", [{}, {"backend": "workers", "workers": 2}], ids=["looped", "workers"])

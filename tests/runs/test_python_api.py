@@ -56,6 +56,7 @@ def test_every_field_of_a_recipe_is_an_argument_of_train() -> None:
     assert {"rollout=", "run_dir="} <= completions('surefoot.train("CartPole-v1", r')
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_arguments_and_results(tmp_path: Path) -> None:
     """Takes longer than other tests where mypy has no cache of torch yet."""
     (tmp_path / "program.py").write_text(PROGRAM)

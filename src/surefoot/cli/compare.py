@@ -1,5 +1,6 @@
 """Compare runs, report on them, train several algorithms to compare them, and tune recipes."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,26 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=RUN, metavar="RUN RUN...")
+@click.option("--by", metavar="FIELD", help="Compare the values of a recipe's field, such as algorithm, over all tasks.")
+@click.option("--score", metavar="METRIC", help="With --by: the metric. [default: the first score that all runs have]")
+@click.option(
+    "--range",
+    "ranges",
+    multiple=True,
+    metavar="TASK=LOW:HIGH",
+    help="With --by: scores that count as 0 and 1; repeatable. [default: the worst and the best run of the task]",
+)
+@click.option("--figure", type=PATH, help="With --by: file for the performance profiles (.png or .svg).")
 @json_option
-def compare(runs: tuple[Path, ...], as_json: bool) -> None:
+def compare(
+    runs: tuple[Path, ...], by: str | None, score: str | None, ranges: tuple[str, ...], figure: Path | None, as_json: bool
+) -> None:
     """Compare the settings and results of runs.
 
-    Runs that differ only in their seed form one group.
+    Runs that differ only in their seed form one group. With --by, scores of several tasks are normalised and aggregated:
+    interquartile mean, median, mean, optimality gap, and the probability of improvement, with 95 % intervals.
     """
-    from surefoot.compare.report import comparison_text
+    from surefoot.compare.report import across_tasks_text, comparison_text
     from surefoot.compare.runs import compare_runs, read_run
 
     if len(runs) < 2:
@@ -45,11 +59,43 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     for index, run in enumerate(runs):
         if resolved[index] in resolved[:index]:
             raise SurefootError(f"compare: {run} is named twice; name each run once")
+    if by is None and (score or ranges or figure):
+        raise SurefootError("compare: --score, --range and --figure need --by FIELD; add it, such as --by algorithm")
+    if by is not None:
+        from surefoot.compare.across_tasks import compare_across_tasks
+        from surefoot.compare.plots import draw_profiles
+        from surefoot.compare.report import require_matplotlib
+
+        if figure is not None:
+            require_matplotlib()
+        if figure is not None and figure.suffix not in (".png", ".svg"):
+            raise SurefootError(f"--figure {figure}: name a .png or .svg file")
+        tasks = compare_across_tasks([read_run(run) for run in runs], by, score, dict(map(_range, ranges)))
+        if as_json:
+            echo_json(tasks.results)
+        else:
+            echo(across_tasks_text(tasks))
+        if figure is not None:
+            draw_profiles(tasks, figure)
+        return
     comparison = compare_runs([read_run(run) for run in runs])
     if as_json:
         echo_json(comparison.to_json())
     else:
         echo(comparison_text(comparison))
+
+
+def _range(text: str) -> tuple[str, tuple[float, float]]:
+    """``TASK=LOW:HIGH`` as its parts."""
+    task, _, ends = text.partition("=")
+    low, _, high = ends.partition(":")
+    try:
+        numbers = float(low), float(high)
+    except ValueError:
+        raise SurefootError(f"--range {text}: write TASK=LOW:HIGH, such as CartPole-v1=20:500") from None
+    if not numbers[0] < numbers[1] or not all(map(math.isfinite, numbers)):
+        raise SurefootError(f"--range {text}: LOW must be below HIGH; swap or correct them")
+    return task, numbers
 
 
 @click.command()

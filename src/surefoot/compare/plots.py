@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from surefoot.compare.across_tasks import TaskComparison
 from surefoot.compare.runs import Run
 from surefoot.compare.statistics import Results, band, bootstrap_interval, number
 
@@ -50,6 +51,23 @@ def draw_comparison(results: Mapping[str, Any], path: Path) -> None:
     scores.legend(loc="upper left", frameon=False, ncols=2, fontsize=8)
     _label_axes(scores, "Final return: seeds (pale), mean and interval", "return", "")
     figure.suptitle(_title(next(iter(results["recipes"].values())), results["seeds"]))
+    figure.savefig(path, dpi=110)
+
+
+def draw_profiles(comparison: TaskComparison, path: Path) -> None:
+    """Plot performance profiles: the share of runs above each normalised score, with bands."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    thresholds = comparison.results["thresholds"]
+    for index, (value, row) in enumerate(comparison.results["results"].items()):
+        colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
+        axes.plot(thresholds, row["profile"]["value"], style, color=colour, label=value)
+        axes.fill_between(thresholds, row["profile"]["low"], row["profile"]["high"], color=colour, alpha=0.15, lw=0)
+    axes.legend(frameon=False, title=comparison.field)
+    _label_axes(axes, f"Performance profiles: {comparison.metric}", "normalised score τ", "share of runs with score > τ")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 

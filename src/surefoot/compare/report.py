@@ -13,7 +13,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from surefoot import __version__
+from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
 from surefoot.compare.plots import draw_panel, panels_of, run_colour
 from surefoot.compare.runs import (
     ABSENT,
@@ -227,19 +230,49 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return markdown_table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
+def across_tasks_text(comparison: TaskComparison) -> str:
+    """A comparison over tasks as text for a terminal, which is also Markdown."""
+    results = comparison.results["results"]
+    first, fewest = next(iter(results)), min(count for row in results.values() for count in row["runs"].values())
+    rows = []
+    for value, row in results.items():
+        cells = [f"{number(row[name]['value'])} ({interval_text(*row[name]['interval'])})" for name in AGGREGATES]
+        better = row.get("improvement")
+        last = "–" if better is None else f"{number(better['value'])} ({interval_text(*better['interval'])})"
+        rows.append([value, str(sum(row["runs"].values())), *cells, last])
+    header = [comparison.field, "runs", "IQM", "median", "mean", "optimality gap", f"P(better than {first})"]
+    ranges = [[task, number(low), number(high)] for task, (low, high) in comparison.ranges.items()]
+    each = [
+        [value, task, number(float(np.mean(scores))), numbers(scores)]
+        for value, by_task in comparison.scores.items()
+        for task, scores in by_task.items()
+    ]
+    return "\n\n".join(
+        [
+            f"{comparison.metric}, last known value, normalised per task; in brackets: 95 % intervals, stratified bootstrap:",
+            _table(header, rows),
+            "Scores that count as 0 and 1:",
+            _table(["task", "0", "1"], ranges),
+            "Scores as they are:",
+            _table([comparison.field, "task", "mean", "each seed"], each),
+            f"{interval_note(fewest)}.",
+        ]
+    )
+
+
 # ---- the page of runs ------------------------------------------------------------------------------------------------
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
     """Write the HTML page atomically. Raises SurefootError if matplotlib is not installed."""
-    _require_matplotlib()
+    require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, page(runs))
 
 
 def write_figures(runs: Sequence[Run], folder: Path, kind: Any) -> list[Path]:
     """Write each plot as a file, and return their paths. Raises SurefootError if matplotlib is not installed."""
-    _require_matplotlib()
+    require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for panel in panels_of(runs):
@@ -248,7 +281,7 @@ def write_figures(runs: Sequence[Run], folder: Path, kind: Any) -> list[Path]:
     return paths
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
     if not matplotlib_installed():
         raise missing_extra("matplotlib", "plots", "surefoot report")
 

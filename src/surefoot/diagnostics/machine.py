@@ -31,6 +31,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trackio": ("trackio",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "inspector": ("starlette", "uvicorn"),
+    "tune": ("optuna",),
 }
 """extra -> the modules that it installs"""
 LEAST_DISK, LITTLE_DISK = 100e6, 2e9

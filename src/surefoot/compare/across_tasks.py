@@ -1,0 +1,180 @@
+"""Compare algorithms, or any field of a recipe, over several tasks and seeds: scores normalised per task, then aggregated.
+
+As Agarwal et al. 2021 (arXiv 2108.13264) recommend: the interquartile mean, stratified bootstrap intervals, performance
+profiles and the probability of improvement. Every task has the same weight, whatever its number of seeds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surefoot.compare.runs import SCORES, Run, differences_between, distinguishing_fields, short_text
+from surefoot.compare.statistics import interquartile_mean, percentile_bounds
+from surefoot.errors import SurefootError
+from surefoot.recipes.reading import flatten, to_table
+
+RESAMPLES = 2_000
+THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(21))
+"""normalised scores at which profiles are computed"""
+
+Range = tuple[float, float]
+Scores = Sequence[NDArray[Any]]
+"""for each task, normalised scores of its seeds   [..., seeds]"""
+Aggregate = Callable[[Scores], NDArray[Any]]
+
+
+def pooled(scores: Scores) -> NDArray[Any]:
+    """The scores of all tasks, repeated until every task has the same number.   -> [..., tasks × lcm of the seeds]"""
+    count = lcm(*(task.shape[-1] for task in scores))
+    return np.concatenate([np.repeat(task, count // task.shape[-1], -1) for task in scores], -1)
+
+
+def iqm(scores: Scores) -> NDArray[Any]:
+    """The interquartile mean over runs of all tasks.   -> [...]"""
+    return interquartile_mean(pooled(scores))
+
+
+def task_mean(scores: Scores) -> NDArray[Any]:
+    """The mean over tasks of the mean over seeds.   -> [...]"""
+    return np.asarray(np.mean([task.mean(-1) for task in scores], 0))
+
+
+def task_median(scores: Scores) -> NDArray[Any]:
+    """The median over tasks of the mean over seeds.   -> [...]"""
+    return np.asarray(np.median([task.mean(-1) for task in scores], 0))
+
+
+def optimality_gap(scores: Scores) -> NDArray[Any]:
+    """The mean shortfall from a normalised score of 1; scores above 1 count as 1.   -> [...]"""
+    return np.asarray(np.mean([np.maximum(0, 1 - task).mean(-1) for task in scores], 0))
+
+
+def profile(scores: Scores, thresholds: Sequence[float] = THRESHOLDS) -> NDArray[Any]:
+    """The share of runs above each threshold, averaged over tasks.   -> [..., thresholds]"""
+    edges = np.asarray(thresholds)
+    return np.asarray(np.mean([(task[..., None] > edges).mean(-2) for task in scores], 0))
+
+
+def improvement(scores: Scores, base: Scores) -> NDArray[Any]:
+    """P(X > Y) for a run X of one and Y of the other on the same task, ties ½, averaged over tasks.   -> [...]"""
+    wins = [np.sign(x[..., :, None] - y[..., None, :]).mean((-1, -2)) for x, y in zip(scores, base, strict=True)]
+    return np.asarray((1 + np.mean(wins, 0)) / 2)
+
+
+def resampled(scores: Scores, seed: int = 0, resamples: int = RESAMPLES) -> list[NDArray[Any]]:
+    """Stratified bootstrap: the seeds of each task are drawn on their own.   [seeds] -> [resamples, seeds] for each task"""
+    draw = np.random.default_rng(seed)
+    return [task[draw.integers(0, len(task), (resamples, len(task)))] for task in scores]
+
+
+def interval(values: NDArray[Any]) -> list[float]:
+    """The 95 % percentile interval of resamples.   [resamples]"""
+    return [float(bound) for bound in percentile_bounds(values)]
+
+
+AGGREGATES: dict[str, Aggregate] = {"iqm": iqm, "median": task_median, "mean": task_mean, "optimality_gap": optimality_gap}
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """Runs of several tasks, grouped by the value of one field."""
+
+    field: str
+    metric: str
+    ranges: Mapping[str, Range]
+    """task -> the scores that count as 0 and 1"""
+    scores: Mapping[str, Mapping[str, Sequence[float]]]
+    """value of the field -> task -> the score of each run, not normalised"""
+
+    def normalised(self, value: str) -> Scores:
+        """The normalised scores of a value of the field, in the order of the tasks."""
+        return [(np.asarray(self.scores[value][task], float) - low) / (high - low) for task, (low, high) in self.ranges.items()]
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Aggregates with intervals, profiles, and the probability of improvement over the first value."""
+        first, table = next(iter(self.scores)), {}
+        base = self.normalised(first)
+        for value in self.scores:
+            scores = self.normalised(value)
+            drawn = resampled(scores)
+            row: dict[str, Any] = {"runs": {task: len(each) for task, each in self.scores[value].items()}}
+            for name, aggregate in AGGREGATES.items():
+                row[name] = {"value": float(aggregate(scores)), "interval": interval(aggregate(drawn))}
+            low, high = percentile_bounds(profile(drawn))
+            row["profile"] = {"value": profile(scores).tolist(), "low": low.tolist(), "high": high.tolist()}
+            if value != first:  # another seed: groups are independent
+                against = interval(improvement(drawn, resampled(base, seed=1)))
+                row["improvement"] = {"value": float(improvement(scores, base)), "interval": against}
+            table[value] = row
+        return {
+            "field": self.field,
+            "metric": self.metric,
+            "ranges": {task: list(ends) for task, ends in self.ranges.items()},
+            "thresholds": list(THRESHOLDS),
+            "scores": {value: {task: list(each) for task, each in tasks.items()} for value, tasks in self.scores.items()},
+            "results": table,
+        }
+
+
+def compare_across_tasks(
+    runs: Sequence[Run], field: str, metric: str | None = None, ranges: Mapping[str, Range] | None = None
+) -> TaskComparison:
+    """Group runs by task and by the value of a recipe's field.
+
+    metric  the score; default: the first of ``SCORES`` that all runs have
+    ranges  task -> scores that count as 0 and 1; by default the worst and the best of these runs
+
+    Raises SurefootError for a field that a recipe lacks, a missing score, or a value that has no run of some task.
+    """
+    metric = metric or _common_metric(runs)
+    scores: dict[str, dict[str, list[float]]] = {}
+    first: dict[tuple[str, str], Run] = {}
+    for run in runs:
+        table = dict(flatten(to_table(run.recipe)))
+        if field not in table:
+            raise SurefootError(f"--by {field}: {run.name} has no such field; name one, such as algorithm or seed")
+        last = run.last(metric)
+        if last is None or not np.isfinite(last):
+            raise SurefootError(f"--score {metric}: {run.name} has none; name a metric that all runs have")
+        value, task = short_text(table[field]), _task_name(table)
+        like = first.setdefault((value, task), run)
+        if apart := differences_between([distinguishing_fields(like.recipe), distinguishing_fields(run.recipe)]):
+            names = ", ".join(list(apart)[:3])
+            both = f"{like.name} and {run.name} ({value}, {task})"
+            raise SurefootError(f"--by {field}: {both} differ in {names} too; leave one out")
+        scores.setdefault(value, {}).setdefault(task, []).append(last)
+    tasks = sorted({task for by_task in scores.values() for task in by_task})
+    for value, by_task in scores.items():
+        if missing := [task for task in tasks if task not in by_task]:
+            raise SurefootError(f"--by {field}: no run of {value} on {', '.join(missing)}; every value needs every task")
+    if unknown := [task for task in ranges or {} if task not in tasks]:
+        raise SurefootError(f"--range {unknown[0]}: no run of this task; tasks are {', '.join(tasks)}")
+    ends = {task: (ranges or {}).get(task) or _observed_range(task, scores) for task in tasks}
+    return TaskComparison(field, metric, ends, {value: {t: by_task[t] for t in tasks} for value, by_task in scores.items()})
+
+
+def _common_metric(runs: Sequence[Run]) -> str:
+    """The first score that all runs have; losses are left out, since lower is better."""
+    for metric in SCORES:
+        if not metric.endswith("loss") and all(run.last(metric) is not None for run in runs):
+            return metric
+    raise SurefootError("compare --by: the runs have no score in common; compare runs of one kind")
+
+
+def _task_name(table: Mapping[str, Any]) -> str:
+    """The environment of a run, or its data."""
+    return short_text(table.get("task") or table.get("data.train") or table.get("kind"))
+
+
+def _observed_range(task: str, scores: Mapping[str, Mapping[str, Sequence[float]]]) -> Range:
+    each = [score for by_task in scores.values() for score in by_task[task]]
+    low, high = min(each), max(each)
+    if low == high:
+        raise SurefootError(f"{task}: all runs have the same score {low:g}; give its range with --range {task}=LOW:HIGH")
+    return low, high

@@ -1,0 +1,147 @@
+"""Scores of several tasks: aggregates, stratified intervals, profiles and probabilities of improvement keep their laws."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+import surefoot
+from surefoot.compare.across_tasks import (
+    AGGREGATES,
+    compare_across_tasks,
+    improvement,
+    iqm,
+    optimality_gap,
+    pooled,
+    profile,
+    resampled,
+    task_mean,
+)
+from surefoot.compare.runs import read_run
+from surefoot.compare.statistics import interquartile_mean
+from surefoot.errors import SurefootError
+
+SEEDS = st.lists(st.floats(0, 1, width=32), min_size=1, max_size=6).map(np.array)
+TASKS = st.lists(SEEDS, min_size=1, max_size=4)
+
+
+@given(SEEDS)
+def test_one_task_is_aggregated_as_its_seeds_are(task: Any) -> None:
+    assert iqm([task]) == interquartile_mean(task)
+    assert_allclose(task_mean([task]), task.mean())
+
+
+@given(TASKS)
+def test_tasks_weigh_the_same_whatever_their_number_of_seeds(tasks: Any) -> None:
+    doubled = [np.repeat(tasks[0], 2), *tasks[1:]]
+    for aggregate in AGGREGATES.values():
+        assert_allclose(aggregate(doubled), aggregate(tasks), atol=1e-12)
+    assert_allclose(pooled(tasks).mean(), task_mean(tasks), atol=1e-12)
+
+
+@given(TASKS)
+def test_scores_between_0_and_1_fall_short_of_1_by_their_mean(tasks: Any) -> None:
+    assert_allclose(optimality_gap(tasks), 1 - task_mean(tasks), atol=1e-12)
+
+
+@given(TASKS)
+def test_the_area_under_a_profile_is_the_mean(tasks: Any) -> None:
+    edges = np.linspace(0, 1, 2001)
+    heights = profile(tasks, edges)
+    assert np.all(np.diff(heights) <= 1e-12)
+    assert_allclose(heights[:-1].mean(), task_mean(tasks), atol=1e-3)
+
+
+@given(st.data())
+def test_one_of_two_is_better_and_ties_are_shared(data: st.DataObject) -> None:
+    x = data.draw(TASKS)
+    y = [data.draw(SEEDS) for _ in x]
+    assert_allclose(improvement(x, y) + improvement(y, x), 1)
+    assert improvement(x, x) == pytest.approx(0.5)
+    assert improvement([task + 2 for task in x], y) == 1
+
+
+def test_improvement_counts_pairs_of_runs_by_hand() -> None:
+    x, y = [np.array([1.0, 3.0]), np.array([5.0])], [np.array([2.0, 1.0, 0.0]), np.array([6.0])]
+    first = (0 + 0.5 + 1 + 1 + 1 + 1) / 6
+    assert improvement(x, y) == pytest.approx((first + 0) / 2)
+
+
+def test_every_task_is_resampled_from_its_own_seeds() -> None:
+    drawn = resampled([np.array([0.0, 1.0, 2.0]), np.array([10.0, 11.0])], resamples=500)
+    assert [each.shape for each in drawn] == [(500, 3), (500, 2)]
+    assert set(np.unique(drawn[0])) == {0.0, 1.0, 2.0}
+    assert set(np.unique(drawn[1])) == {10.0, 11.0}
+    assert drawn[0].mean() == pytest.approx(1, abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two algorithms on two tasks, two seeds of one cell; and one run with another learning rate."""
+    root, folders = tmp_path_factory.mktemp("tasks"), {}
+    small: dict[str, Any] = {"rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 1}, "steps": 1024}
+    small |= {"preset": "none", "network": {"hidden": [8]}}
+    for task in ("CartPole-v1", "Acrobot-v1"):
+        for algorithm in ("A2C", "PPO_CLIP"):
+            for seed in (1, 2) if task == "CartPole-v1" else (1,):
+                name = f"{task}-{algorithm}-{seed}"
+                folders[name] = root / name
+                surefoot.train(task, algorithm=algorithm, seed=seed, run_dir=root / name, **small)
+    folders["other"] = root / "other"
+    surefoot.train("CartPole-v1", algorithm="A2C", seed=3, run_dir=root / "other", **small, optimizer={"learning_rate": 0.01})
+    return folders
+
+
+def compared(runs: dict[str, Path]) -> list[str]:
+    return [str(path) for name, path in runs.items() if name != "other"]
+
+
+def test_the_command_compares_values_of_a_field_over_tasks(runs: dict[str, Path], command: Any, tmp_path: Path) -> None:
+    ranges = ["--range", "CartPole-v1=0:500", "--range", "Acrobot-v1=-500:0"]
+    code, output, _ = command("compare", *compared(runs), "--by", "algorithm", *ranges, "--json")
+    assert code == 0
+    report = json.loads(output)
+    assert report["ranges"] == {"Acrobot-v1": [-500, 0], "CartPole-v1": [0, 500]}
+    assert list(report["results"]) == ["A2C", "PPO_CLIP"]
+    row = report["results"]["A2C"]
+    assert row["runs"] == {"Acrobot-v1": 1, "CartPole-v1": 2}
+    by_hand = [np.mean(scores) / 500 + (task == "Acrobot-v1") for task, scores in report["scores"]["A2C"].items()]
+    assert row["mean"]["value"] == pytest.approx(np.mean(by_hand))
+    low, high = row["iqm"]["interval"]
+    assert low <= row["iqm"]["value"] <= high
+    assert 0 <= report["results"]["PPO_CLIP"]["improvement"]["value"] <= 1
+    code, output, _ = command("compare", *compared(runs), "--by", "algorithm", *ranges, "--figure", "profile.png")
+    assert code == 0
+    assert "P(better than A2C)" in output
+    assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--by", "optimiser"], "--by optimiser"),
+        (["--by", "algorithm", "--score", "gold"], "--score gold"),
+        (["--by", "algorithm", "--range", "Pendulum-v1=0:1"], "--range Pendulum-v1"),
+        (["--by", "algorithm", "--range", "CartPole-v1=5:1"], "LOW must be below HIGH"),
+        (["--by", "algorithm", "--range", "CartPole-v1"], "write TASK=LOW:HIGH"),
+        (["--by", "algorithm", "--figure", "x.txt"], "--figure x.txt"),
+        (["--by", "seed", "--score", "episode_return"], "no run of 2 on Acrobot-v1"),
+        (["--score", "gold"], "need --by FIELD"),
+    ],
+)
+def test_bad_words_are_one_line(words: list[str], part: str, runs: dict[str, Path], command: Any) -> None:
+    paths = compared(runs) if "seed" not in words else [p for p in compared(runs) if "A2C" in p]
+    code, _, error = command("compare", *paths, *words)
+    assert code == 2
+    assert error.count("\n") == 1
+    assert part in error
+
+
+def test_runs_that_differ_in_another_field_are_not_pooled(runs: dict[str, Path]) -> None:
+    with pytest.raises(SurefootError, match=r"differ in optimizer\.learning_rate too"):
+        compare_across_tasks([read_run(path) for path in runs.values()], "algorithm")
