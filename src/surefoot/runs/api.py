@@ -234,9 +234,8 @@ def resume(
         except SurefootError as error:
             if folder.began_in in (None, os.getcwd()):
                 raise
-            raise SurefootError(
-                f"{error}; relative paths are from {folder.began_in}, where the run began: resume it there"
-            ) from None
+            where = f"relative paths are from {folder.began_in}, where the run began: resume it there"
+            raise SurefootError(f"{error}; {where}") from None
         if checkpoint is None:
             _start_from(world)
         shown = _display(display, f"resuming {folder.path}")

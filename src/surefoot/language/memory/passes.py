@@ -421,18 +421,13 @@ def _policy_pass(
         model = causal_model(config)
         base = _add_adapters(model, s.adapter, POLICY, *([VALUE] if s.value_role else []))
         readout = Readout(model, tested=False)
-        like = next(model.parameters())
-        held = nn.ModuleList([model])
-        critic = value_head = None
+        value_head = ValueHead(int(config.get_text_config().hidden_size), next(model.parameters())) if s.head else None
+        trunk = RoleTrunk(base, VALUE) if base is not None and s.value_role else None
         if critic_config is not None:
-            critic = Critic(trunk_model(critic_config), ValueHead(int(critic_config.get_text_config().hidden_size), like))
-            held.append(critic)
-        elif base is not None and s.value_role:
-            critic = Critic(RoleTrunk(base, VALUE), ValueHead(int(config.get_text_config().hidden_size), like))
-            held.append(critic)
-        elif s.head:
-            value_head = ValueHead(int(config.get_text_config().hidden_size), like)
-            held.append(value_head)
+            trunk = trunk_model(critic_config)
+        width = int((critic_config or config).get_text_config().hidden_size)
+        critic = None if trunk is None else Critic(trunk, ValueHead(width, next(model.parameters())))
+        held = nn.ModuleList([part for part in (model, critic, value_head) if part is not None])
         if s.checkpointing:
             for part in (model, critic):
                 checkpoint_layers(part)
