@@ -56,7 +56,8 @@ def test_version(surefoot):
 
 def test_train_then_evaluate_then_resume(surefoot, tmp_path):
     out = surefoot("train", "CartPole-v1", "--steps", "512", "--name", "one", "--seed", "3", "--objective.gae-lambda", "0.9")
-    assert "512 steps -> runs/one" in out
+    assert "512 steps (first " in out
+    assert ") -> runs/one" in out
     recipe = tomllib.loads((tmp_path / "runs" / "one" / "config.toml").read_text())
     assert recipe["objective"]["gae_lambda"] == 0.9
     assert recipe["seed"] == 3

@@ -5,6 +5,7 @@ Names of folders, files and tasks may come from other people, so control charact
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,21 @@ def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     last = rows[-1] if rows else {"steps": recipe.steps}  # a resumed run may only have had files to write
     name = next((name for name in recipe.scores if last.get(name) is not None), recipe.scores[-1])
     score = last.get(name)
-    text = "not known yet" if score is None else f"{score:,.4g}" if abs(score) < 10 else f"{score:,.1f}"
+    text = "not known yet" if score is None else number(score)
     label = SHOWN[name][0] if name in SHOWN else name
-    return f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps -> {folder}", score
+    before = history_of(name, rows)
+    return f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps{before} -> {folder}", score
+
+
+def history_of(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The first and the best value of a score in a run's metrics, in brackets; empty if there are not two."""
+    points = [(row[name], row["steps"]) for row in rows if row.get(name) is not None]
+    if len(points) < 2:
+        return ""
+    best, at = min(points) if name.endswith("loss") else max(points, key=lambda point: point[0])
+    return f" (first {number(points[0][0])}, best {number(best)} at {at:,})"
+
+
+def number(value: float) -> str:
+    """A score in four digits, with one decimal from 10 on."""
+    return f"{value:,.4g}" if abs(value) < 10 else f"{value:,.1f}"

@@ -83,7 +83,11 @@ def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"
     print()
     print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
-    steps = read_metrics(folder / "metrics.jsonl")[-1]["steps"]
+    rows = read_metrics(folder / "metrics.jsonl")
+    steps, returns = rows[-1]["steps"], [row["episode_return"] for row in rows if row["episode_return"] is not None]
+    print(
+        f"In training, episodes returned {returns[0]:.1f} at first, {max(returns):.1f} at best and {returns[-1]:.1f} at last."
+    )
     print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {shown}/")
     here = command_here()
     print("Try next:")
