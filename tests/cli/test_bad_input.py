@@ -272,7 +272,7 @@ def test_a_disk_that_fills_during_a_checkpoint_leaves_the_previous_one(command, 
     result = subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
-    assert "checkpoint not saved" in result.stderr
+    assert "a checkpoint is not saved" in result.stderr
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["256", "512"]
     load_checkpoint(tmp_path / "run" / "checkpoints" / "512")
     code, _, _ = command("resume", "run", "--quiet")

@@ -92,6 +92,22 @@ def test_the_best_trial_is_near_a_planted_optimum(planted, tmp_path):
     assert max(map(len, result.text.splitlines())) <= 120
 
 
+def test_a_value_of_zero_is_better_than_a_negative_one(tmp_path, monkeypatch):
+    values = {trial: float(trial == 2) - 1 for trial in range(4)}
+
+    def evaluate(self):
+        score = values[round(self.recipe.optimizer.learning_rate * 1e4) - 1]
+        return EvaluationReport(score, {"evaluation_return": score})
+
+    monkeypatch.setattr(ControlWorld, "evaluate", evaluate)
+    space = {LR: [1e-4, 2e-4, 3e-4, 4e-4]}
+    result = studied(tmp_path / "s", space, trials=12)
+    best = result.results["trials"][result.results["best"]]
+    assert {trial["value"] for trial in result.results["trials"]} == {0.0, -1.0}
+    assert best["value"] == 0
+    assert best["values"] == {LR: 3e-4}
+
+
 def test_the_first_trial_is_the_recipe_itself(planted, tmp_path):
     result = studied(tmp_path / "s", trials=3)
     assert result.results["trials"][0]["values"] == {LR: 1e-3, "objective.gamma": 0.98}

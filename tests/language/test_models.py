@@ -411,7 +411,7 @@ def test_a_failed_save_leaves_the_older_model(
 
     with monkeypatch.context() as patched:
         patched.setattr(type(tokenizer), "save_pretrained", full)
-        with pytest.raises(SurefootError, match=r"out: the model is not saved \(No space left on device\)"):
+        with pytest.raises(SurefootError, match=r"out: a model is not saved \(No space left on device\)"):
             save_model(model, tokenizer, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -85,7 +85,8 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
         if options.episodes:
             card.evaluation = api.evaluate(result, episodes=options.episodes, seed=options.seed)
         notes += _copy_video(path, checkpoint, result, folder, options)
-        result.recipe = recipe  # type: ignore[assignment]  # of the same kind
+        assert isinstance(recipe, type(result.recipe))
+        result.recipe = recipe
         result.save(folder / "best" / checkpoint.name)
     else:
         notes += result.save(folder) or ()

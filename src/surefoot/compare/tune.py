@@ -253,7 +253,7 @@ class Study:
     def best(self) -> "optuna.trial.FrozenTrial | None":
         """The complete trial with the highest value, the first of several; None if no trial is complete."""
         complete = [trial for trial in self.trials if trial.state.name == "COMPLETE"]
-        return max(complete, key=lambda trial: trial.value or -math.inf, default=None)
+        return max(complete, key=lambda trial: -math.inf if trial.value is None else trial.value, default=None)
 
     @contextlib.contextmanager
     def claim(self, wanted: int) -> "Iterator[optuna.Trial | None]":

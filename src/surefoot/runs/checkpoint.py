@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,7 @@ def save_checkpoint(folder: Path, parts: CheckpointParts, written: Mapping[str, 
 
     Raises SurefootError if writing fails; the older checkpoint then stays.
     """
-    folder = folder.absolute()
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    if folder.exists() and not (folder / MANIFEST).exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SurefootError(f"{folder}: holds something that is not a checkpoint; choose an empty folder")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with atomic_folder(folder, MANIFEST, "a checkpoint", "earlier ones are intact; free space and resume") as temporary:
         for name, tree in parts.items():
             tensors: dict[str, Tensor] = {}
             skeleton = pack(tree, "", tensors)
@@ -57,14 +52,6 @@ def save_checkpoint(folder: Path, parts: CheckpointParts, written: Mapping[str, 
         files = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "files": files} | ({} if written is None else {"metrics": dict(written)})
         (temporary / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
-        _at_once(flush, [*temporary.iterdir(), temporary])
-        replace_folder(temporary, folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SurefootError(
-            f"{folder}: checkpoint not saved ({reason}); earlier ones are intact; free space and resume"
-        ) from None
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
@@ -127,18 +114,25 @@ def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
 
     Raises SurefootError for anything but a manifest of this format.
     """
-    table = read_table(manifest)
-    version, files = table.get("format"), table.get("files")
-    if version != FORMAT:
-        raise SurefootError(
-            f"{manifest}: format {str(version)[:20]} is not {FORMAT}, the one this version reads{REMEDY}use the version that "
-            "wrote it"
-        )
-    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
-        raise SurefootError(f"{manifest}: can't be read (its files are no table of tables)")
+    files = listed_files(manifest, FORMAT, str(manifest))
     for name in files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or not name.isprintable():
             raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is no name of a file beside it")
+    return files
+
+
+def listed_files(listing: Path, form: int, where: str) -> dict[str, dict[str, Any]]:
+    """The files that a JSON file of a format lists, with size and SHA-256; their names are not checked.
+
+    Raises SurefootError, beginning with ``where``, for another format.
+    """
+    table = read_table(listing)
+    version, files = table.get("format"), table.get("files")
+    if version != form:
+        how = f"is not {form}, the one this version reads{REMEDY}use the version that wrote it"
+        raise SurefootError(f"{where}: format {str(version)[:20]} {how}")
+    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
+        raise SurefootError(f"{where}: can't be read (its files are no table of tables)")
     return files
 
 
@@ -274,6 +268,31 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
             return tensors[name]
         return {key: unpack(value, tensors, path) for key, value in tree.items()}
     return [unpack(value, tensors, path) for value in tree] if isinstance(tree, list) else tree
+
+
+@contextmanager
+def atomic_folder(folder: Path, marker: str, kind: str, remedy: str = "choose another folder") -> Iterator[Path]:
+    """A temporary folder that replaces ``folder`` at the end, flushed to the disk; after an error, nothing has changed.
+
+    marker  a file that marks an older folder of this kind, which may be replaced
+
+    Raises SurefootError if the folder contains something else, or if writing fails.
+    """
+    folder = folder.expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / marker).exists())):
+        raise SurefootError(f"{folder}: contains something that is not {kind}; choose an empty folder")
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _at_once(flush, [*temporary.rglob("*"), temporary])
+        replace_folder(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise SurefootError(f"{folder}: {kind} is not saved ({reason}); {remedy}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:

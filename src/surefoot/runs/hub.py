@@ -8,7 +8,6 @@ card are downloaded, and compared with the list; pickles and code are rejected, 
 import importlib
 import json
 import logging
-import os
 import re
 import shutil
 import sys
@@ -23,8 +22,8 @@ from typing import Any
 
 from surefoot import __version__
 from surefoot.errors import SurefootError, cause_of, missing_extra
-from surefoot.files import read_table, write_text
-from surefoot.runs.checkpoint import fault_of_file, fingerprint, flush, replace_folder
+from surefoot.files import write_text
+from surefoot.runs.checkpoint import atomic_folder, fault_of_file, fingerprint, listed_files
 
 PREFIX = re.compile(r"hf:/{1,2}")  # a pathlib.Path has one slash
 NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(/(?P<config>[^/@:]+))?(@(?P<revision>[^:]+))?(:(?P<split>.+))?")
@@ -120,15 +119,7 @@ def listed(listing: Path, where: str) -> dict[str, dict[str, Any]]:
 
     Raises SurefootError for another format, and for a file that no repository may hold.
     """
-    table = read_table(listing)
-    version, files = table.get("format"), table.get("files")
-    if version != FORMAT:
-        raise SurefootError(
-            f"{where}: format {str(version)[:20]} of {LISTING} is not {FORMAT}, the one this version reads; use the version "
-            "that wrote it"
-        )
-    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
-        raise SurefootError(f"{where}: {LISTING} can't be read (its files are no table of tables); choose another revision")
+    files = listed_files(listing, FORMAT, f"{where}: {LISTING}")
     for name in files:
         _check_name(name, where)
     return files
@@ -209,21 +200,12 @@ def pull(name: HubName, folder: Path) -> str:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SurefootError(f"{folder}: exists already; choose another folder: surefoot pull {name.name} FOLDER")
     source = fetch(name)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with atomic_folder(folder, LISTING, f"the copy of {name}") as temporary:
         for file in (*listed(source / LISTING, str(name)), LISTING, CARD):
             if (source / file).is_file():
                 (temporary / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / file, temporary / file)
         check_files(temporary, str(name))
-        for path in (*temporary.rglob("*"), temporary):
-            flush(path)
-        replace_folder(temporary, folder)
-    except OSError as error:
-        raise SurefootError(f"{folder}: can't be written ({error.strerror or error}); choose another folder") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return source.name
 
 
@@ -232,29 +214,18 @@ def pull(name: HubName, folder: Path) -> str:
 
 @contextmanager
 def new_folder(place: Path | None) -> Iterator[Path]:
-    """An empty folder to write a repository in. It is renamed to ``place`` at the end, or removed if that is None.
+    """An empty folder to write a repository in: ``place``, whole or not at all, or a temporary one if that is None.
 
     Raises SurefootError if ``place`` holds anything but an older repository.
     """
-    if (
-        place is not None
-        and place.exists()
-        and not (place / LISTING).is_file()
-        and (not place.is_dir() or any(place.iterdir()))
-    ):
+    if place is None:
+        with tempfile.TemporaryDirectory(prefix="surefoot-hub-") as made:
+            yield Path(made)
+        return
+    if place.exists() and not (place / LISTING).is_file() and (not place.is_dir() or any(place.iterdir())):
         raise SurefootError(f"--out {place}: holds something else; choose a new folder")
-    parent = None if place is None else place.absolute().parent
-    try:
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".hub-", suffix=".tmp", dir=parent) as made:
-            folder = Path(made) / "repository"
-            folder.mkdir()
-            yield folder
-            if place is not None:
-                replace_folder(folder, place.absolute())
-    except OSError as error:
-        raise SurefootError(f"{place or tempfile.gettempdir()}: can't be written ({error.strerror or error})") from None
+    with atomic_folder(place, LISTING, "a repository") as folder:
+        yield folder
 
 
 @dataclass(frozen=True)

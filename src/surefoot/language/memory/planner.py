@@ -46,6 +46,10 @@ Fit = tuple[tuple[str, ...], Estimate]
 """settings of a recipe, and the estimate with them"""
 
 
+Setting = tuple[tuple[str, ...], Workload]
+"""settings of a recipe, and the workload with them"""
+
+
 class MemoryPlan:
     """A workload with its estimate, the cheapest settings for each GPU, and variants for comparison.
 
@@ -67,6 +71,8 @@ class MemoryPlan:
         cheapest: dict[int, Fit | None] = dict.fromkeys(CARDS)
         for names, workload in settings(self.workload):
             largest = max((card * 1e9 for card, fit in cheapest.items() if fit is None), default=0)
+            if not largest:
+                break
             if permanent_bytes(workload) <= largest and quick_peak(workload) <= largest:
                 needed = estimate(workload)
                 cheapest |= {card: (names, needed) for card in fits(needed) if cheapest[card] is None}
@@ -83,22 +89,21 @@ class MemoryPlan:
         return {name: estimate(other) for name, other in variants(self.workload)}
 
 
-def settings(workload: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
+def settings(workload: Workload) -> Iterator[Setting]:
     """Settings that need less and less memory: first those that cost only time, then adapters, then fewer prompts."""
-    yield (), workload
-    yield from _reductions((), workload)
-    names: tuple[str, ...] = ()
+    branches: list[Setting] = [((), workload)]
     if workload.adapter is None:
-        names, workload = (f"adapter.rank = {AdapterSettings().rank}",), with_adapters(workload, AdapterSettings())
-        yield names, workload
-    for names, workload in _reductions(names, workload):  # noqa: B020
-        yield names, workload
+        branches.append(((f"adapter.rank = {AdapterSettings().rank}",), with_adapters(workload, AdapterSettings())))
+    for branch in branches:
+        reduced = [branch, *_reductions(*branch)]
+        yield from reduced
+    names, smallest = reduced[-1]
     prompts = workload.responses // workload.samples
     while workload.kind == "language" and (prompts := prompts // 4):
-        yield (*names, f"sampling.prompts = {prompts}"), with_prompts(workload, prompts)
+        yield (*names, f"sampling.prompts = {prompts}"), with_prompts(smallest, prompts)
 
 
-def _reductions(names: tuple[str, ...], workload: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
+def _reductions(names: tuple[str, ...], workload: Workload) -> Iterator[Setting]:
     """The alternatives to a workload one after another, each together with those before it."""
     while step := next(alternatives(workload), None):
         name, workload = step

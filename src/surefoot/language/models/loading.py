@@ -1,12 +1,10 @@
 """Load and save causal language models; read folders and hub ids of ``transformers`` strictly."""
 
 import re
-import shutil
 import socket
 import string
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,7 +18,7 @@ from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import read_table
 from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.models.adapters import merged_state
-from surefoot.runs.checkpoint import flush, non_finite_numbers, replace_folder
+from surefoot.runs.checkpoint import atomic_folder, non_finite_numbers
 
 if TYPE_CHECKING:
     from transformers import (
@@ -84,7 +82,7 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
 
     Raises SurefootError if the folder contains something else, or if writing fails.
     """
-    with atomic_folder(Path(folder)) as temporary:
+    with model_files(Path(folder)) as temporary:
         model.save_pretrained(temporary, state_dict=merged_state(model))
         tokenizer.save_pretrained(temporary)
 
@@ -262,30 +260,13 @@ def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path, marker: str = "config.json") -> Iterator[Path]:
-    """A temporary folder that replaces ``folder`` at the end; after an error, nothing has changed.
-
-    marker  the file that marks an older model, which may be replaced
+def model_files(folder: Path, marker: str = "config.json") -> Iterator[Path]:
+    """A temporary folder for a model's files that replaces ``folder`` at the end; ``transformers`` writes them silently.
 
     Raises SurefootError if the folder contains something that is not a model, or if writing fails.
     """
-    folder = folder.expanduser().absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / marker).is_file())):
-        raise SurefootError(f"{folder}: contains something that is not a model; choose an empty folder")
-    temporary = folder.with_name(f".{folder.name}.{getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        with quiet_transformers():
-            yield temporary
-        for path in sorted(temporary.rglob("*")):
-            flush(path)
-        flush(temporary)
-        replace_folder(temporary, folder)
-    except OSError as error:
-        raise SurefootError(f"{folder}: the model is not saved ({error.strerror or error}); choose another folder") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with atomic_folder(folder, marker, "a model") as temporary, quiet_transformers():
+        yield temporary
 
 
 def _local_first(auto: Any, name: str, **options: Any) -> Any:
