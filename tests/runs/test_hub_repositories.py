@@ -355,7 +355,7 @@ PICKLE = b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00."
         ("agent.safetensors", b"xyz", False, "bytes instead of"),
         ("metrics.jsonl", None, False, "metrics.jsonl is missing"),
         ("surefoot.json", b"[]", False, "holds a list instead of a table"),
-        ("surefoot.json", b'{"format": 9}', False, "format 9 of surefoot.json is not 1"),
+        ("surefoot.json", b'{"format": 9}', False, "surefoot.json: format 9 is not 1"),
         ("surefoot.json", b'{"format": 1, "files": 3}', False, "its files are no table of tables"),
     ],
 )
