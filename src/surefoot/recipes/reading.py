@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any
 
 import pydantic
@@ -269,12 +270,17 @@ class RecipeField:
 def recipe_fields(kind: str | None = None) -> Iterator[tuple[str, RecipeField]]:
     """Every field of a kind's recipe, or of all kinds, as (dotted name, its description), in order."""
     seen = set()
-    for recipe in KINDS.values() if kind is None else [KINDS[kind]]:
-        schema = recipe.model_json_schema()
-        for field in _fields(schema, schema["$defs"], ""):
+    for one in KINDS if kind is None else [kind]:
+        for field in _fields_of(one):
             if field.name not in seen:
                 seen.add(field.name)
                 yield field.name, field
+
+
+@cache  # a schema takes 30 ms, and every recipe that is made needs it
+def _fields_of(kind: str) -> tuple[RecipeField, ...]:
+    schema = KINDS[kind].model_json_schema()
+    return tuple(_fields(schema, schema["$defs"], ""))
 
 
 def _fields(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[RecipeField]:
