@@ -227,7 +227,7 @@ def rates_of_a_run(schedule: str, learning_rate: float, updates: int) -> tuple[l
     used, logged = [], []
 
     def note(at: LearnerState, metrics: Metrics) -> bool:
-        used.append(learner.optimizers["policy"].optimizer.param_groups[0]["lr"])
+        used.append(learner.optimizers["policy"].learning_rate)
         logged.append(metrics["learning_rate"])
         return False
 

@@ -35,6 +35,26 @@ def test_a_step_is_the_gradient_over_the_root_of_its_running_square() -> None:
     assert not torch.allclose(moved(AdamSettings(1e-2, max_grad_norm=None), gradients), expected, rtol=1e-2)
 
 
+@pytest.mark.parametrize("kind", [AdamSettings, RMSpropSettings])
+def test_steps_are_those_of_the_classes_of_torch_to_the_last_bit(kind: type[AdamSettings]) -> None:
+    gradients, values = torch.randn(8, 37, generator=torch.Generator().manual_seed(1)), torch.ones(37)
+    ours, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    group = FlatOptimizer([ours], kind(1e-2, max_grad_norm=None))
+    if kind is RMSpropSettings:
+        reference: torch.optim.Optimizer = torch.optim.RMSprop([theirs], lr=1e-2, alpha=ALPHA, eps=1e-5)
+    else:
+        reference = torch.optim.Adam([theirs], lr=1e-2, eps=1e-5, fused=True)
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        group.gradients.copy_(gradient)
+        group.step(float(gradient.norm()))
+        reference.step()
+        assert torch.equal(ours, theirs)
+    wanted = reference.state[theirs]
+    assert group.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in group.state_dict().items())
+
+
 def test_a_run_with_rmsprop_resumes_exactly(tmp_path: Path) -> None:
     fields = {**SMALL, "optimizer": {"kind": "rmsprop", "schedule": "constant"}}
     surefoot.train("CartPole-v1", steps=256, run_dir=tmp_path / "whole", **fields)

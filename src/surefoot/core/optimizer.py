@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam as fused_adam
+from torch.optim.rmsprop import rmsprop
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import all_sum
@@ -83,47 +85,59 @@ class FlatParameters:
 
 
 class FlatOptimizer(FlatParameters):
-    """One group of parameters with its optimizer: Adam, or RMSprop for ``RMSpropSettings``."""
+    """One group of parameters with its optimizer: Adam, or RMSprop for ``RMSpropSettings``.
+
+    The steps are those of ``torch.optim.Adam(fused=True)`` and ``torch.optim.RMSprop``, through the functions below these
+    classes. The classes import PyTorch's compiler, which takes more than a second at the start of every run.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
         super().__init__(parameters)
         self.settings = settings
-        self.values = nn.Parameter(self.values)
-        self.values.grad = self.gradients
-        options: dict[str, Any] = {"lr": settings.learning_rate, "eps": settings.epsilon}
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.RMSprop([self.values], alpha=ALPHA, **options)
-            if isinstance(settings, RMSpropSettings)
-            else torch.optim.Adam([self.values], betas=BETAS, fused=True, **options)
-        )
+        self.learning_rate = settings.learning_rate
+        """of the last step"""
+        self.state: dict[str, Tensor] = {}
+        """step count and moments; empty before the first step"""
 
+    @torch.no_grad()
     def step(self, norm: float, scale: float = 1.0) -> None:
         """Clip the gradient, whose norm is ``norm``, and take one step at ``scale`` times the learning rate."""
         limit = self.settings.max_grad_norm
         if limit is not None and norm > limit:
             self.gradients.mul_(limit / (norm + 1e-6))
-        self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * scale
-        self.optimizer.step()
+        self.learning_rate = self.settings.learning_rate * scale
+        options: dict[str, Any] = {"lr": self.learning_rate, "eps": self.settings.epsilon}
+        options |= {"weight_decay": 0.0, "maximize": False}
+        if isinstance(self.settings, RMSpropSettings):
+            if not self.state:
+                self.state = {"step": torch.zeros(()), "square_avg": torch.zeros_like(self.values)}
+            square, steps = [self.state["square_avg"]], [self.state["step"]]
+            options |= {"alpha": ALPHA, "momentum": 0.0, "centered": False}
+            rmsprop([self.values], [self.gradients], square, [], [], steps, **options)
+        else:
+            step, *moments = self.moments()
+            first, second = ([moment] for moment in moments)
+            options |= {"beta1": BETAS[0], "beta2": BETAS[1], "amsgrad": False, "fused": True}
+            fused_adam([self.values], [self.gradients], first, second, [], [step], **options)
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Adam's number of steps [], and running means of gradient and squared gradient [n]; zeros before the first step."""
-        state = self.optimizer.state[self.values]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=self.values.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.gradients), torch.zeros_like(self.gradients)
-        return state["step"], state["exp_avg"], state["exp_avg_sq"]
+        if not self.state:
+            step = torch.zeros((), dtype=torch.float32, device=self.values.device)
+            self.state = {"step": step, **{name: torch.zeros_like(self.values) for name in ("exp_avg", "exp_avg_sq")}}
+        return self.state["step"], self.state["exp_avg"], self.state["exp_avg_sq"]
 
     def move(self, values: Tensor, first: Tensor, second: Tensor) -> None:
         """Take a step that a compiled program computed: the parameters and both moments after it.   all [n]"""
         step, own_first, own_second = self.moments()
-        self.values.data.copy_(values)
+        self.values.copy_(values)
         own_first.copy_(first)
         own_second.copy_(second)
         step += 1
 
     def state_dict(self) -> dict[str, Tensor]:
         """The optimizer's moments and step count; empty before the first step."""
-        return dict(self.optimizer.state.get(self.values, {}))
+        return dict(self.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. Raises SurefootError for the state of the other kind of optimizer."""
@@ -131,7 +145,7 @@ class FlatOptimizer(FlatParameters):
             raise SurefootError("optimizer.kind: has changed since the checkpoint, which has other moments; undo the change")
         if state:
             device = self.values.device
-            self.optimizer.state[self.values] = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
+            self.state = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
 
 
 def adam(
