@@ -36,6 +36,8 @@ LINKED = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docs" /
 PARSE_ONLY = "<!-- parse only -->"
 KNOWN = {".", "cd", "git", "kill", "ls", "make", "mlflow", "pip", "python", "sleep", "surefoot", "tensorboard", "torchrun"}
 KNOWN |= {"trackio", "wandb"}
+LONG = ("tune-a-recipe", "align-your-own-model", "adapters", "export-an-agent", "log-to-trackers")
+"""pages that take longest: make slow runs them, make test checks that their blocks parse"""
 TRAINING = ("train", "ladder", "compare-algorithms", "tune")
 
 
@@ -120,7 +122,9 @@ def run_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("path", RUN, ids=name_of)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=name_of(path), marks=pytest.mark.slow if path.stem in LONG else ()) for path in RUN]
+)
 def test_what_a_page_shows_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -144,6 +148,21 @@ def test_what_a_page_shows_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
         for module in set(sys.modules) - before:
             if getattr(sys.modules[module], "__file__", None) and str(tmp_path) in str(sys.modules[module].__file__):
                 del sys.modules[module]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_a_long_page_shows_parses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (path,) = (path for path in RUN if path.stem == name)
+    for block in blocks(path.read_text("utf-8")):
+        if block.language == "python":
+            ast.parse(block.text)
+        if block.language == "toml":
+            tomllib.loads(block.text)
+        if block.file is not None:
+            Path(block.file).write_text(block.text, "utf-8")
+        for command in block.commands if block.language == "console" else ():
+            check_command(command)
 
 
 def test_every_printed_training_has_its_steps() -> None:

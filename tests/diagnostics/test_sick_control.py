@@ -69,7 +69,13 @@ class Far(Bandit):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "beyond"), [(100, 1000, True), (-1e-3, 1e-3, True), (400, 1e5, True), (-50, 40, False)]
+    ("low", "high", "beyond"),
+    [
+        pytest.param(100, 1000, True, marks=pytest.mark.slow),
+        (-1e-3, 1e-3, True),
+        pytest.param(400, 1e5, True, marks=pytest.mark.slow),
+        (-50, 40, False),
+    ],
 )
 def test_bounds_that_the_policy_does_not_meet_are_named_as_the_cause(low: float, high: float, beyond: bool) -> None:
     def findings(**fields: Any) -> Any:

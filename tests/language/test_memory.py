@@ -266,12 +266,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-FAMILIES = ["gpt2", "sliding and full attention"]
+OFTEN = {"own critic", "adapter, checkpointing", "checkpointing in bfloat16, few logits at once"}
+"""have every switch between them; the others find which one is wrong"""
+LINES = [
+    *(pytest.param("llama", each, marks=() if each in OFTEN else pytest.mark.slow) for each in SWITCHES),
+    pytest.param("gpt2", "own critic", marks=pytest.mark.slow),
+    ("sliding and full attention", "own critic"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "switches"), [*(("llama", each) for each in SWITCHES), *((name, "own critic") for name in FAMILIES)]
-)
+@pytest.mark.parametrize(("name", "switches"), LINES)
 def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(
     name: str, switches: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def unnoticed(campaign, cases, flips, seed, scratch):
 @pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
 def test_damage_to_a_run_of_control_is_noticed(control, tmp_path, monkeypatch, flips):
     monkeypatch.chdir(tmp_path)
-    assert unnoticed(control, 25, flips, 1, tmp_path) == []
+    assert unnoticed(control, 12, flips, 1, tmp_path) == []
 
 
 @pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])

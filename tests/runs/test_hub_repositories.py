@@ -35,6 +35,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.fixture(autouse=True)
+def few_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves are drawn only for the test that looks at them: they take longer than all else that is uploaded."""
+    if "curves" not in request.fixturenames:
+        monkeypatch.setattr("surefoot.compare.card.matplotlib_installed", lambda: False)
+
+
+@pytest.fixture
+def curves() -> None:
+    """A test that takes it draws curves."""
+
+
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
     """A copy of the run, in ``runs/`` of the current folder."""
@@ -75,7 +87,9 @@ def test_a_pushed_agent_comes_back_with_the_same_actions(hub: Hub, run: Path, co
     assert json.loads(here)["returns"] == json.loads(hubs)["returns"]
 
 
-def test_the_card_has_the_metadata_of_the_hub_and_the_evaluation_with_its_seed(hub: Hub, run: Path, command: Command) -> None:
+def test_the_card_has_the_metadata_of_the_hub_and_the_evaluation_with_its_seed(
+    hub: Hub, run: Path, command: Command, curves: None
+) -> None:
     command("push", "cart", "org/cart", "--episodes", "3", "--seed", "7", "--license", "mit")
     card = hub.model("org/cart").files["README.md"].decode()
     table = header(card)
