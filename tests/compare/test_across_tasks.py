@@ -87,11 +87,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     small: dict[str, Any] = {"rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 1}, "steps": 1024}
     small |= {"preset": "none", "network": {"hidden": [8]}}
     for task in ("CartPole-v1", "Acrobot-v1"):
-        for algorithm in ("A2C", "PPO_CLIP"):
+        for algorithm, own in (("A2C", {}), ("PPO_CLIP", {"objective": {"reuse": {"epochs": 2, "minibatches": 4}}})):
             for seed in (1, 2) if task == "CartPole-v1" else (1,):
                 name = f"{task}-{algorithm}-{seed}"
                 folders[name] = root / name
-                surefoot.train(task, algorithm=algorithm, seed=seed, run_dir=root / name, **small)
+                surefoot.train(task, algorithm=algorithm, seed=seed, run_dir=root / name, **small, **own)
     folders["other"] = root / "other"
     surefoot.train("CartPole-v1", algorithm="A2C", seed=3, run_dir=root / "other", **small, optimizer={"learning_rate": 0.01})
     return folders

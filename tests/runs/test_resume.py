@@ -228,6 +228,7 @@ class Unwell(gymnasium.Env):
 @pytest.mark.parametrize("at", [128, 256], ids=["on the way", "at the end"])
 def test_an_evaluation_that_fails_loses_nothing_and_is_made_again_on_resuming(at, tmp_path):
     fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 2, "every": 128}, "traces": {"every": 64}}
+    fields |= {"objective": {"reuse": {"epochs": 2, "minibatches": 4}}}
     away = tmp_path / "away"
     recipe = find_recipe(f"{__name__}:Unwell", {"steps": 256, "environment": {"file": str(away)}, **fields})
     api.start(recipe, tmp_path / "whole")
