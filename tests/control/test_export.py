@@ -36,6 +36,8 @@ QUICK: dict[str, Any] = {
     "seed": 1,
 }
 FORMATS = ["onnx", "torch"]
+SLOW = pytest.mark.slow
+"""for cases whose parts other cases have in another combination: exporting one with a memory takes three seconds"""
 Program = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
@@ -82,7 +84,7 @@ def files(agents: dict[str, surefoot.Agent], tmp_path_factory: pytest.TempPathFa
         ("CartPole-v1", "onnx"),
         ("CartPole-v1", "torch"),
         ("HalfCheetah-v5", "onnx"),
-        pytest.param("HalfCheetah-v5", "torch", marks=pytest.mark.slow),
+        pytest.param("HalfCheetah-v5", "torch", marks=SLOW),
     ],
 )
 def test_the_file_acts_as_the_agent_does_over_whole_episodes(
@@ -424,9 +426,19 @@ class Own(torch.nn.Module):
         return torch.stack([layer(part.reshape(part.shape[0], -1)) for layer, part in both]).sum(0).relu()
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("lstm", [None, 4])
+@pytest.mark.parametrize(
+    ("lstm", "parts", "format"),
+    [
+        (None, False, "torch"),
+        (None, True, "onnx"),
+        (4, True, "onnx"),
+        pytest.param(None, False, "onnx", marks=SLOW),
+        pytest.param(None, True, "torch", marks=SLOW),
+        pytest.param(4, False, "onnx", marks=SLOW),
+        pytest.param(4, False, "torch", marks=SLOW),
+        pytest.param(4, True, "torch", marks=SLOW),
+    ],
+)
 def test_an_agent_with_a_network_of_ones_own_is_exported(
     lstm: int | None, parts: bool, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,7 +474,7 @@ def test_a_part_with_the_name_of_something_else_in_the_file_is_rejected(
         export_agent(agent, tmp_path / "agent.onnx", "onnx")
 
 
-@pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None), (("v", "getitem"), 4)])
+@pytest.mark.parametrize(("names", "lstm"), [pytest.param(("tanh", "linear"), None, marks=SLOW), (("v", "getitem"), 4)])
 def test_a_part_may_be_called_as_a_step_of_the_graph_is(names: tuple[str, str], lstm: int | None, tmp_path: Path) -> None:
     parts = dict(zip(("one", "other"), names, strict=True))
     agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)
@@ -478,7 +490,7 @@ def counted(kind: str) -> Sampled:
     return Sampled(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
 
 
-@pytest.mark.parametrize("format", ["onnx", "torch"])
+@pytest.mark.parametrize("format", [pytest.param("onnx", marks=SLOW), "torch"])
 @pytest.mark.parametrize("kind", ["int32", "uint8", "uint16"])
 def test_actions_keep_the_kind_of_number_that_their_space_has(kind: str, format: str, tmp_path: Path) -> None:
     agent = surefoot.train(f"{__name__}:counted", surefoot.A2C, steps=1, environment={"kind": kind}, **BRIEF)
@@ -522,8 +534,8 @@ def remembering_agent(task: str, shared: bool = False, **changes: Any) -> surefo
     [
         ("CartPole-v1", "onnx", False),
         ("CartPole-v1", "torch", True),
-        ("Pendulum-v1", "onnx", True),
-        ("Pendulum-v1", "torch", False),
+        pytest.param("Pendulum-v1", "onnx", True, marks=SLOW),
+        pytest.param("Pendulum-v1", "torch", False, marks=SLOW),
     ],
 )
 def test_the_file_remembers_over_an_episode_what_the_agent_does(task: str, format: str, shared: bool, tmp_path: Path) -> None:
@@ -552,7 +564,7 @@ def test_the_file_remembers_over_an_episode_what_the_agent_does(task: str, forma
     assert not np.allclose(taken, forgetful), "without its memory the agent would act otherwise"
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["onnx", pytest.param("torch", marks=SLOW)])
 def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, tmp_path: Path) -> None:
     agent = remembering_agent("CartPole-v1")
     made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
@@ -651,7 +663,7 @@ def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(ki
         assert (share == 1.0) == allowed.gather(-1, at(kind, torch.from_numpy(free).long())).all(), "else masks change nothing"
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [pytest.param("onnx", marks=SLOW), "torch"])
 def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
     agent = masking_agent("multidiscrete", lstm=4)
     made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
