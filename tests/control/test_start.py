@@ -18,7 +18,8 @@ TASK = "Pendulum-v1"
 def trained(task: str = TASK, steps: int = 64, **fields: Any) -> surefoot.Agent:
     small = {"rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 0}, "traces": {"rows": 0}}
     normalise = {"normalise": {"observations": True, "rewards": True}}
-    return surefoot.train(task, preset="none", steps=steps, **{**small, **normalise, **fields})
+    few = {} if "algorithm" in fields else {"objective": {"reuse": {"epochs": 2, "minibatches": 2}}}
+    return surefoot.train(task, preset="none", steps=steps, **{**small, **normalise, **few, **fields})
 
 
 def first_policy(**fields: Any) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -385,16 +386,10 @@ def _at(table: Any, path: str) -> Any:
 
 def environment(recipe: Recipe) -> dict[str, Any]:
     """All that results depend on besides the recipe."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions,
+        "versions": dict(_versions()),
         "seed": recipe.seed,
         "threads": recipe.threads,
         "engine": recipe.engine,
@@ -402,6 +397,15 @@ def environment(recipe: Recipe) -> dict[str, Any]:
         "command": sys.argv,
         "working_folder": os.getcwd(),
     }
+
+
+@cache  # each takes milliseconds to read, and a study or a comparison has many runs
+def _versions() -> tuple[tuple[str, str], ...]:
+    versions = []
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append((package, version(package)))
+    return tuple(versions)
 
 
 def _git_commit() -> str | None:
