@@ -30,7 +30,7 @@ from surefoot.cli.options import BooleanOption
 from surefoot.core.algorithms import ALGORITHMS, Objective
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
-from surefoot.inspector.page import clip_table_page
+from surefoot.inspector.clip_table import clip_table_page
 from surefoot.recipes.reading import recipe_fields
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING, Metric
 from surefoot.runs.reading import History

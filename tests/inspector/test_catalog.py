@@ -302,7 +302,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_an_invited_browser_enters_once_and_within_ten_minutes(cart: Path, clock: list[float]) -> None:
-    tokens = access.Tokens("first")
+    tokens = access.LoginTokens("first")
     for wait, valid in ((599.0, True), (601.0, False)):
         token = tokens.issue()
         clock[0] += wait

@@ -10,7 +10,7 @@ import torch
 
 from surefoot import read_trace
 from surefoot.functional import clip_active, clipped_surrogate, importance_ratio, ratio_outside, unclipped_surrogate
-from surefoot.inspector.page import clip_table_page
+from surefoot.inspector.clip_table import clip_table_page
 from surefoot.inspector.traces import PassSamples, on_a_page
 from surefoot.runs.reading import traces_in
 

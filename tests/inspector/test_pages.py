@@ -14,8 +14,8 @@ from surefoot import read_trace
 from surefoot.diagnostics.findings import check_run
 from surefoot.errors import SurefootError
 from surefoot.inspector import traces as inspected
+from surefoot.inspector.clip_table import clip_table_page
 from surefoot.inspector.folders import RunFolders
-from surefoot.inspector.page import clip_table_page
 from surefoot.inspector.traces import Traces
 from surefoot.runs.reading import traces_in
 from surefoot.runs.traces import clipped_samples

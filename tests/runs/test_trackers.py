@@ -142,9 +142,9 @@ def steps_of_tensorboard(run: Path) -> list[int]:
 
 
 def rows_of_wandb(run: Path) -> list[dict]:
-    from surefoot.runs.trackers.wandb import history_of, offline_files
+    from surefoot.runs.trackers.wandb import offline_files, offline_rows
 
-    rows = [row for path in offline_files(run, identity(run, "wandb")["id"]) for row in history_of(path)]
+    rows = [row for path in offline_files(run, identity(run, "wandb")["id"]) for row in offline_rows(path)]
     parsed = [(step, {name: json.loads(value) for name, value in row.items()}) for step, row in rows]
     assert all(step == row["_step"] == row["steps"] for step, row in parsed)
     return [{name: value for name, value in row.items() if not name.startswith("_")} for _, row in parsed]

@@ -38,10 +38,10 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
         show_runs(list(runs) or [RUNS], port, no_browser)
         return
     from surefoot.files import write_text
-    from surefoot.inspector.page import written_page
+    from surefoot.inspector.clip_table import clip_table_of_runs
 
     path = out or Path("clip-table.html")
-    content = written_page(list(runs))
+    content = clip_table_of_runs(list(runs))
     try:
         write_text(path, content)
     except OSError as error:

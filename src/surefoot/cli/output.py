@@ -59,11 +59,11 @@ def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     score = last.get(name)
     text = "not known yet" if score is None else number(score)
     label = SHOWN[name][0] if name in SHOWN else name
-    before = history_of(name, rows)
+    before = first_and_best(name, rows)
     return f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps{before} -> {folder}", score
 
 
-def history_of(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def first_and_best(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The first and the best value of a score in a run's metrics, in brackets; empty if there are not two."""
     points = [(row[name], row["steps"]) for row in rows if row.get(name) is not None]
     if len(points) < 2:

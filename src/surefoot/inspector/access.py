@@ -54,7 +54,7 @@ HEADERS = {
 }
 
 
-class Tokens:
+class LoginTokens:
     """Tokens that work once each, in exchange for the cookie. The first one works until the server ends."""
 
     def __init__(self, first: str) -> None:
@@ -86,7 +86,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, port: int, tokens: Tokens, entered: Callable[[], None], writes: Collection[str] = ()
+        self, app: ASGIApp, port: int, tokens: LoginTokens, entered: Callable[[], None], writes: Collection[str] = ()
     ) -> None:
         self.app, self.port, self.on_entered, self.writes = app, port, entered, writes
         self.tokens = tokens

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, parsed
-from surefoot.inspector.access import IDLE, INVITATION, Connection, Guard, Tokens
+from surefoot.inspector.access import IDLE, INVITATION, Connection, Guard, LoginTokens
 from surefoot.inspector.catalog import Catalog, is_run
 from surefoot.inspector.folders import RunFolders, metric_descriptions
 
@@ -63,7 +63,7 @@ def application(
     catalog: Catalog | None = None,
 ) -> ASGIApp:
     """The ASGI application; ``entered`` is called when a token has been used."""
-    tokens = Tokens(token)
+    tokens = LoginTokens(token)
 
     def invite(request: Request, content: dict[str, Any]) -> Any:
         return {"address": f"http://{request.headers['host']}/enter?token={tokens.issue()}", "minutes": INVITATION // 60}

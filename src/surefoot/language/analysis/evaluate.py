@@ -217,7 +217,10 @@ def calibration(world: LanguageWorld, responses: Responses) -> dict[str, Any] | 
     if evaluation.values is None:
         return None
     scores = responses.score_with(world.reward)
-    places = {"first": place_of(mask, torch.zeros_like(samples.lengths)), "middle": place_of(mask, samples.lengths // 2)}
+    places = {
+        "first": index_of_token(mask, torch.zeros_like(samples.lengths)),
+        "middle": index_of_token(mask, samples.lengths // 2),
+    }
     values = {name: evaluation.values.gather(-1, at.unsqueeze(-1)).squeeze(-1) for name, at in places.items()}
     total = final_rewards(scores, samples, recipe)
     valid = total[scores.valid]
@@ -244,7 +247,7 @@ def keeps_binary(recipe: LanguageRecipe) -> bool:
     return recipe.reward.overlong is None and (treatment is None or (treatment != "bootstrap" and value == 0))
 
 
-def place_of(mask: Tensor, number: Tensor) -> Tensor:
+def index_of_token(mask: Tensor, number: Tensor) -> Tensor:
     """The index in each row of its sampled token with a number, counted from 0.   [N, T], [N] -> [N]"""
     return (mask & (mask.cumsum(-1) == number.unsqueeze(-1) + 1)).int().argmax(-1)
 

@@ -15,7 +15,7 @@ from surefoot.files import read_table
 from surefoot.language.data.rows import check_unchanged
 from surefoot.language.models.adapter_targets import saved_config
 from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, has_adapters, merge, weights_hash
-from surefoot.language.models.loading import HEAD, is_folder, load_model, model_files, read_tokenizer
+from surefoot.language.models.loading import HEAD, is_folder, load_model, new_model_folder, read_tokenizer
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.language import ModelRecipe
 from surefoot.runs.checkpoint import check_fits, load_weights
@@ -119,7 +119,7 @@ def save_adapter(base: SharedBase, result: Any, folder: Path) -> None:
     config.inference_mode = True
     trunk = "" if reward or result.model is base.trunk else f"{result.model.base_model_prefix}."
     tensors = {f"base_model.model.{trunk}{name}": x for name, x in base.tensors(POLICY).items()}
-    with model_files(folder, marker="adapter_config.json") as temporary:
+    with new_model_folder(folder, marker="adapter_config.json") as temporary:
         config.save_pretrained(temporary)
         save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, temporary / WEIGHTS, {"format": "pt"})
         (temporary / BASE).write_text(json.dumps({"model": base.source, "print": base.hash}, indent=1) + "\n", "utf-8")

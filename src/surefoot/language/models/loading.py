@@ -82,7 +82,7 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
 
     Raises SurefootError if the folder contains something else, or if writing fails.
     """
-    with model_files(Path(folder)) as temporary:
+    with new_model_folder(Path(folder)) as temporary:
         model.save_pretrained(temporary, state_dict=merged_state(model))
         tokenizer.save_pretrained(temporary)
 
@@ -260,7 +260,7 @@ def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:
 
 
 @contextmanager
-def model_files(folder: Path, marker: str = "config.json") -> Iterator[Path]:
+def new_model_folder(folder: Path, marker: str = "config.json") -> Iterator[Path]:
     """A temporary folder for a model's files that replaces ``folder`` at the end; ``transformers`` writes them silently.
 
     Raises SurefootError if the folder contains something that is not a model, or if writing fails.

@@ -38,7 +38,7 @@ from surefoot.language.models.loading import (
     check_vocabulary,
     is_classifier,
     is_folder,
-    model_files,
+    new_model_folder,
     read_config,
     read_only_config,
     read_tokenizer,
@@ -137,7 +137,7 @@ class RewardModel(nn.Module):
         assert self.tokenizer is not None, "a reward model is saved with its tokenizer"
         tokenizer, pad_id, pads = padding_tokenizer(self.tokenizer)
         classifier = make_classifier(self.backbone, self.scaled_weight, pad_id)
-        with model_files(Path(folder)) as temporary:
+        with new_model_folder(Path(folder)) as temporary:
             if classifier is None:
                 self.backbone.save_pretrained(temporary, state_dict=merged_state(self.backbone))
                 self.tokenizer.save_pretrained(temporary)

@@ -95,7 +95,7 @@ def wait_for_new_folder(where: Path, run_id: str) -> None:
 
 def last_step_offline(where: Path, run_id: str) -> int:
     """The newest step in the offline files of a run; ``NOTHING`` without one."""
-    return max((steps for path in offline_files(where, run_id) for steps, _ in history_of(path)), default=NOTHING)
+    return max((steps for path in offline_files(where, run_id) for steps, _ in offline_rows(path)), default=NOTHING)
 
 
 def offline_files(where: Path, run_id: str) -> list[Path]:
@@ -103,7 +103,7 @@ def offline_files(where: Path, run_id: str) -> list[Path]:
     return sorted(where.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
 
 
-def history_of(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+def offline_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """The rows in a .wandb file: steps, and values as JSON. A row that a kill cut off is left out."""
     from wandb.proto import wandb_internal_pb2
 

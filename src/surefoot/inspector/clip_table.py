@@ -66,7 +66,7 @@ def clip_table_page(runs: list[dict[str, Any]] | None = None) -> str:
 """
 
 
-def written_page(runs: list[Any]) -> str:
+def clip_table_of_runs(runs: list[Any]) -> str:
     """The page with the samples of some run folders.
 
     Raises SurefootError if a path is not a run, or no run has traces of a loss with ratios.
