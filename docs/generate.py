@@ -132,7 +132,9 @@ def prose(docstring: str) -> str:
             continue
         first, *shapes = re.split(r"\s{3,}", paragraph) if number == 0 else [paragraph]
         if re.search(r"\S {2,}\S", first) or "\n " in first:
-            done.append(f"```text\n{paragraph}\n```")
+            rows = argument_rows(paragraph)
+            what = "value" if paragraph.startswith("``") else "argument"
+            done.append(table((what, "meaning"), rows) if rows else f"```text\n{paragraph}\n```")
             continue
         done.append(escaped(first))
         if shapes:  # "sentence.   [..., T]   source."
@@ -140,6 +142,23 @@ def prose(docstring: str) -> str:
             done.append(f"Shapes: {code(shape.rstrip('.').removeprefix('All ').removesuffix(' alike'))}")
             done += map(escaped, source)
     return "\n\n".join(done)
+
+
+def argument_rows(paragraph: str) -> list[tuple[str, str]]:
+    """The rows of two aligned columns, arguments or ``values`` and what they mean; empty if the paragraph has other text."""
+    lines = paragraph.splitlines()
+    names = r"(?:\w+(?:, \w+)*|``[^`]+``)(?: \[[^\]]*\])?"
+    first = re.match(names + r" {2,}(?=\S)", lines[0])
+    rows: list[tuple[str, str]] = []
+    for line in lines if first else ():
+        name, meaning = line[: first.end()], line[first.end() :]
+        if re.fullmatch(names + " +", name):
+            rows.append((code(name.strip().strip("`")), escaped(meaning)))
+        elif name.isspace() and rows:
+            rows[-1] = (rows[-1][0], f"{rows[-1][1]} {escaped(meaning.strip())}")
+        else:
+            return []
+    return rows
 
 
 def page(title: str, *parts: str) -> str:

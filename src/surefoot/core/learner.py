@@ -38,17 +38,17 @@ START_TOLERANCE = 1e-4
 class Learner:
     """A policy, its objective and its optimizers.
 
-    policy         trained in place
-    objective      what to optimise
-    adam           for all parameters, or for all but the critic's if ``critic_adam`` is given
-    critic_adam    learning rate and gradient clip of the critic. Under a KL constraint the policy has no learning rate, and
-                   the critic always has its own optimizer, with these settings or else those of ``adam``
-    schedule       of the learning rate: "linear" and "cosine" fall to zero over the budget; or a function
-    micro_batch    rows per backward pass, to bound memory; the gradient does not depend on it
-    compiled_rows  compile the steps on batches of exactly this many single steps
-    warmup         fraction of the budget over which the learning rate rises linearly from zero
+    policy              trained in place
+    objective           what to optimise
+    adam                for all parameters, or for all but the critic's if ``critic_adam`` is given
+    critic_adam         learning rate and gradient clip of the critic. Under a KL constraint the policy has no learning rate,
+                        and the critic always has its own optimizer, with these settings or else those of ``adam``
+    schedule            of the learning rate: "linear" and "cosine" fall to zero over the budget; or a function
+    micro_batch         rows per backward pass, to bound memory; the gradient does not depend on it
+    compiled_rows       compile the steps on batches of exactly this many single steps
+    warmup              fraction of the budget over which the learning rate rises linearly from zero
     micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
-    clip_schedule  of the clip's bounds, instead of the name in the objective; may be a function
+    clip_schedule       of the clip's bounds, instead of the name in the objective; may be a function
 
     Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy.
     """

@@ -12,7 +12,7 @@ export function makeSamples(state) {
   const order = h("select", { id: "order", onchange: () => draw() }, [["order", "original order"], ["gain", "largest gain in reward"], ["loss", "largest loss in reward"]].map(([value, title]) => h("option", { value }, title)));
   const text = h("div", { id: "samples" });
   const videos = h("div", { id: "videos" });
-  const selects = h("span", { class: "controls" }, h("label", {}, h("span", {}, "before"), before), h("label", {}, h("span", {}, "after"), after),
+  const selects = h("div", { class: "controls" }, h("label", {}, h("span", {}, "before"), before), h("label", {}, h("span", {}, "after"), after),
     h("label", {}, h("span", {}, "order"), order));
   let latest = 0;
 
