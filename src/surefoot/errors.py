@@ -19,6 +19,10 @@ class NotFiniteError(SurefootError):
     """An observation, reward, loss or gradient is NaN or infinite: its update is skipped."""
 
 
+class RankLostError(SurefootError):
+    """Another of several ranks has died or does not answer."""
+
+
 class Interrupted(BaseException):
     """A signal has stopped the run, which resumes exactly.
 

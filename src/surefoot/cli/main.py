@@ -1,14 +1,18 @@
 """The ``surefoot`` command: load the subcommand, run it, print errors in one line on stderr with exit code 2."""
 
 import importlib
+import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 import click
 
 from surefoot import __version__
 from surefoot.cli.options import Group
-from surefoot.errors import Interrupted, SurefootError, did_you_mean
+from surefoot.cli.ranks import AGENT, RANKED
+from surefoot.core.ranks import join_ranks, launch_of, leave_ranks
+from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean
 from surefoot.terminal import visible
 
 COMMANDS = {
@@ -43,9 +47,12 @@ COMMANDS = {
 def main() -> NoReturn:
     """Run the command line and exit: 0, 1 if ``check`` fails, 2 for a user error, 130 after Ctrl-C or SIGTERM."""
     try:
+        join_if_ranked(sys.argv[1:])
         sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
     except Interrupted as stop:
         fail(str(stop), 130)
+    except RankLostError as error:
+        fail(str(error), 2, shown=AGENT not in os.environ)  # its agent reports which one
     except SurefootError as error:
         fail(str(error), 2)
     except click.exceptions.Exit as leaving:
@@ -75,9 +82,21 @@ def of_other_libraries(error: click.NoSuchOption) -> list[str]:
     return [flag for field in fields if (flag := "--" + field.replace("_", "-")) in options]
 
 
-def fail(message: str, code: int) -> NoReturn:
-    """Print one line on stderr, with control characters made visible, and exit."""
-    print(f"surefoot: {visible(' '.join(message.split()))}", file=sys.stderr)
+def join_if_ranked(words: Sequence[str]) -> None:
+    """Join the ranks that a launcher started, before anything can fail on one of them."""
+    if launch_of(os.environ) is not None and words and words[0] in RANKED and not {"-h", "--help"} & set(words):
+        join_ranks()
+
+
+def fail(message: str, code: int, shown: bool = True) -> NoReturn:
+    """Print one line on stderr, with control characters made visible, and exit; of several ranks the first prints.
+
+    Another rank leaves its message for the first, unless they have not joined.
+    """
+    line, launch = visible(" ".join(message.split())), launch_of(os.environ)
+    joined = launch is not None and leave_ranks(line)
+    if shown and not (joined and launch is not None and launch.rank):
+        print(f"surefoot: {line}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -1,5 +1,6 @@
 """Train by a recipe, resume a run, refresh reward models in rounds, and list what can be trained."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from surefoot.cli.options import (
     recipe_flags,
 )
 from surefoot.cli.output import display_for, echo, echo_json, echo_result, result_line
+from surefoot.cli.ranks import launch_ranks, rank_options
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 from surefoot.files import check_name
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
 @click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
+@rank_options
 @quiet_option
 @recipe_flags
 def train(
@@ -49,6 +52,9 @@ def train(
     preset: str | None,
     checkpoint_every: int | None,
     dry_run: bool,
+    ranks: int | None,
+    max_restarts: int | None,
+    rank_timeout: float | None,
     quiet: bool,
     **flags: Any,
 ) -> None:
@@ -71,17 +77,21 @@ def train(
     if dry_run:
         echo(dry_run_text(resolved))
         return
+    if launch_ranks(ranks, max_restarts, rank_timeout):
+        return
+    from surefoot.core.distributed import on_first, rank
     from surefoot.runs.api import start
 
     scores = []
     for seed in range(recipe.seed, recipe.seed + seeds):
         seeded = recipe.model_copy(update={"seed": seed})
-        folder = run_folder(seeded, run_dir, name, several=seeds > 1)
+        folder = on_first(partial(run_folder, seeded, run_dir, name, several=seeds > 1))
         start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin)
-        line, score = result_line(seeded, folder)
-        scores.append(score)
-        echo_result(line)
-    if seeds > 1:
+        if rank() == 0:
+            line, score = result_line(seeded, folder)
+            scores.append(score)
+            echo_result(line)
+    if seeds > 1 and rank() == 0:
         echo_result(spread(scores))
 
 
@@ -128,18 +138,31 @@ def spread(scores: list[float | None]) -> str:
 @click.argument("run", type=RUN)
 @click.option("--steps", type=COUNT, help="Extend the run to this many steps in all.")
 @click.option("--allow-changes", is_flag=True, help="Accept changes to config.toml since the checkpoint.")
+@rank_options
 @quiet_option
-def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> None:
+def resume(
+    run: Path,
+    steps: int | None,
+    allow_changes: bool,
+    ranks: int | None,
+    max_restarts: int | None,
+    rank_timeout: float | None,
+    quiet: bool,
+) -> None:
     """Resume an interrupted RUN, or extend a finished one.
 
     Training continues exactly from the last checkpoint.
     """
+    from surefoot.core.distributed import rank
     from surefoot.runs import api
     from surefoot.runs.reading import check_is_run
 
     check_is_run(run)
+    if launch_ranks(ranks, max_restarts, rank_timeout):
+        return
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))
-    echo_result(result_line(find_recipe(str(run / "config.toml")), run)[0])
+    if rank() == 0:
+        echo_result(result_line(find_recipe(str(run / "config.toml")), run)[0])
 
 
 @click.command()

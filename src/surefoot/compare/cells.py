@@ -20,7 +20,7 @@ from surefoot.compare.statistics import Results, present
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import check_count
-from surefoot.core.distributed import check_single_process
+from surefoot.core.ranks import check_single_process
 from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table, write_text

@@ -33,7 +33,7 @@ from surefoot.compare.processes import OverallProgress, Parent, run_works
 from surefoot.compare.report import interval_note
 from surefoot.compare.statistics import difference_interval, finite, interval_text, mean, number, numbers, with_interval
 from surefoot.core.algorithms import check_count
-from surefoot.core.distributed import check_single_process
+from surefoot.core.ranks import check_single_process
 from surefoot.core.rollout import EvaluationReport
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError, cause_of, missing_extra

@@ -15,22 +15,28 @@ from torch import Tensor
 from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.environments.looped import Environments, Step
 from surefoot.control.environments.observations import SUCCESS, mean_numbers, non_finite, not_finite_message
+from surefoot.control.environments.workers import concatenate, join_states, slice_state
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import true_fraction
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
+from surefoot.core.distributed import exchange, rank_generator, together, world_size
 from surefoot.core.rollout import LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import NotFiniteError, SurefootError, did_you_mean
 from surefoot.functional import gae, successor_values
 
 RECENT_EPISODES = 100
 """episodes whose mean return and length are reported"""
+BY_ROW = ("discounted", "starts", "running_return", "running_length")
+"""arrays of a collector's state with one entry per environment"""
+Episode = tuple[float, int, dict[str, float]]
+"""return, length and numbers in the last info"""
 
 
 class ControlCollector:
     """Rollouts of an agent in environments.
 
-    environments    B of them
+    environments    B of them: this rank's share
     agent           its policy acts; its normalisers are frozen during a rollout and updated after it
     steps           T, or None to run ``episodes`` whole episodes in each environment
     at_least        with steps = None: run whole episodes until the batch has this many steps, instead of ``episodes``
@@ -54,9 +60,12 @@ class ControlCollector:
         self.discounted = torch.zeros(count, dtype=torch.float64)  # the running return of the reward normaliser
         self.running_return = np.zeros(count)
         self.running_length = np.zeros(count, np.int64)
-        self.finished: deque[tuple[float, int, dict[str, float]]] = deque(maxlen=RECENT_EPISODES)
-        """return, length and numbers in the last info of the recent episodes"""
+        self.finished: deque[Episode] = deque(maxlen=RECENT_EPISODES)
+        """the recent episodes of all ranks"""
         self.finished_count = 0
+        self.steps_taken = 0
+        self.ended: list[tuple[int, int, Episode]] = []
+        """the episodes of this rank that are not in ``finished`` yet, with the step and environment where they ended"""
         self.lost: list[int] = []
         self.lstm_state = agent.policy.initial_lstm_state(count)
         self.starts = np.ones(count, bool)  # whether the next observation may be the first of an episode
@@ -68,11 +77,25 @@ class ControlCollector:
         Raises NotFiniteError, naming environment and step, when an observation or reward is not finite; that environment
         then starts a new episode.
         """
+        generator = rank_generator(state.generators["sample"])
+        try:
+            with together():
+                acted = self._act_out(generator)
+        except NotFiniteError:  # on any rank
+            self.discounted.zero_()  # the discarded rollout would have added to it
+            raise
+        self._add_episodes()
+        return self._rollout(*acted)
+
+    def _act_out(
+        self, generator: torch.Generator
+    ) -> tuple[Observations, Tensor, list[Step], Tensor | None, dict[tuple[int, int], Tensor]]:
+        """Act in the environments: what ``_rollout`` needs."""
         count = self.environments.count
         self._check_start()
         if isinstance(self.environments, Replayable):
             self.environments.mark()
-        act = self.actor(state.generators["sample"])
+        act = self.actor(generator)
         observed: list[Observations] = []
         taken: list[Tensor] = []
         outcomes: list[Step] = []
@@ -105,11 +128,11 @@ class ControlCollector:
                 kept += count - int(step.ignored.sum())
                 if self.at_least is None or kept >= self.at_least:  # finish the current episodes: none counts in part
                     remaining -= step.done.astype(int)
-        together = {path: np.stack([observations[path] for observations in observed], 1) for path in self.observations}
-        self.raw = RawRollout(dict(together), np.stack([step.done for step in outcomes], 1))
+        observed_parts = {path: np.stack([observations[path] for observations in observed], 1) for path in self.observations}
+        self.raw = RawRollout(dict(observed_parts), np.stack([step.done for step in outcomes], 1))
         if before is not None:  # an ignored row has the last observation of the episode before
-            together[EPISODE_STARTS] = np.stack(starts, 1) & ~np.stack([step.ignored for step in outcomes], 1)
-        return self._rollout(together, torch.stack(taken, 1), outcomes, before, states_at_cuts)
+            observed_parts[EPISODE_STARTS] = np.stack(starts, 1) & ~np.stack([step.ignored for step in outcomes], 1)
+        return observed_parts, torch.stack(taken, 1), outcomes, before, states_at_cuts
 
     def _unfinished(self, outcomes: list[Step]) -> bool:
         """Whether a rollout of T steps needs more: also if all its rows were resets."""
@@ -208,9 +231,8 @@ class ControlCollector:
         for index in bad:
             self.observations, restarted = self.environments.restart(index)
             self._restart_counters(restarted)
-        self.discounted.zero_()  # the discarded rollout would have added to it
         index, what = next(iter(bad.items()))
-        where = not_finite_message(self.environments.name, what, index, at[index])
+        where = not_finite_message(self.environments.name, what, self.environments.first + index, at[index])
         raise NotFiniteError(f"{where}; the rollout is discarded and the update skipped")
 
     def _restart_counters(self, restarted: list[int]) -> None:
@@ -221,15 +243,23 @@ class ControlCollector:
     def _count_episodes(self, step: Step, exclude: Collection[int] = ()) -> None:
         self.running_return += step.rewards if step.scores is None else step.scores
         self.running_length += ~step.ignored
+        self.steps_taken += 1
         if not step.done.any():
             return
         for index in np.flatnonzero(step.done):
             if index in exclude:
                 continue
             numbers = self._chosen(step.final_infos.get(int(index), {}), int(index))
-            self.finished.append((float(self.running_return[index]), int(self.running_length[index]), numbers))
-            self.finished_count += 1
+            episode = float(self.running_return[index]), int(self.running_length[index]), numbers
+            self.ended.append((self.steps_taken, self.environments.first + int(index), episode))
             self.running_return[index], self.running_length[index] = 0.0, 0
+
+    def _add_episodes(self) -> None:
+        """Add the episodes that have ended on all ranks to the recent ones, in the order in which they ended."""
+        ended = sorted((row for rows in exchange(self.ended) for row in rows), key=lambda row: row[:2])
+        self.finished.extend(episode for _, _, episode in ended)
+        self.finished_count += len(ended)
+        self.ended = []
 
     def _chosen(self, numbers: Mapping[str, float], index: int) -> dict[str, float]:
         """The numbers of an episode that become metrics. Raises SurefootError if the recipe names one that is missing."""
@@ -238,8 +268,8 @@ class ControlCollector:
         if missing:
             raise SurefootError(
                 f"rollout.info={list(names or ())}: {self.environments.name} has no number {missing[0]!r} in the info of an "
-                f"episode's last step (environment {index}){did_you_mean(missing[0], numbers)} (numbers there: "
-                f"{', '.join(map(repr, numbers)) or 'none'})"
+                f"episode's last step (environment {self.environments.first + index}){did_you_mean(missing[0], numbers)} "
+                f"(numbers there: {', '.join(map(repr, numbers)) or 'none'})"
             )
         return {name: numbers[name] for name in (SUCCESS if names is None else names) if name in numbers}
 
@@ -270,11 +300,26 @@ class ControlCollector:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The environments (as actions to replay), running returns, and the recent episodes."""
+        """The environments (as actions to replay), running returns, and the recent episodes: those of all ranks as one.
+
+        All ranks must call this.
+        """
+        parts = exchange(self._own_state())
+        firsts = exchange(self.environments.first)
+        if len(parts) == 1:
+            return parts[0]
+        memories = [part["memory"] for part in parts]
+        return parts[0] | {
+            "environments": join_states([part["environments"] for part in parts], firsts),
+            "memory": None if memories[0] is None else torch.cat(memories),
+            **{name: concatenate([np.asarray(part[name]) for part in parts]) for name in BY_ROW},
+        }
+
+    def _own_state(self) -> dict[str, Any]:
         return {
             "environments": self.environments.state_dict(),
             "discounted": self.discounted,
-            "memory": self.lstm_state,
+            "memory": None if self.lstm_state is None else self.lstm_state.cpu(),
             "starts": self.starts,
             "running_return": self.running_return,
             "running_length": self.running_length,
@@ -284,8 +329,10 @@ class ControlCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. ``lost`` then lists the environments that did not replay and started a new episode."""
+        if world_size() > 1:
+            state = self._own_part(state)
         self.observations, self.lost = self.environments.load_state_dict(state["environments"])
-        self.discounted = state["discounted"].clone()
+        self.discounted = torch.as_tensor(state["discounted"]).clone()
         self.lstm_state = None if state["memory"] is None else state["memory"].to(self.agent.device)
         self.starts = torch.as_tensor(state["starts"]).numpy().copy()
         self.running_return = torch.as_tensor(state["running_return"]).numpy().copy()
@@ -294,6 +341,19 @@ class ControlCollector:
         self.finished = deque(rows, maxlen=RECENT_EPISODES)
         self.finished_count = state["finished_count"]
         self._restart_counters(self.lost)
+
+    def _own_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a state. Raises SurefootError if the state has another number of environments."""
+        total, saved = self.agent.recipe.rollout.environments, len(state["starts"])
+        if saved != total:
+            raise SurefootError(f"rollout.environments={total}: the checkpoint has {saved} environments; set that many")
+        first = self.environments.first
+        rows = slice(first, first + self.environments.count)
+        return state | {
+            "environments": slice_state(state["environments"], rows),
+            "memory": None if state["memory"] is None else state["memory"][rows],
+            **{name: torch.as_tensor(state[name])[rows] for name in BY_ROW},
+        }
 
 
 def check_actions(actions: Tensor) -> None:

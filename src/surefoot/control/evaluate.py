@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import gymnasium
@@ -20,6 +21,7 @@ from surefoot.control.environments.observations import (
     score_and_life,
 )
 from surefoot.control.spaces import MASK, Array
+from surefoot.core.distributed import exchange, rank, together, world_size
 from surefoot.core.seeding import stream
 from surefoot.errors import NotFiniteError, SurefootError
 
@@ -56,11 +58,14 @@ def evaluate_agent(
     episodes: int,
     seed: int,
     deterministic: bool = True,
+    shared: bool = False,
 ) -> EvaluationResult:
     """Run ``episodes`` whole episodes, the likeliest action at every step unless ``deterministic`` is False.
 
     Episode i is reset with the seed of (seed, i mod width, i div width, "evaluation"), with width the number of environments.
     The same call always gives the same result, on episodes that training has not seen.
+    shared   each rank runs its share of the episodes; all of them must call this, and get the result of one process
+
     Raises SurefootError when the task's spaces are not the agent's.
     """
     if episodes < 1:
@@ -71,14 +76,44 @@ def evaluate_agent(
         if not isinstance(environments, LoopedEnvironments):
             raise SurefootError(f"task={task_name(task)!r}: evaluation needs single environments, not a vector environment")
         check_same_spaces(agent, environments, task_name(task))
-        return _run(agent, environments, episodes, seed, deterministic)
+        return _run(agent, environments, episodes, seed, deterministic, shared)
     finally:
         environments.close()
 
 
-def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: int, deterministic: bool) -> EvaluationResult:
+def _run(
+    agent: Agent, environments: LoopedEnvironments, episodes: int, seed: int, deterministic: bool, shared: bool
+) -> EvaluationResult:
     width = environments.count
     quota = np.array([len(range(b, episodes, width)) for b in range(width)])
+    if shared:
+        quota[[b for b in range(width) if b % world_size() != rank()]] = 0
+        with together():
+            mine = _finished_episodes(agent, environments, quota, seed, deterministic)
+        ended = [list(chain(*of_ranks)) for of_ranks in zip(*exchange(mine), strict=True)]
+    else:
+        ended = _finished_episodes(agent, environments, quota, seed, deterministic)
+    ordered = [ended[i % width][i // width] for i in range(episodes)]
+    values = [row[0] for row in ordered]
+    return EvaluationResult(
+        mean_return=float(np.mean(values)),
+        std_return=float(np.std(values)),
+        returns=values,
+        lengths=[row[1] for row in ordered],
+        episodes=episodes,
+        seed=seed,
+        info=mean_numbers((row[2] for row in ordered), agent.recipe.rollout.info),
+    )
+
+
+def _finished_episodes(
+    agent: Agent, environments: LoopedEnvironments, quota: Array, seed: int, deterministic: bool
+) -> list[list[tuple[float, int, dict[str, float]]]]:
+    """Return, length and numbers of the episodes of each environment, of which ``quota`` has the number.
+
+    An environment without episodes stays in the batch: the last bits of a matrix product depend on the number of rows.
+    """
+    width = environments.count
     ended: list[list[tuple[float, int, dict[str, float]]]] = [[] for _ in range(width)]
     running, length = np.zeros(width), np.zeros(width, np.int64)
     normalise, convert, policy = agent.normaliser(), agent.action_converter(), agent.policy
@@ -105,17 +140,7 @@ def _run(agent: Agent, environments: LoopedEnvironments, episodes: int, seed: in
                 "it (gymnasium.wrappers.TimeLimit, or max_episode_steps), or set evaluation.episodes = 0"
             )
         observations = step.observations
-    ordered = [ended[i % width][i // width] for i in range(episodes)]
-    values = [row[0] for row in ordered]
-    return EvaluationResult(
-        mean_return=float(np.mean(values)),
-        std_return=float(np.std(values)),
-        returns=values,
-        lengths=[row[1] for row in ordered],
-        episodes=episodes,
-        seed=seed,
-        info=mean_numbers((row[2] for row in ordered), agent.recipe.rollout.info),
-    )
+    return ended
 
 
 def _check(name: str, bad: dict[int, str], length: Any) -> None:

@@ -17,7 +17,7 @@ from surefoot.control.environments.workers import WorkerEnvironments, available_
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.replay import origin
 from surefoot.control.spaces import MASK
-from surefoot.core.distributed import check_device, world_size
+from surefoot.core.distributed import check_device, exchange, share, together, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
 from surefoot.errors import SurefootError
 from surefoot.recipes.callables import Functions
@@ -61,7 +61,7 @@ class ControlWorld:
                 self.agent,
                 steps,
                 rollout.episodes,
-                rollout.at_least,
+                None if rollout.at_least is None else -(-rollout.at_least // world_size()),
                 compiled=recipe.engine == "compiled" and world_size() == 1,
             )
             self.agent.masked = MASK in self.collector.observations
@@ -101,8 +101,10 @@ class ControlWorld:
     def load(self, parts: dict[str, Any], where: Path) -> list[str]:
         """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration."""
         self.agent.load(parts["agent"], where)
-        self.collector.load_state_dict(parts["collector"])
-        lost = self.collector.lost
+        with together():
+            self.collector.load_state_dict(parts["collector"])
+        first = self.environments.first
+        lost = [index for rows in exchange([first + row for row in self.collector.lost]) for index in rows]
         if not lost:
             return []
         return [
@@ -115,7 +117,8 @@ class ControlWorld:
         settings = self.recipe.evaluation
         if not settings.episodes:
             return None
-        result = evaluate_agent(self.agent, self.task, self.recipe.environment, settings.episodes, settings.seed)
+        arguments, episodes = self.recipe.environment, settings.episodes
+        result = evaluate_agent(self.agent, self.task, arguments, episodes, settings.seed, shared=True)
         numbers = {f"evaluation_{name}": mean for name, mean in result.info.items()}
         return EvaluationReport(result.mean_return, {"evaluation_return": result.mean_return, **numbers})
 
@@ -142,19 +145,25 @@ class ControlWorld:
 
 
 def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe, count: int | None = None) -> Environments:
-    """The environments of a recipe, by ``rollout.backend``; ``count`` replaces their number.
+    """This rank's share of the environments of a recipe, by ``rollout.backend``; ``count`` replaces their number.
 
     Raises SurefootError when the backend does not have the task, or the task can't be made.
     """
     rollout, arguments, seed = recipe.rollout, recipe.environment, recipe.seed
-    count = rollout.environments if count is None else count
+    if rollout.environments < world_size():
+        raise SurefootError(
+            f"rollout.environments={rollout.environments}: too few for {world_size()} ranks; set at least {world_size()}"
+        )
+    numbers = share(rollout.environments) if count is None else range(count)
+    first, count = numbers.start, len(numbers)
     if rollout.backend == "workers":
-        return WorkerEnvironments(task, arguments, count, seed, rollout.workers or available_cores(), rollout.deadline)
+        workers = rollout.workers or available_cores()
+        return WorkerEnvironments(task, arguments, count, seed, workers, rollout.deadline, first=first)
     if rollout.backend == "native":
-        return _vector(task, recipe, count, native)
+        return _vector(task, recipe, numbers, native)
     if rollout.backend == "envpool":
-        return _vector(task, recipe, count, EnvPool)
-    made = make_environments(task, arguments, count, seed)
+        return _vector(task, recipe, numbers, EnvPool)
+    made = make_environments(task, arguments, count, seed, first=first)
     if isinstance(made, VectorEnvironments):
         try:
             _check_vector(recipe, task_name(task), made.count)
@@ -182,7 +191,7 @@ def native(task: str, count: int, arguments: dict[str, Any]) -> VectorEnv[Any, A
 def _vector(
     task: str | MakeEnvironment,
     recipe: ControlRecipe,
-    count: int,
+    numbers: range,
     make: Callable[[str, int, dict[str, Any]], VectorEnv[Any, Any, Any]],
 ) -> VectorEnvironments:
     """A vector environment of an id, with the spaces of its single environments, which evaluation uses."""
@@ -193,7 +202,7 @@ def _vector(
             "rollout.backend = 'workers' or 'loop'"
         )
     try:
-        made = make(name, count, recipe.environment)
+        made = make(name, len(numbers), recipe.environment)
     except SurefootError:
         raise
     except Exception as error:
@@ -210,7 +219,7 @@ def _vector(
                     f"single environment is {space}; set rollout.backend = 'workers' or 'loop'"
                 )
             setattr(made, f"single_{kind}", space)
-        return VectorEnvironments(made, recipe.seed, name)
+        return VectorEnvironments(made, recipe.seed, name, numbers.start)
     except BaseException:
         made.close()
         raise
@@ -234,9 +243,11 @@ def _check_vector(recipe: ControlRecipe, task: str, count: int) -> None:
             f"evaluation.episodes={recipe.evaluation.episodes}: evaluation needs single environments, but task={task!r} makes "
             "a vector environment; set evaluation.episodes = 0"
         )
-    if recipe.rollout.environments != count:
+    total, each = count * world_size(), " on each rank" if world_size() > 1 else ""
+    if recipe.rollout.environments != total:
         raise SurefootError(
-            f"rollout.environments={recipe.rollout.environments}: task={task!r} makes a vector of {count}; set it to {count}"
+            f"rollout.environments={recipe.rollout.environments}: task={task!r} makes a vector of {count}{each}; set it to "
+            f"{total}"
         )
 
 

@@ -1,22 +1,25 @@
-"""Ranks: their number, sums across them, and checks before training. With one process each sum is the identity.
+"""Ranks: their number, sums and exchanges across them. With one process each of these is the identity.
 
 Losses are divided by global counts, so gradients are *summed*: a mean of means would weight ranks, not samples.
-A failed exchange is a SurefootError of one line; within ``process_group`` it fails after a timeout.
+A failed exchange is a SurefootError of one line; ``core/ranks.py`` joins the ranks and sets the timeout.
 """
 
 import functools
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from surefoot.errors import SurefootError, cause_of
+from surefoot.core.seeding import derived_seed
+from surefoot.errors import NotFiniteError, RankLostError, SurefootError, cause_of
 from surefoot.functional import Moments, merge_moments
+
+T = TypeVar("T")
+reason_of_failure: Callable[[], str | None] = lambda: None  # noqa: E731
+"""the message with which another rank left; set by ``core/ranks.py``"""
 
 
 def rank() -> int:
@@ -74,64 +77,124 @@ def merge_across_ranks(moments: Moments) -> Moments:
     return functools.reduce(merge_moments, (Moments(*row) for row in everyone))
 
 
+# ---- exchanges and agreement ----------------------------------------------------------------------------------------
+
+
+def share(count: int) -> range:
+    """This rank's share of ``count`` things, numbered from 0; the shares are consecutive and nearly equal."""
+    return range(rank() * count // world_size(), (rank() + 1) * count // world_size())
+
+
+def exchange(value: T) -> list[T]:
+    """The values of all ranks, in their order, on every rank."""
+    everyone = [value] * world_size()
+    if world_size() > 1:
+        with _one_line_errors():
+            dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_first(value: T) -> T:
+    """The value of rank 0, on every rank."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    with _one_line_errors():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def on_first(function: Callable[[], T]) -> T:
+    """The result of a function that only rank 0 calls, on every rank; so is its error."""
+    result: list[T] = []
+    with together():
+        if rank() == 0:
+            result.append(function())
+    return from_first(result)[0]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A piece of work without exchanges that all ranks do at the same time: if it fails on one, it fails on all.
+
+    Raises the error of this rank, or else a NotFiniteError or SurefootError with the message and the number of the rank that
+    has one. Without this, the other ranks would wait in their next exchange for one that will not come.
+    """
+    if world_size() == 1:
+        yield
+        return
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    failed = torch.tensor(0 if mine is None else 1)
+    if int(all_max(failed)):
+        text = None if mine is None else str(mine) if isinstance(mine, SurefootError) else cause_of(mine)
+        errors = exchange(None if mine is None else (isinstance(mine, NotFiniteError), text))
+        # NotFiniteError skips an update, so all ranks must raise it, or none.
+        skips = all(error is None or error[0] for error in errors)
+        if mine is not None and (skips or not isinstance(mine, NotFiniteError)):
+            raise mine
+        number, first = next((i, error) for i, error in enumerate(errors) if error and (skips or not error[0]))
+        raise (NotFiniteError if skips else SurefootError)(f"rank {number}: {first[1]}") from mine
+
+
+def rank_generator(generator: torch.Generator) -> torch.Generator:
+    """A generator for this rank's share of the next batch; ``generator`` itself in a single process.
+
+    Each rank draws one number from ``generator``, which then has the same state on all ranks, so one checkpoint is enough.
+    """
+    if world_size() == 1:
+        return generator
+    drawn = int(torch.randint(2**62, (), generator=generator))
+    return torch.Generator().manual_seed(derived_seed(drawn, "rank", rank()))
+
+
+def broadcast_weights(module: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    if world_size() > 1:
+        with _one_line_errors(), torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, src=0)
+
+
+def check_same_weights(module: nn.Module) -> None:
+    """Raise SurefootError, on every rank, if a rank's parameters are not those of rank 0, bit for bit."""
+    if world_size() == 1:
+        return
+    sums = torch.stack([_bits(parameter) for parameter in module.parameters()])
+    everyone = exchange(sums.tolist())
+    different = [number for number, value in enumerate(everyone) if value != everyone[0]]
+    if different:
+        raise SurefootError(
+            f"ranks: the weights of rank {', '.join(map(str, different))} differ from those of rank 0; run all ranks on the "
+            "same kind of device with the same versions, then resume from the last checkpoint"
+        )
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """The sum of a tensor's bits, read as whole numbers.   -> [] int64"""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[parameter.element_size()]
+    return parameter.detach().contiguous().view(integer).sum(dtype=torch.int64).cpu()
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Raise SurefootError in place of the backend's errors."""
     try:
         yield
     except RuntimeError as error:
-        raise SurefootError(
+        why = reason_of_failure()
+        if why is not None:
+            raise SurefootError(why) from error
+        raise RankLostError(
             f"rank {rank()} of {world_size()}: another rank has died, or did not answer in time ({cause_of(error)}); see what "
             "it printed last, then start all ranks again"
         ) from error
 
 
 # ---- before training ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def process_group(backend: str = "gloo", timeout: float = 600.0) -> Iterator[int]:
-    """Join the processes that ``torchrun`` started as ranks that train together; gives this process's rank.
-
-    timeout   seconds that an exchange waits for the slowest rank: more than any rank needs to collect a batch
-
-    Raises SurefootError if the other ranks don't join in that time.
-    """
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
-        raise SurefootError(
-            f"ranks: the others did not join within {timeout:g} s ({cause_of(error)}); start all with torchrun"
-        ) from error
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
-
-
-LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "start one process, without torchrun"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "start one process: srun --ntasks=1"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "start one process, without mpirun"),
-)
-"""for each launcher, the variables with the rank and the number of processes, and the remedy.
-
-Launchers can be nested, so any of them counts. SLURM_NTASKS does not: a batch script with several tasks has it, and is one
-process; srun sets SLURM_STEP_NUM_TASKS."""
-
-
-def check_single_process(folder: Path) -> None:
-    """Raise SurefootError if a launcher started several processes, each of which would train the same run."""
-    field, count, remedy = "torch.distributed", world_size(), "call init_process_group only in your own training program"
-    for rank_name, size_name, instead in LAUNCHERS if count == 1 else ():
-        if rank_name in os.environ and (size := os.environ.get(size_name, "")).isdecimal() and int(size) > 1:
-            field, count, remedy = size_name, int(size), instead
-            break
-    if count > 1:
-        raise SurefootError(
-            f"{field}={count}: {count} processes would each train the same run into {folder}; {remedy} (several ranks: "
-            "docs/how-to/several-machines.md)"
-        )
 
 
 def check_device(device: str) -> None:

@@ -53,7 +53,7 @@ def free_folder(run_dir: Path, name: str) -> Path:
 
     Raises SurefootError if a launcher has started several processes.
     """
-    from surefoot.core.distributed import check_single_process
+    from surefoot.core.ranks import check_single_process
 
     folder, number = run_dir / name, 2
     check_single_process(folder)

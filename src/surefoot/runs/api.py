@@ -14,7 +14,8 @@ from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import check_single_process
+from surefoot.core.distributed import from_first, on_first, rank, together
+from surefoot.core.ranks import choose_gpu, join_ranks
 from surefoot.core.rollout import World
 from surefoot.errors import SurefootError
 from surefoot.recipes.arguments import (
@@ -162,24 +163,33 @@ def start(
 
     ``callback``, ``callbacks`` and ``display`` are those of ``train``.
 
-    Raises SurefootError for what can't be trained, and if a launcher has started several processes for one ``run_dir``.
+    Started by a launcher as several processes, these are the ranks of one run: all must call this with the same arguments.
+    Raises SurefootError for what can't be trained.
     """
-    if run_dir is not None:
-        check_single_process(run_dir)
+    join_ranks()
+    with together():
+        choose_gpu(recipe.device)
     several = check_callbacks(callbacks)
-    check_trackers(recipe, run_dir)
-    recipe = with_pinned_data(recipe)
-    folder = None if run_dir is None or not rows else RunFolder.reserve(run_dir, rows)  # the world reads them there
-    world = None
+    with together():
+        check_trackers(recipe, run_dir)
+    recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
+    run_dir = from_first(run_dir)
+    main, folder, world = rank() == 0, None, None
     try:
-        world = _make_world(recipe, task, functions)
-        _start_from(world, agent)
-        session = Session(recipe, world, None, _listeners(display, callback), several, functions)
-        if run_dir is not None:  # last, so that a rejected recipe leaves no folder
-            session.folder = folder = folder or RunFolder.reserve(run_dir)
-            folder.begin(recipe, None if origin is None else asdict(origin))
-            if agent is not None:
-                agent.save(run_dir / START)
+        with together():
+            if main and run_dir is not None and rows:
+                folder = RunFolder.reserve(run_dir, rows)  # the world reads them there
+        with together():
+            world = _make_world(recipe, task, functions)
+            _start_from(world, agent)
+            session = Session(recipe, world, None, _listeners(display, callback), several, functions)
+        session.kept = run_dir is not None
+        with together():
+            if main and run_dir is not None:  # last, so that a rejected recipe leaves no folder
+                session.folder = folder = folder or RunFolder.reserve(run_dir)
+                folder.begin(recipe, None if origin is None else asdict(origin))
+                if agent is not None:
+                    agent.save(run_dir / START)
         session.run()
         return world.result
     finally:
@@ -211,44 +221,60 @@ def resume(
     argument, unless it can be imported: ``task=make``, ``reward=function``, ``network={"custom": Net}``,
     ``optimizer={"schedule": function}``.
     Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
-    since the checkpoint and ``allow_changes`` is False; and if a launcher has started several processes.
+    since the checkpoint and ``allow_changes`` is False.
+    A run may be resumed with another number of ranks. With the same number it continues exactly.
 
     >>> _ = surefoot.train("CartPole-v1", steps=256, run_dir="runs/short")
     >>> agent = surefoot.resume("runs/short", steps=512)
     >>> agent.recipe.steps
     512
     """
-    check_single_process(Path(run_dir))
+    join_ranks()
     several = check_callbacks(callbacks)
-    folder = RunFolder.open(Path(run_dir))
-    world = None
+    folder, world = None, None
     try:
-        recipe = folder.recipe()
-        if steps is not None:
-            recipe = make_recipe({**to_table(recipe), "steps": steps})
-        check_trackers(recipe, folder.path)
-        checkpoint = folder.latest()
+        with together():
+            folder = RunFolder.open(Path(run_dir)) if rank() == 0 else None
+        recipe, checkpoint, began_in = on_first(lambda: _to_continue(folder, steps))
+        with together():
+            choose_gpu(recipe.device)
         functions = _functions_again(recipe, reward=reward, network=network, optimizer=optimizer, objective=objective)
         try:
-            world = _make_world(recipe, task, functions)
+            with together():
+                world = _make_world(recipe, task, functions)
         except SurefootError as error:
-            if folder.began_in in (None, os.getcwd()):
+            if began_in in (None, os.getcwd()):
                 raise
-            where = f"relative paths are from {folder.began_in}, where the run began: resume it there"
+            where = f"relative paths are from {began_in}, where the run began: resume it there"
             raise SurefootError(f"{error}; {where}") from None
-        if checkpoint is None:
-            _start_from(world)
-        shown = _display(display, f"resuming {folder.path}")
-        session = Session(recipe, world, folder, _listeners(shown, callback), several, functions)
+        shown = _display(display, f"resuming {run_dir}")
+        with together():
+            if checkpoint is None:
+                _start_from(world)
+            session = Session(recipe, world, folder, _listeners(shown, callback), several, functions)
+        session.kept = True
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
-        folder.write_recipe(recipe)
+        with together():
+            if folder is not None:
+                folder.write_recipe(recipe)
         session.run()
         return world.result
     finally:
-        folder.close()
+        if folder is not None:
+            folder.close()
         if world is not None:
             world.close()
+
+
+def _to_continue(folder: RunFolder | None, steps: int | None) -> tuple[Recipe, Path | None, str | None]:
+    """Recipe and latest checkpoint of a run that is resumed, and the working folder where it began."""
+    assert folder is not None, "only rank 0 asks"
+    recipe = folder.recipe()
+    if steps is not None:
+        recipe = make_recipe({**to_table(recipe), "steps": steps})
+    check_trackers(recipe, folder.path)
+    return recipe, folder.latest(), folder.began_in
 
 
 def _start_from(world: World, agent: Agent | None = None) -> None:
@@ -305,7 +331,8 @@ def _display(display: Display, title: str) -> Listener | None:
 
 
 def _listeners(display: Listener | None, callback: MetricsCallback | None) -> list[Listener]:
-    return [*([display] if display else []), *([metrics_listener(callback)] if callback else [])]
+    """A callback runs on every rank, as callbacks do; the display on the first."""
+    return [*([display] if display and rank() == 0 else []), *([metrics_listener(callback)] if callback else [])]
 
 
 def make_world(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from surefoot.core.distributed import check_single_process
+from surefoot.core.ranks import check_single_process
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table, read_toml, write_text

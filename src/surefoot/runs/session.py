@@ -9,6 +9,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from surefoot.core.distributed import (
+    broadcast_weights,
+    check_same_weights,
+    exchange,
+    on_first,
+    rank,
+    together,
+    world_size,
+)
 from surefoot.core.learner import Learner, scheduled
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings, RMSpropSettings
@@ -94,13 +103,16 @@ class Session:
 
     recipe      what to train, and how
     world       made from the recipe
-    folder      the run's folder; None writes nothing
-    listeners   receive every event
+    folder      the run's folder; None writes nothing. Of several ranks only the first has one
+    listeners   receive every event; of several ranks only the first has some
     callbacks   of the user; they receive every event and may add metrics
     functions   schedules that were passed as objects
 
     Events go to callbacks, then to the run's own listeners (traces, samples, trackers, findings), then to ``listeners``.
     ``RunEnd`` goes the other way round, because the last listener closes first.
+
+    With several ranks, every rank has a session. All of them collect, learn and evaluate; the first one writes and shows the
+    run. They agree at the end of each iteration whether to stop, and an error on one of them ends all (``together``).
     """
 
     def __init__(
@@ -129,6 +141,10 @@ class Session:
         self.machine_use = MachineUse(recipe.device)
         self.sampled = False
         """whether the samples before the first update are published"""
+        self.kept = folder is not None
+        """whether the run has a folder, perhaps that of the first rank"""
+        self.lines: list[str] = []
+        """messages of this rank, if it is not the first, which shows them"""
 
     # ---- continue ----------------------------------------------------------------------------------------------------------
 
@@ -137,15 +153,23 @@ class Session:
 
         Raises SurefootError when the recipe has changed since (unless allowed), or the run has nothing left to do.
         """
+        parts = on_first(lambda: self._read(checkpoint, allow_changes))
+        self.pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
+        with made_from(checkpoint):
+            for line in self.world.load(parts, checkpoint):
+                self.message(line)
+            with together():
+                self._load_learner(parts["learner"], checkpoint)
+                self.state.load_state_dict(parts["state"])
+        self.best, self.since_best = on_first(lambda: self._best_of(parts["progress"], checkpoint.parent.parent / "best"))
+
+    def _read(self, checkpoint: Path, allow_changes: bool) -> dict[str, Any]:
+        """The parts of a checkpoint from which this run can continue."""
         parts = load_checkpoint(checkpoint)
         require(parts, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
         with made_from(checkpoint):
             self._check_resumable(parts, checkpoint, allow_changes)
-            for line in self.world.load(parts, checkpoint):
-                self.message(line)
-            self._load_learner(parts["learner"], checkpoint)
-            self.state.load_state_dict(parts["state"])
-            self._restore_best(parts["progress"], checkpoint.parent.parent / "best")
+        return parts
 
     def _check_resumable(self, parts: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
         run_folder, done = checkpoint.parent.parent, parts["state"]["steps"]
@@ -158,8 +182,8 @@ class Session:
         if done != steps_named(checkpoint.name):
             raise SurefootError(f"{checkpoint}: holds the state after other steps than its name says; use an older checkpoint")
         exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
-        self.pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
-        if done >= self.recipe.steps and exported and self.pending is None:
+        pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
+        if done >= self.recipe.steps and exported and pending is None:
             raise SurefootError(
                 f"{run_folder}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N"
             )
@@ -172,15 +196,15 @@ class Session:
             )
         self.learner.load_state_dict(saved)
 
-    def _restore_best(self, progress: dict[str, Any], folder: Path) -> None:
-        """Restore the best score, if the recipe saved with the best weights measures scores as this one does."""
+    def _best_of(self, progress: dict[str, Any], folder: Path) -> tuple[float | None, int]:
+        """The best score, if the recipe saved with the best weights measures scores as this one, and evaluations since."""
         best = latest_checkpoint(folder)
         if best is None or progress["best"] is None:
-            return
+            return None, 0
         if scored_alike(load_checkpoint(best)["recipe"], to_table(self.recipe)):
-            self.best, self.since_best = float(progress["best"]), int(progress.get("since_best", 0))
-        else:
-            self.message("the evaluation settings have changed: the best score so far no longer counts")
+            return float(progress["best"]), int(progress.get("since_best", 0))
+        self.message("the evaluation settings have changed: the best score so far no longer counts")
+        return None, 0
 
     # ---- run ---------------------------------------------------------------------------------------------------------------
 
@@ -190,13 +214,15 @@ class Session:
         Raises Interrupted after a signal, once everything is saved.
         """
         run_folder = None if self.folder is None else self.folder.path
-        self.listeners = [*self._own_listeners(), *self.listeners]
+        broadcast_weights(self.world.policy)
+        with together():
+            self.listeners = [*self._own_listeners(), *self.listeners]
         self.previous_steps = self.state.steps
         failed = True
         try:
-            self.publish(RunStart(self.state, run_folder))
-            for line in (*self.world.model_summary, *self.world.warnings):
-                self.message(line)
+            with together():
+                self.publish(RunStart(self.state, run_folder))
+            self._publish_opening()
             with self.signals:
                 self._publish_initial_samples()
                 if not self._finish_pending():
@@ -235,18 +261,32 @@ class Session:
         self.report(finding)
 
     def message(self, line: str) -> None:
-        """Publish one line for the user."""
-        self.publish(Message(line))
+        """Publish one line for the user, or keep it for the first rank."""
+        if rank() == 0:
+            self.publish(Message(line))
+        else:
+            self.lines.append(line)
+
+    def _publish_opening(self) -> None:
+        """Publish the lines about the model and the warnings, and those of other ranks that are not the same."""
+        mine = (*self.world.model_summary, *self.world.warnings)
+        lines = exchange(mine)
+        for line in mine if rank() == 0 else ():
+            self.message(line)
+        for number, others in enumerate(lines[1:] if rank() == 0 else (), 1):
+            for line in others:
+                if line not in mine:
+                    self.message(f"rank {number}: {line}")
 
     def _own_listeners(self) -> list[Listener]:
-        """Callbacks, and what every run has: files and trackers if there is a folder, and findings."""
+        """Callbacks, and what every run has: files and trackers if there is a folder, and findings on the first rank."""
         monitor = RunMonitor(self.recipe, self.message, self.report)
         run_folder = None if self.folder is None else self.folder.path
         callbacks: list[Listener] = []
         if self.callbacks:
             callback_run = Run(self.recipe, self.world, self.learner, self.state, run_folder)
             callbacks = [CallbackListener(callback_run, self.callbacks)]
-        return [*callbacks, *self._files(), monitor]
+        return [*callbacks, *self._files(), *([] if rank() else [monitor])]
 
     def _files(self) -> list[Listener]:
         """The listeners that write in the run's folder, and the trackers."""
@@ -265,15 +305,17 @@ class Session:
 
     def _publish_rollout(self, rollout: Rollout) -> None:
         self._publish_initial_samples()
-        self.publish(RolloutEnd(rollout))
+        with together():
+            self.publish(RolloutEnd(rollout))
 
     def _publish_initial_samples(self) -> None:
         """Publish samples of the policy before its first update, once; without held-out prompts those of the first rollout."""
-        if self.folder is None or self.sampled or self.state.updates:
+        if not self.kept or self.sampled or self.state.updates:
             return
         if samples := self.world.samples():
             self.sampled = True
-            self.publish(InitialSamples(self.state, samples))
+            with together():
+                self.publish(InitialSamples(self.state, samples))
 
     def _finish_pending(self) -> bool:
         """Finish the iteration whose evaluation failed before; whether training stops there."""
@@ -291,15 +333,29 @@ class Session:
         """Evaluate, publish and save after an update; whether the run stops."""
         finished = state.steps >= state.total_steps
         evaluating = finished or self._crossed(self.recipe.evaluate_every)
-        metrics = self._publish_update(metrics)
+        with together():
+            metrics = self._publish_update(metrics)
         if evaluating:
             metrics |= self._evaluate_or_save(metrics)
-        stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested
-        stop = stop or (evaluating and self._out_of_patience())
+        with together():
+            stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested
+        stop = self._agree(stop or (evaluating and self._out_of_patience()))
         if finished or stop or self._crossed(self.recipe.checkpoint_every):
             self._save()
         self.previous_steps = state.steps
         return stop
+
+    def _agree(self, stop: bool) -> bool:
+        """Whether any rank stops; the first one publishes the messages of the others."""
+        if world_size() == 1:
+            return stop
+        stops, signalled, lines = zip(*exchange((stop, self.signals.stop_requested, self.lines)), strict=True)
+        self.lines = []
+        for number, of_rank in enumerate(lines if rank() == 0 else ()):
+            for line in of_rank:
+                self.message(f"rank {number}: {line}")
+        self.signals.stop_requested = any(signalled)
+        return any(stops)
 
     def _publish_update(self, metrics: Metrics) -> Metrics:
         """Publish an update with its trace; its metrics, which begin with the counts."""
@@ -328,14 +384,15 @@ class Session:
 
     def _evaluate(self) -> Metrics:
         report = self.world.evaluate()
-        if self.best is None and self.folder is not None:
-            # No best score was restored, so anything in best/ has scores that can't be compared.
-            prune(self.folder.best, keep=0)
-        if report is None:
-            return {}
-        self._keep_best(report)
-        self.publish(EvaluationEnd(self.state, report))
-        return report.metrics
+        with together():
+            if self.best is None and self.folder is not None:
+                # No best score was restored, so anything in best/ has scores that can't be compared.
+                prune(self.folder.best, keep=0)
+            if report is None:
+                return {}
+            self._keep_best(report)
+            self.publish(EvaluationEnd(self.state, report))
+            return report.metrics
 
     def _keep_best(self, report: EvaluationReport) -> None:
         score = report.score if report.score is not None and math.isfinite(report.score) else None
@@ -350,21 +407,28 @@ class Session:
             prune(self.folder.best, keep=1)
 
     def _save(self) -> None:
-        if self.folder is None:
+        if not self.kept:
             return
+        check_same_weights(self.world.policy)
+        collector = self.world.collector.state_dict()  # of all ranks
+        with together():
+            if self.folder is not None:
+                self._write_checkpoint(self.folder, collector)
+
+    def _write_checkpoint(self, folder: RunFolder, collector: dict[str, Any]) -> None:
         assert self.metrics_file is not None
         parts = {
             **self.world.checkpoint_parts(),
             "recipe": to_table(self.recipe),
             "learner": self.learner.state_dict(),
-            "collector": self.world.collector.state_dict(),
+            "collector": collector,
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best},
             "pending": self.pending or {},
         }
-        path = self.folder.checkpoints / str(self.state.steps)
+        path = folder.checkpoints / str(self.state.steps)
         save_checkpoint(path, parts, self.metrics_file.fingerprint())
-        prune(self.folder.checkpoints, self.recipe.checkpoint.keep)
+        prune(folder.checkpoints, self.recipe.checkpoint.keep)
         self.publish(CheckpointSaved(self.state, path))
 
     def _raise_if_interrupted(self) -> None:
@@ -372,16 +436,18 @@ class Session:
             return
         remedy = "nothing was kept: a run with a folder (run_dir) can be resumed"
         if self.folder is not None:
-            remedy = f"continue with: surefoot resume {self.folder.path}"
+            ranks = f" --ranks {world_size()}" if world_size() > 1 else ""
+            remedy = f"continue with: surefoot resume {self.folder.path}{ranks}"
         raise Interrupted(f"stopped at step {self.state.steps}; {remedy}")
 
     def _export(self) -> None:
-        if self.folder is None:
-            return
-        for line in self.world.finish(self.folder.path):
-            self.message(line)
-        if self.world.exports_model:
-            self.folder.finish(self.state.steps)
+        with together():
+            if self.folder is None:
+                return
+            for line in self.world.finish(self.folder.path):
+                self.message(line)
+            if self.world.exports_model:
+                self.folder.finish(self.state.steps)
 
 
 class SignalHandler:

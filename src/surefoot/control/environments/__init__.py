@@ -28,9 +28,16 @@ _logged: set[str] = set()
 
 
 def make_environments(
-    task: str | MakeEnvironment, arguments: dict[str, Any], count: int, seed: int, purpose: str = "training"
+    task: str | MakeEnvironment,
+    arguments: dict[str, Any],
+    count: int,
+    seed: int,
+    purpose: str = "training",
+    first: int = 0,
 ) -> Environments:
     """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env or a VectorEnv.
+
+    first   the number of the first one, if these are a slice of more
 
     Raises SurefootError when the task can't be made; it names the extra to install if one is missing.
     """
@@ -47,13 +54,13 @@ def make_environments(
         except Exception as error:
             raise making_error(name, error) from error
         if isinstance(made[0], VectorEnv):
-            return VectorEnvironments(made[0], seed, name)
+            return VectorEnvironments(made[0], seed, name, first)
         if not isinstance(made[0], gymnasium.Env):
             raise SurefootError(f"task={name!r}: made a {type(made[0]).__name__}, not a gymnasium.Env")
         if len({id(environment) for environment in made}) < count:
             raise SurefootError(f"task={name!r}: returned the same environment twice; make a new one on every call")
         ready = iter(made)
-        return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose)
+        return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose, first)
     except BaseException:
         close_all(made)
         raise

@@ -64,6 +64,8 @@ class Environments(Protocol):
 
     name: str
     count: int
+    first: int
+    """the number of the first environment: 0, unless these are a rank's share of more"""
     observation_space: gymnasium.Space[Any]
     """of one environment"""
     action_space: gymnasium.Space[Any]
@@ -106,7 +108,9 @@ class LoopedEnvironments:
     environment by replaying them.
     """
 
-    def __init__(self, make: MakeEnvironment, count: int, seed: int, name: str, purpose: str = "training") -> None:
+    def __init__(
+        self, make: MakeEnvironment, count: int, seed: int, name: str, purpose: str = "training", first: int = 0
+    ) -> None:
         self.count, self.seed, self.name, self.purpose = count, seed, name, purpose
         self.environments = [make() for _ in range(count)]
         self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
@@ -117,7 +121,8 @@ class LoopedEnvironments:
         self.actions: list[list[Any]] = [[] for _ in range(count)]
         self.marked: list[tuple[int, list[Any], int]] = []
         self._discrete = isinstance(self.action_space, spaces.Discrete)
-        self.first = 0  # the index of environment 0, if these are a slice of more
+        self.first = first
+        """the number of the first environment, if these are a slice of more"""
         self.position: Any = [0, -1, -1]  # environment, episode and step of the last call, for error messages
 
     def reset(self) -> Observations:

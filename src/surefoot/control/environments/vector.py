@@ -23,11 +23,13 @@ class VectorEnvironments:
     """Any Gymnasium vector environment, in its own autoreset mode (SAME_STEP, NEXT_STEP or DISABLED).
 
     It can't be replayed episode by episode, so a resumed run starts new episodes: resuming is not exact.
+
+    first   the number of the first environment, if these are a slice of more
     """
 
-    def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str) -> None:
+    def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str, first: int = 0) -> None:
         check_attributes(environments, name)
-        self.environments, self.seed, self.name = environments, seed, name
+        self.environments, self.seed, self.name, self.first = environments, seed, name, first
         self.count = environments.num_envs
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
@@ -38,7 +40,7 @@ class VectorEnvironments:
 
     def reset(self) -> Observations:
         # Different episodes each time. Gymnasium annotates the seed as int.
-        seeds: Any = [episode_seed(self.seed, index, self.resets) for index in range(self.count)]
+        seeds: Any = [episode_seed(self.seed, self.first + index, self.resets) for index in range(self.count)]
         self.steps, self.done = 0, np.zeros(self.count, bool)
         with self._errors():
             try:

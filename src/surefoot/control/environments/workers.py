@@ -57,6 +57,7 @@ class WorkerConfig:
     """The environments that a worker makes."""
 
     first: int
+    """the number of the first one"""
     count: int
     seed: int
     name: str
@@ -71,6 +72,7 @@ class Worker:
     connection: "Connection[Any, Any]"
     position: Any
     first: int
+    """its first row of a batch"""
     count: int
 
     @property
@@ -83,6 +85,7 @@ class WorkerEnvironments:
 
     task         a Gymnasium id, ``module:function``, or a callable that another process can import
     deadline     seconds that one call of an environment may take
+    first        the number of the first environment, if these are a slice of more
 
     Raises SurefootError when the task can't be sent to a worker process or made there.
     """
@@ -96,8 +99,9 @@ class WorkerEnvironments:
         workers: int,
         deadline: float,
         purpose: str = "training",
+        first: int = 0,
     ) -> None:
-        self.count, self.name, self.deadline = count, task_name(task), deadline
+        self.count, self.name, self.deadline, self.first = count, task_name(task), deadline, first
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             sys.exit(MAIN_REIMPORTED)  # a worker imports the script that started it; the parent reports that
         pickled, needs_main = _pickled(task, arguments, self.name)
@@ -107,8 +111,8 @@ class WorkerEnvironments:
         )  # when Python exits, at the latest
         try:
             for rows in np.array_split(np.arange(count), min(workers, count)):
-                config = WorkerConfig(int(rows[0]), len(rows), seed, self.name, purpose)
-                self._workers.append(_start(pickled, config, needs_main))
+                config = WorkerConfig(first + int(rows[0]), len(rows), seed, self.name, purpose)
+                self._workers.append(_start(pickled, config, needs_main, int(rows[0])))
             made = [self._receive(worker, max(deadline, START_TIMEOUT)) for worker in self._workers]
         except BaseException:
             self.close()
@@ -144,12 +148,7 @@ class WorkerEnvironments:
 
     def state_dict(self) -> dict[str, Any]:
         """The same state as in one process, so that a run may resume with another number of workers."""
-        state: dict[str, Any] = {"episodes": [], "actions": {}}
-        parts = self._call("state_dict")
-        for worker, part in zip(self._workers, parts, strict=True):
-            state["episodes"] += part["episodes"]
-            state["actions"] |= {str(worker.first + int(local)): log for local, log in part["actions"].items()}
-        return state | {"observations": concatenate([part["observations"] for part in parts])}
+        return join_states(self._call("state_dict"), [worker.first for worker in self._workers])
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Any, list[int]]:
         if "episodes" not in state:  # saved by a vector environment
@@ -158,7 +157,7 @@ class WorkerEnvironments:
             raise SurefootError(
                 f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"
             )
-        answers = self._call("load_state_dict", [(_slice_of(state, worker),) for worker in self._workers])
+        answers = self._call("load_state_dict", [(slice_state(state, worker.rows),) for worker in self._workers])
         self._observations = [observations for observations, _ in answers]
         lost = [w.first + local for w, (_, lost) in zip(self._workers, answers, strict=True) for local in lost]
         return concatenate(self._observations), lost
@@ -224,13 +223,14 @@ class WorkerEnvironments:
                 "the call under if __name__ == '__main__':, or move the task to its own module"
             )
         if position[0] == IDLE:
-            rows = f"environments {worker.first} to {worker.first + worker.count - 1}"
+            number = self.first + worker.first
+            rows = f"environments {number} to {number + worker.count - 1}"
             what = what.replace("its", "their") + " between two calls"
             raise SurefootError(f"{self.name}: {rows} {what}; resume from the last checkpoint")
         raise SurefootError(environment_failure(self.name, position, what))
 
 
-def _start(pickled: bytes, config: WorkerConfig, needs_main: bool) -> Worker:
+def _start(pickled: bytes, config: WorkerConfig, needs_main: bool, first_row: int) -> Worker:
     context = multiprocessing.get_context("spawn")
     position = RawArray(ctypes.c_longlong, [IDLE, -1, -1])
     connection, child_connection = context.Pipe()
@@ -249,7 +249,7 @@ def _start(pickled: bytes, config: WorkerConfig, needs_main: bool) -> Worker:
         ) from None
     finally:
         child_connection.close()
-    return Worker(process, connection, position, config.first, config.count)
+    return Worker(process, connection, position, first_row, config.count)
 
 
 def _close_workers(workers: list[Worker]) -> None:
@@ -345,14 +345,27 @@ def concatenate_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
     return Step(**whole)
 
 
-def _slice_of(state: dict[str, Any], worker: Worker) -> dict[str, Any]:
-    """A worker's slice of a state, as arrays: tensors would make it import torch."""
-    logs = {index - worker.first: state["actions"].get(str(index)) for index in range(worker.rows.start, worker.rows.stop)}
+def slice_state(state: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """The state of some of the environments, as arrays: tensors would make a worker import torch."""
+    if "episodes" not in state:  # of a vector environment
+        return state
+    logs = {index - rows.start: state["actions"].get(str(index)) for index in range(rows.start, rows.stop)}
     return {
-        "episodes": list(state["episodes"][worker.rows]),
+        "episodes": list(state["episodes"][rows]),
         "actions": {str(local): np.asarray(log) for local, log in logs.items() if log is not None},
-        "observations": _each(state["observations"], lambda values: np.asarray(values)[worker.rows]),
+        "observations": _each(state["observations"], lambda values: np.asarray(values)[rows]),
     }
+
+
+def join_states(parts: Sequence[dict[str, Any]], firsts: Sequence[int]) -> dict[str, Any]:
+    """The states of slices of environments as one; ``firsts`` are the numbers of their first environments."""
+    if "episodes" not in parts[0]:  # of a vector environment
+        return parts[0]
+    state: dict[str, Any] = {"episodes": [], "actions": {}}
+    for first, part in zip(firsts, parts, strict=True):
+        state["episodes"] += part["episodes"]
+        state["actions"] |= {str(first + int(local)): log for local, log in part["actions"].items()}
+    return state | {"observations": concatenate([part["observations"] for part in parts])}
 
 
 def _each(tree: Any, function: Callable[[Any], Any]) -> Any:

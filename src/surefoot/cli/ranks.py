@@ -1,0 +1,114 @@
+"""Starts a command as several ranks, by torchrun's agent in this process."""
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import click
+
+from surefoot.cli.options import COUNT, POSITIVE
+from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of
+from surefoot.errors import Interrupted, SurefootError
+
+RANKED = ("train", "resume")
+"""commands that several ranks run together"""
+AGENT = "SUREFOOT_AGENT"
+"""environment variable of ranks that a command of ours started: it reports a rank that died"""
+
+
+class Ranks(click.ParamType[int]):
+    """A number of ranks, or ``auto``: one per GPU."""
+
+    name = "ranks"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of ranks, or a usage error of click."""
+        if value != "auto":
+            return int(COUNT.convert(value, param, ctx))
+        import torch
+
+        if not torch.cuda.device_count():
+            raise SurefootError("--ranks auto: this machine has no GPU that PyTorch can use; give a number")
+        return torch.cuda.device_count()
+
+
+def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--ranks``, ``--max-restarts`` and ``--rank-timeout``; ``launch_ranks`` reads them."""
+    for option in (
+        click.option("--ranks", type=Ranks(), help="Train as this many processes; auto: one per GPU. [default: 1]"),
+        click.option(
+            "--max-restarts", type=click.IntRange(0), metavar="N", help="Restart all ranks up to N times after one has died."
+        ),
+        click.option(
+            "--rank-timeout",
+            type=POSITIVE,
+            metavar="SECONDS",
+            help=f"Wait at most this long for the slowest rank. [default: {DEFAULT_TIMEOUT:g}]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def launch_ranks(ranks: int | None, max_restarts: int | None, rank_timeout: float | None) -> bool:
+    """Run this command line as several ranks and return True when they have ended; False if this process is to run it.
+
+    Raises SurefootError if a launcher has started another number of ranks, or if a rank died.
+    """
+    launch = launch_of(os.environ)
+    if launch is not None:
+        if ranks is not None and ranks != launch.size:
+            raise SurefootError(f"--ranks {ranks}: {launch.launcher} has started {launch.size}; leave it out")
+        return False
+    if rank_timeout is not None:
+        os.environ[TIMEOUT] = str(rank_timeout)
+    if ranks is None or ranks == 1:
+        if max_restarts is not None:
+            raise SurefootError(f"--max-restarts {max_restarts}: is for several ranks; set --ranks, or leave it out")
+        return False
+    _run_agent(ranks, max_restarts or 0)
+    return True
+
+
+def _run_agent(ranks: int, max_restarts: int) -> None:
+    """Run torchrun's agent until all ranks have ended. Exits with the code of a rank that has printed its error."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank that fails has its own line
+    os.environ[AGENT] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=max_restarts,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "surefoot", *sys.argv[1:])
+    except ChildFailedError as error:
+        _report(error)
+    except SignalException as error:
+        raise Interrupted("stopped") from error
+
+
+def _report(error: Any) -> NoReturn:
+    """End as the rank that failed first."""
+    number, failure = error.get_first_failure()
+    if failure.exitcode >= 0:
+        sys.exit(failure.exitcode)
+    name = signal.Signals(-failure.exitcode).name
+    why = f"{name}, perhaps out of memory" if name == "SIGKILL" else name
+    raise SurefootError(f"rank {number} was ended by {why}; continue from the last checkpoint with: surefoot resume RUN")

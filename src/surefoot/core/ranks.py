@@ -1,0 +1,220 @@
+"""Joining the processes that a launcher started, as ranks that train together.
+
+``torchrun``, ``srun`` and ``surefoot train --ranks N`` start the processes; ``join_ranks`` makes them one group. A rank that
+fails leaves its message for the others, whose next exchange fails. Importing this needs no torch.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import SurefootError, cause_of
+
+TIMEOUT = "SUREFOOT_RANK_TIMEOUT"
+"""environment variable: seconds that an exchange waits for the slowest rank"""
+DEFAULT_TIMEOUT = 600.0
+FAILURE = "surefoot/failure"
+"""key of the message of a rank that failed"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that a launcher started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """its number among those of this machine"""
+    launcher: str
+
+
+def launch_of(variables: Mapping[str, str]) -> Launch | None:
+    """The launch that environment variables describe; None for a single process.
+
+    Launchers can be nested: the first of torchrun, mpirun and srun with several processes counts. SLURM_NTASKS does not: a
+    batch script with several tasks has it and is one process; srun sets SLURM_STEP_NUM_TASKS.
+    """
+    for launcher, of_rank, of_size, of_local in (
+        ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ):
+        numbers = [variables.get(name, "") for name in (of_rank, of_size)]
+        if all(number.isdecimal() for number in numbers) and int(numbers[1]) > 1:
+            local = variables.get(of_local, "0")
+            return Launch(int(numbers[0]), int(numbers[1]), int(local) if local.isdecimal() else 0, launcher)
+    return None
+
+
+def join_ranks() -> None:
+    """Join the ranks of this launch, once per process; nothing for a single process, or in a group that exists already.
+
+    Raises SurefootError if the others don't join within the timeout, or run another version.
+    """
+    import torch.distributed as dist
+
+    launch = launch_of(os.environ)
+    if launch is None or dist.is_initialized():
+        return
+    for name, value in _meeting_point(launch).items():
+        os.environ.setdefault(name, value)
+    _open_group(_timeout(), rank=launch.rank, world_size=launch.size)
+    atexit.register(leave_ranks)
+    _check_versions()
+
+
+def leave_ranks(failure: str | None = None) -> bool:
+    """Leave the group; whether this process was in one.
+
+    failure   the reason that the other ranks show if they are waiting for this one
+    """
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return False
+    if failure is not None and _store is not None:
+        with contextlib.suppress(RuntimeError):
+            _store.set(FAILURE, f"rank {dist.get_rank()}: {failure}")
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+    return True
+
+
+def choose_gpu(device: str) -> None:
+    """Make "cuda" stand for the GPU with this rank's number on its machine.
+
+    Raises SurefootError if there are fewer GPUs than ranks, or the device is one GPU by number.
+    """
+    import torch
+
+    launch = launch_of(os.environ)
+    if launch is None or not device.startswith("cuda"):
+        return
+    if device != "cuda":
+        raise SurefootError(f"device={device!r}: all {launch.size} ranks would use it; set device = 'cuda', one GPU per rank")
+    count = torch.cuda.device_count()
+    if 0 < count <= launch.local_rank:
+        raise SurefootError(f"ranks: rank {launch.rank} has no GPU, this machine has {count}; start one rank per GPU")
+    if count:  # without any, the check of the device has its own message
+        torch.cuda.set_device(launch.local_rank)
+
+
+@contextmanager
+def process_group(backend: str = "gloo", timeout: float = DEFAULT_TIMEOUT) -> Iterator[int]:
+    """Join the processes that ``torchrun`` started, in a program of your own; gives this process's rank.
+
+    timeout   seconds that an exchange waits for the slowest rank: more than any rank needs to collect a batch
+
+    Raises SurefootError if the other ranks don't join in that time.
+    """
+    import torch.distributed as dist
+
+    _open_group(timeout, backend)
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+_store: Any = None
+"""what the ranks share besides the group: the message of one that failed"""
+
+
+def _open_group(timeout: float, backend: str | None = None, **place: int) -> None:
+    """Open the group: gloo for the CPU and NCCL for GPUs, unless ``backend`` names another."""
+    global _store
+    import torch
+    import torch.distributed as dist
+
+    from surefoot.core import distributed
+
+    patience = timedelta(seconds=timeout)
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    try:
+        options: dict[str, Any] = {"init_method": "env://", "timeout": patience, **place}
+        dist.init_process_group(backend, **options)
+    except (RuntimeError, ValueError) as error:
+        raise SurefootError(
+            f"ranks: the others did not join within {timeout:g} s ({cause_of(error)}); start all with torchrun"
+        ) from error
+    # A store of the group itself; PyTorch has no public way to it.
+    _store = dist.distributed_c10d._get_default_store()
+    distributed.reason_of_failure = _reason_of_failure
+
+
+def _reason_of_failure() -> str | None:
+    """The message of a rank that failed, if it left one; a rank without it has died or hangs."""
+    try:
+        if _store is not None and _store.check([FAILURE]):
+            return str(_store.get(FAILURE).decode())
+    except RuntimeError:  # the process with the store has ended
+        pass
+    return None
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1e8:
+            return float(text)
+    raise SurefootError(f"{TIMEOUT}={text!r}: is no number of seconds above 0; set one")
+
+
+def _meeting_point(launch: Launch) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT, where torchrun has not set them. Raises SurefootError if they are not known."""
+    if launch.launcher == "torchrun" or {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+        return {}
+    if launch.launcher == "srun":
+        job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        host = first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "127.0.0.1"))
+        return {"MASTER_ADDR": host, "MASTER_PORT": str(20_000 + (job * 31 + step) % 20_000)}
+    raise SurefootError(
+        "MASTER_ADDR, MASTER_PORT: are not set, so the ranks can't find each other; set them to a host and a free port of rank "
+        "0, or start with torchrun"
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm list, such as ``gpu[003-007,9],login``."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    return nodes if found is None else "".join(part or "" for part in found.groups())
+
+
+def _check_versions() -> None:
+    import torch
+
+    from surefoot import __version__
+    from surefoot.core.distributed import exchange
+
+    mine = f"surefoot {__version__}, torch {torch.__version__}"
+    everyone = exchange(mine)
+    if different := [number for number, version in enumerate(everyone) if version != everyone[0]]:
+        raise SurefootError(
+            f"ranks: rank {different[0]} runs {everyone[different[0]]}, rank 0 {everyone[0]}; install the same versions on all "
+            "machines"
+        )
+
+
+def check_single_process(folder: Path) -> None:
+    """Raise SurefootError if a launcher started several processes and this command can't use them."""
+    from surefoot.core.distributed import world_size
+
+    launch = launch_of(os.environ)
+    if launch is None and world_size() == 1:
+        return
+    count = world_size() if launch is None else launch.size
+    raise SurefootError(
+        f"ranks: {count} processes were started, but this command is one process, and each would write into {folder}; start it "
+        "without torchrun or srun (train and resume can use several)"
+    )
