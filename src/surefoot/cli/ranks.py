@@ -5,12 +5,13 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from surefoot.cli.options import COUNT, POSITIVE
-from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of
+from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note
 from surefoot.errors import Interrupted, SurefootError
 
 RANKED = ("train", "resume")
@@ -74,6 +75,14 @@ def launch_ranks(ranks: int | None, max_restarts: int | None, rank_timeout: floa
         return False
     _run_agent(ranks, max_restarts or 0)
     return True
+
+
+def folder_on_ranks(seed: int, choose: Callable[[], Path]) -> Path:
+    """The folder that the first rank chooses for a run; after a restart the one that it chose before."""
+    from surefoot.core.distributed import on_first
+
+    key = f"folder of seed {seed}"
+    return on_first(lambda: Path(note(key) or note(key, str(choose())) or choose()))
 
 
 def _run_agent(ranks: int, max_restarts: int) -> None:

@@ -20,7 +20,7 @@ from surefoot.cli.options import (
     recipe_flags,
 )
 from surefoot.cli.output import display_for, echo, echo_json, echo_result, result_line
-from surefoot.cli.ranks import launch_ranks, rank_options
+from surefoot.cli.ranks import folder_on_ranks, launch_ranks, rank_options
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 from surefoot.files import check_name
@@ -79,13 +79,13 @@ def train(
         return
     if launch_ranks(ranks, max_restarts, rank_timeout):
         return
-    from surefoot.core.distributed import on_first, rank
+    from surefoot.core.distributed import rank
     from surefoot.runs.api import start
 
     scores = []
     for seed in range(recipe.seed, recipe.seed + seeds):
         seeded = recipe.model_copy(update={"seed": seed})
-        folder = on_first(partial(run_folder, seeded, run_dir, name, several=seeds > 1))
+        folder = folder_on_ranks(seed, partial(run_folder, seeded, run_dir, name, several=seeds > 1))
         start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin)
         if rank() == 0:
             line, score = result_line(seeded, folder)

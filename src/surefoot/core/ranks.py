@@ -126,15 +126,18 @@ def process_group(backend: str = "gloo", timeout: float = DEFAULT_TIMEOUT) -> It
         dist.destroy_process_group()
 
 
+_shared: Any = None
+"""the store of torchrun's agent, or of rank 0; torchrun's outlives a restart of the ranks"""
 _store: Any = None
-"""what the ranks share besides the group: the message of one that failed"""
+"""the part of it for this attempt: without a part of its own, a restarted rank could read where a dead one listened"""
 
 
-def _open_group(timeout: float, backend: str | None = None, **place: int) -> None:
+def _open_group(timeout: float, backend: str | None = None, rank: int = -1, world_size: int = -1) -> None:
     """Open the group: gloo for the CPU and NCCL for GPUs, unless ``backend`` names another."""
-    global _store
+    global _shared, _store
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     from surefoot.core import distributed
 
@@ -142,14 +145,13 @@ def _open_group(timeout: float, backend: str | None = None, **place: int) -> Non
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
-        options: dict[str, Any] = {"init_method": "env://", "timeout": patience, **place}
-        dist.init_process_group(backend, **options)
+        _shared, number, size = next(rendezvous("env://", rank, world_size, timeout=patience))
+        _store = dist.PrefixStore(f"surefoot/attempt {restarts()}", _shared)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=_store, rank=number, world_size=size, timeout=patience)
     except (RuntimeError, ValueError) as error:
         raise SurefootError(
             f"ranks: the others did not join within {timeout:g} s ({cause_of(error)}); start all with torchrun"
         ) from error
-    # A store of the group itself; PyTorch has no public way to it.
-    _store = dist.distributed_c10d._get_default_store()
     distributed.reason_of_failure = _reason_of_failure
 
 
@@ -194,16 +196,33 @@ def first_host(nodes: str) -> str:
 def _check_versions() -> None:
     import torch
 
-    from surefoot import __version__
     from surefoot.core.distributed import exchange
 
-    mine = f"surefoot {__version__}, torch {torch.__version__}"
+    mine = f"surefoot {sys.modules['surefoot'].__version__}, torch {torch.__version__}"
     everyone = exchange(mine)
     if different := [number for number, version in enumerate(everyone) if version != everyone[0]]:
         raise SurefootError(
             f"ranks: rank {different[0]} runs {everyone[different[0]]}, rank 0 {everyone[0]}; install the same versions on all "
             "machines"
         )
+
+
+def note(key: str, value: str | None = None) -> str | None:
+    """A note that outlives a restart of all ranks by torchrun's agent; None if there is none, or no agent.
+
+    value   write this first
+    """
+    if _shared is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    key = f"surefoot/{key}"
+    if value is not None:
+        _shared.set(key, value)
+    return str(_shared.get(key).decode()) if _shared.check([key]) else None
+
+
+def restarts() -> int:
+    """How often torchrun's agent has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def check_single_process(folder: Path) -> None:

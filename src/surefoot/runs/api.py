@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
 
@@ -15,9 +16,10 @@ from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import from_first, on_first, rank, together
-from surefoot.core.ranks import choose_gpu, join_ranks
+from surefoot.core.ranks import choose_gpu, join_ranks, note
 from surefoot.core.rollout import World
 from surefoot.errors import SurefootError
+from surefoot.files import steps_named
 from surefoot.recipes.arguments import (
     AgentTask,
     Arguments,
@@ -33,10 +35,11 @@ from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, named_functions, to_table
 from surefoot.runs import hub
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
-from surefoot.runs.checkpoint import load_checkpoint, require
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, require
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
 from surefoot.runs.folder import ROWS, RunFolder, checkpoint_to_load, is_model, kind_of
+from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
 
@@ -172,8 +175,12 @@ def start(
     several = check_callbacks(callbacks)
     with together():
         check_trackers(recipe, run_dir)
-    recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
     run_dir = from_first(run_dir)
+    if run_dir is not None and on_first(lambda: note(f"began {run_dir}")):  # and then a rank died
+        if on_first(lambda: _is_finished(run_dir, recipe)):
+            return load(run_dir)
+        return _continue(run_dir, lambda recipe: functions or {}, display, callback, several, task, agent)
+    recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
     main, folder, world = rank() == 0, None, None
     try:
         with together():
@@ -190,6 +197,7 @@ def start(
                 folder.begin(recipe, None if origin is None else asdict(origin))
                 if agent is not None:
                     agent.save(run_dir / START)
+                note(f"began {run_dir}", "yes")
         session.run()
         return world.result
     finally:
@@ -231,14 +239,32 @@ def resume(
     """
     join_ranks()
     several = check_callbacks(callbacks)
+    fields = {"reward": reward, "network": network, "optimizer": optimizer, "objective": objective}
+    run_dir, shown = Path(run_dir), _display(display, f"resuming {run_dir}")
+    again = partial(_functions_again, **fields)
+    return _continue(run_dir, again, shown, callback, several, task, steps=steps, allow_changes=allow_changes)
+
+
+def _continue(
+    run_dir: Path,
+    functions_of: Callable[[Recipe], Functions],
+    display: Listener | None,
+    callback: MetricsCallback | None,
+    callbacks: Sequence[Callback],
+    task: MakeEnvironment | None,
+    agent: Agent | None = None,
+    steps: int | None = None,
+    allow_changes: bool = False,
+) -> Any:
+    """Continue the run in a folder: what it trains. The arguments are those of ``resume`` and ``start``."""
     folder, world = None, None
     try:
         with together():
-            folder = RunFolder.open(Path(run_dir)) if rank() == 0 else None
+            folder = RunFolder.open(run_dir) if rank() == 0 else None
         recipe, checkpoint, began_in = on_first(lambda: _to_continue(folder, steps))
         with together():
             choose_gpu(recipe.device)
-        functions = _functions_again(recipe, reward=reward, network=network, optimizer=optimizer, objective=objective)
+            functions = functions_of(recipe)
         try:
             with together():
                 world = _make_world(recipe, task, functions)
@@ -247,11 +273,10 @@ def resume(
                 raise
             where = f"relative paths are from {began_in}, where the run began: resume it there"
             raise SurefootError(f"{error}; {where}") from None
-        shown = _display(display, f"resuming {run_dir}")
         with together():
             if checkpoint is None:
-                _start_from(world)
-            session = Session(recipe, world, folder, _listeners(shown, callback), several, functions)
+                _start_from(world, agent)
+            session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions)
         session.kept = True
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
@@ -275,6 +300,13 @@ def _to_continue(folder: RunFolder | None, steps: int | None) -> tuple[Recipe, P
         recipe = make_recipe({**to_table(recipe), "steps": steps})
     check_trackers(recipe, folder.path)
     return recipe, folder.latest(), folder.began_in
+
+
+def _is_finished(run_dir: Path, recipe: Recipe) -> bool:
+    if recipe.kind != "control":
+        return (run_dir / FINISHED).exists()
+    latest = latest_checkpoint(run_dir / "checkpoints")
+    return latest is not None and (steps_named(latest.name) or 0) >= recipe.steps
 
 
 def _start_from(world: World, agent: Agent | None = None) -> None:
