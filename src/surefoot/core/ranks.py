@@ -9,15 +9,17 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from surefoot.errors import SurefootError, cause_of
 
+T = TypeVar("T")
 TIMEOUT = "SUREFOOT_RANK_TIMEOUT"
 """environment variable: seconds that an exchange waits for the slowest rank"""
 DEFAULT_TIMEOUT = 600.0
@@ -83,10 +85,9 @@ def leave_ranks(failure: str | None = None) -> bool:
     if not dist.is_initialized():
         return False
     if failure is not None and _store is not None:
-        with contextlib.suppress(RuntimeError):
-            _store.set(FAILURE, f"rank {dist.get_rank()}: {failure}")
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+        text = f"rank {dist.get_rank()}: {failure}"
+        _briefly(lambda: _store.set(FAILURE, text))
+    _briefly(dist.destroy_process_group)
     return True
 
 
@@ -157,12 +158,21 @@ def _open_group(timeout: float, backend: str | None = None, rank: int = -1, worl
 
 def _reason_of_failure() -> str | None:
     """The message of a rank that failed, if it left one; a rank without it has died or hangs."""
-    try:
-        if _store is not None and _store.check([FAILURE]):
-            return str(_store.get(FAILURE).decode())
-    except RuntimeError:  # the process with the store has ended
-        pass
-    return None
+    return _briefly(lambda: str(_store.get(FAILURE).decode()) if _store.check([FAILURE]) else None)
+
+
+def _briefly(function: Callable[[], T]) -> T | None:
+    """The result of a function; None if it fails or takes long, because the process with the store has ended or hangs."""
+    results: list[T] = []
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(2)
+    return results[0] if results else None
 
 
 def _timeout() -> float:

@@ -1,0 +1,64 @@
+"""Runs of several ranks in forked children, as a launcher starts them."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PATIENCE = 90
+"""seconds after which a test gives up on ranks that hang"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: float = 30) -> list[BaseProcess]:
+    """Start ``body(rank)`` in forked children; rank r's result, or the message of its error, goes to ``results/r``."""
+    results.mkdir(parents=True, exist_ok=True)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+
+    def child(rank: int) -> None:
+        os.environ.update({**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "SUREFOOT_RANK_TIMEOUT": str(timeout)})
+        torch.set_num_threads(1)
+        try:
+            torch.save(body(rank), results / str(rank))
+        except BaseException as error:
+            from surefoot.core.ranks import leave_ranks
+
+            (results / f"{rank}.traceback").write_text(traceback.format_exc())
+            torch.save(f"{type(error).__name__}: {error}", results / str(rank))
+            leave_ranks(str(error))
+
+    fork = multiprocessing.get_context("fork")
+    processes: list[BaseProcess] = [fork.Process(target=child, args=(rank,)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def on_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: float = 30) -> list[Any]:
+    """The results of ``body(rank)`` on every rank, or the messages of their errors; None for one that was killed."""
+    return finish(start_ranks(count, body, results, timeout), results)
+
+
+def finish(processes: list[BaseProcess], results: Path) -> list[Any]:
+    """Wait for the ranks; their results. A rank that hangs longer than ``PATIENCE`` is a failure."""
+    for process in processes:
+        process.join(PATIENCE)
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+    assert not hanging, f"ranks {hanging} hang"
+    files = [results / str(rank) for rank in range(len(processes))]
+    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]

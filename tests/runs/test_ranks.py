@@ -1,0 +1,324 @@
+"""Several ranks are one run: the same data split between them, one folder, one decision to stop, and one error for all."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from killing import assert_same
+from ranked import finish, on_ranks, start_ranks
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.core.distributed import check_same_weights, exchange, on_first, rank, share, together
+from surefoot.core.ranks import first_host, join_ranks, launch_of
+from surefoot.errors import NotFiniteError
+from surefoot.runs import session as sessions
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.runs.metrics import TIMING
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+RECIPE = {
+    "steps": 384,
+    "rollout": {"environments": 3, "steps": 32},
+    "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
+    "normalise": {"observations": True, "rewards": True},
+    "evaluation": {"every": 192, "episodes": 3},
+    "checkpoint": {"every": 96, "keep": 9},
+    "traces": {"rows": 1},
+}
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [{name: value for name, value in row.items() if name not in TIMING} for row in read_metrics(run / "metrics.jsonl")]
+
+
+def trained(run: Path, ranks: int = 2, **fields):
+    """Train on some ranks; the results of all."""
+
+    def body(_):
+        agent = surefoot.train("CartPole-v1", preset="none", run_dir=run, **{**RECIPE, **fields})
+        return {name: p.detach().clone() for name, p in agent.policy.named_parameters()}
+
+    return on_ranks(ranks, body, run.with_name(f"{run.name} results"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A run of two ranks, of which one has one environment and the other two, and the weights of each."""
+    run = tmp_path_factory.mktemp("two") / "run"
+    return run, trained(run)
+
+
+def test_all_ranks_end_with_the_same_weights_and_the_first_writes_the_run(two):
+    run, (first, second) = two
+    assert_same(first, second)
+    steps = [row["steps"] for row in rows_of(run)]
+    assert steps == [96, 192, 288, 384], "the steps of both ranks together"
+    saved = load_checkpoint(latest_checkpoint(run / "checkpoints"))
+    assert_same({name: saved["agent"][f"policy.{name}"] for name in first}, first)
+
+
+def test_the_same_seed_gives_the_same_run_of_two_ranks(two, tmp_path):
+    run, _ = two
+    trained(tmp_path / "again")
+    assert rows_of(tmp_path / "again") == rows_of(run)
+    newest = [load_checkpoint(latest_checkpoint(path / "checkpoints")) for path in (run, tmp_path / "again")]
+    assert_same(*[{**parts, "manifest": None} for parts in newest])
+
+
+def test_ranks_step_the_environments_of_one_process(two, tmp_path):
+    """The first observation of each environment depends on the run's seed and its number, not on its rank."""
+    run, _ = two
+    surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "one", **RECIPE)
+    states = [load_checkpoint(path / "checkpoints" / "96")["collector"] for path in (run, tmp_path / "one")]
+    assert [len(state["running_return"]) for state in states] == [3, 3]
+    assert [len(state["environments"]["episodes"]) for state in states] == [3, 3]
+
+
+def test_an_evaluation_on_two_ranks_is_that_of_one_process(two):
+    run, _ = two
+    for steps, row in ((192, 1), (384, 3)):
+        agent = surefoot.load(run / "checkpoints" / str(steps))
+        alone = surefoot.evaluate(agent, episodes=3, seed=agent.recipe.evaluation.seed)
+        assert rows_of(run)[row]["evaluation_return"] == alone.mean_return
+
+
+@pytest.mark.parametrize("stopped_on", [2, 1, 3])
+def test_a_run_of_two_ranks_resumes_on_two_exactly_and_on_others_with_the_same_state(two, tmp_path, stopped_on):
+    whole, _ = two
+    trained(tmp_path / "run", steps=192)
+
+    def body(_):
+        agent = surefoot.resume(tmp_path / "run", steps=384)
+        return {name: p.detach().clone() for name, p in agent.policy.named_parameters()}
+
+    results = on_ranks(stopped_on, body, tmp_path / "results")
+    for other in results[1:]:
+        assert_same(results[0], other)
+    now, before = rows_of(tmp_path / "run"), rows_of(whole)
+    assert [row["steps"] for row in now] == [96, 192, 288, 384]
+    assert now[0] == before[0]
+    if stopped_on == 2:
+        assert now == before
+    else:
+        assert now[2]["episodes"] >= now[1]["episodes"], "episodes continue where they were"
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+class Fragile(gymnasium.Env):
+    """CartPole whose environment of one number fails at its 40th step: ``what`` says how."""
+
+    def __init__(self, what: str, number: int) -> None:
+        self.inner, self.what, self.number = gymnasium.make("CartPole-v1"), what, number
+        self.observation_space, self.action_space = self.inner.observation_space, self.inner.action_space
+        self.steps, self.failed = 0, False
+
+    def reset(self, *, seed=None, options=None):
+        return self.inner.reset(seed=seed)
+
+    def step(self, action):
+        self.steps += 1
+        observation, *rest = self.inner.step(action)
+        if self.steps == 40 and rank() == self.number and not self.failed:
+            self.failed = True
+            if self.what == "raises":
+                raise ValueError("a joint broke")
+            if self.what == "hangs":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.what == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            observation = np.full_like(observation, np.nan)
+        return (observation, *rest)
+
+
+def failing(tmp_path, what, number, timeout=30.0, **fields):
+    def body(_):
+        recipe = {**RECIPE, "rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 0}, **fields}
+        recipe["checkpoint"] = {"every": 64}
+        agent = surefoot.train(lambda: Fragile(what, number), run_dir=tmp_path / "run", **recipe)
+        return [p.detach().clone() for p in agent.policy.parameters()]
+
+    started = time.monotonic()
+    processes = start_ranks(2, body, tmp_path / "results", timeout)
+    if what == "hangs":
+        processes[1 - number].join(60)
+        os.kill(processes[number].pid, signal.SIGKILL)
+    results = finish(processes, tmp_path / "results")
+    assert time.monotonic() - started < 60
+    return results
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_environment_that_fails_on_one_rank_ends_all_with_its_message(tmp_path, number):
+    results = failing(tmp_path, "raises", number)
+    assert "a joint broke" in results[number]
+    assert results[1 - number].startswith(f"SurefootError: rank {number}: ")
+    assert "a joint broke" in results[1 - number]
+    assert load_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints"))["state"]["steps"] == 64
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_observation_that_is_not_finite_on_one_rank_skips_the_update_of_all(tmp_path, number):
+    first, second = failing(tmp_path, "is not finite", number)
+    assert_same(first, second)
+    assert [row["steps"] for row in rows_of(tmp_path / "run")] == [64, 128, 192, 256, 320, 384]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("what", ["dies", "hangs"])
+def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, what, number):
+    results = failing(tmp_path, what, number, timeout=4)
+    assert results[number] is None
+    assert results[1 - number].startswith(f"RankLostError: rank {1 - number} of 2: another rank has died, or did not answer")
+    assert load_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints"))["state"]["steps"] == 64
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_callback_that_stops_on_one_rank_stops_all_with_a_checkpoint(tmp_path, number):
+    class Stopper(surefoot.Callback):
+        def on_iteration(self, run, metrics):
+            return rank() == number and metrics["steps"] >= 192
+
+    results = on_ranks(
+        2,
+        lambda _: (
+            surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "run", callbacks=Stopper(), **RECIPE) and rank()
+        ),
+        tmp_path / "results",
+    )
+    assert results == [0, 1]
+    assert [row["steps"] for row in rows_of(tmp_path / "run")] == [96, 192]
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "192"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, number):
+    class Signal(surefoot.Callback):
+        def on_iteration(self, run, metrics):
+            if rank() == number and metrics["steps"] == 192:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def body(_):
+        surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "run", callbacks=Signal(), **RECIPE)
+
+    results = on_ranks(2, body, tmp_path / "results")
+    assert all(result.startswith("Interrupted: stopped at step 192") for result in results)
+    assert f"surefoot resume {tmp_path / 'run'} --ranks 2" in results[0]
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "192"
+
+
+def test_a_full_disk_of_the_first_rank_ends_all_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    before = sessions.save_checkpoint
+
+    def full(path, *rest):
+        if path.name == "288":
+            raise SurefootError(f"{path}: no space left on device")
+        before(path, *rest)
+
+    monkeypatch.setattr(sessions, "save_checkpoint", full)
+    first, second = trained(tmp_path / "run")
+    assert "no space left" in first
+    assert second.startswith("SurefootError: rank 0: ")
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "192"
+
+
+def test_too_few_environments_for_the_ranks_are_rejected_before_the_folder_is_made(tmp_path):
+    results = trained(tmp_path / "run", rollout={"environments": 1, "steps": 32})
+    assert all("rollout.environments=1: too few for 2 ranks; set at least 2" in result for result in results)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- the exchanges themselves ---------------------------------------------------------------------------------------
+
+
+def test_an_error_within_together_is_the_error_of_every_rank(tmp_path):
+    def body(number):
+        join_ranks()
+        seen = []
+        for errors in ({}, {1: SurefootError("a")}, {1: NotFiniteError("b")}, {0: NotFiniteError("c"), 2: ValueError("d")}):
+            try:
+                with together():
+                    if number in errors:
+                        raise errors[number]
+                seen.append("none")
+            except Exception as error:
+                seen.append(f"{type(error).__name__}: {error}")
+        try:
+            on_first(lambda: 1 / 0)
+        except Exception as error:
+            seen.append(type(error).__name__)
+        return [*seen, exchange(number), list(share(7)), on_first(lambda: "first")]
+
+    both, ended = "SurefootError: rank 2: ValueError: d", "SurefootError"
+    assert on_ranks(3, body, tmp_path) == [
+        [
+            "none",
+            "SurefootError: rank 1: a",
+            "NotFiniteError: rank 1: b",
+            both,
+            "ZeroDivisionError",
+            [0, 1, 2],
+            [0, 1],
+            "first",
+        ],
+        ["none", "SurefootError: a", "NotFiniteError: b", both, ended, [0, 1, 2], [2, 3], "first"],
+        [
+            "none",
+            "SurefootError: rank 1: a",
+            "NotFiniteError: rank 1: b",
+            "ValueError: d",
+            ended,
+            [0, 1, 2],
+            [4, 5, 6],
+            "first",
+        ],
+    ]
+
+
+def test_weights_that_differ_in_one_bit_are_noticed_on_every_rank(tmp_path):
+    def body(number):
+        join_ranks()
+        layer = torch.nn.Linear(2, 2)
+        torch.nn.init.ones_(layer.weight), torch.nn.init.ones_(layer.bias)
+        check_same_weights(layer)
+        if number == 1:
+            with torch.no_grad():
+                layer.bias[0] = layer.bias[0].nextafter(torch.tensor(2.0))
+        check_same_weights(layer)
+
+    assert all("the weights of rank 1 differ from those of rank 0" in result for result in on_ranks(2, body, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, (1, 2, 1, "torchrun")),
+        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, (5, 8, 1, "srun")),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 0, "mpirun")),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            (1, 2, 0, "mpirun"),
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
+        ({}, None),
+    ],
+)
+def test_a_process_knows_its_place_under_every_launcher(variables, expected):
+    launch = launch_of(variables)
+    assert (launch and (launch.rank, launch.size, launch.local_rank, launch.launcher)) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu[003-007,9],login", "gpu003"), ("node1", "node1"), ("a,b", "a"), ("n[1,3]", "n1"), ("r[1-2]-ib", "r1-ib")],
+)
+def test_the_first_host_of_a_slurm_list_is_where_the_ranks_meet(nodes, host):
+    assert first_host(nodes) == host
