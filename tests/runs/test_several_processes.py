@@ -1,4 +1,4 @@
-"""Where a launcher starts several processes, none of them trains into a run folder that all would share."""
+"""Where a launcher starts several processes, a command that is one process is rejected, and one process trains as ever."""
 
 from pathlib import Path
 
@@ -25,7 +25,6 @@ ALONE = {
     "one step of a larger job": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
 }
 COMMANDS = {
-    "train": ("train", "CartPole-v1", "--name", "run"),
     "demo": ("demo", "control"),
     "ladder": ("ladder", "CartPole-v1", "--rung", "0", "--seeds", "1", "--steps", "64"),
     "compare-algorithms": ("compare-algorithms", "CartPole-v1", "--algorithms", "REINFORCE,A2C", "--steps", "64"),
@@ -46,27 +45,47 @@ def launched(monkeypatch, variables):
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_command_that_trains_is_rejected_in_one_line_and_writes_nothing(words, command, monkeypatch):
-    launched(monkeypatch, LAUNCHERS["torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_command_of_one_process_is_rejected_in_one_line_and_writes_nothing(words, launcher, command, monkeypatch):
+    launched(monkeypatch, LAUNCHERS[launcher])
     code, _, err = command(*words)
     assert code == 2
-    assert err.startswith("surefoot: WORLD_SIZE=2: 2 processes would each train the same run into runs/")
+    assert "processes were started, but this command is one process, and each would write into runs/" in err
     assert err.count("\n") == 1
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_training_and_resuming_are_rejected_under_every_launcher(launcher, command, monkeypatch):
-    assert command("train", "CartPole-v1", *SMALL, "--run-dir", "run", "--quiet")[0] == 0
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_ranks_that_can_not_find_each_other_are_rejected_in_one_line(launcher, command, monkeypatch):
     launched(monkeypatch, LAUNCHERS[launcher])
-    for rejected in (
-        lambda: surefoot.train("CartPole-v1", steps=64, run_dir="new"),
-        lambda: surefoot.resume("run", steps=128),
-    ):
-        with pytest.raises(SurefootError, match=r"processes would each train the same run into (new|run); start one process"):
-            rejected()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    code, _, err = command("train", "CartPole-v1", *SMALL, "--run-dir", "run")
+    assert code == 2
+    assert err.startswith("surefoot: MASTER_ADDR, MASTER_PORT: are not set")
+    assert err.count("\n") == 1
+    with pytest.raises(SurefootError, match="MASTER_ADDR, MASTER_PORT: are not set"):
+        surefoot.train("CartPole-v1", steps=64, run_dir="new")
     assert not Path("new").exists()
-    assert command("resume", "run", "--steps", "128")[0] == 2
+
+
+def test_ranks_whose_others_do_not_come_are_rejected_in_one_line(command, monkeypatch):
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    launched(monkeypatch, {**variables, "SUREFOOT_RANK_TIMEOUT": "1"})
+    code, _, err = command("train", "CartPole-v1", *SMALL, "--run-dir", "run")
+    assert code == 2
+    assert err.startswith("surefoot: ranks: the others did not join within 1 s")
+
+
+@pytest.mark.parametrize("words", [("--ranks", "3"), ("--max-restarts", "1"), ("--ranks", "0"), ("--rank-timeout", "-1")])
+def test_options_of_ranks_that_do_not_fit_are_rejected_in_one_line(words, command, monkeypatch):
+    if words[1] == "3":
+        launched(monkeypatch, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "b"})
+        monkeypatch.setattr("surefoot.cli.main.join_ranks", lambda: None)
+    code, _, err = command("train", "CartPole-v1", *SMALL, "--run-dir", "run", *words)
+    assert code == 2
+    assert words[0] in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("variables", ALONE.values(), ids=ALONE)

@@ -58,6 +58,14 @@ def sum_count(number: int, like: Tensor) -> int:
     return int(all_sum(like.new_tensor(number, dtype=torch.int64)))
 
 
+def mean_over_ranks(mean: float, count: int) -> float:
+    """The mean over all ranks, from this rank's mean of ``count`` numbers."""
+    if world_size() == 1:
+        return mean
+    total, numbers = all_sum(torch.tensor([mean * count if count else 0.0, count], dtype=torch.float64)).tolist()
+    return total / numbers if numbers else mean
+
+
 def all_max(tensor: Tensor) -> Tensor:
     """The elementwise maximum of a tensor over ranks, in place."""
     if world_size() > 1:

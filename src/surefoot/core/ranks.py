@@ -61,14 +61,20 @@ def join_ranks() -> None:
 
     Raises SurefootError if the others don't join within the timeout, or run another version.
     """
+    launch = launch_of(os.environ)
+    if launch is None:
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings with C++ frames when the store's process has ended
     import torch.distributed as dist
 
-    launch = launch_of(os.environ)
-    if launch is None or dist.is_initialized():
+    from surefoot.core import distributed
+
+    if dist.is_initialized():
         return
     for name, value in _meeting_point(launch).items():
         os.environ.setdefault(name, value)
     _open_group(_timeout(), rank=launch.rank, world_size=launch.size)
+    distributed.reason_of_failure = _reason_of_failure
     atexit.register(leave_ranks)
     _check_versions()
 
@@ -140,8 +146,6 @@ def _open_group(timeout: float, backend: str | None = None, rank: int = -1, worl
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    from surefoot.core import distributed
-
     patience = timedelta(seconds=timeout)
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -153,7 +157,6 @@ def _open_group(timeout: float, backend: str | None = None, rank: int = -1, worl
         raise SurefootError(
             f"ranks: the others did not join within {timeout:g} s ({cause_of(error)}); start all with torchrun"
         ) from error
-    distributed.reason_of_failure = _reason_of_failure
 
 
 def _reason_of_failure() -> str | None:
@@ -184,8 +187,8 @@ def _timeout() -> float:
 
 
 def _meeting_point(launch: Launch) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT, where torchrun has not set them. Raises SurefootError if they are not known."""
-    if launch.launcher == "torchrun" or {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+    """MASTER_ADDR and MASTER_PORT, unless they are set, as by torchrun. Raises SurefootError if they are not known."""
+    if {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         return {}
     if launch.launcher == "srun":
         job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))

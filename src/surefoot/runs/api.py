@@ -190,7 +190,6 @@ def start(
             world = _make_world(recipe, task, functions)
             _start_from(world, agent)
             session = Session(recipe, world, None, _listeners(display, callback), several, functions)
-        session.kept = run_dir is not None
         with together():
             if main and run_dir is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(run_dir)
@@ -277,7 +276,6 @@ def _continue(
             if checkpoint is None:
                 _start_from(world, agent)
             session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions)
-        session.kept = True
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         with together():

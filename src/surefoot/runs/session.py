@@ -13,6 +13,7 @@ from surefoot.core.distributed import (
     broadcast_weights,
     check_same_weights,
     exchange,
+    from_first,
     on_first,
     rank,
     together,
@@ -142,7 +143,7 @@ class Session:
         self.sampled = False
         """whether the samples before the first update are published"""
         self.kept = folder is not None
-        """whether the run has a folder, perhaps that of the first rank"""
+        """whether the run has a folder, perhaps that of the first rank; set when it starts"""
         self.lines: list[str] = []
         """messages of this rank, if it is not the first, which shows them"""
 
@@ -214,6 +215,7 @@ class Session:
         Raises Interrupted after a signal, once everything is saved.
         """
         run_folder = None if self.folder is None else self.folder.path
+        self.kept = from_first(self.folder is not None)
         broadcast_weights(self.world.policy)
         with together():
             self.listeners = [*self._own_listeners(), *self.listeners]
@@ -442,12 +444,16 @@ class Session:
 
     def _export(self) -> None:
         with together():
-            if self.folder is None:
-                return
-            for line in self.world.finish(self.folder.path):
-                self.message(line)
-            if self.world.exports_model:
-                self.folder.finish(self.state.steps)
+            if self.folder is not None:
+                self._finish(self.folder)
+        if self.kept:
+            broadcast_weights(self.world.policy)  # the first rank has loaded the best ones
+
+    def _finish(self, folder: RunFolder) -> None:
+        for line in self.world.finish(folder.path):
+            self.message(line)
+        if self.world.exports_model:
+            folder.finish(self.state.steps)
 
 
 class SignalHandler:

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import all_sum, in_float64, rank, world_size
+from surefoot.core.distributed import (
+    all_max,
+    all_sum,
+    exchange,
+    in_float64,
+    mean_over_ranks,
+    rank,
+    sum_count,
+    together,
+    world_size,
+)
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
@@ -130,7 +140,7 @@ class LanguageCollector:
             beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
             truncated = last & ~samples.ended.unsqueeze(-1)
         metrics = self._response_metrics(batch, kl.sum(-1), valid) | {
-            "kl_reference": float(masked_mean(kl, mask)),
+            "kl_reference": mean_over_ranks(float(masked_mean(kl, mask)), int(mask.sum())),
             "kl_reference_response": self._adapt_beta(state, kl, valid),
             "reference_beta": beta,
             "sampler_gap": gap,
@@ -157,7 +167,9 @@ class LanguageCollector:
 
     def _old_log_probs(self, samples: Samples, trainer: Tensor, mask: Tensor) -> tuple[Tensor, float]:
         """log π_old by ``sampling.old_log_probs``, and the largest gap between sampler and trainer.   [N, T]"""
-        gap = float((samples.log_probs - trainer)[mask].abs().max()) if mask.any() else 0.0
+        differences = (samples.log_probs - trainer)[mask].abs()
+        largest = differences.max() if mask.any() else differences.new_zeros(())
+        gap = float(all_max(largest))
         if self.recipe.sampling.old_log_probs != "sampler":
             return trainer, gap
         if self.policy.exact and gap > START_TOLERANCE:
@@ -231,12 +243,13 @@ class LanguageCollector:
         while len(parts) < settings.rounds and sum(signal) < settings.prompts:
             missing, least = settings.prompts - sum(signal), -(-settings.prompts // 4)
             wanted = max(missing, least, world) if parts else settings.prompts
-            started = time.perf_counter()
-            responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
-            sampled = time.perf_counter()
-            scores = responses.score_with(self.reward)
-            total = final_rewards(scores, responses.samples, self.recipe)
-            seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
+            with together():
+                started = time.perf_counter()
+                responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
+                sampled = time.perf_counter()
+                scores = responses.score_with(self.reward)
+                total = final_rewards(scores, responses.samples, self.recipe)
+                seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
             at = range(rank(), wanted, world)
             places += [len(signal) + place for place in at]
             signal += gather_signal(with_signal(total, scores.valid, settings.samples), at, wanted)
@@ -276,32 +289,35 @@ class LanguageCollector:
         columns = {"reward": scores.column(total), "kl": [kl_of.get(row) for row in range(len(total))]}
         mean, std = mean_and_std(scores, total)
         metrics: Metrics = {"reward": mean, "score_std": std}
+        count = len(total)
         if len(scores.parts) > 1:
             metrics |= {f"reward_{name}": mean_and_std(scores, part)[0] for name, part in scores.parts.items()}
         if self.gold is not None:
-            gold = responses.score_with(self.gold, turn_rewards=False)
+            with together():
+                gold = responses.score_with(self.gold, turn_rewards=False)
             columns["gold"] = gold.column(gold.total)
             metrics["gold"] = mean_and_std(gold, gold.total)[0]
         self.last_samples = responses.rows(columns)
         if responses.conversations is not None:
-            metrics["turns"] = mean_turns(responses.conversations)
+            metrics["turns"] = mean_over_ranks(mean_turns(responses.conversations), count)
         if self.recipe.reward.overlong is not None:
-            metrics["overlong_penalty"] = float(length_penalty(responses.samples, self.recipe).mean())
+            metrics["overlong_penalty"] = mean_over_ranks(float(length_penalty(responses.samples, self.recipe).mean()), count)
         if self.recipe.objective.compares_in_groups:
             metrics["groups_without_signal"] = batch.without_signal
         if self.recipe.sampling.rounds > 1:
             metrics["sampling_rounds"] = float(batch.rounds)
-        ids = responses.samples.responses()
+        samples = responses.samples
+        ids = [one for of_rank in exchange(samples.responses()) for one in of_rank]
         return metrics | {
-            "response_length": mean_length(responses.samples.mask),
-            "eos_rate": eos_rate(responses.samples.ended),
+            "response_length": mean_over_ranks(mean_length(samples.mask), count),
+            "eos_rate": mean_over_ranks(eos_rate(samples.ended), count),
             "distinct_2": distinct_n(ids, 2),
             "repeated": repeated_share(ids),
-            "without_score": 1 - float(scores.valid.float().mean()),
+            "without_score": 1 - mean_over_ranks(float(scores.valid.float().mean()), count),
             "data_epochs": self.sampler.epochs,
             "seconds_sampling": batch.seconds_sampling,
             "seconds_scoring": batch.seconds_scoring,
-            "tokens_per_second": float(responses.samples.mask.sum()) / batch.seconds_sampling,
+            "tokens_per_second": sum_count(int(samples.mask.sum()), samples.mask) / batch.seconds_sampling,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import check_device
+from surefoot.core.distributed import check_device, sum_count
 from surefoot.core.rollout import EvaluationReport, LearnerState, Rollout, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import mean_log_likelihood
@@ -73,7 +73,7 @@ class RowCollector:
             self.noise.start_batch(state.iteration, state.faults)
         weights = self.label_weights
         inputs, actions, mask = self.rows.tensors(self.sampler.next(self.batch))
-        tokens = float(mask.sum()) if weights is None else trained_tokens(inputs)
+        tokens = float(sum_count(int(mask.sum() if weights is None else trained_tokens(inputs)), mask))
         inputs, actions, mask = map_tensors(lambda x: x.to(self.device), (inputs, actions, mask))
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         zeros = torch.zeros(mask.shape, device=mask.device)

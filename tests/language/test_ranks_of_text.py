@@ -1,0 +1,110 @@
+"""Runs of language on two ranks: one folder, the responses of one process, exact resume, and errors of rewards."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.runs.metrics import TIMING
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+from .tiny import write_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
+from killing import assert_same
+from ranked import on_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text")
+    write_folder(path / "model", "llama")
+    lines = [json.dumps({"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)}) + "\n" for i in range(13)]
+    (path / "prompts.jsonl").write_text("".join(lines))
+    (path / "demonstrations.jsonl").write_text("".join(lines))
+    (path / "rewards.py").write_text("def score(responses):\n    return [float(len(set(text))) for text in responses]\n")
+    return path
+
+
+def arguments(folder, kind, **fields):
+    table = {"model": str(folder / "model"), "checkpoint": {"every": 8}, "seed": 3, **fields}
+    if kind == "sft":
+        data = {"train": str(folder / "demonstrations.jsonl"), "max_length": 64, "batch": 4}
+        data["held_out"] = str(folder / "demonstrations.jsonl")
+        return {"steps": 24, "data": data, "evaluation": {"every": 8, "rows": 4}, **table}
+    return {
+        "steps": 24,
+        "algorithm": "A2C",
+        "data": {"train": str(folder / "prompts.jsonl"), "held_out": str(folder / "prompts.jsonl"), "max_length": 32},
+        "evaluation": {"every": 8, "rows": 3},
+        "sampling": {"prompts": 4, "samples": 2, "max_tokens": 6},
+        "reward": {"terms": [{"function": f"{folder}/rewards.py:score"}], "missing_eos": "none"},
+        "reference": {"beta": 0.1, "target": 0.5, "horizon": 20},
+        **table,
+    }
+
+
+def trained(folder, run, kind, ranks=2, **fields):
+    def body(_):
+        result = surefoot.train(kind, run_dir=run, **arguments(folder, kind, **fields))
+        return {name: p.detach().clone() for name, p in result.model.named_parameters()}
+
+    return on_ranks(ranks, body, run.with_name(f"{run.name} results"))
+
+
+def rows_of(run):
+    skipped = {*TIMING, "tokens_per_second", "seconds_sampling", "seconds_scoring"}
+    return [{name: value for name, value in row.items() if name not in skipped} for row in read_metrics(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("kind", ["language", "sft"])
+def test_a_run_of_two_ranks_repeats_resumes_and_has_the_batches_of_one_process(folder, tmp_path, kind):
+    first, second = trained(folder, tmp_path / "two", kind)
+    assert_same(first, second)
+    trained(folder, tmp_path / "again", kind)
+    assert rows_of(tmp_path / "again") == rows_of(tmp_path / "two")
+
+    trained(folder, tmp_path / "resumed", kind, callback=lambda metrics: metrics["steps"] >= 8)
+    assert latest_checkpoint(tmp_path / "resumed" / "checkpoints").name == "8"
+
+    def body(_):
+        surefoot.resume(tmp_path / "resumed")
+
+    assert on_ranks(2, body, tmp_path / "results") == [None, None]
+    assert rows_of(tmp_path / "resumed") == rows_of(tmp_path / "two")
+
+    surefoot.train(kind, run_dir=tmp_path / "one", **arguments(folder, kind))
+    alone, both = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    assert alone[0].keys() == both[0].keys()
+    numbers = [name for name, value in alone[0].items() if isinstance(value, float)]
+    different = {
+        name: (alone[0][name], both[0][name])
+        for name in numbers
+        if both[0][name] != pytest.approx(alone[0][name], rel=1e-3, abs=1e-5)
+    }
+    assert not different, "every metric of the first update is that of one process"
+    saved = [load_checkpoint(latest_checkpoint(tmp_path / run / "checkpoints")) for run in ("one", "two")]
+    for name, weights in saved[0]["agent"].items():
+        torch.testing.assert_close(weights, saved[1]["agent"][name], rtol=1e-3, atol=1e-5)
+    assert (tmp_path / "two" / "model" / "model.safetensors").exists()
+
+
+def test_a_reward_that_fails_on_one_rank_ends_both_with_its_message(folder, tmp_path):
+    (tmp_path / "fragile.py").write_text(
+        "import os\n\ndef score(prompts, responses):\n"
+        "    if os.environ.get('RANK') == '1':\n        raise ValueError('no licence')\n    return [0.0] * len(responses)\n"
+    )
+    reward = {"terms": [{"function": f"{tmp_path}/fragile.py:score"}], "missing_eos": "none"}
+    first, second = trained(folder, tmp_path / "run", "language", reward=reward)
+    assert "no licence" in second
+    assert first.startswith("SurefootError: rank 1: ")
+    assert "no licence" in first
+
+
+def test_fewer_prompts_than_ranks_are_rejected(folder, tmp_path):
+    results = trained(folder, tmp_path / "run", "language", sampling={"prompts": 1, "samples": 2, "max_tokens": 4})
+    assert all("too few for 2 ranks" in result for result in results)
