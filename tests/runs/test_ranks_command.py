@@ -1,0 +1,134 @@
+"""``--ranks`` from the command line: one line per problem on one rank, and unattended restarts that continue exactly."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from surefoot.runs.metrics import TIMING
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+pytestmark = pytest.mark.slow
+
+TASKS = {
+    "cartpole": ("cartpole", "--steps", "12_000", "--checkpoint-every", "1024"),
+    "sorting": ("sorting", "--steps", "512", "--checkpoint-every", "64", "--evaluation.rows", "16"),
+}
+
+
+def started(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "surefoot", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=400)
+    return process.returncode, out, err
+
+
+def rows_of(run: Path) -> list[dict]:
+    skipped = {*TIMING, "tokens_per_second", "seconds_sampling", "seconds_scoring"}
+    return [{name: value for name, value in row.items() if name not in skipped} for row in read_metrics(run / "metrics.jsonl")]
+
+
+def process_of_rank(number: int, parent: int) -> int:
+    """The process of a rank that a command has started."""
+    for folder in Path("/proc").iterdir():
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if above == parent and f"RANK={number}".encode() in variables:
+            return int(folder.name)
+    raise AssertionError(f"no rank {number}")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_killed_rank_costs_a_restart_and_the_run_is_the_undisturbed_one(task, tmp_path):
+    words = ("train", *TASKS[task], "--ranks", "2", "--quiet")
+    code, _, err = ended(started(tmp_path, *words, "--name", "whole"))
+    assert code == 0, err
+    run = started(tmp_path, *words, "--name", "killed", "--max-restarts", "3")
+    for number, checkpoints in enumerate((2, 5)):
+        folder = tmp_path / "runs" / "killed"
+        limit = time.monotonic() + 200
+        while len(rows_of(folder) if (folder / "metrics.jsonl").exists() else ()) < checkpoints * 2:
+            assert time.monotonic() < limit, "the run goes on"
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.05)
+        os.kill(process_of_rank(number, run.pid), signal.SIGKILL)
+        time.sleep(3)
+    code, _, err = ended(run)
+    assert code == 0, err
+    assert rows_of(tmp_path / "runs" / "killed") == rows_of(tmp_path / "runs" / "whole")
+    for command in (("resume", "killed", "--steps", "16_000"), ("evaluate", "killed")):
+        code, _, err = ended(started(tmp_path, *command))
+        assert code == 0, err
+
+
+def test_without_restarts_a_killed_rank_is_one_line_and_the_run_resumes_on_one(tmp_path):
+    run = started(tmp_path, "train", *TASKS["cartpole"], "--ranks", "2", "--quiet", "--name", "run")
+    folder = tmp_path / "runs" / "run"
+    while not (folder / "checkpoints").exists():
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    os.kill(process_of_rank(1, run.pid), signal.SIGKILL)
+    code, _, err = ended(run)
+    assert code == 2
+    assert err.startswith("surefoot: rank 1 was ended by SIGKILL")
+    assert err.count("\n") == 1
+    code, _, err = ended(started(tmp_path, "resume", "run", "--quiet"))
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_command_saves_and_stops_in_one_line(number, tmp_path):
+    run = started(tmp_path, "train", *TASKS["cartpole"], "--ranks", "2", "--quiet", "--name", "run")
+    while not (tmp_path / "runs" / "run" / "checkpoints").exists():
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(number)
+    code, _, err = ended(run)
+    assert code == 130
+    assert [line for line in err.splitlines() if "stopped at step" in line and "surefoot resume" in line]
+    assert len(err.splitlines()) == 1
+
+
+def test_bad_input_of_ranks_is_one_line_and_leaves_nothing(tmp_path):
+    for words, expected in (
+        (("--rollout.environments", "1"), "rollout.environments=1: too few for 2 ranks"),
+        (("--optimizer.learning-rate", "fast"), "optimizer.learning_rate"),
+        (("--task-file",), "--task-file"),
+    ):
+        code, _, err = ended(started(tmp_path, "train", "cartpole", "--ranks", "2", *words))
+        assert code == 2
+        assert expected in err
+        assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_torchrun_starts_the_same_run_as_ranks(tmp_path):
+    words = ("train", "cartpole", "--steps", "2048", "--quiet")
+    code, _, err = ended(started(tmp_path, *words, "--ranks", "2", "--name", "ours"))
+    assert code == 0, err
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    outside = subprocess.run(
+        [*torchrun, "-m", "surefoot", *words, "--name", "torchrun"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert outside.returncode == 0, outside.stderr
+    assert rows_of(tmp_path / "runs" / "torchrun") == rows_of(tmp_path / "runs" / "ours")
