@@ -4,7 +4,7 @@ A group has a learning signal if its scores differ; DAPO's dynamic sampling fill
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,42 @@ class Responses:
             scores = add_turn_rewards(scores, self.conversations, self.samples.mask.shape)
         on_device: Scores = map_tensors(lambda x: x.to(self.samples.mask.device), scores)
         return on_device
+
+
+@dataclass(frozen=True)
+class ScoredResponses:
+    """What an evaluation reports of N responses.   tensors [N], on the CPU"""
+
+    total: Tensor
+    """final rewards"""
+    valid: Tensor
+    """False without a score"""
+    kl: Tensor
+    lengths: Tensor
+    ended: Tensor
+    gold: tuple[Tensor, Tensor] | None
+    """scores of gold, and which are valid"""
+    ids: list[list[int]]
+    turns: list[int] | None
+    """the model's turns in each conversation; None for single responses"""
+    rows: list[dict[str, Any]]
+    """of ``Responses.rows``"""
+
+
+def concat_scored(parts: Sequence[ScoredResponses]) -> ScoredResponses:
+    """The responses of several ranks."""
+    first = parts[0]
+    tensors = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("total", "valid", "kl", "lengths", "ended")
+    }
+    gold = [part.gold for part in parts if part.gold is not None]
+    return ScoredResponses(
+        **tensors,
+        gold=(torch.cat([x for x, _ in gold]), torch.cat([valid for _, valid in gold])) if gold else None,
+        ids=[ids for part in parts for ids in part.ids],
+        turns=None if first.turns is None else [turns for part in parts for turns in part.turns or ()],
+        rows=[row for part in parts for row in part.rows],
+    )
 
 
 def final_rewards(scores: Scores, samples: Samples, recipe: LanguageRecipe) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from surefoot.core.distributed import check_device, world_size
+from surefoot.core.distributed import check_device, exchange, in_float64, share, together, world_size
 from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
-from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, mean_log_likelihood
+from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_log_likelihood
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import check_row_count, check_unchanged, rows_hash
@@ -37,10 +38,10 @@ from surefoot.language.models.loading import context_length, load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.collect import LanguageCollector
-from surefoot.language.online.responses import Responses, final_rewards
-from surefoot.language.online.turns import Environments, mean_turns
+from surefoot.language.online.responses import Responses, ScoredResponses, concat_scored, final_rewards
+from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.model import ModelReward
-from surefoot.language.rewards.scores import Reward
+from surefoot.language.rewards.scores import Reward, mean_of
 from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
@@ -317,20 +318,29 @@ class LanguageWorld:
             self.auxiliary_loss.load_state_dict(parts["mixing"])
         return []
 
-    def sample_held_out(self) -> Responses:
-        """Responses to the held-out prompts, always with the same random numbers."""
+    def sample_held_out(self, shared: bool = False) -> Responses:
+        """Responses to the held-out prompts, always with the same random numbers; of several ranks perhaps only its share."""
         assert self.held_out is not None
         settings = self.recipe.evaluation
-        prompts = data.repeat_prompts(self.held_out, range(min(len(self.held_out.ids), settings.rows)))
-        seeds = [derived_seed(settings.seed, "response", row) for row in range(len(prompts.ids))]
-        return self.collector.respond(prompts, seeds)
+        rows = range(min(len(self.held_out.ids), settings.rows))
+        rows = share(len(rows)) if shared else rows
+        prompts = data.repeat_prompts(self.held_out, rows)
+        return self.collector.respond(prompts, [derived_seed(settings.seed, "response", row) for row in rows])
+
+    def _evaluate_held_out(self) -> EvaluationReport:
+        """The evaluation of ``sample_held_out``, by all ranks together if there is a prompt for each."""
+        assert self.held_out is not None
+        shared = min(len(self.held_out.ids), self.recipe.evaluation.rows) >= world_size()
+        with together():
+            responses = self.sample_held_out(shared)
+        return self.evaluate_responses(responses, shared)
 
     @torch.no_grad()
     def samples(self) -> list[dict[str, Any]]:
         """Scored responses to the held-out prompts, or without those the last rollout's."""
         if self.held_out is None:
             return self.collector.last_samples if self.recipe.evaluation.rows else []
-        return self.evaluate_responses(self.sample_held_out()).samples
+        return self._evaluate_held_out().samples
 
     @torch.no_grad()
     def evaluate(self, responses: Responses | None = None) -> EvaluationReport | None:
@@ -344,7 +354,7 @@ class LanguageWorld:
         if self.held_out is None:
             samples = self.samples()
             return EvaluationReport(None, metrics, samples) if metrics or samples else None
-        report = self.evaluate_responses(self.sample_held_out() if responses is None else responses)
+        report = self._evaluate_held_out() if responses is None else self.evaluate_responses(responses)
         return replace(report, metrics=report.metrics | metrics)
 
     def _log_likelihood(self, rows: Rows) -> float | None:
@@ -355,12 +365,39 @@ class LanguageWorld:
         log_probs = row_log_probs(self._supervised(), rows, recipe.evaluation.rows, size, recipe.device, tokens)
         return mean_log_likelihood(log_probs)
 
-    def evaluate_responses(self, responses: Responses) -> EvaluationReport:
+    def evaluate_responses(self, responses: Responses, shared: bool = False) -> EvaluationReport:
         """Reward, gold if there is one, KL to the reference, length and diversity.
 
         The score is the reward less β·KL. With an adapted β it is the reward, or −∞ if the KL is more than ``BEST_KL_FACTOR``
         times its target.
+
+        shared   these are this rank's share of the responses, and all ranks call this
         """
+        with together() if shared else nullcontext():
+            scored = self._scored(responses)
+        if shared and world_size() > 1:
+            scored = concat_scored(exchange(scored))
+        reward, mean_kl = mean_of(scored.total, scored.valid), float(scored.kl.mean())
+        metrics: Metrics = {
+            "held_out_reward": reward,
+            "held_out_kl": mean_kl,
+            "held_out_length": float(in_float64(scored.lengths).mean()),
+            "held_out_eos_rate": eos_rate(scored.ended),
+            "held_out_distinct_2": distinct_n(scored.ids, 2),
+        }
+        if scored.turns is not None:
+            metrics["held_out_turns"] = sum(scored.turns) / len(scored.turns)
+        if scored.gold is not None:
+            metrics["held_out_gold"] = mean_of(*scored.gold)
+        beta, target = self.recipe.reference.beta, self.recipe.reference.target
+        if reward is None or (target is not None and mean_kl > BEST_KL_FACTOR * target):
+            score = -math.inf
+        else:
+            score = reward - (beta * mean_kl if target is None else 0.0)
+        return EvaluationReport(score, metrics, scored.rows)
+
+    def _scored(self, responses: Responses) -> ScoredResponses:
+        """Score responses and measure their KL to the reference."""
         samples = responses.samples
         scores = responses.score_with(self.reward)
         total = final_rewards(scores, samples, self.recipe)
@@ -369,28 +406,23 @@ class LanguageWorld:
         log_probs = in_micro_batches(self.policy, inputs, samples.actions, samples.mask, *budget).log_probs
         ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, samples.actions, samples.mask, *budget)
         kl = kl_k1(log_probs, ref_log_probs).sum(-1)
-        mean_kl = float(kl.mean())
-        reward = scores.mean_of(total)
-        metrics: Metrics = {
-            "held_out_reward": reward,
-            "held_out_kl": mean_kl,
-            "held_out_length": mean_length(samples.mask),
-            "held_out_eos_rate": eos_rate(samples.ended),
-            "held_out_distinct_2": distinct_n(samples.responses(), 2),
-        }
-        if responses.conversations is not None:
-            metrics["held_out_turns"] = mean_turns(responses.conversations)
         columns: dict[str, Any] = {"reward": scores.column(total), "kl": kl.tolist()}
+        gold = None
         if self.gold is not None:
-            gold = responses.score_with(self.gold, turn_rewards=False)
-            metrics["held_out_gold"] = gold.mean_of(gold.total)
-            columns["gold"] = gold.column(gold.total)
-        beta, target = self.recipe.reference.beta, self.recipe.reference.target
-        if reward is None or (target is not None and mean_kl > BEST_KL_FACTOR * target):
-            score = -math.inf
-        else:
-            score = reward - (beta * mean_kl if target is None else 0.0)
-        return EvaluationReport(score, metrics, responses.rows(columns))
+            judged = responses.score_with(self.gold, turn_rewards=False)
+            gold = judged.total.cpu(), judged.valid.cpu()
+            columns["gold"] = judged.column(judged.total)
+        return ScoredResponses(
+            total=total.cpu(),
+            valid=scores.valid.cpu(),
+            kl=kl.cpu(),
+            lengths=samples.mask.sum(-1).cpu(),
+            ended=samples.ended.cpu(),
+            gold=gold,
+            ids=samples.responses(),
+            turns=None if responses.conversations is None else [len(one.turns) for one in responses.conversations],
+            rows=responses.rows(columns),
+        )
 
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text, and the β of the KL penalty."""

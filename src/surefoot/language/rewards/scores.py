@@ -46,7 +46,7 @@ class Scores:
 
     def mean_of(self, x: Tensor) -> float | None:
         """The mean over the responses with a score; None without any.   [N]"""
-        return float(x[self.valid].mean()) if self.valid.any() else None
+        return mean_of(x, self.valid)
 
     def column(self, x: Tensor) -> list[float | None]:
         """Number by number, None where a response has no score.   [N]"""
@@ -61,6 +61,11 @@ class Scores:
             if texts:  # empty for a conversation that never began
                 dense[row, len(texts) - 1] = self.total[row]
         return dense
+
+
+def mean_of(x: Tensor, valid: Tensor) -> float | None:
+    """The mean over the responses with a score; None without any.   [N], [N]"""
+    return float(x[valid].mean()) if valid.any() else None
 
 
 class Reward(Protocol):
