@@ -14,9 +14,21 @@ from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 pytestmark = pytest.mark.slow
 
+ROWS = ("--data.train", "rows.jsonl", "--data.held-out", "rows.jsonl", "--evaluation.rows", "16")
 TASKS = {
     "cartpole": ("cartpole", "--steps", "12_000", "--checkpoint-every", "1024"),
-    "sorting": ("sorting", "--steps", "512", "--checkpoint-every", "64", "--evaluation.rows", "16"),
+    "sorting": (
+        "sorting",
+        "--model",
+        "pocket",
+        *ROWS,
+        "--steps",
+        "640",
+        "--checkpoint-every",
+        "64",
+        "--sampling.prompts",
+        "32",
+    ),
 }
 
 
@@ -56,6 +68,8 @@ def process_of_rank(number: int, parent: int) -> int:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_killed_rank_costs_a_restart_and_the_run_is_the_undisturbed_one(task, tmp_path):
+    made = ended(started(tmp_path, "data", "make", "sorting", "--difficulty", "3", "--rows", "64", "--out", "rows.jsonl"))
+    assert made[0] == 0, made[2]
     words = ("train", *TASKS[task], "--ranks", "2", "--quiet")
     code, _, err = ended(started(tmp_path, *words, "--name", "whole"))
     assert code == 0, err

@@ -12,7 +12,7 @@ import click
 
 from surefoot.cli.options import COUNT, POSITIVE
 from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note
-from surefoot.errors import Interrupted, SurefootError
+from surefoot.errors import SurefootError
 
 RANKED = ("train", "resume")
 """commands that several ranks run together"""
@@ -89,11 +89,12 @@ def _run_agent(ranks: int, max_restarts: int) -> None:
     """Run torchrun's agent until all ranks have ended. Exits with the code of a rank that has printed its error."""
     import logging
 
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # of some of the agent's loggers: a rank that fails prints its own line
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank that fails has its own line
     os.environ[AGENT] = "1"
     config = LaunchConfig(
         min_nodes=1,
@@ -109,8 +110,8 @@ def _run_agent(ranks: int, max_restarts: int) -> None:
         elastic_launch(config, sys.executable)("-m", "surefoot", *sys.argv[1:])
     except ChildFailedError as error:
         _report(error)
-    except SignalException as error:
-        raise Interrupted("stopped") from error
+    except SignalException:
+        sys.exit(130)  # the first rank has printed where it stopped
 
 
 def _report(error: Any) -> NoReturn:
