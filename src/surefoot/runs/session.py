@@ -162,7 +162,8 @@ class Session:
             with together():
                 self._load_learner(parts["learner"], checkpoint)
                 self.state.load_state_dict(parts["state"])
-        self.best, self.since_best = on_first(lambda: self._best_of(parts["progress"], checkpoint.parent.parent / "best"))
+            best = checkpoint.parent.parent / "best"
+            self.best, self.since_best = on_first(lambda: self._best_of(parts["progress"], best))
 
     def _read(self, checkpoint: Path, allow_changes: bool) -> dict[str, Any]:
         """The parts of a checkpoint from which this run can continue."""
