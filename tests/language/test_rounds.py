@@ -225,7 +225,7 @@ def test_rounds_are_rejected_where_several_processes_would_make_them(
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = command("rounds", "ppo.toml", "--name", "many")
     assert code == 2
-    assert "WORLD_SIZE=2: 2 processes would each train the same run into runs/many" in err
+    assert "2 processes were started, but this command is one process, and each would write into runs/many" in err
     assert not (start / "runs").exists()
 
 
