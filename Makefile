@@ -18,7 +18,7 @@ types: .venv/dev
 	$(BIN)/mypy
 
 tests: .venv/dev
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
 
 slow: .venv/dev
 	$(BIN)/pytest -m slow --timeout 2400

@@ -28,9 +28,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
     folders = [root / "a", root / "b", root / "<b onload=x>$\\frac"]
     for seed, folder in enumerate(folders, 1):
-        changes = {"objective": {"gae_lambda": 0.5}} if seed == 3 else {}
+        objective = {"reuse": {"epochs": 2, "minibatches": 2}, **({"gae_lambda": 0.5} if seed == 3 else {})}
         sizes = {"rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 1}, "steps": 512}
-        surefoot.train("CartPole-v1", seed=seed, run_dir=folder, **sizes, **changes)
+        surefoot.train("CartPole-v1", seed=seed, run_dir=folder, objective=objective, **sizes)
     (folders[2] / "samples").mkdir()
     rows = [{"prompt": HOSTILE, "response": f"</td>{HOSTILE}\x1b[31m\ud800", "reward": 1.0}, {"prompt": 1}, {"response": "ok"}]
     (folders[2] / "samples" / "512.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -35,7 +35,8 @@ def messages(task: Any, **fields: Any) -> list[str]:
 
 
 def test_an_environment_without_rewards_is_reported_once() -> None:
-    heard = messages(Nothing, steps=2_560, rollout={"environments": 4, "steps": 16}, evaluation={"episodes": 0})
+    few = {"rollout": {"environments": 4, "steps": 16}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}}
+    heard = messages(Nothing, steps=2_560, evaluation={"episodes": 0}, **few)
     (line,) = [line for line in heard if line.startswith("! step ")]
     assert "return has been 0 throughout" in line
     assert int(line.split()[2].rstrip(",").replace(",", "")) <= 640, "at a quarter of the budget, not at its end"
@@ -54,6 +55,7 @@ def test_a_reward_that_is_always_zero_is_reported_once(algorithm: str, tmp_path:
         data={"train": str(tmp_path / "prompts.jsonl")},
         reward={"terms": f"{tmp_path / 'dead.py'}:dead", "missing_eos": None},
         sampling={"prompts": 4, "samples": 2, "max_tokens": 4},
+        objective={"reuse": {"epochs": 1, "minibatches": 1}},
     )
     (line,) = [line for line in heard if "one and the same score" in line]
     assert "serious" in line

@@ -50,6 +50,7 @@ def fields(kind: str, files: Path, **changes: Any) -> dict[str, Any]:
     table["optimizer"] = {"learning_rate": 3e-3, "schedule": "constant", "warmup": 0.0}
     if kind == "language":
         table["sampling"] = {"prompts": 8, "max_tokens": 6}
+        table["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
         table["reward"] = {"terms": [{"function": f"{files}/rewards.py:score"}], "missing_eos": "none"}
     else:
         data["batch"] = 8

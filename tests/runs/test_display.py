@@ -148,6 +148,7 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
         assert [row["iteration"] for row in rows] == [1, 2]
         written |= {key for row in rows for key in row}
     boxed = {"steps": 256, "rollout": {"environments": 2, "steps": 128}, "evaluation": {"episodes": 0}}
+    boxed["objective"] = {"reuse": {"epochs": 2, "minibatches": 4}}
     api.start(find_recipe("Pendulum-v1", boxed), tmp_path / "box")
     written |= {key for row in read_metrics(tmp_path / "box" / "metrics.jsonl") for key in row}
     successful = find_recipe("CartPole-v1", {"steps": 256, "evaluation": {"episodes": 1}})

@@ -102,7 +102,7 @@ def test_a_kill_inside_a_save_changes_nothing(uninterrupted, tmp_path, name, cal
 REMOVING = [("unlink", 7), ("unlink", 15), ("unlink", 50), ("unlink", 53), ("rmdir", 1), ("rmdir", 4)]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"])
 @pytest.mark.parametrize(("name", "call"), REMOVING)
 def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, call, after):
     path = tmp_path / "run"

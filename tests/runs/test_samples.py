@@ -144,6 +144,7 @@ def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(tmp_path):
         changes = {"model": "pocket", "steps": 16, "data": {"train": str(prompts), **held_out}, "reward": {"gold": gold}}
         changes["reward"]["terms"] = [{"function": gold}]
         changes |= {"sampling": {"prompts": 4, "max_tokens": 4}, "evaluation": {"every": 4}, "checkpoint": {"every": 8}}
+        changes["objective"] = {"reuse": {"epochs": 1, "minibatches": 2}}
         recipe = find_recipe("language", changes)
         api.start(recipe, root / "whole")
 
