@@ -129,6 +129,7 @@ def online(
     model: str = "M/whole", term: str = '{ function = "rewards.py:fine" }', data: str = "prompts", *more: str
 ) -> list[str]:
     size = ["--sampling.prompts", "4", "--sampling.max-tokens", "3", "--steps", "16", "--checkpoint-every", "4"]
+    size += ["--objective.reuse.epochs", "1", "--objective.reuse.minibatches", "2"]
     where = ["--run-dir", "run", "--quiet", "--reward.terms", f"[{term}]", "--data.train", f"{data}.jsonl"]
     return ["train", "language", "--model", model, *size, *where, *more]
 

@@ -45,6 +45,7 @@ def fields(files: Path, model: Path, whose: str, **changes: Any) -> dict[str, An
         "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.8, "old_log_probs": whose},
         "reward": {"terms": [{"function": f"{files}/rewards.py:score"}], "missing_eos": "none"},
         "optimizer": {"learning_rate": 1e-4},
+        "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
     }
     return {**table, **changes}
 
