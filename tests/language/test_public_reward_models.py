@@ -146,6 +146,46 @@ def test_a_mixture_of_experts_is_written_with_the_names_that_transformers_reads(
     torch.testing.assert_close(theirs(tmp_path / "reward", ["hello"]), wanted, atol=1e-5, rtol=1e-5)
 
 
+def changed_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the record of the scale in a folder's config.json."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config["surefoot_reward"])
+    path.write_text(json.dumps(config))
+
+
+def test_a_reward_model_read_back_gives_the_same_rewards_to_the_last_bit(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The written weight is divided by std, and rounded: a run on it would be another one after a few updates."""
+    ours = written(tmp_path / "reward", folders["llama"])
+    ids = torch.arange(40).view(4, 10) + 5
+    mask = ids > 0
+    assert not torch.equal(ours.scaled_weight * ours.std, ours.head.weight), "else the record would not be needed"
+    again = RewardModel.load(tmp_path / "reward")
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert torch.equal(again(ids, mask, standardised=True), ours(ids, mask, standardised=True))
+    assert torch.equal(again(ids, mask), ours(ids, mask))
+    changed_config(tmp_path / "reward", lambda scale: scale.pop("head"))
+    older = RewardModel.load(tmp_path / "reward")
+    torch.testing.assert_close(older(ids, mask, standardised=True), ours(ids, mask, standardised=True), atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_that_was_trained_on_elsewhere_is_read_as_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    written(tmp_path / "reward", folders["llama"])
+    tensors = load_file(tmp_path / "reward" / "model.safetensors")
+    tensors["score.weight"] += 1
+    save_file(tensors, tmp_path / "reward" / "model.safetensors", {"format": "pt"})
+    assert torch.equal(RewardModel.load(tmp_path / "reward").head.weight, tensors["score.weight"])
+
+
+@pytest.mark.parametrize("record", ["%", "QUJD", 7])
+def test_a_damaged_record_of_the_head_is_one_line(record: object, folders: dict[str, Path], tmp_path: Path) -> None:
+    written(tmp_path / "reward", folders["llama"])
+    changed_config(tmp_path / "reward", lambda scale: scale.update(head=record))
+    with pytest.raises(SurefootError, match=r"surefoot_reward.head: can't be read \(.*\); copy the whole folder"):
+        RewardModel.load(tmp_path / "reward")
+
+
 def test_a_folder_of_an_older_version_loads_with_the_same_scores(folders: dict[str, Path], tmp_path: Path) -> None:
     ours = written(tmp_path / "new", folders["llama"])
     ours.backbone.save_pretrained(tmp_path / "old")

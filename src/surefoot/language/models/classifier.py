@@ -5,12 +5,15 @@ configuration. Its trunk and head can be separated, so it also scores prefixes. 
 whole texts.
 """
 
+import base64
+import binascii
 import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SCALE = "surefoot_reward"
-"""key of config.json with what the format has no place for: the mean and std by which scores were standardised"""
+"""key of config.json with what the format has no place for: the mean and std by which scores were standardised, and the head"""
 LABEL = "reward"
 """name of the one label that is written"""
 
@@ -220,6 +223,30 @@ def read_scale(config: "PreTrainedConfig") -> dict[str, float] | None:
     if bad := [name for name in names if not math.isfinite(scale[name])]:
         raise SurefootError(f"config.json: {SCALE}.{bad[0]}={scale[bad[0]]}: is not finite; copy the whole folder")
     return {name: float(scale[name]) for name in names}
+
+
+def head_record(head: nn.Linear) -> str:
+    """The head for config.json, as base64 of its weight and bias in float32.
+
+    The written weight is divided by std, which rounds it. With this record, a run reads the head as it was trained.
+    """
+    numbers = torch.cat([head.weight.detach().flatten(), head.bias.detach()]).to("cpu", torch.float32)
+    return base64.b64encode(numbers.numpy().astype("<f4").tobytes()).decode()
+
+
+def read_head_record(config: "PreTrainedConfig") -> tuple[Tensor, Tensor] | None:
+    """Weight and bias of the head before scaling; None for a folder without a record of them.   [1, width], [1]
+
+    Raises SurefootError if the record is damaged.
+    """
+    text = (getattr(config, SCALE, None) or {}).get("head")
+    if text is None:
+        return None
+    try:
+        numbers = torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), "<f4").astype(np.float32))
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise SurefootError(f"config.json: {SCALE}.head: can't be read ({error}); copy the whole folder") from None
+    return numbers[:-1].unsqueeze(0), numbers[-1:]
 
 
 def saved_head(folder: Path) -> Tensor:

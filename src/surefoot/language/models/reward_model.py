@@ -27,9 +27,11 @@ from surefoot.language.models.classifier import (
     SCALE,
     Classifier,
     TextClassifier,
+    head_record,
     make_classifier,
     padding_tokenizer,
     read_classifier,
+    read_head_record,
     read_scale,
     saved_head,
 )
@@ -143,7 +145,8 @@ class RewardModel(nn.Module):
                 self.tokenizer.save_pretrained(temporary)
                 write_head(self, temporary)
                 return [f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})"]
-            setattr(classifier.config, SCALE, {"offset": self.offset, "mean": float(self.mean), "std": float(self.std)})
+            scale = {"offset": self.offset, "mean": float(self.mean), "std": float(self.std)}
+            setattr(classifier.config, SCALE, {**scale, "head": head_record(self.head)})
             classifier.save_pretrained(temporary, state_dict=merged_state(classifier))
             tokenizer.save_pretrained(temporary)
         if pads:
@@ -207,7 +210,10 @@ def load_reward_model(
 
 
 def _from_classifier(classifier: Classifier) -> RewardModel | TextClassifier:
-    """A RewardModel if trunk and head can be separated; with the offset, if it was written here."""
+    """A RewardModel if trunk and head can be separated; if it was written here, with its head and scale from before scaling.
+
+    An older folder, or a head that was changed since, has the written head and its offset.
+    """
     parts = classifier.parts()
     if parts is None:
         return TextClassifier(classifier).eval()
@@ -215,6 +221,11 @@ def _from_classifier(classifier: Classifier) -> RewardModel | TextClassifier:
     scale = read_scale(classifier.model.config)
     if scale is not None:
         model.mean.fill_(scale["offset"])
+        trained = read_head_record(classifier.model.config)
+        if trained is not None and torch.equal(trained[0] / torch.tensor(scale["std"]), model.head.weight.detach()):
+            model.head.load_state_dict({"weight": trained[0], "bias": trained[1]})
+            model.mean.fill_(scale["mean"])
+            model.std.fill_(scale["std"])
     return model.eval()
 
 
