@@ -97,3 +97,41 @@ def test_dpo_is_stationary_at_the_kl_regularised_optimum(seed: int, beta: float)
     best = expected_loss(optimum).item()
     for away in random(seed + 1, 3, 4):
         assert expected_loss(optimum + 0.1 * away).item() >= best - 1e-12
+
+
+def test_kto_of_an_answer_worth_three_to_one_is_a_quarter_if_good_and_three_quarters_if_bad() -> None:
+    """By hand: σ(ln 3) = 3/4. With β = 1/2 and z₀ = 1, h must be 1 + 2 ln 3."""
+    answer, reference = torch.tensor([-7.0] * 2, dtype=DOUBLE), torch.tensor([-8.0 - 2 * math.log(3)] * 2, dtype=DOUBLE)
+    answer.requires_grad_()
+    loss = F.kto_loss(answer, reference, torch.tensor([True, False]), torch.tensor(1.0, dtype=DOUBLE), 0.5)
+    assert loss.tolist() == pytest.approx([0.25, 0.75], rel=1e-12)
+    (slope,) = torch.autograd.grad(loss.sum(), answer)
+    assert slope.tolist() == pytest.approx([-0.5 * 0.75 * 0.25, 0.5 * 0.75 * 0.25], rel=1e-12)
+
+
+@given(seeds, st.sampled_from([0.05, 0.1, 0.5]))
+def test_kto_of_the_two_labels_of_an_answer_adds_up_to_one(seed: int, beta: float) -> None:
+    answer, reference, baseline = random(seed, 3, 4)
+    good, bad = (F.kto_loss(answer, reference, torch.full((4,), label), baseline, beta) for label in (True, False))
+    assert (good + bad).tolist() == pytest.approx([1.0] * 4, rel=1e-12)
+
+
+@given(seeds, st.sampled_from([0.05, 0.1, 0.5]))
+def test_kto_depends_on_how_far_an_answer_moved_beyond_the_baseline_alone(seed: int, beta: float) -> None:
+    answer, reference, baseline, shift = random(seed, 4, 4)
+    labels = torch.tensor([1, 0, 1, 0])
+    here = F.kto_loss(answer, reference, labels, baseline, beta)
+    moved = F.kto_loss(answer + shift, reference, labels, baseline + shift, beta)
+    assert moved.tolist() == pytest.approx(here.tolist(), rel=1e-9)
+    rewards = (beta * (answer - reference - baseline)).tolist()
+    expected = [1 - sigmoid(x) if label else 1 - sigmoid(-x) for x, label in zip(rewards, labels.tolist(), strict=True)]
+    assert here.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_kto_far_from_the_baseline_is_bounded_and_has_no_gradient() -> None:
+    """Unlike DPO: an answer that can't be won back no longer pulls."""
+    answer = torch.tensor([-1e6, 1e6], requires_grad=True)
+    loss = F.kto_loss(answer, torch.zeros(2), torch.tensor([True, False]), torch.tensor(0.0), 0.1)
+    assert loss.tolist() == [1.0, 1.0]
+    (slope,) = torch.autograd.grad(loss.sum(), answer)
+    assert slope.tolist() == [0.0, 0.0]

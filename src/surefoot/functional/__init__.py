@@ -27,7 +27,7 @@ from surefoot.functional.masking import (
     whiten,
 )
 from surefoot.functional.natural_gradient import conjugate_gradient, fisher_vector_product, line_search
-from surefoot.functional.preferences import bradley_terry_loss, dpo_loss, ipo_loss
+from surefoot.functional.preferences import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from surefoot.functional.returns import discounted_returns, gae, n_step_advantages, successor_values, td_residual
 from surefoot.functional.routing import expert_load, load_balance
 from surefoot.functional.shaping import kl_shaped_rewards, overlong_penalty, place_scores
@@ -65,6 +65,7 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "kl_shaped_rewards",
+    "kto_loss",
     "leave_one_out_advantages",
     "line_search",
     "load_balance",

@@ -1,5 +1,6 @@
-"""Losses on pairs of a chosen and a rejected answer. Per pair; the caller reduces."""
+"""Losses on pairs of a chosen and a rejected answer, and on single labelled answers. Per pair or answer; the caller reduces."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -48,3 +49,16 @@ def ipo_loss(
     """
     margin, wanted = (chosen - rejected) - (ref_chosen - ref_rejected), 1 / (2 * beta)
     return (1 - label_smoothing) * (margin - wanted) ** 2 + label_smoothing * (margin + wanted) ** 2
+
+
+def kto_loss(log_probs: Tensor, ref_log_probs: Tensor, good: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """1 − σ(β(h − z₀)) of good answers and 1 − σ(β(z₀ − h)) of bad ones, with h = log π − log ref of whole answers.   [...]
+
+    ``good`` is true for good answers. ``baseline`` is z₀, an estimate of KL(π‖ref), without gradient. The caller weights both
+    labels. Ethayarajh et al. 2024 (arXiv 2402.01306), section 4, with λ_y = 1.
+
+    >>> kto_loss(torch.tensor([-4.0, -4.0]), torch.tensor([-5.0, -5.0]), torch.tensor([1, 0]), torch.tensor(0.0), beta=0.5)
+    tensor([0.3775, 0.6225])
+    """
+    gain = beta * ((log_probs - ref_log_probs) - baseline)
+    return torch.sigmoid(torch.where(good.bool(), -gain, gain))

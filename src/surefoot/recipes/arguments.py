@@ -21,6 +21,7 @@ from surefoot.recipes.language import (
     PreferenceSettings,
     PromptSettings,
     ReferenceSettings,
+    RewardPreferenceSettings,
     RewardSettings,
     RewardTerm,
     SamplingSettings,
@@ -263,6 +264,12 @@ class DataSettingsTable(TypedDict, total=False):
     batch: int
 
 
+class RewardPreferenceSettingsTable(TypedDict, total=False):
+    """The fields of ``RewardPreferenceSettings``."""
+
+    loss: Literal["bradley_terry", "binary"]
+
+
 class DpoReferenceSettingsTable(TypedDict, total=False):
     """The fields of ``DpoReferenceSettings``."""
 
@@ -273,8 +280,10 @@ class DpoReferenceSettingsTable(TypedDict, total=False):
 class PreferenceSettingsTable(TypedDict, total=False):
     """The fields of ``PreferenceSettings``."""
 
-    loss: Literal["dpo", "ipo"]
+    loss: Literal["dpo", "ipo", "kto"]
     label_smoothing: float
+    desirable_weight: float
+    undesirable_weight: float
 
 
 class OnlineEvaluationTable(TypedDict, total=False):
@@ -440,6 +449,7 @@ class RewardArguments(TypedDict, total=False):
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
     demonstrations: Iterable[Mapping[str, Any]] | str | None
+    preference: RewardPreferenceSettingsTable | RewardPreferenceSettings
 
 
 class DpoArguments(TypedDict, total=False):
@@ -535,8 +545,8 @@ class Arguments(TypedDict, total=False):
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings
     demonstrations: Iterable[Mapping[str, Any]] | str | None
+    preference: RewardPreferenceSettingsTable | RewardPreferenceSettings | PreferenceSettingsTable | PreferenceSettings
     reference: DpoReferenceSettingsTable | DpoReferenceSettings | ReferenceSettingsTable | ReferenceSettings
-    preference: PreferenceSettingsTable | PreferenceSettings
     sampling: SamplingSettingsTable | SamplingSettings
     turns: TurnSettingsTable | TurnSettings
     reward: (

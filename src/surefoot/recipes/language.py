@@ -288,23 +288,50 @@ class MixingSettings(Section):
 
 
 class DpoReferenceSettings(Section):
-    """The reference of DPO, and how close the model stays to it."""
+    """The reference of DPO and KTO, and how close the model stays to it."""
 
     model: str | None = None
     """folder of the reference; none: the model that training starts from"""
     beta: float = Field(0.1, gt=0)
-    """β. DPO: the implicit reward of an answer is β·(log π_θ − log π_ref). Online: the weight of the KL penalty. Larger values
-    stay closer to the reference"""
+    """β. DPO, KTO: the implicit reward of an answer is β·(log π_θ − log π_ref). Online: the weight of the KL penalty. Larger
+    values stay closer to the reference"""
 
 
 class PreferenceSettings(Section):
-    """The loss of pairs."""
+    """The loss of pairs, or of labelled answers."""
 
-    loss: Literal["dpo", "ipo"] = "dpo"
+    loss: Literal["dpo", "ipo", "kto"] = "dpo"
     """dpo: the chosen answer is better with probability σ(margin of implicit rewards); ipo: pulls the margin of log π_θ −
-    log π_ref towards 1/(2β), so consistent labels don't drive it to infinity"""
+    log π_ref towards 1/(2β), so consistent labels don't drive it to infinity; kto: single answers, labelled good or bad"""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """assumed share of pairs with swapped labels"""
+    """assumed share of pairs with swapped labels; not in kto"""
+    desirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of good answers; the good answers together usually weigh 1 to 4/3 times as much as the bad ones"""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of bad answers"""
+
+    @pydantic.model_validator(mode="after")
+    def _check_loss(self) -> "PreferenceSettings":
+        if self.loss == "kto" and self.label_smoothing:
+            raise SurefootError(
+                f"preference.label_smoothing={self.label_smoothing}: is for pairs, and preference.loss='kto' has single "
+                "answers; set 0"
+            )
+        for name in ("desirable_weight", "undesirable_weight"):
+            if self.loss != "kto" and getattr(self, name) != 1:
+                raise SurefootError(
+                    f"preference.{name}={getattr(self, name):g}: is for preference.loss = 'kto', and it is {self.loss!r}; "
+                    "unset it"
+                )
+        return self
+
+
+class RewardPreferenceSettings(Section):
+    """The loss of a reward model."""
+
+    loss: Literal["bradley_terry", "binary"] = "bradley_terry"
+    """bradley_terry: pairs, of which the chosen answer is better with probability σ(difference of the scores); binary: single
+    answers, labelled good or bad, good with probability σ(score)"""
 
 
 class CriticSettings(Section):
@@ -436,14 +463,18 @@ class SftRecipe(SupervisedRecipe):
 
 
 class RewardRecipe(SupervisedRecipe):
-    """A reward model from pairs of a chosen and a rejected answer (Bradley-Terry): a policy over the two answers."""
+    """A reward model: a policy over the chosen and the rejected answer of a pair (Bradley-Terry), or over the two labels of an
+    answer.
+    """
 
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
     kind: Literal["reward"] = "reward"
     """kind of training: control, sft, reward, dpo or language"""
     demonstrations: str | None = None
-    """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen answers of data.train"""
+    """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen or good answers of
+    data.train"""
+    preference: RewardPreferenceSettings = RewardPreferenceSettings()
 
     @property
     def title(self) -> str:
@@ -452,7 +483,9 @@ class RewardRecipe(SupervisedRecipe):
 
 
 class DpoRecipe(SupervisedRecipe):
-    """A language model from pairs, relative to a frozen reference (DPO, IPO): a policy over the two answers."""
+    """A language model from pairs or labelled answers, relative to a frozen reference (DPO, IPO, KTO): a policy over the two
+    answers, or labels.
+    """
 
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
@@ -463,7 +496,7 @@ class DpoRecipe(SupervisedRecipe):
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
-        """γ = 0; the loss of a pair is the sum over its two labels."""
+        """γ = 0; the loss of a row is the sum over its labels."""
         return {"gamma": 0.0, "aggregation": "sequence-sum"}
 
     @pydantic.model_validator(mode="after")

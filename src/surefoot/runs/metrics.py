@@ -85,17 +85,24 @@ METRICS: dict[str, Metric] = {
         high=1e-2,
         why_high="the sampler and the trainer disagree about the policy; with precision = bfloat16 some is normal",
     ),
-    "held_out_loss": Metric("mean −log π per token on held-out demonstrations, or per held-out pair; nats"),
+    "held_out_loss": Metric(
+        "mean −log π per token on held-out demonstrations, or per held-out pair or labelled answer; nats. KTO: its loss, "
+        "without a unit"
+    ),
     "held_out_accuracy": Metric(
         "share of held-out pairs in which the chosen answer has the higher score; in DPO by the implicit reward "
-        "β·(log π − log π_ref), where a draw counts half, so that it starts at a half"
+        "β·(log π − log π_ref), where a draw counts half, so that it starts at a half. Labelled answers: in reward models the "
+        "share with the label's sign, in KTO the share of all pairs of a good and a bad answer"
     ),
-    "held_out_margin": Metric("DPO: mean implicit reward of the chosen answers of held-out pairs less that of the rejected"),
+    "held_out_margin": Metric(
+        "DPO: mean implicit reward of the chosen answers of held-out pairs less that of the rejected; KTO: of the good answers "
+        "less that of the bad"
+    ),
     "held_out_chosen_log_prob": Metric(
-        "DPO: mean Σ log π of the chosen held-out answers, in nats. It often falls with the rejected one's; falling faster "
-        "than the margin grows, the model moves to answers that are in no pair: raise reference.beta"
+        "DPO: mean Σ log π of the chosen (KTO: good) held-out answers, in nats. It often falls with the rejected one's; "
+        "falling faster than the margin grows, the model moves to answers that are in no pair: raise reference.beta"
     ),
-    "held_out_rejected_log_prob": Metric("DPO: mean Σ log π of the rejected held-out answers, in nats"),
+    "held_out_rejected_log_prob": Metric("DPO: mean Σ log π of the rejected (KTO: bad) held-out answers, in nats"),
     "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
     "held_out_gold": Metric("the same by the gold function"),
     "held_out_log_likelihood": Metric(
@@ -108,6 +115,10 @@ METRICS: dict[str, Metric] = {
     "held_out_turns": Metric("mean turns of the model in the conversations about held-out rows"),
     "held_out_distinct_2": Metric("different bigrams / all bigrams of these answers"),
     "data_epochs": Metric("passes over the training rows so far"),
+    "kto_baseline": Metric(
+        "KTO: z₀, the mean log π − log π_ref of answers to other prompts, at least 0, in nats: how far the policy has moved, "
+        "and what the log-ratios of labelled answers are compared with"
+    ),
     "tokens": Metric("trained tokens of the batch"),
     "seconds_sampling": Metric("time spent on sampling responses; part of seconds_collecting"),
     "seconds_scoring": Metric("time spent in the reward; part of seconds_collecting"),

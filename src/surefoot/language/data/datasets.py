@@ -1,7 +1,8 @@
-"""Turn rows into token ids: demonstrations, pairs of answers, prompts.
+"""Turn rows into token ids: demonstrations, pairs of answers, labelled answers, prompts.
 
 Demonstrations are ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``. Pairs are ``{"prompt", "chosen",
-"rejected"}``, or ``{"chosen", "rejected"}`` with the prompt as their common beginning. Each column is text, or messages with a
+"rejected"}``, or ``{"chosen", "rejected"}`` with the prompt as their common beginning. Labelled answers are ``{"prompt",
+"completion", "label"}``. Each column is text, or messages with a
 role and a content; ``tools`` and ``chat_template_kwargs`` are passed to the chat template. Answers may repeat the messages of
 their prompt, or its text as the user's message. ``surefoot.language.data.shapes`` converts other shapes. Rows that are too long
 and pairs of equal answers are dropped and counted. Any other error is one line with file and line.
@@ -31,7 +32,7 @@ from surefoot.language.data.rows import (
     text_or_messages,
 )
 from surefoot.language.data.rows import Row as Row
-from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, paired
+from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, label_of, paired, unpaired
 from surefoot.language.data.sources import Source
 from surefoot.language.data.sources import open_rows as open_rows
 from surefoot.language.data.sources import read_rows as read_rows
@@ -81,6 +82,14 @@ class Pairs:
     """columns that are not used"""
     notes: tuple[str, ...] = ()
     """lines about control tokens in the rows, and about labelled answers without a partner"""
+
+
+@dataclass(frozen=True)
+class Labelled(Demonstrations):
+    """Tokenised answers, each labelled as good or bad."""
+
+    good: Sequence[bool] = ()
+    """the labels, row by row"""
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,27 @@ def pairs(
         tuple(tally.unused),
         tally.notes(control),
     )
+
+
+def labelled(
+    rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
+) -> Labelled:
+    """Tokenise answers of at most ``max_length`` ids with their prompt and their label; a pair is a good and a bad answer.
+
+    Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
+    """
+    work = _Preparation("labelled", rows, tokens, max_length, limit_text, control)
+
+    def make(row: Row) -> tuple[Sequence[Any], int]:
+        row = as_demonstration(row, work.chat)
+        label, columns = label_of(row), _demonstration_columns(row)
+        work.look(row, (*columns, "label"))
+        ids, trained = work.tokens.demonstration(_demonstration(row, work.tokens))
+        return (ids, trained, [label]), len(ids)
+
+    made, tally = work.run({"ids": "ids", "trained": "flags", "good": "flags"}, make)
+    good = [label for (label,) in made["good"]]
+    return Labelled(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), good)
 
 
 def prompts(
@@ -463,7 +493,7 @@ class _Preparation:
     def _add_rows(self, fields: Fields, make: Callable[[Row], tuple[Sequence[Any], int] | None]) -> None:
         tally, left_over = self.tally, list[int]()
         with quiet_transformers():  # the tokenizer warns of text longer than the context; such rows are counted here
-            for row in paired(self.rows, left_over) if self.kind == "pairs" else self.rows:
+            for row in self._as_kind(left_over):
                 tally.rows, tally.file = tally.rows + 1, row.file
                 try:
                     made = make(row)
@@ -482,13 +512,19 @@ class _Preparation:
         tally.left_over = sum(left_over)
         self._check_any_kept()
 
+    def _as_kind(self, left_over: list[int]) -> Iterable[Row]:
+        """The rows, with labelled answers made into pairs where pairs are needed, and the other way round."""
+        if self.kind == "pairs":
+            return paired(self.rows, left_over)
+        return unpaired(self.rows, self.chat) if self.kind == "labelled" else self.rows
+
     def _check_any_kept(self) -> None:
         tally = self.tally
         if tally.left_over and not tally.rows:
             file = next(iter(self.rows)).file
             raise SurefootError(
-                f"{file}: column 'label' labels single answers, and no prompt has one of each label to make a pair; give "
-                "chosen and rejected, or train kind = 'sft' on the good answers"
+                f"{file}: column 'label' labels single answers, and no prompt has one of each label to make a pair; set "
+                "preference.loss = 'kto' for kind = 'dpo', or 'binary' for kind = 'reward'"
             )
         if tally.equal == tally.rows:
             raise SurefootError(

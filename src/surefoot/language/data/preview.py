@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.language.data.cache import lengths_of
-from surefoot.language.data.datasets import ControlPolicy, demonstrations, pairs, prompts
-from surefoot.language.data.shapes import is_labelled, shape_of
+from surefoot.language.data.datasets import ControlPolicy, demonstrations, labelled, pairs, prompts
+from surefoot.language.data.shapes import is_labelled, paired, shape_of
 from surefoot.language.data.sources import Source, open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.language_model import model_folder
@@ -87,7 +87,9 @@ def _sequences(
 ) -> tuple[list[TokenSequence], Summary]:
     """The first kept sequences, and a summary of all. The columns of the first row show what the rows are."""
     names = set(first)
-    if names & {"chosen", "rejected"} or is_labelled(first):
+    if is_labelled(first):
+        return _labelled_sequences(rows, tokens, limit, count, control)
+    if names & {"chosen", "rejected"}:
         both = pairs(rows, tokens, limit, control=control)
         sides = (("chosen", both.chosen, both.chosen_trained), ("rejected", both.rejected, both.rejected_trained))
         shown = [
@@ -116,6 +118,25 @@ def _sequences(
     return shown, Summary(
         "demonstrations", len(made.ids), len(made.ids) + made.dropped, lengths_of(made.ids), trained, left_out
     )
+
+
+def _labelled_sequences(
+    rows: Source, tokens: Tokens, limit: int, count: int, control: ControlPolicy
+) -> tuple[list[TokenSequence], Summary]:
+    """The first labelled answers, and a summary of all, with the number of pairs that they make."""
+    made = labelled(rows, tokens, limit, control=control)
+    some = zip(made.ids[:count], made.trained[:count], made.good[:count], strict=True)
+    shown = [TokenSequence(ids, trained, f"{i + 1} {'good' if good else 'bad'}") for i, (ids, trained, good) in enumerate(some)]
+    kept, good = len(made.ids), sum(made.good)
+    left_out = {
+        "labels": f"{good:,} good, {kept - good:,} bad, for preference.loss = 'kto' or 'binary'",
+        "pairs": f"{sum(1 for _ in paired(rows, [])):,}, for the other losses",
+        "dropped": _too_long(made.dropped, limit),
+        **_noted(made.notes),
+        **_unused(made.unused),
+    }
+    trained = sum(map(sum, made.trained))
+    return shown, Summary("labelled answers", kept, kept + made.dropped, lengths_of(made.ids), trained, left_out)
 
 
 def _is_prompt(names: set[str]) -> bool:

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from surefoot.errors import SurefootError
-from surefoot.language.data.rows import CALLS, WEIGHT, Row, joined_parts, json_list, json_type, text_column
+from surefoot.language.data.rows import (
+    CALLS,
+    WEIGHT,
+    Row,
+    joined_parts,
+    json_list,
+    json_type,
+    require_columns,
+    text_column,
+)
 
 ROLES = {
     "human": "user",
@@ -119,6 +128,36 @@ def paired(rows: Iterable[Row], left_over: list[int]) -> Iterator[Row]:
         columns |= {"chosen": good.columns["completion"], "rejected": bad.columns["completion"]}
         yield Row(columns, row.where, row.file)
     left_over.append(sum(map(len, waiting.values())))
+
+
+def unpaired(rows: Iterable[Row], chat: bool) -> Iterator[Row]:
+    """Rows with one labelled answer each, of rows with two: the chosen answer is good, the rejected one bad. Other rows stay.
+
+    chat   whether the model has a chat template
+
+    Raises SurefootError, with file and line, for answers of an unknown shape.
+    """
+    for row in rows:
+        if not {"chosen", "rejected"} <= row.columns.keys():
+            yield row
+            continue
+        try:
+            pair = as_pair(row, chat)
+        except SurefootError as error:
+            raise SurefootError(f"{row.where}: {error}") from None
+        others = {name: value for name, value in pair.columns.items() if name not in ("chosen", "rejected")}
+        for name, label in (("chosen", True), ("rejected", False)):
+            yield Row({**others, "completion": pair.columns[name], "label": label}, row.where, row.file)
+
+
+def label_of(row: Row) -> bool:
+    """Whether the answer of a row is good, by its column ``label``. Raises SurefootError if that is not true or false."""
+    require_columns(row, ("label",), "a labelled answer has prompt, completion and label")
+    value = row.columns["label"]
+    label = _label(str(value) if isinstance(value, int) else value)
+    if label is None:
+        raise SurefootError(f"column 'label' is {value!r:.40}; it must be true or false")
+    return label
 
 
 def _label(value: Any) -> bool | None:

@@ -63,6 +63,8 @@ class Workload:
     """of the critic's own model, if it is not the policy's"""
     reference: "PreTrainedConfig | None" = None
     rewards: "tuple[PreTrainedConfig, ...]" = ()
+    labelled: bool = False
+    """a row is one labelled answer instead of two answers"""
     bf16: bool = False
     checkpointing: bool = False
     temperature: float = 1.0
@@ -101,7 +103,12 @@ class Workload:
     @property
     def sides(self) -> int:
         """Answers in a row."""
-        return 2 if self.kind in ("reward", "dpo") else 1
+        return 2 if self.kind in ("reward", "dpo") and not self.labelled else 1
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of the smallest micro-batch: the answers of one row, if a pass has them below each other."""
+        return self.sides if self.kind == "dpo" else 1
 
     def at_once(self, rows_of: BatchShape | None, batch: int | None = None) -> BatchShape:
         """The micro-batch of demonstrations, of which ``batch`` are padded together."""
@@ -121,7 +128,7 @@ class Workload:
         read = self.width * self.sides
         if self.micro_batch_tokens is not None:
             rows = min(rows, max(1, self.micro_batch_tokens // max(1, read)))
-        rows = min(rows, self.micro_batch or rows) * (2 if self.kind == "dpo" else 1)
+        rows = min(rows, self.micro_batch or rows) * self.least_rows
         return BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response)
 
     def pass_options(self, value: bool = True) -> PassOptions:
@@ -282,7 +289,7 @@ class _Estimator:
         s = self.workload
         if s.kind == "reward":
             needed = self.counted(
-                "learning", lambda: passes.pair_learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows))
+                "learning", lambda: passes.pair_learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows), s.sides)
             )
         else:
             needed = self.counted("learning", lambda: passes.learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows)))
@@ -374,7 +381,7 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if not workload.checkpointing:
         yield "gradient_checkpointing = true", replace(workload, checkpointing=True)
     learned = workload.micro(workload.rows)
-    if learned.rows > (2 if workload.kind == "dpo" else 1):
+    if learned.rows > workload.least_rows:
         tokens = workload.width * workload.sides
         yield f"optimizer.micro_batch_tokens = {tokens}", replace(workload, micro_batch_tokens=tokens)
     if not workload.bf16:

@@ -193,9 +193,11 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         common |= {"rows": recipe.data.batch, "responses": recipe.data.batch, "prompt": 1, "response": 1}
         if isinstance(recipe, DpoRecipe):
             name = recipe.reference.model
-            return Workload(kind="dpo", **common, reference=None if name is None else config(name))
-        kind: Any = "reward" if isinstance(recipe, RewardRecipe) else "sft"
-        return Workload(kind=kind, **common)
+            labelled = recipe.preference.loss == "kto"
+            return Workload(kind="dpo", **common, reference=None if name is None else config(name), labelled=labelled)
+        if isinstance(recipe, RewardRecipe):
+            return Workload(kind="reward", **common, labelled=recipe.preference.loss == "binary")
+        return Workload(kind="sft", **common)
     named = recipe.reference.model
     reference = policy if named is None and recipe.adapter is None else None if named is None else config(named)
     names = [term.model for term in recipe.reward.terms if term.model is not None]

@@ -326,9 +326,11 @@ def scoring(config: "PreTrainedConfig", switches: PassOptions, shape: BatchShape
 
 
 @cached_pass
-def pair_learning(config: "PreTrainedConfig", objective: Objective, switches: PassOptions, shape: BatchShape) -> PassMemory:
-    """Forward and backward pass of a reward model on both answers of a micro-batch of pairs."""
-    return _over_layers(lambda few, _: _pair_pass(few, objective, switches, shape), config)
+def pair_learning(
+    config: "PreTrainedConfig", objective: Objective, switches: PassOptions, shape: BatchShape, sides: int
+) -> PassMemory:
+    """Forward and backward pass of a reward model on the one or two answers of each row of a micro-batch."""
+    return _over_layers(lambda few, _: _pair_pass(few, objective, switches, shape, sides), config)
 
 
 @cached_pass
@@ -469,7 +471,7 @@ def _policy_pass(
         return PassMemory(tracker.finish(), kept)
 
 
-def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions, shape: BatchShape) -> PassMemory:
+def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions, shape: BatchShape, sides: int) -> PassMemory:
     """``PairPolicy.forward``, and the learner's loss and backward pass."""
     with fake_tensors():
         model = trunk_model(config)
@@ -481,7 +483,8 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions,
         with _tracker(held, True) as tracker:
             batch, live = _batch(shape), tracker.live
             with computing(held, s.checkpointing, s.bf16):
-                scores = [head(_read_masked(model, shape)[:, -1]).squeeze(-1) for _ in range(2)]
+                scores = [head(_read_masked(model, shape)[:, -1]).squeeze(-1) for _ in range(sides)]
+            scores += [torch.zeros_like(scores[0])] * (2 - sides)
             both = torch.stack(scores, -1).float().log_softmax(-1)
             kept = {"policy": tracker.live - live}
             entropy = -(both.exp() * both).sum(-1, keepdim=True)

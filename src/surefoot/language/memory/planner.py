@@ -127,7 +127,7 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if not workload.checkpointing:
         yield "gradient checkpointing", replace(workload, checkpointing=True)
     tokens = workload.width * workload.sides
-    if workload.micro(workload.rows).rows > (2 if workload.kind == "dpo" else 1):
+    if workload.micro(workload.rows).rows > workload.least_rows:
         yield f"micro-batches of one row ({tokens} tokens)", replace(workload, micro_batch_tokens=tokens)
 
 

@@ -38,17 +38,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHOSEN, REJECTED = "chosen", "rejected"
+ANSWER, MISMATCHED = "answer", "mismatched"
+"""sides of the inputs with a labelled answer in place of the two, and with the answer to another prompt"""
 REFERENCE = "reference"
-"""key of Σ log π_ref of both answers in the inputs   [B, 2]"""
+"""key of Σ log π_ref of both sides in the inputs   [B, 2]"""
 
 
 # ---- reward models ------------------------------------------------------------------------------------------------------
 
 
 class PairPolicy(Policy):
-    """Chooses the better of two answers by a reward model's raw scores.
+    """Chooses the better of two answers by a reward model's raw scores, or labels one answer as good (0) or bad (1).
 
-    ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right.
+    ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right; or
+    {"answer" [B, L], "answer_mask" [B, L]}.
     """
 
     def __init__(self, model: RewardModel, bf16: bool = False, checkpointing: bool = False) -> None:
@@ -65,14 +68,14 @@ class PairPolicy(Policy):
         return Evaluation(both.gather(-1, actions), entropy)
 
     def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Raw scores of the chosen and the rejected answer.   -> [B, 2]"""
+        """Raw scores of the chosen and the rejected answer; of a single answer, and 0.   -> [B, 2]"""
         with computing(self, self.checkpointing, self.bf16):
-            scores = [self.model.raw(*_trimmed(inputs[side], inputs[f"{side}_mask"])) for side in (CHOSEN, REJECTED)]
-        return torch.stack(scores, -1).float()
+            scores = [self.model.raw(*_trimmed(inputs[side], inputs[f"{side}_mask"])) for side in _sides_in(inputs)]
+        return torch.stack(scores if len(scores) > 1 else [*scores, torch.zeros_like(scores[0])], -1).float()
 
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-        """Tokens of both answers.   [B]"""
-        return inputs["chosen_mask"].sum(-1) + inputs["rejected_mask"].sum(-1)
+        """Tokens of both answers, or of the only one.   [B]"""
+        return sum(inputs[f"{side}_mask"].sum(-1) for side in _sides_in(inputs))  # type: ignore[return-value]
 
     def train(self, mode: bool = True) -> "PairPolicy":
         """Stay in evaluation mode: no dropout."""
@@ -105,6 +108,10 @@ def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
     for side, ids in ((CHOSEN, pairs.chosen), (REJECTED, pairs.rejected)):
         inputs[side], inputs[f"{side}_mask"] = right_padded([ids[row] for row in rows], pad_id)
     return inputs, torch.zeros(len(rows), 1, dtype=torch.long), torch.ones(len(rows), 1, dtype=torch.bool)
+
+
+def _sides_in(inputs: Mapping[str, Tensor]) -> list[str]:
+    return [ANSWER] if ANSWER in inputs else [CHOSEN, REJECTED]
 
 
 def _trimmed(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,26 +191,32 @@ class DpoPolicy(Policy):
         }
 
 
-def _sides(inputs: Mapping[str, Tensor]) -> list[tuple[dict[str, Tensor], Tensor, Tensor]]:
-    """Prompt, answer and mask of the chosen and the rejected answer."""
-    return [
-        (
-            {"prompt": inputs[f"{side}_prompt"], "prompt_mask": inputs[f"{side}_prompt_mask"]},
-            inputs[side],
-            inputs[f"{side}_mask"],
-        )
-        for side in (CHOSEN, REJECTED)
-    ]
+def side_tensors(side: str, rows: Batch) -> dict[str, Tensor]:
+    """Prompt, answer and mask of rows as the inputs of one side."""
+    prompt, answer, mask = rows
+    return {side: answer, f"{side}_mask": mask, **{f"{side}_{name}": x for name, x in prompt.items()}}
+
+
+def side_of(inputs: Mapping[str, Tensor], side: str) -> Batch:
+    """Prompt, answer and mask of one side of the inputs."""
+    prompt = {"prompt": inputs[f"{side}_prompt"], "prompt_mask": inputs[f"{side}_prompt_mask"]}
+    return prompt, inputs[side], inputs[f"{side}_mask"]
+
+
+def _sides(inputs: Mapping[str, Tensor]) -> list[Batch]:
+    """Prompt, answer and mask of every side, in the order of the inputs."""
+    return [side_of(inputs, name.removesuffix("_prompt")) for name in inputs if name.endswith("_prompt")]
 
 
 def answer_log_probs(model: Policy, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Σ log π of the trained tokens of both answers.   -> [B, 2]"""
+    """Σ log π of the trained tokens of both sides.   -> [B, 2]"""
     return torch.stack([model(*side).log_probs.masked_fill(~side[2], 0).sum(-1) for side in _sides(inputs)], -1)
 
 
 def trained_tokens(inputs: Mapping[str, Tensor]) -> float:
-    """The number of trained tokens in both answers."""
-    return float(inputs[f"{CHOSEN}_mask"].sum() + inputs[f"{REJECTED}_mask"].sum())
+    """The number of trained tokens on all sides but that of mismatched answers."""
+    sides = [name.removesuffix("_prompt") for name in inputs if name.endswith("_prompt")]
+    return float(sum(inputs[f"{side}_mask"].sum() for side in sides if side != MISMATCHED))
 
 
 def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
@@ -221,10 +234,9 @@ def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", sett
     }
 
     def tensors(rows: Sequence[int]) -> Batch:
-        inputs = {}
+        inputs: dict[str, Tensor] = {}
         for side, answers in sides.items():
-            prompt, inputs[side], inputs[f"{side}_mask"] = demonstration_tensors(answers, rows, tokens.pad_id)
-            inputs |= {f"{side}_{name}": x for name, x in prompt.items()}
+            inputs |= side_tensors(side, demonstration_tensors(answers, rows, tokens.pad_id))
         return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
 
     content = zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True)
@@ -236,7 +248,7 @@ class ReferenceLogProbs:
     """Adds the reference's log-probabilities to rows. They are computed once, when first needed; the model is then freed.
 
     rows      whose tensors include them from now on
-    compute   returns Σ log π_ref of both answers of the first ``count`` rows   -> [N, 2]
+    compute   returns Σ log π_ref of both sides of the first ``count`` rows   -> [N, 2]
     count     rows to compute; none: all
     """
 
@@ -248,7 +260,7 @@ class ReferenceLogProbs:
 
     @property
     def values(self) -> Tensor:
-        """Σ log π_ref of both answers, on the CPU.   [N, 2]"""
+        """Σ log π_ref of both sides, on the CPU.   [N, 2]"""
         if self._values is None:
             self._values = self._compute(self._plain, self.count).cpu()
         return self._values
@@ -281,7 +293,7 @@ class Reference:
 
     @torch.no_grad()
     def log_probs(self, tensors: RowTensors, count: int) -> Tensor:
-        """Σ log π_ref of both answers of the first ``count`` rows.   -> [count, 2]"""
+        """Σ log π_ref of both sides of the first ``count`` rows.   -> [count, 2]"""
         recipe = self.recipe
         bf16 = recipe.precision == "bfloat16"
         policy = LanguagePolicy(self._model(), None, self.tokens.pad_id, bf16=bf16).to(recipe.device)

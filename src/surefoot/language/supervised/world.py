@@ -1,11 +1,12 @@
-"""Trains on fixed rows: demonstrations (SFT) and pairs of answers (reward models, DPO).
+"""Trains on fixed rows: demonstrations (SFT), pairs of answers and labelled answers (reward models, DPO, KTO).
 
 All of them are REINFORCE with a return of 1 (γ = 0) for the demonstrated tokens, or for the choice of the chosen answer. That
 is cross-entropy, so the loop, the loss and the learner are those of every other run.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surefoot.core.distributed import check_device, sum_count
-from surefoot.core.rollout import EvaluationReport, LearnerState, Rollout, map_tensors
+from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import mean_log_likelihood
 from surefoot.language.data import datasets as data
@@ -36,6 +37,7 @@ from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.supervised.demonstrations import Rows, demonstration_rows, row_log_probs
+from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
 from surefoot.language.supervised.preferences import (
     DpoPolicy,
     PairPolicy,
@@ -50,9 +52,11 @@ from surefoot.recipes.reading import to_table
 
 
 class RowCollector:
-    """The next rows of the data as a rollout in which every action has reward 1; of DPO pairs, each label its weight.
+    """The next rows of the data as a rollout in which every action has reward 1; if the actions are labels, their weight.
 
-    noise  what training draws dropout from
+    label_weights   reward of each label; none: 1
+    noise           what training draws dropout from
+    complete        adds what the policy's present weights decide to the inputs of a batch, with metrics
     """
 
     def __init__(
@@ -63,9 +67,10 @@ class RowCollector:
         device: str = "cpu",
         label_weights: Sequence[float] | None = None,
         noise: DropoutGenerator | None = None,
+        complete: Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], Metrics]] | None = None,
     ) -> None:
         self.rows, self.batch, self.sampler, self.device = rows, batch, EpochSampler(rows.count, seed), device
-        self.label_weights, self.noise = label_weights, noise
+        self.label_weights, self.noise, self.complete = label_weights, noise, complete
 
     def collect(self, state: LearnerState) -> Rollout:
         """The next rows: nothing is sampled."""
@@ -75,6 +80,9 @@ class RowCollector:
         inputs, actions, mask = self.rows.tensors(self.sampler.next(self.batch))
         tokens = float(sum_count(int(mask.sum() if weights is None else trained_tokens(inputs)), mask))
         inputs, actions, mask = map_tensors(lambda x: x.to(self.device), (inputs, actions, mask))
+        metrics: Metrics = {}
+        if self.complete is not None:
+            inputs, metrics = self.complete(inputs)
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return Rollout(
@@ -84,12 +92,12 @@ class RowCollector:
             old_log_probs=None,
             values=zeros,
             next_values=zeros,
-            rewards=mask.float() if weights is None else mask * torch.tensor(weights, device=mask.device),
+            rewards=mask.float() if weights is None else mask * torch.tensor(weights, device=mask.device)[actions],
             terminated=last,
             truncated=torch.zeros_like(mask),
             unit="row",
             steps=len(actions),
-            metrics={"data_epochs": self.sampler.epochs, "tokens": tokens},
+            metrics={"data_epochs": self.sampler.epochs, "tokens": tokens, **metrics},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +140,7 @@ class SupervisedWorld:
             evaluated=0 if self.held_out is None else min(self.held_out.count, recipe.evaluation.rows),
         )
         self.result: LanguageModel | RewardModel
-        self.policy: LanguagePolicy | PairPolicy | DpoPolicy
+        self.policy: LanguagePolicy | PairPolicy | DpoPolicy | KtoPolicy
         bf16 = recipe.precision == "bfloat16"
         if self.preference:
             self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
@@ -149,14 +157,18 @@ class SupervisedWorld:
                 balanced=recipe.objective.router_coefficient > 0,
             )
         self.reference: ReferenceLogProbs | None = None
-        weights = None
+        weights = complete = None
         if isinstance(recipe, DpoRecipe):
-            self.policy = DpoPolicy(self.policy, recipe.reference.beta, recipe.preference.loss == "ipo")
             self.reference = self._reference(recipe, train, None if self.base is None else (model, self.base))
-            weights = (1 - recipe.preference.label_smoothing, recipe.preference.label_smoothing)
+            if recipe.preference.loss == "kto":
+                self.policy = KtoPolicy(self.policy, recipe.reference.beta)
+                weights, complete = label_weights(recipe.preference), partial(self.policy.with_baseline, recipe=recipe)
+            else:
+                self.policy = DpoPolicy(self.policy, recipe.reference.beta, recipe.preference.loss == "ipo")
+                weights = (1 - recipe.preference.label_smoothing, recipe.preference.label_smoothing)
         self.policy.to(recipe.device)
         noise = None if self.base is None else self.base.noise
-        self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, weights, noise)
+        self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, weights, noise, complete)
 
     def _reference(self, recipe: DpoRecipe, train: Rows, shared: Any) -> ReferenceLogProbs:
         """Adds the reference's log-probabilities to the rows of training and evaluation."""
@@ -169,8 +181,15 @@ class SupervisedWorld:
     def _standardised_on(self) -> Sequence[list[int]]:
         """The texts on which a reward model's scores get mean 0 and standard deviation 1."""
         assert isinstance(self.recipe, RewardRecipe)
+        settings = self.recipe.data
+        if self.recipe.demonstrations is None and self.recipe.preference.loss == "binary":
+            texts = good_answers(settings.train, self.tokens, self.token_limits[0], settings)
+            if len(texts) < 2:
+                raise SurefootError(
+                    f"{settings.train}: one good answer has no standard deviation; add at least one more, or set demonstrations"
+                )
+            return texts
         if self.recipe.demonstrations is None:
-            settings = self.recipe.data
             rows_of = open_rows(settings.train, settings.columns)
             return data.pairs(rows_of, self.tokens, *self.token_limits, control=settings.control_tokens).chosen
         rows = data.demonstrations(open_rows(self.recipe.demonstrations), self.tokens, *self.token_limits)
@@ -182,8 +201,16 @@ class SupervisedWorld:
         return rows.ids
 
     def _rows(self, path: str) -> Rows:
-        read = pair_rows if self.preference else dpo_rows if isinstance(self.recipe, DpoRecipe) else demonstration_rows
-        rows = read(path, self.tokens, *self.token_limits, self.recipe.data)
+        recipe = self.recipe
+        read: Callable[..., Rows] = demonstration_rows
+        if isinstance(recipe, RewardRecipe):
+            read = scored_rows if recipe.preference.loss == "binary" else pair_rows
+        elif isinstance(recipe, DpoRecipe):
+            read = dpo_rows
+            if recipe.preference.loss == "kto":
+                weights = label_weights(recipe.preference) if path == recipe.data.train else None
+                read = partial(kto_rows, weights=weights)
+        rows = read(path, self.tokens, *self.token_limits, recipe.data)
         self.warnings += rows.notes
         return rows
 
@@ -241,7 +268,7 @@ class SupervisedWorld:
         if self.held_out is None:
             return None
         rows, batch = self.recipe.evaluation.rows, self.recipe.data.batch
-        if isinstance(self.policy, DpoPolicy):
+        if isinstance(self.policy, DpoPolicy | KtoPolicy):
             assert isinstance(self.recipe, DpoRecipe)
             metrics = self.policy.evaluate(self.held_out, rows, self.recipe)
             loss = metrics["held_out_loss"]
@@ -273,7 +300,7 @@ class SupervisedWorld:
 
     @torch.no_grad()
     def _raw_scores(self) -> Tensor:
-        """Scores of the texts that they are standardised on: demonstrations, or the chosen answers of the training pairs."""
+        """Scores of the texts that they are standardised on."""
         assert isinstance(self.policy, PairPolicy)
         texts, batch = self.standardised_on, self.recipe.data.batch
         parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))

@@ -1,0 +1,243 @@
+"""Training on single answers that are labelled good or bad: KTO, and reward models by binary cross-entropy.
+
+A reward model is the policy over two labels whose scores are the answer's and 0: the answer is good with probability σ(r).
+
+KTO (Ethayarajh et al. 2024) compares h = log π_θ(y) − log π_ref(y) with z₀, an estimate of KL(π_θ‖π_ref). The action is the
+label. In place of its log-probability stands σ(β(h − z₀)) − 1 if it is good, and σ(β(z₀ − h)) − 1 if it is bad. REINFORCE with
+the weights of the labels as rewards then has the gradient of the paper's loss.
+
+z₀ is the mean log-ratio of mismatched answers, which belong to other prompts, or 0 if that is negative. Each row has a fixed
+one, that of the next row with another prompt, so the reference scores it once. z₀ is computed for every update on all its rows,
+and has no gradient.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from surefoot.core.distributed import all_sum, in_float64
+from surefoot.core.rollout import Evaluation, Metrics, Policy
+from surefoot.errors import SurefootError
+from surefoot.functional import kto_loss
+from surefoot.language.data import datasets as data
+from surefoot.language.data.cache import lengths_of
+from surefoot.language.data.sources import open_rows
+from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.models.policy import in_micro_batches
+from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
+from surefoot.language.supervised.preferences import ANSWER, MISMATCHED, REFERENCE, side_of, side_tensors
+from surefoot.recipes.language import DpoRecipe, PreferenceSettings, RowSettings
+
+BASELINE = "baseline"
+"""key of z₀ in the inputs   [B]"""
+GOOD, BAD = 0, 1
+"""the two actions: labels"""
+
+
+class KtoPolicy(Policy):
+    """The value of a labelled answer by the log-ratio of a language model to its reference.
+
+    model   the trained policy, without a critic
+    beta    β, the KL penalty per nat from the reference
+
+    ``inputs`` are {"answer_prompt", "answer_prompt_mask", "answer", "answer_mask"} (see ``DpoPolicy``), {"reference" [B, 2]}
+    and {"baseline" [B]}.
+    """
+
+    def __init__(self, model: Policy, beta: float) -> None:
+        super().__init__()
+        self.writer, self.beta, self.exact = model, beta, model.exact  # named as in DpoPolicy: in checkpoint keys
+        self.eval()
+
+    def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        """σ(±β(h − z₀)) − 1 of the labels, and the entropy of a label with probability σ(β(h − z₀)).   [B, 1] -> all [B, 1]"""
+        log_probs, reference = answer_log_prob(self.writer, inputs, ANSWER), inputs[REFERENCE][:, :1]
+        baseline = inputs[BASELINE].unsqueeze(-1)
+        loss = kto_loss(log_probs.unsqueeze(-1), reference, actions == GOOD, baseline, self.beta)
+        gain = self.beta * ((log_probs.unsqueeze(-1) - reference) - baseline)
+        return Evaluation(-loss, -(gain.sigmoid() * logsigmoid(gain) + (-gain).sigmoid() * logsigmoid(-gain)))
+
+    def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """Tokens of the answer with its prompt.   [B]"""
+        return self._costs(inputs, ANSWER)
+
+    def _costs(self, inputs: Mapping[str, Tensor], side: str) -> Tensor:
+        prompt, _, kept = side_of(inputs, side)
+        costs: Tensor = self.writer.costs(prompt, kept)
+        return costs
+
+    def train(self, mode: bool = True) -> "KtoPolicy":
+        """Stay in evaluation mode: no dropout."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def log_ratios(self, inputs: Mapping[str, Tensor], recipe: DpoRecipe, side: str) -> Tensor:
+        """log π_θ − log π_ref of one side, in micro-batches.   -> [B]"""
+        column, (_, actions, mask) = (ANSWER, MISMATCHED).index(side), side_of(inputs, side)
+        most = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
+        log_probs: Tensor = in_micro_batches(
+            lambda part, *_: answer_log_prob(self.writer, part, side), inputs, actions, mask, *most, self._costs(inputs, side)
+        )
+        return log_probs - inputs[REFERENCE][:, column]
+
+    def with_baseline(self, inputs: Mapping[str, Tensor], recipe: DpoRecipe) -> tuple[dict[str, Tensor], Metrics]:
+        """The inputs with z₀, the mean over the rows of all ranks, in place of the mismatched answers; and z₀ as a metric."""
+        moved = in_float64(self.log_ratios(inputs, recipe, MISMATCHED))
+        total, count = all_sum(torch.stack([moved.sum(), torch.ones_like(moved).sum()]))
+        baseline = (total / count).clamp(min=0)
+        kept = {name: x for name, x in inputs.items() if not name.startswith(MISMATCHED)}
+        kept[BASELINE] = baseline.to(kept[REFERENCE]).expand(len(moved))
+        return kept, {"kto_baseline": float(baseline)}
+
+    def evaluate(self, rows: Rows, count: int, recipe: DpoRecipe) -> Metrics:
+        """Loss, accuracy, margin and log-probabilities on the first ``count`` rows, as far as their labels allow."""
+        ratios, references, actions = [], [], []
+        for inputs, of_batch, _ in batches(rows.tensors, min(count, rows.count), recipe.data.batch, recipe.device):
+            both = [self.log_ratios(inputs, recipe, side) for side in (ANSWER, MISMATCHED)]
+            ratios.append(torch.stack(both, -1).cpu().double())
+            references.append(inputs[REFERENCE][:, 0].cpu().double())
+            actions.append(of_batch[:, 0].cpu())
+        moved, other = torch.cat(ratios).unbind(-1)
+        log_probs, good = moved + torch.cat(references), torch.cat(actions) == GOOD
+        loss = kto_loss(moved, torch.zeros_like(moved), good, other.mean().clamp(min=0), self.beta)
+        weights = torch.tensor(label_weights(recipe.preference), dtype=torch.float64)[torch.cat(actions)]
+        metrics: Metrics = {"held_out_loss": float((weights * loss).mean())}
+        if good.any():
+            metrics["held_out_chosen_log_prob"] = float(log_probs[good].mean())
+        if not good.all():
+            metrics["held_out_rejected_log_prob"] = float(log_probs[~good].mean())
+        if good.any() and not good.all():
+            metrics["held_out_accuracy"] = share_above(moved[good], moved[~good])
+            metrics["held_out_margin"] = self.beta * float(moved[good].mean() - moved[~good].mean())
+        return metrics
+
+
+def answer_log_prob(model: Policy, inputs: Mapping[str, Tensor], side: str) -> Tensor:
+    """Σ log π of the trained tokens of one side.   -> [B]"""
+    prompt, answer, mask = side_of(inputs, side)
+    log_probs: Tensor = model(prompt, answer, mask).log_probs
+    return log_probs.masked_fill(~mask, 0).sum(-1)
+
+
+def share_above(first: Tensor, second: Tensor) -> float:
+    """The share of all pairs in which the number of the first tensor is larger; a draw counts half.   [N], [M]"""
+    ordered = second.sort().values
+    below, upto = (torch.searchsorted(ordered, first, right=right) for right in (False, True))
+    return float((below + upto).double().mean() / (2 * len(second)))
+
+
+def label_weights(settings: PreferenceSettings) -> tuple[float, float]:
+    """The weights of good and of bad answers."""
+    return settings.desirable_weight, settings.undesirable_weight
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def kto_rows(
+    path: str,
+    tokens: Tokens,
+    limit: int,
+    limit_reason: str = "",
+    settings: RowSettings = DEFAULT_ROWS,
+    weights: tuple[float, float] | None = None,
+) -> Rows:
+    """The labelled answers in a file with at most ``limit`` tokens each, prompt included, and a mismatched answer for each.
+
+    limit_reason   how messages call the limit (``data.token_limit``)
+    settings       names of columns, and the treatment of control tokens
+    weights        of good and of bad answers, for the notes
+
+    Raises SurefootError, with file and line, for an invalid file, and when every answer is too long or has the same prompt.
+    """
+    answers = data.labelled(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
+    starts = [trained.index(True) for trained in answers.trained]
+    others = next_with_another([tuple(ids[:start]) for ids, start in zip(answers.ids, starts, strict=True)], path)
+    lengths = lengths_of(answers.ids)
+    longest = [max(lengths[row], min(limit, starts[row] + lengths[other] - starts[other])) for row, other in enumerate(others)]
+
+    def mismatched(row: int) -> tuple[list[int], list[bool]]:
+        start, other = starts[row], others[row]
+        ids = answers.ids[row][:start] + answers.ids[other][starts[other] :]
+        return ids[:limit], ([False] * start + answers.trained[other][starts[other] :])[:limit]
+
+    def tensors(rows: Sequence[int]) -> Batch:
+        ids, trained = zip(*map(mismatched, rows), strict=True)
+        inputs = side_tensors(ANSWER, demonstration_tensors(answers, rows, tokens.pad_id))
+        other = data.Demonstrations(ids, trained, 0)
+        inputs |= side_tensors(MISMATCHED, demonstration_tensors(other, range(len(rows)), tokens.pad_id))
+        return inputs, labels_of(answers, rows), torch.ones(len(rows), 1, dtype=torch.bool)
+
+    content = zip(answers.ids, answers.trained, answers.good, strict=True)
+    notes = notes_of(path, limit, answers, weights)
+    return Rows(tensors, content, longest, [sum(trained) for trained in answers.trained], notes)
+
+
+def next_with_another(prompts: Sequence[tuple[int, ...]], path: str) -> list[int]:
+    """For each row, the next row with another prompt; the first row follows the last.
+
+    Raises SurefootError if all prompts are the same.
+    """
+    count = len(prompts)
+    others, following = [0] * count, None
+    for place in range(2 * count - 2, -1, -1):
+        row, after = place % count, (place + 1) % count
+        if prompts[row] != prompts[after]:
+            following = after
+        if following is not None:
+            others[row] = following
+    if following is None:
+        raise SurefootError(
+            f"{path}: all {count} answers have the same prompt, and KTO compares with answers to other prompts; add rows, or "
+            "give pairs and set preference.loss = 'dpo'"
+        )
+    return others
+
+
+def scored_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
+    """The labelled answers in a file with at most ``limit`` tokens each, for a reward model.
+
+    limit_reason   how messages call the limit (``data.token_limit``)
+    settings       names of columns, and the treatment of control tokens
+
+    Raises SurefootError, with file and line, for an invalid file, when every answer is too long, and when all have one label.
+    """
+    answers = data.labelled(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
+    if all(answers.good) or not any(answers.good):
+        label = "good" if answers.good[0] else "bad"
+        raise SurefootError(f"{path}: all {len(answers.good)} answers are {label}; a reward model needs good and bad ones")
+
+    def tensors(rows: Sequence[int]) -> Batch:
+        ids, mask = right_padded([answers.ids[row] for row in rows], tokens.pad_id)
+        kept = torch.ones(len(rows), 1, dtype=torch.bool)
+        return {ANSWER: ids, f"{ANSWER}_mask": mask}, labels_of(answers, rows), kept
+
+    content, lengths = zip(answers.ids, answers.good, strict=True), lengths_of(answers.ids)
+    return Rows(tensors, content, lengths, [0] * len(lengths), notes_of(path, limit, answers))
+
+
+def good_answers(path: str, tokens: Tokens, limit: int, settings: RowSettings) -> list[list[int]]:
+    """The ids of the good answers in a file, with their prompts."""
+    answers = data.labelled(open_rows(path, settings.columns), tokens, limit, control=settings.control_tokens)
+    return [ids for ids, good in zip(answers.ids, answers.good, strict=True) if good]
+
+
+def labels_of(answers: data.Labelled, rows: Sequence[int]) -> Tensor:
+    """The labels of some rows as actions.   -> [B, 1]"""
+    return torch.tensor([[GOOD if answers.good[row] else BAD] for row in rows])
+
+
+def notes_of(path: str, limit: int, answers: data.Labelled, weights: tuple[float, float] | None = None) -> list[str]:
+    """How many answers have each label, with advice where one label outweighs the other; dropped rows; unused columns.
+
+    The advice is Ethayarajh et al.'s (section 4): the good answers together weigh as much as the bad ones, or up to 4/3 of it.
+    """
+    good = sum(answers.good)
+    bad, advice = len(answers.good) - good, ""
+    if weights is not None and good and bad and not 1 <= (share := weights[GOOD] * good / (weights[BAD] * bad)) <= 4 / 3:
+        name, weight = ("undesirable", weights[GOOD] * good / bad) if share > 1 else ("desirable", weights[BAD] * bad / good)
+        advice = f", weighing {share:.2g} : 1; for 1 : 1 set preference.{name}_weight={weight:.3g}"
+    notes = [f"{path}: {good:,} good and {bad:,} bad answers{advice}"]
+    return notes + data.drop_notes(path, limit, answers.dropped, unused=answers.unused, notes=answers.notes)

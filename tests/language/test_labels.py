@@ -1,0 +1,326 @@
+"""KTO and reward models from labelled answers: single answers, each good or bad, through the same loop as pairs."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import surefoot
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState
+from surefoot.errors import SurefootError
+from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.data.datasets import labelled
+from surefoot.language.data.preview import preview
+from surefoot.language.data.sources import read_rows
+from surefoot.language.memory import estimate
+from surefoot.language.memory.check import workload_of
+from surefoot.language.supervised.labels import next_with_another, share_above
+from surefoot.language.supervised.world import SupervisedWorld
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import make_learner
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+from .test_data import TOKENS
+from .test_dpo import gradient
+from .test_supervised import SENTENCES, write
+from .tiny import write_folder
+
+
+def answers(path: Path, count: int = 24) -> str:
+    """Sentences are good, reversed ones bad; no prompt has an answer of each label."""
+    rows = (
+        {"prompt": f"{i}: ", "completion": SENTENCES[i % 4] if i % 3 else SENTENCES[i % 4][::-1], "label": bool(i % 3)}
+        for i in range(count)
+    )
+    return write(path, rows)
+
+
+def recipe(folder: Path, rows: str, kind: str = "dpo", **fields: Any) -> Any:
+    settings = {"train": rows, "max_length": 64, "batch": 8, **fields.pop("data", {})}
+    preference = {"loss": "kto" if kind == "dpo" else "binary", **fields.pop("preference", {})}
+    return make_recipe({"kind": kind, "model": str(folder), "steps": 96, "data": settings, "preference": preference, **fields})
+
+
+def moved_by(world: SupervisedWorld, nats: float) -> None:
+    """Lower the reference's log-probabilities, so that z₀ is above 0."""
+    assert world.reference is not None
+    world.reference.values = world.reference.values - nats
+
+
+def log_prob(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
+    logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+    total: Tensor = logits.log_softmax(-1).gather(-1, answer[:, None]).sum()
+    return total
+
+
+# ---- the loss -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_is_that_of_kto_by_the_book_with_the_mean_over_mismatched_answers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """In float64, away from the reference, row by row, unpadded: 1 − σ(±β(h − z₀)) with weights, and no gradient of z₀."""
+    other = write_folder(tmp_path / "other", "gpt2", seed=2)
+    preference = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+    fields = {"preference": preference, "reference": {"model": str(other), "beta": 0.02}, "optimizer": {"max_grad_norm": None}}
+    made = recipe(folders["gpt2"], answers(tmp_path / "a.jsonl"), **fields)
+    world = SupervisedWorld(made)
+    world.policy.double()
+    moved_by(world, 3.0)
+    rows = [row.columns for row in read_rows(made.data.train)]
+    order = world.collector.sampler._order[:8]
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    model, frozen = world.result.model, write_folder_model(other)
+    moved, mismatched = [], []
+    for row in order:
+        for partner, into in ((row, moved), ((row + 1) % len(rows), mismatched)):
+            prompt = torch.tensor(world.tokens.encode_prompt(rows[row]["prompt"]))
+            answer = torch.tensor(world.tokens.encode_completion(rows[partner]["completion"]))
+            into.append(log_prob(model, prompt, answer) - log_prob(frozen, prompt, answer).detach() + 3.0)
+    baseline = torch.stack(mismatched).detach().mean().clamp(min=0)
+    assert float(baseline) > 1
+    gains = 0.02 * (torch.stack(moved) - baseline)
+    losses = [
+        1.5 * (1 - g.sigmoid()) if rows[row]["label"] else 0.5 * (1 - (-g).sigmoid())
+        for row, g in zip(order, gains, strict=True)
+    ]
+    wanted = torch.stack(losses).mean()
+    parameters = [p for p in world.policy.parameters() if p.requires_grad]
+    by_the_book = torch.cat([g.flatten() for g in torch.autograd.grad(wanted, parameters)])
+    actual, value = gradient(world, rollout)
+    assert rollout.metrics["kto_baseline"] == pytest.approx(float(baseline), rel=1e-5)
+    assert value == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert by_the_book.norm() > 1e-3
+    assert float((actual - by_the_book).norm() / by_the_book.norm()) < 1e-5
+
+
+def write_folder_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).double().eval()
+
+
+def test_micro_batches_change_neither_the_gradient_nor_the_baseline(folders: dict[str, Path], tmp_path: Path) -> None:
+    other, data, results = write_folder(tmp_path / "other", "qwen2", seed=2), answers(tmp_path / "a.jsonl"), []
+    for settings in ({}, {"micro_batch": 3}, {"micro_batch_tokens": 40}):
+        world = SupervisedWorld(recipe(folders["qwen2"], data, optimizer=settings, reference={"model": str(other)}))
+        moved_by(world, 3.0)
+        state = LearnerState.seeded(1, 96)
+        rollout = world.collector.collect(state)
+        metrics = make_learner(world.recipe, world.policy).update(
+            rollout, assign_credit(rollout, world.recipe.objective), state
+        )
+        results.append((rollout.metrics["kto_baseline"], metrics["policy_loss"], metrics["gradient_norm_policy"]))
+    assert results[0][0] > 1
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert results[2] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_at_the_reference_every_answer_has_half_its_weight_as_loss(folders: dict[str, Path], tmp_path: Path) -> None:
+    world = SupervisedWorld(recipe(folders["llama"], answers(tmp_path / "a.jsonl"), preference={"desirable_weight": 0.4}))
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    with torch.no_grad():
+        half = world.policy(rollout.inputs, rollout.actions, rollout.mask).log_probs
+    torch.testing.assert_close(half, torch.full_like(half, -0.5), atol=1e-4, rtol=0)
+    expected = torch.where(rollout.actions == 0, 0.4, 1.0)
+    torch.testing.assert_close(rollout.rewards, expected)
+
+
+def test_a_reward_model_of_labelled_answers_has_the_loss_of_logistic_regression(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = recipe(folders["llama"], answers(tmp_path / "a.jsonl"), "reward")
+    world = SupervisedWorld(made)
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    with torch.no_grad():
+        scores = world.policy.model.raw(rollout.inputs["answer"], rollout.inputs["answer_mask"])
+    wanted = torch.nn.functional.binary_cross_entropy_with_logits(scores, (rollout.actions[:, 0] == 0).float())
+    metrics = make_learner(world.recipe, world.policy).update(
+        rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96)
+    )
+    assert metrics["policy_loss"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+# ---- mismatched answers, accuracy ---------------------------------------------------------------------------------------
+
+
+def test_the_mismatched_answer_is_that_of_the_next_row_with_another_prompt() -> None:
+    assert next_with_another([(1,), (1,), (2,), (3,), (1,)], "a") == [2, 2, 3, 4, 2]
+    assert next_with_another([(1,), (2,)], "a") == [1, 0]
+    with pytest.raises(SurefootError, match=r"a: all 3 answers have the same prompt"):
+        next_with_another([(1,)] * 3, "a")
+
+
+def test_a_mismatched_answer_is_truncated_to_the_limit(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * 10, "completion": "b", "label": True}, {"prompt": "c", "completion": "d" * 10, "label": False}]
+    data = {"max_length": 14, "batch": 2}
+    world = SupervisedWorld(recipe(folders["llama"], write(tmp_path / "a.jsonl", rows), data=data))
+    inputs, actions, _ = world.collector.rows.tensors([0, 1])
+    lengths = inputs["mismatched_prompt_mask"].sum(-1) + inputs["mismatched_mask"].sum(-1)
+    assert int(lengths[0]) == 14 == max(world.collector.rows.lengths)
+    assert actions.tolist() == [[0], [1]]
+
+
+def test_the_accuracy_is_the_share_of_pairs_in_the_right_order_and_a_draw_counts_half() -> None:
+    good, bad = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([2.0, 0.0])
+    assert share_above(good, bad) == pytest.approx((0 + 0.5 + 0.5 + 1 + 1 + 1) / 6)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def text_of(ids: list[int]) -> str:
+    return TOKENS.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_pair_is_a_good_and_a_bad_answer_and_labels_are_read_from_text_and_numbers(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "chosen": "x", "rejected": "y"},
+        {"prompt": "b", "completion": "z", "label": "False"},
+        {"prompt": "c", "completion": "w", "label": 1},
+    ]
+    made = labelled(read_rows(write(tmp_path / "a.jsonl", rows)), TOKENS, 100)
+    assert [text_of(ids) for ids in made.ids] == ["ax", "ay", "bz", "cw"]
+    assert list(made.good) == [True, False, False, True]
+    assert made.unused == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "missing column 'label'; a labelled answer has prompt, completion and label"),
+        ({"prompt": "a", "completion": "b", "label": 3}, "column 'label' is 3; it must be true or false"),
+        ({"prompt": "a", "completion": "b", "label": None}, "column 'label' is None; it must be true or false"),
+        ({"prompt": "a", "chosen": {"from": "robot"}, "rejected": "b"}, "'from' is 'robot'"),
+    ],
+)
+def test_rows_without_a_usable_label_are_errors_with_file_and_line(row: Any, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "label": True}, row])
+    with pytest.raises(SurefootError) as caught:
+        labelled(read_rows(path), TOKENS, 100)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert message in str(caught.value)
+
+
+def test_the_notes_count_both_labels_and_advise_a_weight_where_one_label_outweighs_the_other(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    world = SupervisedWorld(recipe(folders["llama"], answers(tmp_path / "a.jsonl")))
+    (note,) = [line for line in world.warnings if "good and" in line]
+    assert note.endswith("16 good and 8 bad answers, weighing 2 : 1; for 1 : 1 set preference.undesirable_weight=2")
+    balanced = SupervisedWorld(recipe(folders["llama"], answers(tmp_path / "a.jsonl"), preference={"undesirable_weight": 2.0}))
+    assert [line for line in balanced.warnings if line.endswith("16 good and 8 bad answers")]
+
+
+def test_the_preview_shows_labels_and_how_many_pairs_they_would_make(folders: dict[str, Path], tmp_path: Path) -> None:
+    from rich.console import Console
+
+    rows = [{"prompt": p, "completion": c, "label": c == "yes"} for p, c in (("a", "yes"), ("b", "no"), ("a", "no"))]
+    console = Console(record=True, width=120)
+    console.print(preview(write(tmp_path / "a.jsonl", rows), folders["llama"]))
+    shown = console.export_text()
+    for part in ("1 good", "2 bad", "1 good, 2 bad", "1, for the other losses", "3 of 3 rows"):
+        assert part in shown
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_kto_learns_from_labels_without_a_single_pair_and_evaluates_again_alike(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    data = answers(tmp_path / "a.jsonl")
+    fields: dict[str, Any] = {"data": {"train": data, "held_out": data, "max_length": 64, "batch": 8}, "steps": 240}
+    fields |= {"optimizer": {"learning_rate": 1e-3}, "preference": {"loss": "kto"}}
+    surefoot.train("dpo", run_dir=tmp_path / "run", model=str(folders["llama"]), **fields)
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = [row for row in metrics if "held_out_loss" in row]
+    assert rows[-1]["held_out_accuracy"] > 0.95
+    assert rows[-1]["held_out_margin"] > 0
+    assert rows[-1]["held_out_loss"] < 0.48
+    assert rows[-1]["held_out_chosen_log_prob"] > rows[-1]["held_out_rejected_log_prob"]
+    assert metrics[-1]["tokens"] > 8
+    again = evaluate_run(tmp_path / "run", rows=24)
+    assert again["held_out_accuracy"] > 0.95
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_an_interrupted_kto_run_resumes_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = answers(tmp_path / "a.jsonl", 20)  # epochs end inside batches
+    fields = {"model": str(folders["qwen2"]), "data": {"train": rows, "max_length": 64, "batch": 8}, "steps": 64}
+    fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine"}, "preference": {"loss": "kto"}}
+    whole = surefoot.train("dpo", run_dir=tmp_path / "whole", **fields)
+    surefoot.train("dpo", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
+    resumed = surefoot.resume(tmp_path / "cut")
+    for name, weights in whole.model.state_dict().items():
+        assert torch.equal(weights, resumed.model.state_dict()[name]), name
+
+
+def test_a_reward_model_learns_from_labels_and_has_mean_0_and_std_1_on_good_answers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    data = answers(tmp_path / "a.jsonl")
+    fields: dict[str, Any] = {"data": {"train": data, "held_out": data, "max_length": 64, "batch": 8}, "steps": 480}
+    fields |= {"optimizer": {"learning_rate": 3e-3}, "preference": {"loss": "binary"}}
+    model = surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["llama"]), **fields)
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_accuracy"] > 0.95
+    world = SupervisedWorld(recipe(folders["llama"], data, "reward"))
+    texts = [torch.tensor([ids]) for ids in world.standardised_on]
+    with torch.no_grad():
+        scores = torch.cat([model(ids, torch.ones_like(ids, dtype=torch.bool), standardised=True) for ids in texts])
+    assert len(scores) == 16
+    assert float(scores.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_one_answer_needs_less_memory_than_two(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    pairs = {"dpo": "dpo", "reward": "bradley_terry"}[kind]
+    single, double = (
+        estimate(workload_of(recipe(folders["llama"], "a.jsonl", kind, preference=preference), prompt=32, response=32))
+        for preference in ({}, {"loss": pairs})
+    )
+    assert single.phases["learning"].total < 0.7 * double.phases["learning"].total
+    assert single.permanent <= double.permanent
+
+
+# ---- what is rejected ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "preference", "message"),
+    [
+        ("dpo", {"label_smoothing": 0.1}, "preference.label_smoothing=0.1: is for pairs"),
+        ("dpo", {"loss": "ipo", "desirable_weight": 2.0}, "preference.desirable_weight=2: is for preference.loss = 'kto'"),
+        ("dpo", {"undesirable_weight": 0.0}, "preference.undesirable_weight"),
+        ("reward", {"loss": "kto"}, "preference.loss"),
+    ],
+)
+def test_settings_of_another_loss_are_rejected_in_one_line(
+    kind: str, preference: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SurefootError) as caught:
+        recipe(tmp_path, "rows.jsonl", kind, preference=preference)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reward_model_needs_both_labels(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(3)]
+    with pytest.raises(SurefootError, match="all 3 answers are good; a reward model needs good and bad ones"):
+        SupervisedWorld(recipe(folders["llama"], write(tmp_path / "a.jsonl", rows), "reward"))
+
+
+def test_rows_of_one_label_train_kto_and_evaluate_without_a_comparison(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = write(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(8)])
+    world = SupervisedWorld(recipe(folders["llama"], rows, data={"held_out": rows, "batch": 4}))
+    report = world.evaluate()
+    assert report is not None
+    assert set(report.metrics) == {"held_out_loss", "held_out_chosen_log_prob"}
+    assert math.isclose(float(report.metrics["held_out_loss"] or 0), 0.5, abs_tol=1e-4)
+    assert json.dumps(dict(report.metrics))
