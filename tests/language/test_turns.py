@@ -18,7 +18,7 @@ from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
 from surefoot.functional import gae
 from surefoot.language import tasks
-from surefoot.language.analysis.evaluate import evaluate_run, place_of
+from surefoot.language.analysis.evaluate import evaluate_run, index_of_token
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
@@ -654,8 +654,8 @@ def test_a_run_is_traced_evaluated_and_shown_with_its_whole_conversations(
 
 def test_the_critic_is_evaluated_at_the_models_own_tokens() -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
-    assert place_of(mask, torch.tensor([0, 0])).tolist() == [0, 1]
-    assert place_of(mask, torch.tensor([2, 1])).tolist() == [4, 2]
+    assert index_of_token(mask, torch.tensor([0, 0])).tolist() == [0, 1]
+    assert index_of_token(mask, torch.tensor([2, 1])).tolist() == [4, 2]
 
 
 # ---- guess a number -----------------------------------------------------------------------------------------------------

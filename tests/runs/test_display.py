@@ -115,6 +115,12 @@ def keys_of_language(folder):
     for kind, changes in (("sft", few), ("reward", few), ("dpo", few), ("language", online)):
         api.start(find_recipe(kind, {**shared, **changes}), folder / kind)
         written |= {key for row in read_metrics(folder / kind / "metrics.jsonl") for key in row}
+    labelled = folder / "labelled.jsonl"
+    answers = ({"prompt": f"new {text[:4]}: ", "completion": text, "label": len(text) > 8} for text in texts)
+    labelled.write_text("".join(json.dumps(row) + "\n" for row in answers))
+    kto = {**few["data"], "train": str(labelled), "held_out": str(labelled)}
+    api.start(find_recipe("dpo", {**shared, "data": kto, "preference": {"loss": "kto"}}), folder / "kto")
+    written |= {key for row in read_metrics(folder / "kto" / "metrics.jsonl") for key in row}
     groups = {**shared, "algorithm": "DAPO", "steps": 16, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}}
     api.start(
         find_recipe("language", {**groups, "objective": {"reuse": {"minibatches": 1}}, "reward": {"terms": terms}}),
