@@ -17,6 +17,7 @@ import numpy as np
 
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
+from surefoot.compare.across_tasks import RESAMPLES as TASK_RESAMPLES
 from surefoot.compare.plots import draw_panel, panels_of, run_colour
 from surefoot.compare.runs import (
     ABSENT,
@@ -29,6 +30,7 @@ from surefoot.compare.runs import (
     short_text,
 )
 from surefoot.compare.statistics import (
+    RESAMPLES,
     Results,
     finite,
     interquartile_mean,
@@ -164,11 +166,11 @@ def seeds_text(first: int, count: int) -> str:
     return f"seed {first}" if count == 1 else f"{count} seeds ({first} to {first + count - 1})"
 
 
-def interval_note(seeds: int) -> str:
-    """How the intervals were computed, with a warning for few seeds."""
-    text = "Intervals: 95 % percentile bootstrap over seeds, 10,000 resamples"
+def interval_note(seeds: int, resamples: int = RESAMPLES, strata: str = "") -> str:
+    """How the intervals were computed, with a warning for few seeds. ``strata`` names what seeds are drawn within."""
+    text = f"Intervals: 95 % percentile bootstrap over seeds{strata}, {resamples:,} resamples"
     if seeds == 1:
-        return f"{text}; with one seed they mean nothing, train more"
+        return f"{text}; with one seed they mean nothing: train more seeds"
     if seeds < 10:
         return f"{text}; with {seeds} seeds they are too narrow, as they can't reach beyond the worst and the best seed"
     return text
@@ -255,7 +257,7 @@ def across_tasks_text(comparison: TaskComparison) -> str:
             _table(["task", "0", "1"], ranges),
             "Scores as they are:",
             _table([comparison.field, "task", "mean", "each seed"], each),
-            f"{interval_note(fewest)}.",
+            f"{interval_note(fewest, TASK_RESAMPLES, ' of each task')}.",
         ]
     )
 
