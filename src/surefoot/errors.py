@@ -14,6 +14,9 @@ LONGEST_CAUSE = 500
 class SurefootError(ValueError):
     """Something the user can fix. The command line prints its one line and exits with 2."""
 
+    on_all_ranks = False
+    """whether all of several ranks raise an error at this place, so that they can go on together"""
+
 
 class NotFiniteError(SurefootError):
     """An observation, reward, loss or gradient is NaN or infinite: its update is skipped."""

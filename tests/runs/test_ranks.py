@@ -14,7 +14,9 @@ from ranked import finish, on_ranks, start_ranks
 
 import surefoot
 from surefoot import SurefootError
+from surefoot.control.world import ControlWorld
 from surefoot.core.distributed import check_same_weights, exchange, on_first, rank, share, together
+from surefoot.core.learner import Learner
 from surefoot.core.ranks import first_host, join_ranks, launch_of
 from surefoot.errors import NotFiniteError
 from surefoot.runs import session as sessions
@@ -178,6 +180,51 @@ def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, wha
     assert results[number] is None
     assert results[1 - number].startswith(f"RankLostError: rank {1 - number} of 2: another rank has died, or did not answer")
     assert load_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints"))["state"]["steps"] == 64
+
+
+PHASES = {
+    "learning": (Learner, "update"),
+    "evaluation": (ControlWorld, "evaluate"),
+    "checkpoint": (sessions, "check_same_weights"),
+    "writing": (sessions, "save_checkpoint"),
+}
+"""a function that ranks call in each phase; only the first writes"""
+
+
+@pytest.mark.parametrize("what", ["raises", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("phase", "number"), [(phase, 0) for phase in PHASES] + [(phase, 1) for phase in PHASES][:-1])
+def test_a_rank_that_fails_in_any_phase_ends_the_other(tmp_path, monkeypatch, phase, number, what):
+    place, name = PHASES[phase]
+    before, calls = getattr(place, name), []
+
+    def failing_call(*arguments):
+        calls.append(name)
+        if rank() == number and len(calls) == 3:
+            if what == "raises":
+                raise SurefootError("out of luck")
+            os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
+        return before(*arguments)
+
+    monkeypatch.setattr(place, name, failing_call)
+
+    def body(_):
+        fields = {**RECIPE, "evaluation": {"every": 96, "episodes": 2}}
+        surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "run", **fields)
+
+    started = time.monotonic()
+    processes = start_ranks(2, body, tmp_path / "results", timeout=4)
+    processes[1 - number].join(60)
+    if what == "hangs":
+        os.kill(processes[number].pid, signal.SIGKILL)
+    results = finish(processes, tmp_path / "results")
+    assert time.monotonic() - started < 60
+    if what == "raises":
+        assert "out of luck" in results[0], "the first rank shows it"
+        assert "out of luck" in results[1] or results[1].startswith("RankLostError")
+    else:
+        assert results[number] is None
+        assert results[1 - number].startswith("RankLostError")
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name in ("96", "192")
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -143,9 +143,13 @@ def together() -> Iterator[None]:
         # NotFiniteError skips an update, so all ranks must raise it, or none.
         skips = all(error is None or error[0] for error in errors)
         if mine is not None and (skips or not isinstance(mine, NotFiniteError)):
+            if isinstance(mine, SurefootError):
+                mine.on_all_ranks = True
             raise mine
         number, first = next((i, error) for i, error in enumerate(errors) if error and (skips or not error[0]))
-        raise (NotFiniteError if skips else SurefootError)(f"rank {number}: {first[1]}") from mine
+        agreed = (NotFiniteError if skips else SurefootError)(f"rank {number}: {first[1]}")
+        agreed.on_all_ranks = True
+        raise agreed from mine
 
 
 def rank_generator(generator: torch.Generator) -> torch.Generator:

@@ -372,9 +372,10 @@ class Session:
         """Metrics of an evaluation. If it fails, save the update first; resuming repeats the evaluation."""
         try:
             return self._evaluate()
-        except SurefootError:
-            self.pending = {"previous": self.previous_steps, "metrics": metrics}
-            self._save()
+        except SurefootError as error:
+            if error.on_all_ranks or world_size() == 1:
+                self.pending = {"previous": self.previous_steps, "metrics": metrics}
+                self._save()
             raise
 
     def _out_of_patience(self) -> bool:
