@@ -21,7 +21,7 @@ tests: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
 
 slow: .venv/dev
-	$(BIN)/pytest -m slow --timeout 2400
+	$(BIN)/pytest -m slow -n 2 --dist worksteal --timeout 2400
 
 docs: .venv/dev
 	$(BIN)/python docs/generate.py
