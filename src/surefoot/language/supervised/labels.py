@@ -125,7 +125,7 @@ def share_above(first: Tensor, second: Tensor) -> float:
     """The share of all pairs in which the number of the first tensor is larger; a draw counts half.   [N], [M]"""
     ordered = second.sort().values
     below, upto = (torch.searchsorted(ordered, first, right=right) for right in (False, True))
-    return float((below + upto).double().mean() / (2 * len(second)))
+    return float(in_float64(below + upto).mean() / (2 * len(second)))
 
 
 def label_weights(settings: PreferenceSettings) -> tuple[float, float]:
