@@ -12,11 +12,11 @@ from rich.console import Console
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.best_of import chosen_row
 from surefoot.language.data.datasets import demonstrations, pairs, prompts, repeat_prompts
-from surefoot.language.data.pairs import pair_row
 from surefoot.language.data.preview import preview
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import pocket
+from surefoot.language.sampling.pairs import pair_row
 
 TOKENS = Tokens(pocket()[1])
 ASK, ANSWER, WORSE = (

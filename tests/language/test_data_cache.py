@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.language.data import cache, datasets
+from surefoot.language.data import cache, datasets, processes, sources
 from surefoot.language.data.datasets import demonstrations, pairs, prompts
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
@@ -34,6 +35,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that counts as large, and a cache of its own."""
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets, "LARGE", 0)
+    monkeypatch.setattr(datasets, "usable_processes", lambda: 1)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
@@ -156,7 +158,7 @@ from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import pocket
 
-datasets.LARGE = 0
+datasets.LARGE, datasets.usable_processes = 0, lambda: 1
 encode = Tokens.demonstration
 def slow(self, row):
     print("row", flush=True)
@@ -196,3 +198,97 @@ def test_folders_that_were_not_used_for_a_month_are_deleted(large: Path) -> None
     demonstrations(open_rows(large), TOKENS, 60)
     assert old not in folders(large)
     assert len(folders(large)) == 1
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, and several requests to each."""
+    monkeypatch.setattr(datasets, "usable_processes", lambda: 2)
+    monkeypatch.setattr(processes, "CHUNK", 3)
+
+
+def many(path: Path, count: int = 40) -> None:
+    rows = [{**ROWS[i % 4], "prompt": f"p{i}", **({"late": 1} if i == 30 else {})} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("make", [pairs, prompts])
+def test_several_processes_make_the_rows_notes_and_bytes_of_one(
+    make: Callable[..., Any], large: Path, two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(large)
+    calls = counted(monkeypatch)
+    made = make(open_rows(large), TOKENS, 50)
+    assert not calls, "no row is tokenised in this process"
+    (folder,) = folders(large)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    shutil.rmtree(folder)
+    monkeypatch.setattr(datasets, "usable_processes", lambda: 1)
+    assert plain(make(open_rows(large), TOKENS, 50)) == plain(made)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+
+
+@pytest.mark.parametrize("broken", ["{}", "{"])
+def test_the_first_row_with_an_error_is_reported_also_when_a_later_one_was_read_before(
+    broken: str, large: Path, two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line 12 lacks a column, which another process notices; line 20 is a second error."""
+    monkeypatch.setattr(sources, "HEAD", 5)
+    many(large)
+    lines = large.read_text().splitlines()
+    lines[11], lines[19] = "{}", broken
+    large.write_text("\n".join(lines) + "\n")
+    with pytest.raises(SurefootError, match="line 12: missing column 'prompt'"):
+        demonstrations(open_rows(large), TOKENS, 50)
+    assert folders(large) == []
+
+
+def end_at_nine(rows: list[int]) -> list[int]:
+    if 9 in rows:
+        os._exit(9)
+    return rows
+
+
+def test_a_process_that_dies_is_one_line_and_ends_the_others(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    started: list[Any] = []
+    start = processes._Worker.__init__
+    monkeypatch.setattr(processes._Worker, "__init__", lambda self, work: (started.append(self), start(self, work))[1])
+    with pytest.raises(SurefootError, match=r"ended early \(code 9\); it may have run out of memory"):
+        list(processes.in_processes(end_at_nine, range(30), 2))
+    assert len(started) == 2
+    assert all(worker.process.poll() is not None for worker in started)
+
+
+def test_work_that_cannot_be_sent_is_done_here(two: None) -> None:
+    assert list(processes.in_processes(lambda rows: sum(rows), range(5), 2)) == [([0, 1, 2], 3), ([3, 4], 7)]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, and is not only waiting for its parent to notice its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_processes_end_with_the_one_that_started_them(large: Path) -> None:
+    script = KILLED.replace("lambda: 1", "lambda: 2").replace(
+        "datasets.demonstrations(",
+        "import surefoot.language.data.processes as p\nbegin = p._Worker.is_ready\n"
+        "p._Worker.is_ready = lambda self: (begin(self), print(self.process.pid, flush=True))[0]\n"
+        "p._chunks = lambda *a, **k: (time.sleep(60), None)[1]\ndatasets.demonstrations(",
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(large)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        assert all(alive(pid) for pid in pids)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import surefoot
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
-from surefoot.language.data.pairs import prefers_first
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
+from surefoot.language.sampling.pairs import prefers_first
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs.folder import RunFolder

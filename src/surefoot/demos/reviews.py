@@ -10,9 +10,9 @@ from typing import Any
 from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language import require_transformers
-from surefoot.language.data.pairs import sample_pairs
 from surefoot.language.data.rows import write_rows
 from surefoot.language.models.language_model import load_language_model
+from surefoot.language.sampling.pairs import sample_pairs
 from surefoot.language.tasks import reviews
 from surefoot.terminal import visible
 

@@ -22,7 +22,6 @@ from surefoot.files import read_table, read_toml, write_text
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
-from surefoot.language.data.pairs import answer_text, pair_row, prefers_first, sample_pairs
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import Source, open_rows, read_rows
 from surefoot.language.models.language_model import errors_for, load_language_model, model_folder
@@ -30,6 +29,7 @@ from surefoot.language.models.loading import context_length
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward
 from surefoot.language.rewards.terms import function_rewards, load_flag_reward
+from surefoot.language.sampling.pairs import answer_text, pair_row, prefers_first, sample_pairs
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table

@@ -12,7 +12,6 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import best_of_n_kl
 from surefoot.language.data import datasets as data
-from surefoot.language.data.pairs import format_answer, pair_row
 from surefoot.language.data.rows import Row
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import columns_of
@@ -22,6 +21,7 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Prompt, Reward, Scores
 from surefoot.language.rewards.terms import FunctionReward, parts_of
 from surefoot.language.sampling import Samples, cut_at_stop, sample
+from surefoot.language.sampling.pairs import format_answer, pair_row
 
 NO_LIMIT = 2**53
 """more tokens than any prompt has"""

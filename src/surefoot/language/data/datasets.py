@@ -7,18 +7,21 @@ role and a content; ``tools`` and ``chat_template_kwargs`` are passed to the cha
 their prompt, or its text as the user's message. ``surefoot.language.data.shapes`` converts other shapes. Rows that are too long
 and pairs of equal answers are dropped and counted. Any other error is one line with file and line.
 
-Rows are read one at a time. Those of a large source are tokenised into a cache on disk.
+Rows are read one at a time. Those of a large source are tokenised by several processes, into a cache on disk. Training begins
+after the last row: rows are shuffled over all that are kept, and how many are kept is known only then.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
 from surefoot.language.data.cache import Fields, NotJson, Ragged, cached
+from surefoot.language.data.processes import in_processes, usable_processes
 from surefoot.language.data.rows import (
     CALLS,
     SETTINGS,
@@ -159,16 +162,7 @@ def demonstrations(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    work = _Preparation("demonstrations", rows, tokens, max_length, limit_text, control)
-
-    def make(row: Row) -> tuple[Sequence[Any], int]:
-        row = as_demonstration(row, work.chat)
-        columns = _demonstration_columns(row)
-        work.look(row, columns)
-        ids, trained = work.tokens.demonstration(_demonstration(row, work.tokens))
-        return (ids, trained), len(ids)
-
-    made, tally = work.run({"ids": "ids", "trained": "flags"}, make)
+    made, tally = _tokenised("demonstrations", rows, tokens, max_length, limit_text, control)
     return Demonstrations(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control))
 
 
@@ -181,16 +175,7 @@ def pairs(
 
     Raises SurefootError, with file and line, for a row of another shape, and if no row remains.
     """
-    work = _Preparation("pairs", rows, tokens, max_length, limit_text, control)
-
-    def make(row: Row) -> tuple[Sequence[Any], int] | None:
-        row = as_pair(row, work.chat)
-        work.look(row, ("prompt", "chosen", "rejected"))
-        ids, other, prompt_length, trained, trained_too = _pair(row, work.tokens)
-        return None if ids == other else ((ids, other, [prompt_length], trained, trained_too), max(len(ids), len(other)))
-
-    names = ("chosen", "rejected", "prompt_lengths", "chosen_trained", "rejected_trained")
-    made, tally = work.run(dict(zip(names, ("ids", "ids", "ids", "flags", "flags"), strict=True)), make)
+    made, tally = _tokenised("pairs", rows, tokens, max_length, limit_text, control)
     return Pairs(
         made["chosen"],
         made["rejected"],
@@ -211,16 +196,7 @@ def labelled(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    work = _Preparation("labelled", rows, tokens, max_length, limit_text, control)
-
-    def make(row: Row) -> tuple[Sequence[Any], int]:
-        row = as_demonstration(row, work.chat)
-        label, columns = label_of(row), _demonstration_columns(row)
-        work.look(row, (*columns, "label"))
-        ids, trained = work.tokens.demonstration(_demonstration(row, work.tokens))
-        return (ids, trained, [label]), len(ids)
-
-    made, tally = work.run({"ids": "ids", "trained": "flags", "good": "flags"}, make)
+    made, tally = _tokenised("labelled", rows, tokens, max_length, limit_text, control)
     good = [label for (label,) in made["good"]]
     return Labelled(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), good)
 
@@ -232,20 +208,7 @@ def prompts(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
     """
-    work = _Preparation("prompts", rows, tokens, max_length, limit_text, control)
-
-    def make(row: Row) -> tuple[Sequence[Any], int]:
-        row = as_prompt(row, work.chat)
-        columns = _prompt_columns(row)
-        work.look(row, columns)
-        prompt, ids = _prompt(row, work.tokens)
-        others = {name: value for name, value in row.columns.items() if name not in columns}
-        if len(ids) <= max_length:
-            work.tally.columns.update(dict.fromkeys(others))
-        plain = prompt if isinstance(prompt, str) else list(prompt)
-        return (ids, {"prompt": plain, "options": dict(options_of(prompt)), "columns": others}), len(ids)
-
-    made, tally = work.run({"ids": "ids", "row": "json"}, make)
+    made, tally = _tokenised("prompts", rows, tokens, max_length, limit_text, control)
     stored = made["row"]
     return Prompts(
         _listed(stored, _prompt_of),
@@ -293,6 +256,66 @@ def prompts_without_ids(rows: Sequence[Row]) -> Prompts:
     names = dict.fromkeys(name for row in rows for name in row.columns)
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Prompts(["" for _ in rows], [[] for _ in rows], columns, 0)
+
+
+# ---- one row as its fields --------------------------------------------------------------------------------------------
+
+
+def _make_demonstration(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
+    row = as_demonstration(row, work.chat)
+    work.look(row, _demonstration_columns(row))
+    ids, trained = work.tokens.demonstration(_demonstration(row, work.tokens))
+    return (ids, trained), len(ids)
+
+
+def _make_pair(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int] | None:
+    row = as_pair(row, work.chat)
+    work.look(row, ("prompt", "chosen", "rejected"))
+    ids, other, prompt_length, trained, trained_too = _pair(row, work.tokens)
+    return None if ids == other else ((ids, other, [prompt_length], trained, trained_too), max(len(ids), len(other)))
+
+
+def _make_labelled(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
+    row = as_demonstration(row, work.chat)
+    label = label_of(row)
+    work.look(row, (*_demonstration_columns(row), "label"))
+    ids, trained = work.tokens.demonstration(_demonstration(row, work.tokens))
+    return (ids, trained, [label]), len(ids)
+
+
+def _make_prompt(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
+    row = as_prompt(row, work.chat)
+    columns = _prompt_columns(row)
+    work.look(row, columns)
+    prompt, ids = _prompt(row, work.tokens)
+    others = {name: value for name, value in row.columns.items() if name not in columns}
+    if len(ids) <= work.max_length:
+        work.tally.columns.update(dict.fromkeys(others))
+    plain = prompt if isinstance(prompt, str) else list(prompt)
+    return (ids, {"prompt": plain, "options": dict(options_of(prompt)), "columns": others}), len(ids)
+
+
+Made = tuple[Sequence[Any], int] | None
+"""the fields of a row and its length; None for a pair of equal answers"""
+FIELDS = {
+    "demonstrations": {"ids": "ids", "trained": "flags"},
+    "pairs": {
+        "chosen": "ids",
+        "rejected": "ids",
+        "prompt_lengths": "ids",
+        "chosen_trained": "flags",
+        "rejected_trained": "flags",
+    },
+    "labelled": {"ids": "ids", "trained": "flags", "good": "flags"},
+    "prompts": {"ids": "ids", "row": "json"},
+}
+"""the fields of each kind of row, and what they contain (``cache.TYPES``)"""
+MAKERS: dict[str, Callable[["_RowMaker", Row], Made]] = {
+    "demonstrations": _make_demonstration,
+    "pairs": _make_pair,
+    "labelled": _make_labelled,
+    "prompts": _make_prompt,
+}
 
 
 # ---- one row ----------------------------------------------------------------------------------------------------------
@@ -434,6 +457,12 @@ class Tally:
     columns: dict[str, None] = field(default_factory=dict)
     """columns for reward functions"""
 
+    def add(self, other: "Tally") -> None:
+        """Add what was noticed in further rows."""
+        self.split, self.literal = self.split + other.split, self.literal + other.literal
+        self.unused |= other.unused
+        self.columns |= other.columns
+
     def notes(self, control: ControlPolicy) -> tuple[str, ...]:
         """Lines about control tokens and labelled answers."""
         how = "text" if control == "split" else "control tokens"
@@ -445,96 +474,30 @@ class Tally:
         return tuple(f"{self.file}: {count} {what}" for count, what in lines if count)
 
 
-class _Preparation:
-    """Tokenises the rows of a source, and keeps a tally.
+class _RowMaker:
+    """Makes fields of rows, and keeps a tally of what it noticed. It can be sent to another process.
 
     kind  what the rows become
     """
 
-    def __init__(
-        self, kind: str, rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str, control: ControlPolicy
-    ) -> None:
-        self.kind, self.rows, self.max_length, self.limit_text, self.control = kind, rows, max_length, limit_text, control
+    def __init__(self, kind: str, tokens: Tokens, max_length: int, control: ControlPolicy) -> None:
+        self.kind, self.max_length, self.control = kind, max_length, control
         self.tokens = tokens if tokens.split == (control != "keep") else Tokens.like(tokens, split=control != "keep")
         self.chat = bool(tokens.tokenizer.chat_template)
         self.tally = Tally()
         self._read_keys: dict[str, bool] = {}
 
-    def run(
-        self, kinds: Mapping[str, str], make: Callable[[Row], tuple[Sequence[Any], int] | None]
-    ) -> tuple[Mapping[str, Sequence[Any]], Tally]:
-        """The fields of all rows that are kept, in memory or, for a large source, in the cache.
-
-        make   the fields of a row and its length; None for a pair of equal answers
-        """
-
-        def build(fields: Fields) -> dict[str, Any]:
-            self.tally = Tally()
-            self._add_rows(fields, make)
-            return asdict(self.tally)
-
-        if isinstance(self.rows, Source) and self.rows.size >= LARGE:
-            try:
-                made, summary = cached(self._parts(self.rows), kinds, build)
-                return made, Tally(**summary)
-            except NotJson:  # values that only memory can hold
-                pass
-        fields = Fields(kinds)
-        build(fields)
-        return fields.columns, self.tally
-
-    def _parts(self, source: Source) -> list[object] | None:
-        """All that the ids depend on; None if it can't be known."""
-        fingerprint = self.tokens.fingerprint()
-        if fingerprint is None:
-            return None
-        return [VERSION, self.kind, source.content, sorted(source.columns.items()), fingerprint, self.max_length, self.control]
-
-    def _add_rows(self, fields: Fields, make: Callable[[Row], tuple[Sequence[Any], int] | None]) -> None:
-        tally, left_over = self.tally, list[int]()
+    def __call__(self, rows: list[Row]) -> tuple[list[Made], "Tally", str | None]:
+        """The fields of some rows, the tally of these, and the error at the row after them, if there is one."""
+        made: list[Made] = []
+        self.tally = Tally()
         with quiet_transformers():  # the tokenizer warns of text longer than the context; such rows are counted here
-            for row in self._as_kind(left_over):
-                tally.rows, tally.file = tally.rows + 1, row.file
+            for row in rows:
                 try:
-                    made = make(row)
+                    made.append(MAKERS[self.kind](self, row))
                 except SurefootError as error:
-                    raise SurefootError(f"{row.where}: {error}") from None
-                if made is None:
-                    tally.equal += 1
-                    continue
-                values, length = made
-                tally.shortest = length if tally.shortest is None else min(tally.shortest, length)
-                if length > self.max_length:
-                    tally.dropped += 1
-                    continue
-                fields.append(values)
-                tally.kept += 1
-        tally.left_over = sum(left_over)
-        self._check_any_kept()
-
-    def _as_kind(self, left_over: list[int]) -> Iterable[Row]:
-        """The rows, with labelled answers made into pairs where pairs are needed, and the other way round."""
-        if self.kind == "pairs":
-            return paired(self.rows, left_over)
-        return unpaired(self.rows, self.chat) if self.kind == "labelled" else self.rows
-
-    def _check_any_kept(self) -> None:
-        tally = self.tally
-        if tally.left_over and not tally.rows:
-            file = next(iter(self.rows)).file
-            raise SurefootError(
-                f"{file}: column 'label' labels single answers, and no prompt has one of each label to make a pair; set "
-                "preference.loss = 'kto' for kind = 'dpo', or 'binary' for kind = 'reward'"
-            )
-        if tally.equal == tally.rows:
-            raise SurefootError(
-                f"{tally.file}: chosen and rejected are the same in all {tally.rows} rows; give answers that differ"
-            )
-        if not tally.kept:
-            raise SurefootError(
-                f"{tally.file}: all {tally.rows} rows are dropped: the shortest has {tally.shortest} tokens and "
-                f"{self.limit_text or f'max_length={self.max_length}; raise it'}"
-            )
+                    return made, self.tally, f"{row.where}: {error}"
+        return made, self.tally, None
 
     def look(self, row: Row, columns: Sequence[str]) -> None:
         """Count a row's unused columns and control tokens. Raises SurefootError if control tokens are rejected."""
@@ -558,6 +521,100 @@ class _Preparation:
                     literal = token
         self.tally.split += split is not None
         self.tally.literal += literal is not None
+
+
+def _tokenised(
+    kind: str, rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str, control: ControlPolicy
+) -> tuple[Mapping[str, Sequence[Any]], Tally]:
+    """The fields of all rows that are kept, in memory or, for a large source, in the cache; and a tally of all rows."""
+    return _Preparation(kind, rows, tokens, max_length, limit_text, control).run()
+
+
+class _Preparation:
+    """Tokenises the rows of a source: those of a large one in several processes, with the same result.
+
+    kind  what the rows become
+    """
+
+    def __init__(
+        self, kind: str, rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str, control: ControlPolicy
+    ) -> None:
+        self.kind, self.rows, self.max_length, self.limit_text, self.control = kind, rows, max_length, limit_text, control
+        self.maker = _RowMaker(kind, tokens, max_length, control)
+        self.tally = Tally()
+
+    def run(self) -> tuple[Mapping[str, Sequence[Any]], Tally]:
+        kinds, processes = FIELDS[self.kind], 1
+
+        def build(fields: Fields) -> dict[str, Any]:
+            self.tally = Tally()
+            self._add_rows(fields, processes)
+            return asdict(self.tally)
+
+        if isinstance(self.rows, Source) and self.rows.size >= LARGE:
+            parts = self._parts(self.rows)
+            processes = 1 if parts is None else usable_processes()  # a tokenizer in Python may have code of its own
+            try:
+                made, summary = cached(parts, kinds, build)
+                return made, Tally(**summary)
+            except NotJson:  # values that only memory can hold
+                pass
+        fields = Fields(kinds)
+        build(fields)
+        return fields.columns, self.tally
+
+    def _parts(self, source: Source) -> list[object] | None:
+        """All that the ids depend on; None if it can't be known."""
+        fingerprint = self.maker.tokens.fingerprint()
+        if fingerprint is None:
+            return None
+        return [VERSION, self.kind, source.content, sorted(source.columns.items()), fingerprint, self.max_length, self.control]
+
+    def _add_rows(self, fields: Fields, processes: int) -> None:
+        tally, left_over = self.tally, list[int]()
+        with closing(in_processes(self.maker, self._as_kind(left_over), processes)) as chunks:
+            for rows, (made, noticed, error) in chunks:
+                tally.add(noticed)
+                for row, fields_of_row in zip(rows, made, strict=False):
+                    tally.rows, tally.file = tally.rows + 1, row.file
+                    if fields_of_row is None:
+                        tally.equal += 1
+                        continue
+                    values, length = fields_of_row
+                    tally.shortest = length if tally.shortest is None else min(tally.shortest, length)
+                    if length > self.max_length:
+                        tally.dropped += 1
+                        continue
+                    fields.append(values)
+                    tally.kept += 1
+                if error is not None:
+                    raise SurefootError(error)
+        tally.left_over = sum(left_over)
+        self._check_any_kept()
+
+    def _as_kind(self, left_over: list[int]) -> Iterable[Row]:
+        """The rows, with labelled answers made into pairs where pairs are needed, and the other way round."""
+        if self.kind == "pairs":
+            return paired(self.rows, left_over)
+        return unpaired(self.rows, self.maker.chat) if self.kind == "labelled" else self.rows
+
+    def _check_any_kept(self) -> None:
+        tally = self.tally
+        if tally.left_over and not tally.rows:
+            file = next(iter(self.rows)).file
+            raise SurefootError(
+                f"{file}: column 'label' labels single answers, and no prompt has one of each label to make a pair; set "
+                "preference.loss = 'kto' for kind = 'dpo', or 'binary' for kind = 'reward'"
+            )
+        if tally.equal == tally.rows:
+            raise SurefootError(
+                f"{tally.file}: chosen and rejected are the same in all {tally.rows} rows; give answers that differ"
+            )
+        if not tally.kept:
+            raise SurefootError(
+                f"{tally.file}: all {tally.rows} rows are dropped: the shortest has {tally.shortest} tokens and "
+                f"{self.limit_text or f'max_length={self.max_length}; raise it'}"
+            )
 
 
 def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
