@@ -516,3 +516,22 @@ class Few(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         return np.zeros(2, np.float32), {}
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"), [("compare", "repeat the command"), ("train", "repeat the command, or resume the run")]
+)
+def test_a_file_that_cannot_be_written_names_a_run_only_where_one_may_be_left(
+    command: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from surefoot.cli import main
+
+    def write(*_: object, **__: object) -> None:
+        raise OSError(2, "No such file or directory", "/none/p.png")
+
+    monkeypatch.setattr("sys.argv", ["surefoot", command, "a", "b"])
+    monkeypatch.setattr(main, "join_if_ranked", write)
+    with pytest.raises(SystemExit) as left:
+        main.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"surefoot: /none/p.png: No such file or directory; fix that, then {remedy}\n"

@@ -390,3 +390,17 @@ def test_without_the_extra_it_is_named(run: Path, command: Command, monkeypatch:
         line = rejected(command, *words)
         assert "the hub needs huggingface_hub, which is not installed; run: pip install" in line
         assert "[hub]" in line
+
+
+def test_a_wrong_name_of_the_hub_is_shown_with_both_slashes() -> None:
+    with pytest.raises(SurefootError, match=r"^hf://org/none@x:y: is no name of an agent or model on the hub; write hf://org"):
+        surefoot.evaluate(Path("hf://org/none@x:y"))
+
+
+def test_offline_without_a_copy_the_line_names_the_variable_alone() -> None:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    from surefoot.runs.hub import why_unreachable
+
+    line = why_unreachable(OfflineModeIsEnabled("Cannot reach https://huggingface.co: offline mode is enabled."))
+    assert line == "is not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"

@@ -42,6 +42,8 @@ COMMANDS = {
     "watch": "surefoot.cli.agents:watch",
 }
 """module and name of each command; a command is imported when it is called, so that ``--help`` is fast"""
+RESUMABLE = ("train", "resume", "demo", "ladder", "compare-algorithms", "rounds", "tune")
+"""commands that train, so that a run may be left"""
 
 
 def main() -> NoReturn:
@@ -70,7 +72,8 @@ def main() -> NoReturn:
         fail("stopped", 130)
     except OSError as error:
         what, why = error.filename or "writing", error.strerror or error
-        fail(f"{what}: {why}; fix that, then repeat the command, or resume the run", 2)
+        resumable = ", or resume the run" if sys.argv[1:2] and sys.argv[1] in RESUMABLE else ""
+        fail(f"{what}: {why}; fix that, then repeat the command{resumable}", 2)
 
 
 def of_other_libraries(error: click.NoSuchOption) -> list[str]:

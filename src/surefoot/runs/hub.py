@@ -63,11 +63,15 @@ def is_hub_name(path: str | Path) -> bool:
     return PREFIX.match(str(path)) is not None
 
 
+def _with_both_slashes(text: str | Path) -> str:
+    return PREFIX.sub("hf://", str(text), count=1)
+
+
 def parse_name(text: str | Path, what: str = "an agent or model", form: str = FORM) -> HubName:
     """The parts of a name. Raises SurefootError for another form."""
     match = NAME.fullmatch(PREFIX.sub("", str(text), count=1))
     if match is None:
-        raise SurefootError(f"{text}: is no name of {what} on the hub; {form}")
+        raise SurefootError(f"{_with_both_slashes(text)}: is no name of {what} on the hub; {form}")
     return HubName(match["name"], match["config"], match["revision"], match["split"])
 
 
@@ -78,7 +82,7 @@ def parse_repository(text: str | Path, revision: str | None = None) -> HubName:
     """
     name = parse_name(text)
     if name.config or name.split:
-        raise SurefootError(f"{text}: is no name of an agent or model on the hub; {FORM}")
+        raise SurefootError(f"{_with_both_slashes(text)}: is no name of an agent or model on the hub; {FORM}")
     if revision is not None and name.revision is not None:
         raise SurefootError(f"--revision {revision}: {text} has a revision already; give one of the two")
     return HubName(name.name, revision=revision or name.revision)
@@ -348,10 +352,16 @@ def _network_errors() -> tuple[type[Exception], ...]:
 
 
 def _unreachable(where: str, error: Exception) -> SurefootError:
-    return SurefootError(
-        f"{where}: the hub can't be reached, and the cache lacks it ({cause_of(error)}); check the network, HF_ENDPOINT and "
-        "HF_HUB_OFFLINE"
-    )
+    return SurefootError(f"{where}: {why_unreachable(error)}")
+
+
+def why_unreachable(error: Exception) -> str:
+    """Why something in neither the hub's reach nor the cache can't be read, with the remedy."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "is not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"
+    return f"the hub can't be reached, and the cache lacks it ({cause_of(error)}); check the network and HF_ENDPOINT"
 
 
 def _rejected(where: str, error: Any) -> SurefootError:

@@ -14,7 +14,7 @@ from surefoot.language import require_package
 from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.formats import BATCH, without_schema_nulls
 from surefoot.language.data.rows import Row
-from surefoot.runs.hub import COMMIT, HubName, parse_name
+from surefoot.runs.hub import COMMIT, HubName, parse_name, why_unreachable
 
 FORM = "write hf://org/name:split, or hf://org/name/config@revision:split"
 
@@ -140,10 +140,7 @@ def _commit(name: HubName) -> str:
     for ref in (own, theirs):
         if ref.is_file() and COMMIT.fullmatch(commit := ref.read_text("utf-8").strip()):
             return commit
-    raise SurefootError(
-        f"{name}: can't be read, because the hub can't be reached ({cause_of(reason)}) and it is not in the cache; check the "
-        "network, HF_ENDPOINT and HF_HUB_OFFLINE"
-    )
+    raise SurefootError(f"{name}: {why_unreachable(reason)}")
 
 
 @contextmanager
