@@ -405,3 +405,29 @@ def test_a_language_model_is_tuned_by_its_held_out_rows(tmp_path, monkeypatch):
     assert all(value < 0 for value in values), "log-likelihoods of held-out rows"
     assert max(values) == values[result.results["best"]]
     assert (tmp_path / "s" / "trials" / "0-seed1" / "model").is_dir()
+
+
+GOOD, BAD = ("i love it.", "it is fine.", "great."), ("i hate it.", "it is weak.", "no.")
+OTHER_KINDS = {
+    "reward": ([{"prompt": "bike: ", "chosen": GOOD[i % 3], "rejected": BAD[i % 3]} for i in range(12)], "batch = 4"),
+    "dpo": ([{"prompt": "bike: ", "chosen": GOOD[i % 3], "rejected": BAD[i % 3]} for i in range(12)], "batch = 4"),
+    "language": (
+        [{"prompt": f"{i} bike: "} for i in range(8)],
+        '[sampling]\nprompts = 8\nmax_tokens = 4\n[reward]\nterms = ["rewards.py:short"]',
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_every_other_kind_on_text_is_tuned_by_its_shipped_space(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows, settings = OTHER_KINDS[kind]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("rewards.py").write_text("def short(responses):\n    return [1 - len(text) / 40 for text in responses]\n")
+    data = f'[data]\ntrain = "rows.jsonl"\nheld_out = "rows.jsonl"\n{settings}\n'
+    Path("recipe.toml").write_text(f'kind = "{kind}"\nmodel = "pocket"\nsteps = 16\n{data}')
+    results = tune("recipe.toml", None, {}, trials=2, seeds=1, folder=tmp_path / "study").results
+    assert all(math.isfinite(trial["value"]) for trial in results["trials"])
+    assert len(results["trials"]) == 2
+    assert tomllib.loads(Path("study/best.toml").read_text())["kind"] == kind
