@@ -36,7 +36,15 @@ LINKED = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docs" /
 PARSE_ONLY = "<!-- parse only -->"
 KNOWN = {".", "cd", "git", "kill", "ls", "make", "mlflow", "pip", "python", "sleep", "surefoot", "tensorboard", "torchrun"}
 KNOWN |= {"trackio", "wandb"}
-LONG = ("tune-a-recipe", "align-your-own-model", "adapters", "export-an-agent", "log-to-trackers")
+LONG = (
+    "tune-a-recipe",
+    "align-your-own-model",
+    "adapters",
+    "export-an-agent",
+    "log-to-trackers",
+    "report-and-compare",
+    "rounds",
+)
 """pages that take longest: make slow runs them, make test checks that their blocks parse"""
 TRAINING = ("train", "ladder", "compare-algorithms", "tune")
 

@@ -291,6 +291,7 @@ def test_a_study_killed_at_a_trial_ends_with_the_same_trials_and_numbers(undistu
     assert outcome(study) == undisturbed
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_study_share_its_trials(tmp_path):
     command, study = program(tmp_path, "--trials", "8", "--seeds", "1", "--no-pruning", "--name", "s"), tmp_path / "runs" / "s"
     both = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)]

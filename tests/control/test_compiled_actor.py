@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("seen", "action", "masked", "normalised"),
     [
-        (VECTOR, spaces.Discrete(5, start=-1), True, True),
+        pytest.param(VECTOR, spaces.Discrete(5, start=-1), True, True, marks=pytest.mark.slow),
         pytest.param(VECTOR, spaces.Box(-1, 1, (2, 2), np.float64), False, True, marks=pytest.mark.slow),
         pytest.param(VECTOR, spaces.MultiDiscrete([2, 4, 3]), True, False, marks=pytest.mark.slow),
         pytest.param(NESTED, spaces.MultiBinary(3), False, True, marks=pytest.mark.slow),

@@ -431,7 +431,7 @@ class Own(torch.nn.Module):
     [
         (None, False, "torch"),
         (None, True, "onnx"),
-        (4, True, "onnx"),
+        pytest.param(4, True, "onnx", marks=SLOW),
         pytest.param(None, False, "onnx", marks=SLOW),
         pytest.param(None, True, "torch", marks=SLOW),
         pytest.param(4, False, "onnx", marks=SLOW),
@@ -474,7 +474,7 @@ def test_a_part_with_the_name_of_something_else_in_the_file_is_rejected(
         export_agent(agent, tmp_path / "agent.onnx", "onnx")
 
 
-@pytest.mark.parametrize(("names", "lstm"), [pytest.param(("tanh", "linear"), None, marks=SLOW), (("v", "getitem"), 4)])
+@pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None), pytest.param(("v", "getitem"), 4, marks=SLOW)])
 def test_a_part_may_be_called_as_a_step_of_the_graph_is(names: tuple[str, str], lstm: int | None, tmp_path: Path) -> None:
     parts = dict(zip(("one", "other"), names, strict=True))
     agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)

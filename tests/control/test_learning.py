@@ -37,7 +37,14 @@ def test_cartpole_with_its_tuned_recipe_is_solved_after_100000_steps() -> None:
     assert surefoot.evaluate(agent, episodes=100).mean_return >= SOLVED == 475
 
 
-@pytest.mark.parametrize("algorithm", [*LADDER, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO], ids=algorithm_name)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(algorithm, marks=() if algorithm in (LADDER[0], LADDER[-1], TRPO) else pytest.mark.slow)
+        for algorithm in [*LADDER, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO]
+    ],
+    ids=algorithm_name,
+)
 def test_every_rung_and_every_trust_region_improves_over_its_start_in_a_few_thousand_steps(algorithm: Any) -> None:
     """Sampled returns, because at the start the likeliest action says little. Measured: 2 to 10 times the start."""
     once = {"learning_rate": 3e-3, "schedule": "constant"}

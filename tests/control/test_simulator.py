@@ -35,6 +35,7 @@ environments.close()
 """
 
 
+@pytest.mark.slow
 def test_an_export_is_silent_an_unstable_simulation_is_shown_once_and_no_log_is_left(tmp_path: Path) -> None:
     """In a process of its own: what is shown where nobody has configured logging, and by C code. An export runs an episode."""
     agent = Agent.for_spaces(find_recipe("HalfCheetah-v5"), *spaces_of("HalfCheetah-v5"), "HalfCheetah-v5")

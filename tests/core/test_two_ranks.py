@@ -195,7 +195,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[Answers]]:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (folder,), RANKS)
+        torch.multiprocessing.start_processes(work, (folder,), RANKS, start_method="fork")
         yield [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

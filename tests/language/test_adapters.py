@@ -299,7 +299,9 @@ def test_the_fast_sampler_draws_with_the_adapters_log_probabilities(loaded: tupl
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
-@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "language"])
+@pytest.mark.parametrize(
+    "kind", ["sft", pytest.param("reward", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow), "language"]
+)
 def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     kind: str, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:

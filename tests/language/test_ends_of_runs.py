@@ -57,7 +57,7 @@ def fields(kind: str, files: Path, **changes: Any) -> dict[str, Any]:
     return table | {"checkpoint": {"every": 8}, "evaluation": {"every": 8, "rows": 16}} | changes
 
 
-KINDS = pytest.mark.parametrize("kind", ["sft", "reward", "language"])
+KINDS = pytest.mark.parametrize("kind", ["sft", pytest.param("reward", marks=pytest.mark.slow), "language"])
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -302,8 +302,16 @@ def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dic
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
-@pytest.mark.parametrize("targets", [EXPERTS, "all-linear"], ids=["experts", "all-linear"])
-@pytest.mark.parametrize("kind", ["sft", "language"])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("language", EXPERTS),
+        pytest.param("language", "all-linear", marks=pytest.mark.slow),
+        pytest.param("sft", EXPERTS, marks=pytest.mark.slow),
+        ("sft", "all-linear"),
+    ],
+    ids=["language-experts", "language-all-linear", "sft-experts", "sft-all-linear"],
+)
 def test_a_run_that_adapts_experts_resumes_exactly_and_leaves_what_peft_and_transformers_read(
     kind: str, targets: Any, mixture: Path, files: dict[str, str], tmp_path: Path
 ) -> None:

@@ -294,7 +294,14 @@ def test_the_last_tokens_below_the_limit_cost_up_to_one(files: dict[str, str], f
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "learning_rate"), [("GRPO", 2e-3), ("DR_GRPO", 2e-3), ("DAPO", 2e-3), ("GSPO", 2e-3), ("RLOO", 5e-3)]
+    ("algorithm", "learning_rate"),
+    [
+        ("GRPO", 2e-3),
+        pytest.param("DR_GRPO", 2e-3, marks=pytest.mark.slow),
+        pytest.param("DAPO", 2e-3, marks=pytest.mark.slow),
+        ("GSPO", 2e-3),
+        ("RLOO", 5e-3),
+    ],
 )
 def test_each_raises_the_reward_of_a_model(
     algorithm: str, learning_rate: float, files: dict[str, str], folders: dict[str, Path]

@@ -155,6 +155,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a reward model": {"reward": "scores"},
     "adapters of one base": {"critic": {"own_model": True}, "adapter": {"rank": 8}},
 }
+SELDOM = ("a value model", "bfloat16", "tied embeddings, grouped queries, samples of a group", "another family, no critic")
 
 
 def measured_peaks(table: dict[str, Any]) -> dict[str, int]:
@@ -168,7 +169,7 @@ def measured_peaks(table: dict[str, Any]) -> dict[str, int]:
     return PEAKS[key]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SELDOM else ()) for case in CASES])
 def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case: str, here: Path) -> None:
     fields = dict(CASES[case])
     if "reward" in fields:
@@ -185,7 +186,7 @@ def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case:
     assert max(peaks.values()) > 1.15 * stays, "else the passes would not have been tried"
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"micro_batch_tokens": 120}])
+@pytest.mark.parametrize("optimizer", [pytest.param({}, marks=pytest.mark.slow), {"micro_batch_tokens": 120}])
 def test_long_demonstrations_that_are_evaluated_or_mixed_in_are_counted_within_15_percent(
     optimizer: dict[str, Any], here: Path
 ) -> None:
@@ -266,12 +267,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = {"own critic", "adapter, checkpointing", "checkpointing in bfloat16, few logits at once"}
-"""have every switch between them; the others find which one is wrong"""
+OFTEN = {"own critic", "adapter, checkpointing"}
+"""the others find which switch is wrong"""
 LINES = [
     *(pytest.param("llama", each, marks=() if each in OFTEN else pytest.mark.slow) for each in SWITCHES),
     pytest.param("gpt2", "own critic", marks=pytest.mark.slow),
-    ("sliding and full attention", "own critic"),
+    pytest.param("sliding and full attention", "own critic", marks=pytest.mark.slow),
 ]
 
 
@@ -337,7 +338,14 @@ def test_weights_that_do_not_fit_are_rejected_before_they_are_read(here: Path, s
         surefoot.runs.api.make_world(recipe)
 
 
-@pytest.mark.parametrize("setting", ["gradient_checkpointing = true", "optimizer.micro_batch_tokens = ", "sampling.prompts = "])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param("gradient_checkpointing = true", marks=pytest.mark.slow),
+        "optimizer.micro_batch_tokens = ",
+        pytest.param("sampling.prompts = ", marks=pytest.mark.slow),
+    ],
+)
 def test_the_best_setting_that_is_named_helps(here: Path, scarce: Any, setting: str) -> None:
     table = online(here, sampling={"prompts": 64, "max_tokens": TOKENS})
     table["data"] = {"train": str(here / "prompts.jsonl"), "max_length": PROMPT}

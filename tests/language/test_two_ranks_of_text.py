@@ -181,7 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    torch.multiprocessing.spawn(work, (str(folder),), RANKS)
+    torch.multiprocessing.start_processes(work, (str(folder),), RANKS, start_method="fork")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
