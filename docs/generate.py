@@ -63,7 +63,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
         "surefoot.control.evaluate": ("EvaluationResult",),
         "surefoot.core.traces": ("Trace", "TracedRow", "Visits"),
     },
-    "Switches": {"surefoot.core.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint")},
+    "Switches": {"surefoot.core.algorithms": ("Objective", "Reuse", "Clip", "Penalty", "Constraint", "ClippedWeight")},
     "Verifiers and the sandbox": {
         "surefoot.verifiers.answers": ("exact", "numeric", "math", "json"),
         "surefoot.verifiers.programs": ("code",),

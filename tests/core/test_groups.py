@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, pvariance, stdev
 from typing import Any
 
 import pytest
@@ -19,8 +19,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surefoot import ALGORITHMS, DAPO, DR_GRPO, GRPO, GSPO, PPO_CLIP, RLOO, Clip, Objective, Reuse, SurefootError
-from surefoot.core.algorithms import switches_between
+from surefoot import (
+    ALGORITHMS,
+    CISPO,
+    DAPO,
+    DR_GRPO,
+    GRPO,
+    GSPO,
+    PPO_CLIP,
+    REINFORCE_PLUS_PLUS,
+    RLOO,
+    Clip,
+    ClippedWeight,
+    Objective,
+    Reuse,
+    SurefootError,
+)
+from surefoot.core.algorithms import algorithm_named, switches_between
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.optimizer import AdamSettings
@@ -31,6 +46,8 @@ from .worlds import TinyPolicy, gradient, moved, random_rollout
 laws = settings(settings.get_profile("core"))
 SEEDS = [0, 1, 2]
 LONGEST = 9
+BOUND = 1.05
+"""of CISPO's weight, which some ratios of these worlds are above"""
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -177,6 +194,26 @@ def gspo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     return clipped(s, scaled(r, row), 3e-4, 4e-4)
 
 
+def cispo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """MiniMax-M1, equations 4 and 5: REINFORCE with a bounded weight, over the tokens of all responses."""
+    weight = (new - old).exp().detach().clamp(max=BOUND)
+    responses = [other for other in range(len(r.mask)) if kept(r, other)]
+    return (weight * scaled(r, row) * new).sum() * len(responses) / sum(len(kept(r, other)) for other in responses)
+
+
+def reinforce_plus_plus(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """REINFORCE++: the sum of the rewards still to come, less the batch's mean, by its standard deviation."""
+    to_come = {
+        other: [sum(float(r.rewards[other, u]) for u in kept(r, other) if u >= t) for t in kept(r, other)]
+        for other in range(len(r.mask))
+    }
+    of_all = [x for returns in to_come.values() for x in returns]
+    advantages = [(x - mean(of_all)) / math.sqrt(pvariance(of_all) + 1e-8) for x in to_come[row]]
+    responses = sum(bool(returns) for returns in to_come.values())
+    rho = (new - old).exp()
+    return sum(clipped(rho[t], a, 0.2, 0.2) for t, a in enumerate(advantages)) * responses / len(of_all)  # type: ignore[return-value]
+
+
 def rloo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     """RLOO: the response is one action, and log π of it a sum."""
     return new.sum() * against_others(r, row)
@@ -187,7 +224,9 @@ PAPERS = {
     "DR_GRPO": (replace(DR_GRPO, aggregation_length=LONGEST), dr_grpo),
     "DAPO": (DAPO, dapo),
     "GSPO": (GSPO, gspo),
+    "CISPO": (replace(CISPO, trust_region=ClippedWeight(BOUND)), cispo),
     "RLOO": (RLOO, rloo),
+    "REINFORCE_PLUS_PLUS": (REINFORCE_PLUS_PLUS, reinforce_plus_plus),
 }
 
 
@@ -209,7 +248,7 @@ def test_the_gradient_is_that_of_the_papers_formula_written_out(name: str, seed:
     same(gradient(policy, r, objective, micro_batch=3), expected)
 
 
-def test_the_five_differ_in_switches_alone_and_each_switch_matters() -> None:
+def test_they_differ_in_switches_alone_and_each_switch_matters() -> None:
     policy, r = world(1)
     plain = replace(GRPO, reference_coefficient=0.0)
     wide = {"trust_region": Clip(0.2)}
@@ -336,6 +375,50 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
     assert results["token"] > 0
 
 
+# ---- clipped weights, and responses that are left out ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_weight_without_a_bound_has_the_gradient_of_the_unclipped_ratio(seed: int) -> None:
+    policy, r = world(seed)
+    unbounded = replace(CISPO, trust_region=ClippedWeight(1e9))
+    same(gradient(policy, r, unbounded), gradient(policy, r, replace(CISPO, trust_region=None)))
+
+
+def test_the_share_of_bounded_weights_is_a_metric() -> None:
+    policy, r = world(1)
+    of_tokens, of_rows = mean_log_ratio(policy, r)
+    above = [math.exp(float(of_tokens[row, t])) > BOUND for row in of_rows for t in kept(r, row)]
+    metrics = metrics_of(policy, r, replace(CISPO, trust_region=ClippedWeight(BOUND)))
+    assert 0 < metrics["weight_clipped"] < 1
+    assert metrics["weight_clipped"] == pytest.approx(mean(above))
+
+
+def test_bad_responses_that_moved_away_are_left_out_and_still_count_in_the_mean() -> None:
+    plain = replace(GRPO, aggregation="token-mean", reference_coefficient=0.0, trust_region=None)
+    for seed in range(100):
+        policy, r = world(seed)
+        moved_by = {row: -x for row, x in mean_log_ratio(policy, r)[1].items()}
+        bad = [row for row in moved_by if scaled(r, row) < 0]
+        dropped = [row for row in bad if moved_by[row] > 0.02]
+        if 0 < len(dropped) < len(bad) and any(moved_by[row] > 0.02 for row in set(moved_by) - set(bad)):
+            break
+    masked = replace(plain, drop_above_kl=0.02)
+    rest = assign_credit(r, plain)
+    rest = replace(rest, advantages=rest.advantages.index_fill(0, torch.tensor(dropped), 0.0))
+    learners = [Learner(copy.deepcopy(policy), replace(o, reuse=Reuse(1, 1)), AdamSettings(1e-3)) for o in (masked, plain)]
+    metrics = [
+        dict(learner.update(r, credit, LearnerState.seeded(0, 1)))
+        for learner, credit in zip(learners, (assign_credit(r, plain), rest), strict=True)
+    ]
+    same(*(learner.optimizers["policy"].gradients for learner in learners))
+    of_dropped = sum(len(kept(r, row)) for row in dropped)
+    assert metrics[0]["left_out"] == pytest.approx(of_dropped / sum(len(kept(r, row)) for row in moved_by))
+    assert "left_out" not in metrics[1]
+    same(gradient(policy, r, replace(plain, drop_above_kl=1e9)), gradient(policy, r, plain))
+    same(gradient(policy, r, masked), gradient(policy, r, masked, micro_batch=3))
+
+
 # ---- what is rejected ----------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +428,9 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
         (PPO_CLIP, {"scale_by_group": True}, "objective.scale_by_group=True: needs objective.baseline"),
         (RLOO, {"scale_by_group": True}, "objective.scale_by_group=True: needs objective.baseline"),
         (RLOO, {"ratio": "sequence"}, "objective.ratio='sequence': needs a reused batch"),
+        (RLOO, {"drop_above_kl": 0.1}, "objective.drop_above_kl=0.1: needs a reused batch"),
+        (PPO_CLIP, {"drop_above_kl": 0.1}, "objective.drop_above_kl=0.1: needs the same advantage at all tokens"),
+        (GRPO, {"drop_above_kl": 0.0}, "objective.drop_above_kl=0.0: must be positive"),
         (GRPO, {"gae_lambda": 0.95}, "objective.gae_lambda=0.95: needs a critic"),
         (GRPO, {"value_clip": 0.2}, "objective.value_clip=0.2: needs a critic"),
     ],
@@ -355,17 +441,19 @@ def test_switches_that_do_not_go_together_are_rejected(base: Objective, changes:
 
 
 def test_the_page_on_the_math_shows_each_as_the_diff_that_it_is() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "math.md").read_text("utf-8").partition("### Five algorithms")[2]
+    page = (Path(__file__).parents[2] / "docs" / "math.md").read_text("utf-8").partition("### Algorithms without a critic")[2]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", page, flags=re.M)
-    assert [name for name, _, _ in rows] == ["GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO"]
+    assert [name for name, _, _ in rows] == ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE_PLUS_PLUS"]
     for name, base, cells in rows:
         switches: dict[str, Any] = tomllib.loads("\n".join(re.findall(r"`([^`]*)`", cells)))
-        made = {"trust_region": Clip, "reuse": Reuse}
+        switches = {key: None if value == "none" else value for key, value in switches.items()}
+        made = {"trust_region": ClippedWeight if "max_weight" in cells else Clip, "reuse": Reuse}
         switches |= {key: made[key](**switches[key]) for key in made if key in switches}
         assert set(switches) == set(switches_between(ALGORITHMS[base], ALGORITHMS[name])), name
         assert replace(ALGORITHMS[base], **switches) == ALGORITHMS[name], name
 
 
-def test_all_five_are_there_by_name_and_no_two_are_alike() -> None:
-    assert {"GRPO", "DR_GRPO", "DAPO", "GSPO", "RLOO"} <= set(ALGORITHMS)
+def test_all_are_there_by_name_and_no_two_are_alike() -> None:
+    assert set(PAPERS) <= set(ALGORITHMS)
+    assert algorithm_named("reinforce++") == "REINFORCE_PLUS_PLUS"
     assert len(set(ALGORITHMS.values())) == len(ALGORITHMS)

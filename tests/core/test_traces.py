@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surefoot import (
     A2C,
+    CISPO,
     GRPO,
     GSPO,
     PPO_CLIP,
@@ -21,6 +22,7 @@ from surefoot import (
     RLOO,
     TRPO,
     Clip,
+    ClippedWeight,
     NotFiniteError,
     Objective,
     Reuse,
@@ -68,6 +70,8 @@ IN_GROUPS = {
     "grpo": (replace(GRPO, reuse=REUSE), {"unclipped", "clipped"}),
     "gspo": (replace(GSPO, reuse=REUSE), {"unclipped", "clipped"}),
     "rloo": (RLOO, {"log_prob"}),
+    "cispo": (replace(CISPO, reuse=REUSE, trust_region=ClippedWeight(1.05)), {"weighted"}),
+    "left out": (replace(GRPO, reuse=REUSE, drop_above_kl=0.01), {"unclipped", "clipped", "left_out"}),
 }
 
 

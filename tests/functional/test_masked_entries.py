@@ -171,6 +171,7 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
     "successor_values": lambda x: F.successor_values(x(), x(2), truncated=ENDS["truncated"], final_values=x(), mask=MASK),
     "importance_ratio": lambda x: F.importance_ratio(x(), x()),
     "unclipped_surrogate": lambda x: F.unclipped_surrogate(x(), x()),
+    "weighted_surrogate": lambda x: F.weighted_surrogate(x(), x().abs(), x(), 1.2),
     "clipped_surrogate": lambda x: F.clipped_surrogate(x().abs(), x(), 0.2, 0.3, dual_clip=3.0),
     "value_loss": lambda x: F.value_loss(x(), x(), x(), clip=0.2),
     "kl_k1": lambda x: F.kl_k1(x(), x()),

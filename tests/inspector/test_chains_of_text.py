@@ -11,7 +11,7 @@ from language.tiny import model, tokenizer
 
 import surefoot
 from surefoot import read_trace
-from surefoot.core.traces import Trace, TracedRow
+from surefoot.core.traces import BRANCHES, Trace, TracedRow
 from surefoot.language.data.rows import write_rows
 from surefoot.language.tasks import rows
 from surefoot.runs.reading import traces_in
@@ -99,13 +99,13 @@ def pick(page: Any, index: int) -> None:
         page.wait_for_selector(f"{button}[aria-selected=true]")
 
 
-def every_row_adds_up(page: Any, trace: Trace) -> None:
+def every_row_adds_up(page: Any, trace: Trace, of_visit: int = 4) -> None:
     for index, row in enumerate(trace.rows):
         pick(page, index)
         assert page.locator("#steps [data-t]").count() == len(row.mask)
         assert page.get_attribute("#audit", "data-wrong") == "0", page.inner_text("#audit")
         kept, passes = int(row.mask.sum()), len(row.visits.updates)
-        assert int(page.get_attribute("#audit", "data-count")) >= kept * (4 + 4 * passes), "every token, in every pass"
+        assert int(page.get_attribute("#audit", "data-count")) >= kept * (4 + of_visit * passes), "every token, in every pass"
 
 
 def choose(page: Any, trace: Trace, index: int, t: int) -> TracedRow:
@@ -175,3 +175,35 @@ def test_messages_of_others_are_shown_and_skipped_and_the_chain_continues_after_
     assert choose(page, trace, index, t).mask[t]
     shown = {1.0: "1", -0.5: "−0.5"}[score]
     assert f"r = score − β · KL = {shown} − 0.2 · " in page.inner_text('#chain [data-term="reward"]')
+
+
+@pytest.mark.parametrize(
+    ("region", "branch", "text"),
+    [
+        ({"max_weight": 1.01}, "weighted", "J = min(ρ, 1.01) Â log π"),
+        ({"clip": 0.2}, "left_out", "J = 0: the response is left out"),
+    ],
+)
+def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_up(
+    page: Any, tmp_path: Path, inspector: Begin, region: dict[str, float], branch: str, text: str
+) -> None:
+    run = train(
+        tmp_path,
+        language_model(tmp_path / "start", {"2": 0.45, "3": 0.45, "": 0.1}),
+        [{"prompt": f"{i:04b}=".replace("0", "2")} for i in range(16)],
+        algorithm="CISPO" if "max_weight" in region else "GRPO",
+        sampling={"prompts": 3, "samples": 4, "max_tokens": 6},
+        reward={"terms": [{"function": "surefoot.language.tasks.successors:steps"}], "missing_eos": "none"},
+        objective={"trust_region": region, "reuse": {"epochs": 3, "minibatches": 1}, "drop_above_kl": 0.001},
+    )
+    opened(page, run, inspector)
+    shown = page.evaluate("location.hash").split("/")[2]  # the most clipped one
+    trace = read_trace(run / "traces" / f"{shown}.safetensors")
+    every_row_adds_up(page, trace, of_visit=3)
+    which = torch.tensor(BRANCHES.index(branch))
+    index, visit, t = next(
+        (index, *place) for index, row in enumerate(trace.rows) for place in (row.visits.branch == which).nonzero().tolist()
+    )
+    choose(page, trace, index, t)
+    page.locator("#visit").fill(str(visit))
+    assert text in page.inner_text('#chain [data-term="objective"]')

@@ -82,6 +82,13 @@ def check_visit(trace: Trace, row: TracedRow, kept: list[int], visit: int, norma
             assert gain == close(log_prob * used)
             assert flows[t]
             continue
+        if branch in ("weighted", "left_out"):
+            bound = math.inf if trace.max_weight is None else trace.max_weight
+            assert gain == (0 if branch == "left_out" else close(min(rho, bound) * used * log_prob))
+            assert (branch == "weighted") == flows[t] == (trace.max_weight is not None)
+            away = sum(-x for x in log_ratios) / len(log_ratios)
+            assert branch == "weighted" or (used < 0 < away)
+            continue
         terms = {"unclipped": rho * used}
         if trace.clip is not None:
             terms["clipped"] = min(max(rho, 1 - trace.clip), 1 + (trace.clip_high or 0.0)) * used

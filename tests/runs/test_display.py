@@ -121,12 +121,11 @@ def keys_of_language(folder):
     kto = {**few["data"], "train": str(labelled), "held_out": str(labelled)}
     api.start(find_recipe("dpo", {**shared, "data": kto, "preference": {"loss": "kto"}}), folder / "kto")
     written |= {key for row in read_metrics(folder / "kto" / "metrics.jsonl") for key in row}
-    groups = {**shared, "algorithm": "DAPO", "steps": 16, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}}
-    api.start(
-        find_recipe("language", {**groups, "objective": {"reuse": {"minibatches": 1}}, "reward": {"terms": terms}}),
-        folder / "groups",
-    )
-    written |= {key for row in read_metrics(folder / "groups" / "metrics.jsonl") for key in row}
+    groups = {**shared, "steps": 16, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}, "reward": {"terms": terms}}
+    for algorithm, switches in (("DAPO", {}), ("CISPO", {"drop_above_kl": 0.1})):
+        objective = {"reuse": {"minibatches": 1}, **switches}
+        api.start(find_recipe("language", {**groups, "algorithm": algorithm, "objective": objective}), folder / algorithm)
+        written |= {key for row in read_metrics(folder / algorithm / "metrics.jsonl") for key in row}
     games = folder / "games.jsonl"
     games.write_text('{"secret": 2, "highest": 3}\n' * 4)
     turns = {**shared, "data": {"train": str(games), "held_out": str(games)}, "sampling": {"prompts": 4, "max_tokens": 2}}

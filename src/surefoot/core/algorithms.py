@@ -123,8 +123,25 @@ class Constraint:
         _require_count(f"{field}.tries", self.tries, 10)
 
 
-TrustRegion = Clip | Penalty | Constraint
-TRUST_REGIONS: tuple[type[TrustRegion], ...] = (Clip, Penalty, Constraint)
+@dataclass(frozen=True)
+class ClippedWeight:
+    """Trust region by a bounded importance weight: J = min(ρ, max_weight) Â log π, where the weight has no gradient.
+
+    No sample loses its gradient, as samples outside the band of ``Clip`` do (CISPO, arXiv 2506.13585).
+    """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+
+    max_weight: float = 5.0
+    """the largest weight of a sample, 1 + ε_high in the paper"""
+
+    def __post_init__(self) -> None:
+        need = "must be at least 1, the weight of a sample of the present policy; 5 is usual"
+        _require(self.max_weight >= 1, "objective.trust_region.max_weight", self.max_weight, need)
+
+
+TrustRegion = Clip | Penalty | Constraint | ClippedWeight
+TRUST_REGIONS: tuple[type[TrustRegion], ...] = (Clip, Penalty, Constraint, ClippedWeight)
 """the types of ``Objective.trust_region``. No two share the name of a field, so the keys of a table identify the type"""
 
 
@@ -143,10 +160,14 @@ class Objective:
     """λ of the advantages: 1 is Monte-Carlo return minus value, 0 the TD residual; needs a critic"""
     reuse: Reuse | None = None
     """none: one update per batch, log π weighted by Â. Else epochs and minibatches, weighted by ρ; under TRPO the critic's"""
-    trust_region: Clip | Penalty | Constraint | None = None
-    """what keeps θ near θ_old: a clip of the ratio, a penalty on the KL, or a bound on it. Its keys set which"""
+    trust_region: Clip | Penalty | Constraint | ClippedWeight | None = None
+    """what keeps θ near θ_old: a clip of the ratio, a penalty on the KL, a bound on it, or a bounded weight. Its keys set
+    which"""
     ratio: Literal["token", "sequence"] = "token"
     """ρ of each token, or of whole responses: the geometric mean over their tokens"""
+    drop_above_kl: float | None = None
+    """leave out responses with a negative advantage whose mean log π_old − log π_θ per token is above this (DeepSeek-V3.2's
+    off-policy sequence masking); none: keep all"""
 
     gamma: float = 0.99
     """discount γ per step"""
@@ -183,7 +204,7 @@ class Objective:
         for name in ("value_coefficient", "entropy_coefficient", "reference_coefficient", "router_coefficient"):
             value = getattr(self, name)
             _require(value >= 0, f"objective.{name}", value, "must not be negative")
-        for name in ("value_clip", "target_kl"):
+        for name in ("value_clip", "target_kl", "drop_above_kl"):
             value = getattr(self, name)
             if value is not None:
                 _require(value > 0, f"objective.{name}", value, 'must be positive; "none" switches it off')
@@ -212,8 +233,12 @@ class Objective:
             _require(self.reuse is not None, "objective.target_kl", self.target_kl, "needs objective.reuse")
         if self.scale_by_group:
             _require(self.baseline == "group", "objective.scale_by_group", True, 'needs objective.baseline = "group"')
-        if self.ratio == "sequence":
-            _require(self.reuse is not None, "objective.ratio", self.ratio, "needs a reused batch; set objective.reuse too")
+        for name, unset in (("ratio", "token"), ("drop_above_kl", None)):
+            value, need = getattr(self, name), "needs a reused batch; set objective.reuse too"
+            _require(self.reuse is not None or value == unset, f"objective.{name}", value, need)
+        if self.drop_above_kl is not None:
+            alone = "needs the same advantage at all tokens of a response; set objective.baseline to group or leave_one_out"
+            _require(self.compares_in_groups, "objective.drop_above_kl", self.drop_above_kl, alone)
 
     def require_complete(self) -> None:
         """Raise SurefootError if ``aggregation_length`` is needed and not set."""
@@ -252,6 +277,11 @@ class Objective:
         return self.trust_region if isinstance(self.trust_region, Constraint) else None
 
     @property
+    def max_weight(self) -> float | None:
+        """The largest weight of a sample if the trust region is a clipped weight."""
+        return self.trust_region.max_weight if isinstance(self.trust_region, ClippedWeight) else None
+
+    @property
     def leaves_old_policy(self) -> bool:
         """Whether θ moves away from θ_old while a batch is in use, so that J needs the ratio."""
         return self.reuse is not None or self.constraint is not None
@@ -282,7 +312,16 @@ GRPO = replace(
 DR_GRPO = replace(GRPO, scale_by_group=False, aggregation="constant", reference_coefficient=0.0)
 DAPO = replace(GRPO, trust_region=Clip(0.2, clip_high=0.28), aggregation="token-mean", reference_coefficient=0.0)
 GSPO = replace(GRPO, ratio="sequence", trust_region=Clip(3e-4, clip_high=4e-4), reference_coefficient=0.0)
+CISPO = replace(GRPO, trust_region=ClippedWeight(5.0), aggregation="token-mean", reference_coefficient=0.0)
 RLOO = replace(REINFORCE, baseline="leave_one_out", gamma=1.0, aggregation="sequence-sum")
+REINFORCE_PLUS_PLUS = replace(
+    PPO_CLIP,
+    baseline=None,
+    gae_lambda=1.0,
+    gamma=1.0,
+    reuse=Reuse(epochs=1, minibatches=4),
+    normalise_advantages="batch",
+)
 
 LADDER = (REINFORCE, REINFORCE_BASELINE, ACTOR_CRITIC, A2C, PPO_UNCLIPPED, PPO_CLIP)
 
@@ -300,7 +339,9 @@ ALGORITHMS: dict[str, Objective] = {
     "DR_GRPO": DR_GRPO,
     "DAPO": DAPO,
     "GSPO": GSPO,
+    "CISPO": CISPO,
     "RLOO": RLOO,
+    "REINFORCE_PLUS_PLUS": REINFORCE_PLUS_PLUS,
 }
 
 
@@ -308,7 +349,7 @@ def algorithm_named(name: str) -> str:
     """The name in ``ALGORITHMS`` that a user's spelling stands for, such as ``ppo_clip``, ``ppo-clip`` or ``PPO``; other names
     are returned as they are.
     """
-    spelled = name.upper().replace("-", "_")
+    spelled = name.upper().replace("-", "_").replace("++", "_PLUS_PLUS")
     spelled = "PPO_CLIP" if spelled == "PPO" else spelled
     return spelled if spelled in ALGORITHMS else name
 
@@ -332,6 +373,7 @@ def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str
         "value_clip": critic,
         "reuse": reuse,
         "target_kl": reuse and base.constraint is None,
+        "drop_above_kl": reuse and base.compares_in_groups,
         "trust_region": region is not None,
         "normalise_advantages": base.baseline in ("mean", "critic"),  # without one, less its mean, the return would have one
     }

@@ -26,6 +26,7 @@ from surefoot.functional import (
     sequence_ratio,
     unclipped_surrogate,
     value_loss,
+    weighted_surrogate,
 )
 from surefoot.functional.masking import keep_only
 
@@ -74,13 +75,21 @@ def surrogate(log_probs: Tensor, ratio: Tensor, advantages: Tensor, objective: O
     """The maximised term, elementwise.   [...]
 
     With one update per batch θ is θ_old and ρ is 1; log π·Â then has the same gradient, as in REINFORCE.
-    ``clip_scale`` multiplies the clip's bounds, for schedules.
+    ``clip_scale`` multiplies the clip's bounds, for schedules. ``left_out`` responses are not part of it.
     """
     if not objective.leaves_old_policy:
         return log_probs * advantages
+    if objective.max_weight is not None:
+        return weighted_surrogate(log_probs, ratio, advantages, objective.max_weight)
     if objective.clip is None:
         return unclipped_surrogate(ratio, advantages)
     return clipped_surrogate(ratio, advantages, *clip_bounds(objective, clip_scale))
+
+
+def left_out(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor | None, objective: Objective) -> Tensor:
+    """True at the responses with a negative advantage from which θ has moved further than ``drop_above_kl``.   [..., T] bool"""
+    moved = sequence_ratio(old_log_probs, log_probs, mask).detach().log()  # the mean of log π_old − log π_θ
+    return (advantages < 0) & (moved > (torch.inf if objective.drop_above_kl is None else objective.drop_above_kl))
 
 
 def clip_bounds(objective: Objective, scale: float = 1.0) -> tuple[float, float, float | None]:
@@ -156,6 +165,8 @@ def loss(
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else kept(batch.old_log_probs)
     ratio = ratio_of(log_probs, old_log_probs, batch.mask, objective)
     gain = surrogate(log_probs, ratio, kept(batch.advantages), objective, clip_scale)
+    if objective.drop_above_kl is not None:
+        gain = gain.masked_fill(left_out(log_probs, old_log_probs, kept(batch.advantages), batch.mask, objective), 0)
     entropy = kept(evaluation.entropy)
     terms = {"policy_loss": -reduced(gain)}
     metrics: dict[str, Tensor] = {}
@@ -208,6 +219,11 @@ def _old_policy_metrics(
     metrics["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
     if objective.clip is not None:
         metrics["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
+    if objective.max_weight is not None:
+        metrics["weight_clipped"] = mean((ratio > objective.max_weight).to(ratio.dtype))
+    if objective.drop_above_kl is not None:
+        old, advantages = keep_only(batch.old_log_probs, batch.mask), keep_only(batch.advantages, batch.mask)
+        metrics["left_out"] = mean(left_out(log_probs, old, advantages, batch.mask, objective).to(ratio.dtype))
     exact = evaluation.distribution is not None and batch.old_distribution is not None
     if objective.kl_estimator == "exact" and exact:
         metrics["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))

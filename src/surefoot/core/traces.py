@@ -13,14 +13,15 @@ from torch import Tensor
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import world_size
-from surefoot.core.objective import Batch, clip_bounds, ratio_of, surrogate
+from surefoot.core.objective import Batch, clip_bounds, left_out, ratio_of, surrogate
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Rollout
 from surefoot.functional import Moments, clip_active, td_residual
 from surefoot.functional.masking import keep_only
 
-BRANCHES = ("unclipped", "clipped", "dual_clip", "log_prob")
-"""what ``Visits.branch`` counts: ρÂ; clip(ρ)Â; cÂ, the bound of the dual clip; log π·Â, of algorithms that use a batch once"""
-WITH_GRADIENT = (True, False, False, True)
+BRANCHES = ("unclipped", "clipped", "dual_clip", "log_prob", "weighted", "left_out")
+"""what ``Visits.branch`` counts: ρÂ; clip(ρ)Â; cÂ, the bound of the dual clip; log π·Â, of algorithms that use a batch once;
+wÂ log π with a clipped weight w; 0, of a response that is left out"""
+WITH_GRADIENT = (True, False, False, True, True, False)
 """whether gradient flows through each of them"""
 
 RowDetails = Callable[[Rollout, int, slice], dict[str, Any]]
@@ -115,6 +116,8 @@ class Trace:
     rows: list[TracedRow] = field(default_factory=list)
     ratio: str = "token"
     """whether ρ is of each token, or of the whole response: as in the objective"""
+    max_weight: float | None = None
+    """the largest weight, of a clipped weight; None of every other objective"""
 
 
 class Recorder:
@@ -195,6 +198,10 @@ class Recording:
         old = evaluation.log_probs if part.old_log_probs is None else part.old_log_probs
         ratio = ratio_of(evaluation.log_probs, old, part.mask, self.objective)[hit]
         gain = surrogate(log_probs, ratio, advantages, self.objective, self.clip_scale)
+        branch = branches(ratio, advantages, self.objective, self.clip_scale)
+        if self.objective.drop_above_kl is not None:
+            dropped = left_out(evaluation.log_probs, old, part.advantages, part.mask, self.objective)[hit]
+            gain, branch = gain.masked_fill(dropped, 0), branch.masked_fill(dropped, BRANCHES.index("left_out"))
         values = {
             "updates": torch.full_like(slots[hit], updates, dtype=torch.int32),
             "log_probs": log_probs,
@@ -203,7 +210,7 @@ class Recording:
             "mean": torch.full_like(advantages, self.mean),
             "variance": torch.full_like(advantages, self.variance),
             "surrogate": gain,
-            "branch": branches(ratio, advantages, self.objective, self.clip_scale),
+            "branch": branch,
         }
         if evaluation.values is not None:
             values["values"] = evaluation.values[hit]
@@ -231,6 +238,7 @@ class Recording:
             beta=self.beta,
             rows=self._rows(),
             ratio=objective.ratio,
+            max_weight=objective.max_weight,
         )
 
     def _rows(self) -> list[TracedRow]:
@@ -278,6 +286,8 @@ def branches(ratio: Tensor, advantages: Tensor, objective: Objective, clip_scale
     """
     if not objective.leaves_old_policy:
         return torch.full_like(ratio, BRANCHES.index("log_prob"), dtype=torch.uint8)
+    if objective.max_weight is not None:
+        return torch.full_like(ratio, BRANCHES.index("weighted"), dtype=torch.uint8)
     if objective.clip is None:
         return torch.zeros_like(ratio, dtype=torch.uint8)
     low, high, dual_clip = clip_bounds(objective, clip_scale)

@@ -38,6 +38,7 @@ from surefoot.functional.surrogates import (
     ratio_outside,
     sequence_ratio,
     unclipped_surrogate,
+    weighted_surrogate,
 )
 
 __all__ = [
@@ -85,5 +86,6 @@ __all__ = [
     "token_log_probs",
     "unclipped_surrogate",
     "value_loss",
+    "weighted_surrogate",
     "whiten",
 ]

@@ -39,6 +39,19 @@ def unclipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
     return ratio * advantages
 
 
+def weighted_surrogate(log_probs: Tensor, ratio: Tensor, advantages: Tensor, max_weight: float) -> Tensor:
+    """sg(min(ρ, max_weight)) Â log π, where sg stops the gradient of the weight.   [...]
+
+    The gradient is that of ρÂ where ρ is below ``max_weight``, and bounded, but never 0, above it.
+    MiniMax 2025 (CISPO, arXiv 2506.13585), equations 4 and 5, without a lower bound of the weight, as there.
+
+    >>> log_probs, ratio = torch.tensor([-1.0, -1.0]), torch.tensor([0.5, 8.0])
+    >>> weighted_surrogate(log_probs, ratio, torch.tensor([1.0, 1.0]), max_weight=5.0)
+    tensor([-0.5000, -5.0000])
+    """
+    return ratio.detach().clamp(max=max_weight) * advantages * log_probs
+
+
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None, dual_clip: float | None = None
 ) -> Tensor:

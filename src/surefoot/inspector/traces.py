@@ -112,7 +112,18 @@ class Traces:
         """The settings of an iteration, and a summary of each of its rows."""
         trace = self.trace(run, steps)
         longest = max((len(row.visits.updates) for row in trace.rows), default=0)
-        numbers_of = ("iteration", "steps", "gamma", "gae_lambda", "baseline", "clip", "clip_high", "dual_clip", "ratio")
+        numbers_of = (
+            "iteration",
+            "steps",
+            "gamma",
+            "gae_lambda",
+            "baseline",
+            "clip",
+            "clip_high",
+            "dual_clip",
+            "ratio",
+            "max_weight",
+        )
         return {
             **{name: getattr(trace, name) for name in numbers_of},
             "rule": rule_of(trace),

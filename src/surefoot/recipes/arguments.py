@@ -6,7 +6,7 @@ Written by docs/generate.py from the recipes; change the fields of the recipes i
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from surefoot.core.algorithms import Clip, Constraint, Objective, Penalty, Reuse
+from surefoot.core.algorithms import Clip, ClippedWeight, Constraint, Objective, Penalty, Reuse
 from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings, TrackingSettings
 from surefoot.recipes.control import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
 from surefoot.recipes.language import (
@@ -105,6 +105,12 @@ class ConstraintTable(TypedDict, total=False):
     tries: int
 
 
+class ClippedWeightTable(TypedDict, total=False):
+    """The fields of ``ClippedWeight``."""
+
+    max_weight: float
+
+
 class ObjectiveTable(TypedDict, total=False):
     """The fields of ``Objective``."""
 
@@ -112,8 +118,11 @@ class ObjectiveTable(TypedDict, total=False):
     scale_by_group: bool
     gae_lambda: float
     reuse: ReuseTable | Reuse | None
-    trust_region: ClipTable | Clip | PenaltyTable | Penalty | ConstraintTable | Constraint | None
+    trust_region: (
+        ClipTable | Clip | PenaltyTable | Penalty | ConstraintTable | Constraint | ClippedWeightTable | ClippedWeight | None
+    )
     ratio: Literal["token", "sequence"]
+    drop_above_kl: float | None
     gamma: float
     value_lambda: float | None
     normalise_advantages: Literal["minibatch", "batch"] | None

@@ -541,12 +541,12 @@ class LanguageRecipe(ModelRecipe):
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
         """The usual settings for responses: γ = 1, advantages normalised over the batch, few epochs.
 
-        Algorithms with groups scale their own advantages and set their own epochs. Without a baseline nothing is normalised:
-        subtracting the mean would be a baseline.
+        Algorithms with groups scale their own advantages. They and REINFORCE_PLUS_PLUS set their own epochs. Without a baseline
+        nothing else is normalised: subtracting the mean would be a baseline.
         """
         if algorithm.compares_in_groups:
             return {"gamma": 1.0}
-        reuse = {"reuse": {"epochs": 4, "minibatches": 4}} if algorithm.reuse else {}
+        reuse = {"reuse": {"epochs": 4, "minibatches": 4}} if algorithm.reuse and algorithm.baseline == "critic" else {}
         normalise = {} if algorithm.baseline is None else {"normalise_advantages": "batch"}
         return {"gamma": 1.0, **normalise, **reuse}
 

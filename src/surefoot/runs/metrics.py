@@ -165,6 +165,16 @@ METRICS: dict[str, Metric] = {
         high=0.4,
         why_high="the clip silences much of the batch: lower the learning rate or epochs",
     ),
+    "weight_clipped": Metric(
+        "share of samples whose weight is bounded at trust_region.max_weight; CISPO only",
+        high=0.4,
+        why_high="the bound shortens much of the batch: lower the learning rate or epochs",
+    ),
+    "left_out": Metric(
+        "share of samples in responses that moved further than drop_above_kl; only where it is set",
+        high=0.4,
+        why_high="much of the batch is stale: lower the learning rate or epochs, or raise drop_above_kl",
+    ),
     "ratio_max": Metric(
         "the largest ρ of the iteration",
         high=10.0,

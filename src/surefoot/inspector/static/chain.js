@@ -87,6 +87,15 @@ export function visit(trace, row, t, k) {
       lines.unshift(line("ratio", `ρ = exp(mean of log π − log π_old over the response) = exp(${short(whole)})`, Math.exp(whole), rho, p, old));
     }
   }
+  if (branch === "left_out") {
+    lines.push(line("objective", "J = 0: the response is left out", 0, gain));
+    return lines;
+  }
+  if (branch === "weighted") {
+    const weight = Math.min(rho, trace.max_weight);
+    lines.push(line("objective", `J = min(ρ, ${short(trace.max_weight)}) Â log π = ${fine(weight)} · ${n(used)} · ${n(p)}`, weight * used * p, gain, p));
+    return lines;
+  }
   if (!trace.rule) {
     lines.push(line("objective", `J = ρÂ = ${fine(rho)} · ${n(used)}`, rho * used, gain));
     return lines;

@@ -153,11 +153,11 @@ export function makeSteps(state, at) {
     const there = (t) => row.mask[t] && (!by.visit || row.visits.updates[chosen.k]?.[t] >= 0);
     if (chosen.colour === "branch") {
       [...cells.children].forEach((cell, t) => {
-        const flows = there(t) && ["unclipped", "log_prob"].includes(row.branches[row.visits.branch[chosen.k][t]]);
+        const flows = there(t) && ["unclipped", "log_prob", "weighted"].includes(row.branches[row.visits.branch[chosen.k][t]]);
         cell.style.background = !there(t) ? "" : flows ? "var(--up-wash)" : "var(--down-wash)";
         cell.setAttribute("aria-label", label(t, there(t) ? row.branches[row.visits.branch[chosen.k][t]] : "not visited"));
       });
-      show(scale, h("span", { class: "swatch raise" }), "gradient flows", h("span", { class: "swatch lower" }), "clipped");
+      show(scale, h("span", { class: "swatch raise" }), "gradient flows", h("span", { class: "swatch lower" }), "clipped or left out");
       return;
     }
     const values = row.mask.map((_, t) => (there(t) ? by.of(row, t, chosen.k) : null));
