@@ -151,7 +151,8 @@ def shared_settings(recipe: ControlRecipe) -> str:
     schedule += f" after a warm-up of {optimizer.warmup:g}" if optimizer.warmup else ""
     critics = f" ({optimizer.critic_learning_rate:g} for the critic)" if optimizer.critic_learning_rate else ""
     limit = "no gradient clip" if optimizer.max_grad_norm is None else f"gradients clipped at norm {optimizer.max_grad_norm:g}"
-    name = {"adam": "Adam", "rmsprop": "RMSprop"}[optimizer.kind]
+    name = {"adam": "AdamW" if optimizer.weight_decay else "Adam", "rmsprop": "RMSprop"}[optimizer.kind]
+    limit += f", weight decay {optimizer.weight_decay:g}" if optimizer.weight_decay else ""
     chosen = normalise.observations
     observations = "observations" if isinstance(chosen, bool) else f"observations ({', '.join(chosen)})"
     normalised = [what for what, on in ((observations, chosen), ("rewards", normalise.rewards)) if on]

@@ -1,4 +1,4 @@
-"""Adam, or RMSprop, on parameters that lie in one flat buffer.
+"""Adam, AdamW or RMSprop on parameters that lie in one flat buffer.
 
 Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and the step are then
 one call each, however many tensors a network has.
@@ -32,6 +32,8 @@ class AdamSettings:
     epsilon: float = 1e-5
     max_grad_norm: float | None = 0.5
     """largest norm of the group's gradient; longer ones are scaled down to it"""
+    weight_decay: float = 0.0
+    """before each step every matrix becomes (1 − learning_rate · weight_decay) times itself (AdamW, arXiv 1711.05101)"""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class FlatParameters:
 class FlatOptimizer(FlatParameters):
     """One group of parameters with its optimizer: Adam, or RMSprop for ``RMSpropSettings``.
 
-    The steps are those of ``torch.optim.Adam(fused=True)`` and ``torch.optim.RMSprop``, through the functions below these
-    classes. The classes import PyTorch's compiler, which takes more than a second at the start of every run.
+    The steps are those of ``torch.optim.Adam(fused=True)``, or ``AdamW`` with ``weight_decay``, and ``torch.optim.RMSprop``,
+    through the functions below these classes. The classes import PyTorch's compiler, which takes more than a second at the
+    start of every run.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
@@ -106,6 +109,9 @@ class FlatOptimizer(FlatParameters):
         if limit is not None and norm > limit:
             self.gradients.mul_(limit / (norm + 1e-6))
         self.learning_rate = self.settings.learning_rate * scale
+        if self.settings.weight_decay:
+            matrices: list[Tensor] = [p for p in self.parameters if p.dim() > 1]  # norms and biases are vectors
+            torch._foreach_mul_(matrices, 1 - self.learning_rate * self.settings.weight_decay)
         options: dict[str, Any] = {"lr": self.learning_rate, "eps": self.settings.epsilon}
         options |= {"weight_decay": 0.0, "maximize": False}
         if isinstance(self.settings, RMSpropSettings):

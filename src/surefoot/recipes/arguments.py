@@ -146,6 +146,7 @@ class OptimizerSettingsTable(TypedDict, total=False):
     schedule: Callable[..., Any] | Literal["constant", "linear", "cosine"] | str
     warmup: float
     epsilon: float
+    weight_decay: float
     max_grad_norm: float | None
     critic_learning_rate: float | None
     critic_max_grad_norm: float | None
@@ -227,6 +228,7 @@ class LanguageOptimizerTable(TypedDict, total=False):
     schedule: Callable[..., Any] | Literal["constant", "linear", "cosine"] | str
     warmup: float
     epsilon: float
+    weight_decay: float
     max_grad_norm: float | None
     critic_learning_rate: float | None
     critic_max_grad_norm: float | None

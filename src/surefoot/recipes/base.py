@@ -65,6 +65,8 @@ class OptimizerSettings(Section):
     """share of the budget over which the learning rate rises from zero"""
     epsilon: float = Field(1e-5, gt=0)
     """Adam's or RMSprop's epsilon"""
+    weight_decay: float = Field(0.0, ge=0, lt=1)
+    """decoupled weight decay of matrices (AdamW, eager engine only), not of norms and biases. Under TRPO the critic's"""
     max_grad_norm: float | None = Field(0.5, gt=0)
     """clip gradients to this norm; none: no clipping. TRPO's policy step is bounded by its KL instead"""
     critic_learning_rate: float | None = Field(None, gt=0)

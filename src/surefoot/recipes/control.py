@@ -257,6 +257,7 @@ class ControlRecipe(Recipe):
             f"device = {self.device!r} is not the CPU": self.device != "cpu",
             "network.lstm learns from whole sequences": self.network.lstm is not None,
             f"optimizer.kind = {self.optimizer.kind!r} has no compiled step": self.optimizer.kind != "adam",
+            f"optimizer.weight_decay = {self.optimizer.weight_decay:g} has no compiled step": self.optimizer.weight_decay != 0,
             "optimizer.micro_batch splits the minibatch": self.optimizer.micro_batch is not None,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):

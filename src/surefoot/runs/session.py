@@ -69,11 +69,11 @@ def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = N
     kind = RMSpropSettings if settings.kind == "rmsprop" else AdamSettings
     critic, (rate_schedule, clip_schedule) = None, schedules_of(recipe, functions)
     if settings.critic_learning_rate is not None:
-        critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm)
+        critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm, settings.weight_decay)
     return Learner(
         policy,
         recipe.objective,
-        kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm),
+        kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm, settings.weight_decay),
         critic,
         rate_schedule,
         settings.micro_batch,

@@ -1,4 +1,4 @@
-"""RMSprop, the optimizer of the original A2C: its formula, its resume, and what it can't be combined with."""
+"""RMSprop and weight decay: their formulas, a resume, and what they can't be combined with."""
 
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,48 @@ def test_steps_are_those_of_the_classes_of_torch_to_the_last_bit(kind: type[Adam
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in group.state_dict().items())
 
 
+def test_weight_decay_is_that_of_adamw_and_leaves_norms_and_biases_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    ours, theirs = (list(module.parameters()) for module in layers)
+    group = FlatOptimizer(ours, AdamSettings(1e-2, max_grad_norm=None, weight_decay=0.3))
+    decays = [{"params": [p for p in theirs if p.dim() > 1], "weight_decay": 0.3}]
+    decays += [{"params": [p for p in theirs if p.dim() < 2], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(decays, lr=1e-2, eps=1e-5)
+    for scale in (1.0, 0.5, 0.0, 0.25):
+        for mine, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn(other.shape, generator=generator)
+            assert mine.grad is not None
+            mine.grad.copy_(other.grad)
+        for part in reference.param_groups:
+            part["lr"] = 1e-2 * scale
+        group.step(1.0, scale)
+        reference.step()
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("algorithm", "shrinks"), [("PPO_CLIP", True), ("TRPO", False)])
+def test_weight_decay_reaches_the_policy_unless_it_moves_under_a_constraint(algorithm: str, shrinks: bool) -> None:
+    """At a learning rate that moves nothing by itself, the critic's matrices shrink, the policy's too, no bias does."""
+    settings = {"steps": 64, "seed": 1, "evaluation": {"episodes": 0}, "rollout": {"environments": 2, "steps": 32}}
+    settings["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
+    if algorithm == "TRPO":
+        settings["objective"] = {**settings["objective"], "trust_region": {"delta": 1e-12}}
+    sizes = []
+    for decay in (0.0, 0.9):
+        optimizer = {"learning_rate": 1e-3, "weight_decay": decay, "schedule": "constant"}
+        agent = surefoot.train("CartPole-v1", algorithm, optimizer=optimizer, **settings)
+        sizes.append({name: float(p.detach().norm()) for name, p in agent.policy.named_parameters()})
+    for name, plain in sizes[0].items():
+        of_critic, matrix = "critic" in name or "value" in name, "weight" in name
+        if matrix and (shrinks or of_critic):
+            assert sizes[1][name] < plain * 0.999, name
+        elif not of_critic and not shrinks:
+            assert sizes[1][name] == pytest.approx(plain, rel=1e-5), name
+
+
 def test_a_run_with_rmsprop_resumes_exactly(tmp_path: Path) -> None:
     fields = {**SMALL, "optimizer": {"kind": "rmsprop", "schedule": "constant"}}
     surefoot.train("CartPole-v1", steps=256, run_dir=tmp_path / "whole", **fields)
@@ -80,3 +122,7 @@ def test_wrong_kinds_are_one_line() -> None:
         find_recipe("CartPole-v1", {"optimizer": {"kind": "sgd"}})
     with pytest.raises(SurefootError, match=r"^engine='compiled': optimizer\.kind = 'rmsprop' has no compiled step"):
         find_recipe("CartPole-v1", {"optimizer": {"kind": "rmsprop"}, "engine": "compiled"})
+    with pytest.raises(SurefootError, match=r"^engine='compiled': optimizer\.weight_decay = 0\.1 has no compiled step"):
+        find_recipe("CartPole-v1", {"optimizer": {"weight_decay": 0.1}, "engine": "compiled"})
+    with pytest.raises(SurefootError, match=r"^optimizer\.weight_decay=-0\.1: "):
+        find_recipe("CartPole-v1", {"optimizer": {"weight_decay": -0.1}})
