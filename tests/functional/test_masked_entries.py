@@ -199,6 +199,8 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
     "dpo_loss": lambda x: F.dpo_loss(x(), x(), x(), x(), 0.1, label_smoothing=0.1),
     "ipo_loss": lambda x: F.ipo_loss(x(), x(), x(), x(), 0.1, label_smoothing=0.1),
     "kto_loss": lambda x: F.kto_loss(x(), x(), x() > 0, x(), 0.1),
+    "simpo_loss": lambda x: F.simpo_loss(x(), x(), 2.0, 1.0),
+    "orpo_loss": lambda x: F.orpo_loss(-x().abs() - 0.1, -x().abs() - 0.1, 0.1),
     "load_balance": lambda x: F.load_balance(x(2).abs(), x(2).abs(), x(2).abs()[0]),
     "aggregate by a global count": lambda x: F.aggregate(x(), MASK, "token-mean", denominator=torch.tensor(17)),
     **{

@@ -68,6 +68,32 @@ def test_dpo_at_the_reference_is_log_two_and_pulls_the_pair_apart(seed: int, bet
     assert by_rejected.tolist() == pytest.approx([beta / 2] * 3)
 
 
+@given(seeds, st.sampled_from([1.0, 2.5]), st.sampled_from([0.0, 1.6]))
+def test_simpo_is_bradley_terry_on_means_with_a_head_start_to_overcome(seed: int, beta: float, margin: float) -> None:
+    chosen, rejected = random(seed, 2, 3)
+    ours = F.simpo_loss(chosen, rejected, beta, margin).tolist()
+    expected = [
+        -math.log(sigmoid(beta * c - beta * r - margin)) for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
+    ]
+    assert ours == pytest.approx(expected, rel=1e-10)
+
+
+@given(seeds, st.sampled_from([0.0, 0.1, 1.0]))
+def test_orpo_is_the_loss_of_the_chosen_answer_and_that_of_its_odds_over_the_other(seed: int, weight: float) -> None:
+    chosen, rejected = (-x.abs() - 0.01 for x in random(seed, 2, 3))
+    ours = F.orpo_loss(chosen, rejected, weight).tolist()
+    for i, (c, r) in enumerate(zip(chosen.exp().tolist(), rejected.exp().tolist(), strict=True)):
+        ratio = (c / (1 - c)) / (r / (1 - r))
+        assert ours[i] == pytest.approx(-math.log(c) - weight * math.log(ratio / (1 + ratio)), rel=1e-8)
+
+
+def test_orpo_of_certain_answers_is_finite_and_has_a_finite_gradient() -> None:
+    both = torch.tensor([0.0, -1e-9, -500.0], requires_grad=True)
+    for other in (0.0, -1e-9, -500.0):
+        (gradient,) = torch.autograd.grad(F.orpo_loss(both, torch.tensor(other), 0.1).sum(), both)
+        assert gradient.isfinite().all()
+
+
 @given(seeds, st.floats(0, 0.5))
 def test_label_smoothing_is_the_expected_loss_when_labels_are_swapped_that_often(seed: int, rate: float) -> None:
     chosen, rejected, ref_chosen, ref_rejected = random(seed, 4, 3)

@@ -1,4 +1,5 @@
 """DPO and IPO are a policy over two answers whose scores are what the model has moved from its reference.
+SimPO and ORPO have no reference.
 
 On a bandit, Bradley-Terry pairs take the policy to π_ref·exp(r/β)/Z, where PPO with the KL in its reward goes too.
 """
@@ -20,7 +21,7 @@ from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
-from surefoot.functional import dpo_loss, ipo_loss
+from surefoot.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.supervised.demonstrations import Rows
 from surefoot.language.supervised.preferences import DpoPolicy, answer_log_probs
@@ -33,6 +34,7 @@ from .test_supervised import pairs, write
 from .tiny import write_folder
 
 LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss}
+WITHOUT_REFERENCE = {"simpo": lambda c, r: simpo_loss(c, r, 2.0, 1.0), "orpo": lambda c, r: orpo_loss(c, r, 0.1)}
 
 
 def recipe(folder: Path, data: str, **fields: Any) -> Any:
@@ -96,6 +98,36 @@ def test_the_gradient_is_that_of_the_loss_by_the_book(
     assert float((actual - by_the_book).norm() / by_the_book.norm()) < 1e-6
 
 
+def by_the_book(world: SupervisedWorld, rollout: Any) -> Tensor:
+    """Mean log π per token of both answers, from ``transformers`` row by row, unpadded.   [8, 2]"""
+    model, results = world.result.model, []
+    for row in range(8):
+        for side in ("chosen", "rejected"):
+            prompt = rollout.inputs[f"{side}_prompt"][row][rollout.inputs[f"{side}_prompt_mask"][row]]
+            answer = rollout.inputs[side][row][rollout.inputs[f"{side}_mask"][row]]
+            logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+            results.append(logits.log_softmax(-1).gather(-1, answer[:, None]).mean())
+    return torch.stack(results).view(8, 2)
+
+
+@pytest.mark.parametrize("loss", WITHOUT_REFERENCE)
+def test_without_a_reference_the_gradient_is_that_of_the_loss_on_means_per_token(
+    loss: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.language.supervised.world.Reference", lambda *_: pytest.fail("a reference was made"))
+    fields = {"preference": {"loss": loss}, "optimizer": {"max_grad_norm": None}}
+    world = SupervisedWorld(recipe(folders["gpt2"], uneven(tmp_path / "p.jsonl"), **fields))
+    rollout = world.collector.collect(LearnerState.seeded(1, 96))
+    world.policy.double()
+    wanted = WITHOUT_REFERENCE[loss](*by_the_book(world, rollout).unbind(-1)).mean()
+    parameters = [p for p in world.policy.parameters() if p.requires_grad]
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(wanted, parameters)])
+    actual, value = gradient(world, rollout)
+    assert expected.norm() > 1e-3
+    assert value == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert float((actual - expected).norm() / expected.norm()) < 1e-6
+
+
 def test_micro_batches_change_no_gradient(folders: dict[str, Path], tmp_path: Path) -> None:
     messages, results = uneven(tmp_path / "p.jsonl"), []
     for settings in ({}, {"micro_batch": 3}, {"micro_batch_tokens": 40}):
@@ -114,7 +146,7 @@ def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_
     world = SupervisedWorld(recipe(folder, uneven(tmp_path / "p.jsonl")))
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
     with torch.no_grad():
-        assert float(world.policy.log_ratios(rollout.inputs).abs().max()) < 1e-4
+        assert float(world.policy.scores(rollout.inputs).abs().max()) < 1e-4
         assert float(answer_log_probs(world.policy.writer, rollout.inputs).max()) < -0.1
 
 
@@ -139,7 +171,7 @@ def test_of_an_answer_in_messages_only_what_the_assistant_wrote_counts(folders: 
 # ---- the bandit law -----------------------------------------------------------------------------------------------------
 
 
-def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0), ipo: bool = False) -> Tensor:
+def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0), loss: str = "dpo") -> Tensor:
     """log π of the arms, after learning from ``counts[a, b]`` pairs in which a was chosen and b rejected."""
     both = [(a, b) for a, b in permutations(range(len(REWARDS)), 2) for _ in range(int(counts[a, b]))]
     arms = torch.tensor(both)
@@ -152,7 +184,7 @@ def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0)
             inputs[f"{side}_mask"] = torch.ones_like(inputs[side], dtype=torch.bool)
         return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
 
-    policy = DpoPolicy(Arms(), beta, ipo)
+    policy = DpoPolicy(Arms(), beta, loss)
     objective = recipe(Path("m"), "p.jsonl").objective
     learner = Learner(policy, objective, AdamSettings(0.1, max_grad_norm=None), schedule="cosine")
     collector = RowCollector(Rows(tensors, both, [1] * len(both), [1] * len(both)), len(both), 1, label_weights=worth)
@@ -187,14 +219,14 @@ def test_labels_that_never_contradict_each_other_end_at_the_odds_of_label_smooth
 def test_in_ipo_they_end_at_a_margin_of_one_over_two_beta(wrong: float) -> None:
     counts = torch.zeros(5, 5)
     counts[2, 3] = 8
-    actual = learned(counts, 0.5, (1 - wrong, wrong), ipo=True)
+    actual = learned(counts, 0.5, (1 - wrong, wrong), "ipo")
     assert float(margins(actual)[2, 3]) == pytest.approx((1 - 2 * wrong) / (2 * 0.5), abs=1e-2)
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, *WITHOUT_REFERENCE])
 def test_a_run_learns_to_prefer_and_leaves_a_model_that_transformers_loads(
     loss: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -232,6 +264,12 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_aga
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
 
 
+def test_simpo_has_a_beta_of_its_own_unless_the_recipe_sets_one() -> None:
+    for loss, beta in (("dpo", 0.1), ("orpo", 0.1), ("simpo", 2.0)):
+        assert recipe(Path("m"), "p.jsonl", preference={"loss": loss}).reference.beta == beta
+    assert recipe(Path("m"), "p.jsonl", preference={"loss": "simpo"}, reference={"beta": 2.5}).reference.beta == 2.5
+
+
 # ---- what is rejected ----------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +281,12 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_aga
         ({"reference": {"beta": 0.0}}, "reference.beta"),
         ({"preference": {"label_smoothing": 0.5}}, "preference.label_smoothing"),
         ({"preference": {"loss": "hinge"}}, "preference.loss"),
+        (
+            {"preference": {"loss": "simpo"}, "reference": {"model": "x"}},
+            "reference.model='x': preference.loss = 'simpo' has no",
+        ),
+        ({"preference": {"loss": "orpo", "label_smoothing": 0.1}}, "preference.label_smoothing=0.1: is for preference.loss"),
+        ({"preference": {"margin": 2.0}}, "preference.margin=2: is for preference.loss = 'simpo'"),
         ({"optimizer": {"critic_learning_rate": 0.1}}, "has no critic"),
     ],
 )

@@ -295,7 +295,7 @@ def test_one_answer_needs_less_memory_than_two(kind: str, folders: dict[str, Pat
 @pytest.mark.parametrize(
     ("kind", "preference", "message"),
     [
-        ("dpo", {"label_smoothing": 0.1}, "preference.label_smoothing=0.1: is for pairs"),
+        ("dpo", {"label_smoothing": 0.1}, "preference.label_smoothing=0.1: is for preference.loss"),
         ("dpo", {"loss": "ipo", "desirable_weight": 2.0}, "preference.desirable_weight=2: is for preference.loss = 'kto'"),
         ("dpo", {"undesirable_weight": 0.0}, "preference.undesirable_weight"),
         ("reward", {"loss": "kto"}, "preference.loss"),

@@ -253,14 +253,14 @@ def test_evaluation_reads_no_more_at_a_time_than_learning_does_with_the_same_res
         table = {"kind": kind, "model": str(folders["llama"]), "steps": 96, "data": settings}
         world = SupervisedWorld(make_recipe({**table, "optimizer": {"micro_batch_tokens": most or "none"}}))
         read: list[int] = []
-        whole = world.policy.forward if kind != "dpo" else world.policy.log_ratios
+        whole = world.policy.forward if kind != "dpo" else world.policy.scores
 
         def watched(inputs: Any, *others: Any, whole: Any = whole, read: list[int] = read, world: Any = world) -> Any:
             costs = world.policy.costs(inputs, *(others[1:] or [torch.ones(len(next(iter(inputs.values()))), 1)]))
             read.append(len(costs) * int(costs.max()) if len(costs) > 1 else 0)  # a row by itself may be longer
             return whole(inputs, *others)
 
-        setattr(world.policy, "forward" if kind != "dpo" else "log_ratios", watched)
+        setattr(world.policy, "forward" if kind != "dpo" else "scores", watched)
         evaluation = world.evaluate()
         assert evaluation is not None
         losses.append(evaluation.metrics["held_out_loss"])

@@ -27,7 +27,7 @@ from surefoot.functional.masking import (
     whiten,
 )
 from surefoot.functional.natural_gradient import conjugate_gradient, fisher_vector_product, line_search
-from surefoot.functional.preferences import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
+from surefoot.functional.preferences import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
 from surefoot.functional.returns import discounted_returns, gae, n_step_advantages, successor_values, td_residual
 from surefoot.functional.routing import expert_load, load_balance
 from surefoot.functional.shaping import kl_shaped_rewards, overlong_penalty, place_scores
@@ -75,11 +75,13 @@ __all__ = [
     "masked_var",
     "merge_moments",
     "n_step_advantages",
+    "orpo_loss",
     "overlong_penalty",
     "place_scores",
     "proportional_kl_control",
     "ratio_outside",
     "sequence_ratio",
+    "simpo_loss",
     "successor_values",
     "td_residual",
     "token_entropy",

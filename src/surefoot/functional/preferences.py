@@ -51,6 +51,33 @@ def ipo_loss(
     return (1 - label_smoothing) * (margin - wanted) ** 2 + label_smoothing * (margin + wanted) ** 2
 
 
+def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, margin: float) -> Tensor:
+    """−log σ(β(log π_c/|c| − log π_r/|r|) − γ) on mean log-probabilities per token of whole answers; γ is ``margin``.   [...]
+
+    Meng et al. 2024 (SimPO, arXiv 2405.14734), equation 6.
+
+    >>> simpo_loss(torch.tensor([-1.0]), torch.tensor([-1.5]), beta=2.0, margin=1.0)
+    tensor([0.6931])
+    """
+    return -logsigmoid(beta * (chosen - rejected) - margin)
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float) -> Tensor:
+    """−log π_c/|c| − λ log σ(log odds_c − log odds_r) on mean log-probabilities per token of whole answers.   [...]
+
+    The odds of an answer are p/(1 − p) with p = exp(log π/|y|). λ is ``weight``.
+    Hong et al. 2024 (ORPO, arXiv 2403.07691), equations 4 to 7.
+
+    >>> orpo_loss(torch.tensor([0.5]).log(), torch.tensor([0.2]).log(), weight=0.1)
+    tensor([0.7155])
+    """
+
+    def log_odds(mean: Tensor) -> Tensor:
+        return mean - torch.log(-torch.expm1(mean.clamp(max=-1e-6)))  # the odds of an answer that is certain are infinite
+
+    return -chosen - weight * logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
 def kto_loss(log_probs: Tensor, ref_log_probs: Tensor, good: Tensor, baseline: Tensor, beta: float) -> Tensor:
     """1 − σ(β(h − z₀)) of good answers and 1 − σ(β(z₀ − h)) of bad ones, with h = log π − log ref of whole answers.   [...]
 

@@ -291,8 +291,9 @@ class DpoReferenceSettingsTable(TypedDict, total=False):
 class PreferenceSettingsTable(TypedDict, total=False):
     """The fields of ``PreferenceSettings``."""
 
-    loss: Literal["dpo", "ipo", "kto"]
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"]
     label_smoothing: float
+    margin: float
     desirable_weight: float
     undesirable_weight: float
 

@@ -288,23 +288,26 @@ class MixingSettings(Section):
 
 
 class DpoReferenceSettings(Section):
-    """The reference of DPO and KTO, and how close the model stays to it."""
+    """The reference of DPO, IPO and KTO, and how close the model stays to it."""
 
     model: str | None = None
     """folder of the reference; none: the model that training starts from"""
     beta: float = Field(0.1, gt=0)
-    """β. DPO, KTO: the implicit reward of an answer is β·(log π_θ − log π_ref). Online: the weight of the KL penalty. Larger
-    values stay closer to the reference"""
+    """β. DPO, KTO: the implicit reward of an answer is β·(log π_θ − log π_ref). Larger values stay closer to the reference.
+    SimPO: the scale of the margin, by default 2. ORPO: λ, the weight of the odds ratio"""
 
 
 class PreferenceSettings(Section):
     """The loss of pairs, or of labelled answers."""
 
-    loss: Literal["dpo", "ipo", "kto"] = "dpo"
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
     """dpo: the chosen answer is better with probability σ(margin of implicit rewards); ipo: pulls the margin of log π_θ −
-    log π_ref towards 1/(2β), so consistent labels don't drive it to infinity; kto: single answers, labelled good or bad"""
+    log π_ref towards 1/(2β), so consistent labels don't drive it to infinity; simpo, orpo: no reference, mean log π per token,
+    and orpo also learns the chosen answer as SFT does; kto: single answers, labelled good or bad"""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """assumed share of pairs with swapped labels; not in kto"""
+    """dpo, ipo: assumed share of pairs with swapped labels"""
+    margin: float = Field(1.0, ge=0)
+    """simpo: γ, by how much the chosen answer is to be ahead, in units of β · mean log π"""
     desirable_weight: float = Field(1.0, gt=0)
     """kto: weight of good answers; the good answers together usually weigh 1 to 4/3 times as much as the bad ones"""
     undesirable_weight: float = Field(1.0, gt=0)
@@ -312,10 +315,14 @@ class PreferenceSettings(Section):
 
     @pydantic.model_validator(mode="after")
     def _check_loss(self) -> "PreferenceSettings":
-        if self.loss == "kto" and self.label_smoothing:
+        if self.loss not in ("dpo", "ipo") and self.label_smoothing:
             raise SurefootError(
-                f"preference.label_smoothing={self.label_smoothing}: is for pairs, and preference.loss='kto' has single "
-                "answers; set 0"
+                f"preference.label_smoothing={self.label_smoothing}: is for preference.loss = 'dpo' and 'ipo', and it is "
+                f"{self.loss!r}; set 0"
+            )
+        if self.loss != "simpo" and self.margin != 1:
+            raise SurefootError(
+                f"preference.margin={self.margin:g}: is for preference.loss = 'simpo', and it is {self.loss!r}; unset it"
             )
         for name in ("desirable_weight", "undesirable_weight"):
             if self.loss != "kto" and getattr(self, name) != 1:
@@ -482,9 +489,13 @@ class RewardRecipe(SupervisedRecipe):
         return f"reward model from {self.trained}"
 
 
+SIMPO_BETA = 2.0
+"""default of reference.beta with SimPO: the paper uses 2 to 2.5"""
+
+
 class DpoRecipe(SupervisedRecipe):
-    """A language model from pairs or labelled answers, relative to a frozen reference (DPO, IPO, KTO): a policy over the two
-    answers, or labels.
+    """A language model from pairs or labelled answers, most often relative to a frozen reference (DPO, IPO, KTO): a policy over
+    the two answers, or labels. SimPO and ORPO have no reference.
     """
 
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
@@ -498,6 +509,28 @@ class DpoRecipe(SupervisedRecipe):
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
         """γ = 0; the loss of a row is the sum over its labels."""
         return {"gamma": 0.0, "aggregation": "sequence-sum"}
+
+    @classmethod
+    def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """SimPO's β has another scale than a KL penalty."""
+        table = super().with_defaults(table)
+        if table.get("preference", {}).get("loss") == "simpo":
+            table["reference"] = {"beta": SIMPO_BETA, **table.get("reference", {})}
+        return table
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.preference.loss not in ("simpo", "orpo")
+
+    @pydantic.model_validator(mode="after")
+    def _check_reference(self) -> "DpoRecipe":
+        if self.reference.model is not None and not self.has_reference:
+            raise SurefootError(
+                f"reference.model={self.reference.model!r}: preference.loss = {self.preference.loss!r} has no reference; "
+                "unset it"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_aggregation(self) -> "DpoRecipe":

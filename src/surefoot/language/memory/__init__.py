@@ -65,6 +65,8 @@ class Workload:
     rewards: "tuple[PreTrainedConfig, ...]" = ()
     labelled: bool = False
     """a row is one labelled answer instead of two answers"""
+    compared: bool = True
+    """in DPO, whether a reference scores the rows before training"""
     bf16: bool = False
     checkpointing: bool = False
     temperature: float = 1.0
@@ -271,7 +273,7 @@ class _Estimator:
                 phases["evaluating"] = self.demonstration_scoring()
         elif s.evaluated:
             phases["evaluating"] = self.evaluating()
-        if s.kind == "dpo":
+        if s.kind == "dpo" and s.compared:
             phases["scoring by the reference"] = self.reference_scoring()
         moments = sum(parts.get("optimizer", 0) for parts in always.values())
         phases["saving"] = PhaseMemory({"copies": moments})

@@ -193,8 +193,8 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         common |= {"rows": recipe.data.batch, "responses": recipe.data.batch, "prompt": 1, "response": 1}
         if isinstance(recipe, DpoRecipe):
             name = recipe.reference.model
-            labelled = recipe.preference.loss == "kto"
-            return Workload(kind="dpo", **common, reference=None if name is None else config(name), labelled=labelled)
+            common |= {"labelled": recipe.preference.loss == "kto", "compared": recipe.has_reference}
+            return Workload(kind="dpo", **common, reference=None if name is None else config(name))
         if isinstance(recipe, RewardRecipe):
             return Workload(kind="reward", **common, labelled=recipe.preference.loss == "binary")
         return Workload(kind="sft", **common)

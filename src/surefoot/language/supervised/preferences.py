@@ -10,6 +10,8 @@ term that both answers share. With label noise ε, the weights are 1 − ε and 
 IPO (Azar et al. 2023) draws the margin h = r(chosen)/β − r(rejected)/β instead of a choice: from a normal distribution around h
 with variance 1/2, in which label "first" is 1/(2β) and label "second" −1/(2β). Its log-density, without the constant, is
 −(h ∓ 1/(2β))², which is equation 17 of the paper; the weights have the same meaning.
+
+SimPO and ORPO have no reference: they compare the mean log-probabilities per token of the two answers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from surefoot.core.distributed import in_float64
 from surefoot.core.rollout import Evaluation, Metrics, Policy
+from surefoot.functional import orpo_loss, simpo_loss
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.sources import open_rows
@@ -120,44 +123,51 @@ def _trimmed(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return ids[:, :width], mask[:, :width]
 
 
-# ---- DPO and IPO --------------------------------------------------------------------------------------------------------
+# ---- DPO, IPO, SimPO and ORPO -------------------------------------------------------------------------------------------
 
 
 class DpoPolicy(Policy):
-    """Chooses the better of two answers by the log-ratios of a language model to its reference.
+    """Chooses the better of two answers by the scores that a language model gives them.
 
     model   the trained policy, without a critic
-    beta    β, the KL penalty per nat from the reference
-    ipo     draw the margin (IPO) instead of the choice (DPO)
+    beta    β: DPO and IPO: the KL penalty per nat from the reference; SimPO: the scale of the margin; ORPO: the weight λ
+    loss    of a pair: "dpo", "ipo", "simpo" or "orpo"
+    margin  γ of SimPO
 
     ``inputs`` are, for each side, {"chosen_prompt" [B, P], "chosen_prompt_mask" [B, P], "chosen" [B, T], "chosen_mask" [B, T]},
-    where the mask is True at trained tokens, and {"reference" [B, 2]}.
+    where the mask is True at trained tokens, and with a reference {"reference" [B, 2]}.
     """
 
-    def __init__(self, model: Policy, beta: float, ipo: bool = False) -> None:
+    def __init__(self, model: Policy, beta: float, loss: str = "dpo", margin: float = 0.0) -> None:
         super().__init__()
-        self.writer, self.beta, self.ipo, self.exact = model, beta, ipo, model.exact  # "writer" is in checkpoint keys
+        self.writer, self.beta, self.exact = model, beta, model.exact  # "writer" is in checkpoint keys
+        self.loss, self.margin = loss, margin
         self.eval()
 
     def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
         """Log-probability of the label that answer 0 (the chosen) or 1 is better; the entropy of the choice, shared by the
         actions of a row.   [B, K] -> all [B, K]
         """
-        log_ratios = self.log_ratios(inputs)
-        both = (self.beta * log_ratios).log_softmax(-1)
+        scores = self.scores(inputs)
+        both = (self.beta * scores).log_softmax(-1)
         entropy = -(both.exp() * both).sum(-1, keepdim=True) / actions.shape[-1]
-        return Evaluation(self.label_log_probs(log_ratios).gather(-1, actions), entropy.expand(actions.shape))
+        return Evaluation(self.label_log_probs(scores).gather(-1, actions), entropy.expand(actions.shape))
 
-    def label_log_probs(self, log_ratios: Tensor) -> Tensor:
-        """Log-probabilities of both labels; of IPO without the constant.   [B, 2] -> [B, 2]"""
-        if not self.ipo:
-            return (self.beta * log_ratios).log_softmax(-1)
-        margin, target = log_ratios[..., :1] - log_ratios[..., 1:], 1 / (2 * self.beta)
+    def label_log_probs(self, scores: Tensor) -> Tensor:
+        """What stands for the log-probabilities of both labels: minus the loss if that answer was chosen.   [B, 2] -> [B, 2]"""
+        if self.loss == "simpo":
+            return -simpo_loss(scores, scores.flip(-1), self.beta, self.margin)
+        if self.loss == "orpo":
+            return -orpo_loss(scores, scores.flip(-1), self.beta)
+        if self.loss == "dpo":
+            return (self.beta * scores).log_softmax(-1)
+        margin, target = scores[..., :1] - scores[..., 1:], 1 / (2 * self.beta)
         return -(torch.cat([margin - target, margin + target], -1) ** 2)
 
-    def log_ratios(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """log π_θ − log π_ref of the chosen and the rejected answer.   -> [B, 2]"""
-        return answer_log_probs(self.writer, inputs) - inputs[REFERENCE]
+    def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """log π_θ − log π_ref of the chosen and the rejected answer; without a reference, log π_θ per token.   -> [B, 2]"""
+        log_probs = answer_log_probs(self.writer, inputs)
+        return log_probs - inputs[REFERENCE] if REFERENCE in inputs else log_probs / _lengths(inputs)
 
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         """Tokens of both answers, each with its prompt.   [B]"""
@@ -172,18 +182,19 @@ class DpoPolicy(Policy):
         """Loss, accuracy, margin and log-probabilities on the first ``count`` rows."""
         noise = recipe.preference.label_smoothing
         weights = torch.tensor([1 - noise, noise], dtype=torch.float64)
-        ratios, references = [], []
+        scores, log_probs = [], []
         most = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
         for inputs, actions, mask in batches(rows.tensors, min(count, rows.count), recipe.data.batch, recipe.device):
             costs = self.costs(inputs, mask)
-            of_batch = in_micro_batches(lambda part, *_: self.log_ratios(part), inputs, actions, mask, *most, costs)
-            ratios.append(of_batch.cpu().double())
-            references.append(inputs[REFERENCE].cpu().double())
-        log_ratios = torch.cat(ratios)
-        chosen, rejected = (log_ratios + torch.cat(references)).mean(0).tolist()
-        margin = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])
+            of_batch = in_micro_batches(lambda part, *_: self.scores(part), inputs, actions, mask, *most, costs).cpu().double()
+            known = REFERENCE in inputs
+            scores.append(of_batch)
+            log_probs.append(of_batch + inputs[REFERENCE].cpu().double() if known else of_batch * _lengths(inputs).cpu())
+        of_all = torch.cat(scores)
+        chosen, rejected = torch.cat(log_probs).mean(0).tolist()
+        margin = self.beta * (of_all[:, 0] - of_all[:, 1])
         return {
-            "held_out_loss": -float((self.label_log_probs(log_ratios) * weights).sum(-1).mean()),
+            "held_out_loss": -float((self.label_log_probs(of_all) * weights).sum(-1).mean()),
             "held_out_accuracy": float((in_float64(margin > 0) + 0.5 * (margin == 0)).mean()),
             "held_out_margin": float(margin.mean()),
             "held_out_chosen_log_prob": chosen,
@@ -211,6 +222,11 @@ def _sides(inputs: Mapping[str, Tensor]) -> list[Batch]:
 def answer_log_probs(model: Policy, inputs: Mapping[str, Tensor]) -> Tensor:
     """Σ log π of the trained tokens of both sides.   -> [B, 2]"""
     return torch.stack([model(*side).log_probs.masked_fill(~side[2], 0).sum(-1) for side in _sides(inputs)], -1)
+
+
+def _lengths(inputs: Mapping[str, Tensor]) -> Tensor:
+    """The number of trained tokens of both sides.   -> [B, 2]"""
+    return torch.stack([mask.sum(-1) for _, _, mask in _sides(inputs)], -1)
 
 
 def trained_tokens(inputs: Mapping[str, Tensor]) -> float:

@@ -159,12 +159,14 @@ class SupervisedWorld:
         self.reference: ReferenceLogProbs | None = None
         weights = complete = None
         if isinstance(recipe, DpoRecipe):
-            self.reference = self._reference(recipe, train, None if self.base is None else (model, self.base))
+            if recipe.has_reference:
+                self.reference = self._reference(recipe, train, None if self.base is None else (model, self.base))
             if recipe.preference.loss == "kto":
                 self.policy = KtoPolicy(self.policy, recipe.reference.beta)
                 weights, complete = label_weights(recipe.preference), partial(self.policy.with_baseline, recipe=recipe)
             else:
-                self.policy = DpoPolicy(self.policy, recipe.reference.beta, recipe.preference.loss == "ipo")
+                preference = recipe.preference
+                self.policy = DpoPolicy(self.policy, recipe.reference.beta, preference.loss, preference.margin)
                 weights = (1 - recipe.preference.label_smoothing, recipe.preference.label_smoothing)
         self.policy.to(recipe.device)
         noise = None if self.base is None else self.base.noise
