@@ -30,6 +30,7 @@ TASKS = {
         "32",
     ),
 }
+TASKS["sharded sorting"] = (*TASKS["sorting"], "--sharding", "full")
 
 
 def started(folder: Path, *words: str) -> "subprocess.Popen[str]":

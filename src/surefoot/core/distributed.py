@@ -7,7 +7,7 @@ A failed exchange is a SurefootError of one line; ``core/ranks.py`` joins the ra
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ def in_float64(x: Tensor) -> Tensor:
 def all_sum(tensor: Tensor) -> Tensor:
     """The sum of a tensor over ranks, in place."""
     if world_size() > 1:
-        with _one_line_errors():
+        with one_line_errors():
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
 
@@ -69,7 +69,7 @@ def mean_over_ranks(mean: float, count: int) -> float:
 def all_max(tensor: Tensor) -> Tensor:
     """The elementwise maximum of a tensor over ranks, in place."""
     if world_size() > 1:
-        with _one_line_errors():
+        with one_line_errors():
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor
 
@@ -80,7 +80,7 @@ def merge_across_ranks(moments: Moments) -> Moments:
         return moments
     mine = torch.stack([part.expand_as(moments.mean) for part in moments])
     everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    with _one_line_errors():
+    with one_line_errors():
         dist.all_gather(everyone, mine)
     return functools.reduce(merge_moments, (Moments(*row) for row in everyone))
 
@@ -97,7 +97,7 @@ def exchange(value: T) -> list[T]:
     """The values of all ranks, in their order, on every rank."""
     everyone = [value] * world_size()
     if world_size() > 1:
-        with _one_line_errors():
+        with one_line_errors():
             dist.all_gather_object(everyone, value)
     return everyone
 
@@ -107,7 +107,7 @@ def from_first(value: T) -> T:
     if world_size() == 1:
         return value
     values = [value]
-    with _one_line_errors():
+    with one_line_errors():
         dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -164,20 +164,28 @@ def rank_generator(generator: torch.Generator) -> torch.Generator:
 
 
 def broadcast_weights(module: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
+    """Give every rank the parameters and buffers of rank 0; sharded parameters stay, since every rank has its own part."""
     if world_size() > 1:
-        with _one_line_errors(), torch.no_grad():
+        with one_line_errors(), torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.data, src=0)
+                if not hasattr(tensor, "to_local"):
+                    dist.broadcast(tensor.data, src=0)
 
 
 def check_same_weights(module: nn.Module) -> None:
-    """Raise SurefootError, on every rank, if a rank's parameters are not those of rank 0, bit for bit."""
+    """Raise SurefootError, on every rank, if a rank's parameters are not those of rank 0, bit for bit.
+
+    Of sharded parameters, the copies of a shard are compared; without copies there is nothing to compare.
+    """
     if world_size() == 1:
         return
-    sums = torch.stack([_bits(parameter) for parameter in module.parameters()])
-    everyone = exchange(sums.tolist())
-    different = [number for number, value in enumerate(everyone) if value != everyone[0]]
+    mine = {str(index): (_place(p), int(_bits(p))) for index, p in enumerate(module.parameters())}
+    everyone = exchange(mine)
+    first: dict[tuple[str, Any], int] = {}
+    different = []
+    for number, of_rank in enumerate(everyone):
+        if any(first.setdefault((index, place), bits) != bits for index, (place, bits) in of_rank.items()):
+            different.append(number)
     if different:
         raise SurefootError(
             f"ranks: the weights of rank {', '.join(map(str, different))} differ from those of rank 0; run all ranks on the "
@@ -185,14 +193,39 @@ def check_same_weights(module: nn.Module) -> None:
         )
 
 
-def _bits(parameter: Tensor) -> Tensor:
-    """The sum of a tensor's bits, read as whole numbers.   -> [] int64"""
-    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[parameter.element_size()]
-    return parameter.detach().contiguous().view(integer).sum(dtype=torch.int64).cpu()
+def _place(parameter: Any) -> int | None:
+    """The number of a rank's shard of a parameter; None for a whole one."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return None if mesh is None else int(mesh.get_local_rank(mesh.ndim - 1))
+
+
+def _bits(parameter: Any) -> Tensor:
+    """The sum of a tensor's bits, or of this rank's part of them, read as whole numbers.   -> [] int64"""
+    tensor: Any = parameter.detach()
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
+    total: Tensor = tensor.contiguous().view(integer).sum(dtype=torch.int64).cpu()
+    return total
+
+
+BACKENDS = ("gloo", "NCCL", "c10d", "ProcessGroup")
+"""one of these is in the text of an error of an exchange"""
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def exchanging() -> Iterator[None]:
+    """The same for code that also has errors of its own, such as a pass of a sharded model."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size() > 1 and any(name in str(error) for name in BACKENDS):
+            with one_line_errors():
+                raise
+        raise
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
     """Raise SurefootError in place of the backend's errors."""
     try:
         yield

@@ -13,6 +13,8 @@ from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, mean_old_kl
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
+from surefoot.core.sharding import gathered, is_sharded
+from surefoot.core.sharding.optimizer import ShardedOptimizer
 from surefoot.core.steps import EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
 from surefoot.core.steps.compiled import CompiledStepper
 from surefoot.core.steps.trpo import NaturalStepper
@@ -77,13 +79,16 @@ class Learner:
                 f"{field}: the critic has no parameters of its own to move separately; "
                 "unset it, or set network.shared_trunk = false"
             )
-        self.optimizers: dict[str, FlatParameters] = {
-            "policy": FlatOptimizer(groups["policy"], adam) if constraint is None else FlatParameters(groups["policy"])
+        optimizer_of = ShardedOptimizer if is_sharded(policy) else FlatOptimizer
+        self.optimizers: dict[str, FlatParameters | ShardedOptimizer] = {
+            "policy": optimizer_of(groups["policy"], adam) if constraint is None else FlatParameters(groups["policy"])
         }
         if "critic" in groups:
-            self.optimizers["critic"] = FlatOptimizer(groups["critic"], critic_adam or adam)
-        self.steppable = {
-            name: optimizer for name, optimizer in self.optimizers.items() if isinstance(optimizer, FlatOptimizer)
+            self.optimizers["critic"] = optimizer_of(groups["critic"], critic_adam or adam)
+        self.steppable: dict[str, FlatOptimizer | ShardedOptimizer] = {
+            name: optimizer
+            for name, optimizer in self.optimizers.items()
+            if isinstance(optimizer, FlatOptimizer | ShardedOptimizer)
         }
         self.gradients = GradientSum(policy, objective, micro_batch, micro_batch_tokens)
         self.natural: NaturalStepper | None = None
@@ -92,10 +97,13 @@ class Learner:
         else:  # the policy and the critic move separately
             self.eager = EagerStepper(self.gradients, self.steppable, groups.get("critic"))
             only = groups["policy"] if "critic" in groups else None
-            self.natural = NaturalStepper(self.gradients, self.optimizers["policy"], constraint, only)
+            flat = self.optimizers["policy"]
+            assert isinstance(flat, FlatParameters), "natural steps are for control, which is never sharded"
+            self.natural = NaturalStepper(self.gradients, flat, constraint, only)
         self.compiled: CompiledStepper | None = None
         if compiled_rows is not None:
-            self.compiled = CompiledStepper(policy, objective, self.steppable, compiled_rows)
+            flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
+            self.compiled = CompiledStepper(policy, objective, flats, compiled_rows)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
@@ -189,7 +197,7 @@ class Learner:
         assert penalty is not None
         denominator = global_count(batch, self.objective.aggregation)
         total = torch.zeros((), dtype=denominator.dtype, device=denominator.device)
-        with torch.no_grad():
+        with torch.no_grad(), gathered(self.policy):
             for part in self.gradients.parts(batch):
                 evaluation = self.policy(part.inputs, part.actions, part.mask)
                 total += mean_old_kl(evaluation, part, self.objective, denominator)

@@ -4,7 +4,7 @@ Parameters and gradients are views of two flat tensors. Zeroing, summing over ra
 one call each, however many tensors a network has.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,11 +147,16 @@ class FlatOptimizer(FlatParameters):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. Raises SurefootError for the state of the other kind of optimizer."""
-        if ("square_avg" in state) != isinstance(self.settings, RMSpropSettings) and state:
-            raise SurefootError("optimizer.kind: has changed since the checkpoint, which has other moments; undo the change")
+        check_moments(state, self.settings)
         if state:
             device = self.values.device
             self.state = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
+
+
+def check_moments(state: Mapping[str, Any], settings: AdamSettings) -> None:
+    """Raise SurefootError if a saved state is that of the other kind of optimizer."""
+    if ("square_avg" in state) != isinstance(settings, RMSpropSettings) and state:
+        raise SurefootError("optimizer.kind: has changed since the checkpoint, which has other moments; undo the change")
 
 
 def adam(

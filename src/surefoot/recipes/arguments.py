@@ -433,6 +433,9 @@ class SftArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
     gradient_checkpointing: bool
+    sharding: Literal["full", "hybrid"] | None
+    reshard_after_forward: bool
+    offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -457,6 +460,9 @@ class RewardArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
     gradient_checkpointing: bool
+    sharding: Literal["full", "hybrid"] | None
+    reshard_after_forward: bool
+    offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -483,6 +489,9 @@ class DpoArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
     gradient_checkpointing: bool
+    sharding: Literal["full", "hybrid"] | None
+    reshard_after_forward: bool
+    offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -509,6 +518,9 @@ class LanguageArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
     gradient_checkpointing: bool
+    sharding: Literal["full", "hybrid"] | None
+    reshard_after_forward: bool
+    offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
@@ -553,6 +565,9 @@ class Arguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16"]
     gradient_checkpointing: bool
+    sharding: Literal["full", "hybrid"] | None
+    reshard_after_forward: bool
+    offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings

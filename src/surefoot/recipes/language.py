@@ -385,6 +385,14 @@ class ModelRecipe(Recipe):
     """bfloat16: compute in autocast; weights stay float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
+    sharding: Literal["full", "hybrid"] | None = None
+    """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and
+    moment (FSDP2); hybrid: parts among the ranks of a machine, copies on the other machines. No effect in a single process"""
+    reshard_after_forward: bool = True
+    """with sharding: drop a layer's gathered weights after its forward pass; false: keep them until its backward pass, which is
+    faster and takes more memory"""
+    offload: bool = False
+    """with sharding: keep the parts, their gradients and moments in the memory of the CPU"""
     check_memory: bool = True
     """reject a run that needs more memory than there is; false: try it anyway"""
     adapter: AdapterSettings | None = None
@@ -405,6 +413,10 @@ class ModelRecipe(Recipe):
     def _check_model(self) -> "ModelRecipe":
         if self.engine == "compiled":
             raise SurefootError("engine='compiled': is for control; set engine = 'eager'")
+        if self.sharding is None:
+            for name, value in (("offload", self.offload), ("reshard_after_forward", not self.reshard_after_forward)):
+                if value:
+                    raise SurefootError(f"{name}: is for sharded models; set sharding = 'full', or leave it out")
         if self.objective.kl_estimator == "exact":
             raise SurefootError("objective.kl_estimator='exact': is for control; text has only samples of the KL, set k3")
         if self.objective.constraint is not None:
@@ -677,6 +689,11 @@ class LanguageRecipe(ModelRecipe):
             raise SurefootError(
                 f"evaluation.demonstrations={self.evaluation.demonstrations!r}: evaluation.rows=0 switches evaluation off; set "
                 "evaluation.rows, for example to 256, or unset evaluation.demonstrations"
+            )
+        if self.mixing.sft_coefficient and self.sharding is not None:
+            raise SurefootError(
+                f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: is not supported with sharding = {self.sharding!r}; "
+                "set 0, or unset sharding"
             )
         if self.mixing.sft_coefficient and self.mixing.demonstrations is None:
             raise SurefootError(

@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from surefoot.core.sharding import Shard
+from surefoot.core.sharding.files import StoredTensor, WrittenShards, stored_tensors
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_json, read_table, steps_named
 
@@ -35,27 +38,43 @@ AT_ONCE = 16
 CheckpointParts = Mapping[str, Any]
 
 
-def save_checkpoint(folder: Path, parts: CheckpointParts, written: Mapping[str, Any] | None = None) -> None:
+def save_checkpoint(
+    folder: Path, parts: CheckpointParts, written: Mapping[str, Any] | None = None, shards: Sequence[WrittenShards] = ()
+) -> None:
     """Write parts to ``folder``, replacing an older checkpoint there.
 
     written   size and SHA-256 of the metrics before it, which the manifest keeps
+    shards    what every rank has written of sharded tensors by ``write_shards``
 
     Raises SurefootError if writing fails; the older checkpoint then stays.
     """
     with atomic_folder(folder, MANIFEST, "a checkpoint", "earlier ones are intact; free space and resume") as temporary:
+        pieces: dict[str, dict[str, list[Any]]] = {}
+        for of_rank in shards:
+            for (part, path), piece in of_rank.pieces.items():
+                pieces.setdefault(part, {}).setdefault(path, []).append(piece)
         for name, tree in parts.items():
             tensors: dict[str, Tensor] = {}
-            skeleton = pack(tree, "", tensors)
+            skeleton = pack(tree, "", tensors, pieces.get(name, {}))
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
             if tensors:
                 save_file(tensors, temporary / f"{name}.safetensors")
+        for file in (file for of_rank in shards for file in of_rank.files):
+            os.rename(shards_folder(folder) / file, temporary / file)
         files = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "files": files} | ({} if written is None else {"metrics": dict(written)})
         (temporary / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
 
 
-def load_checkpoint(folder: Path) -> dict[str, Any]:
+def shards_folder(folder: Path) -> Path:
+    """Where the ranks write their shards of a checkpoint, before the first one moves them into it."""
+    return folder.with_name(f".{folder.name}.shards.tmp")
+
+
+def load_checkpoint(folder: Path, in_files: Sequence[str] = ()) -> dict[str, Any]:
     """The parts of a checkpoint, every file checked against the manifest.
+
+    in_files   parts whose tensors stay in their files, as ``StoredTensor``
 
     Raises SurefootError when a file is missing, truncated, or differs from the manifest.
     """
@@ -66,9 +85,12 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     parts = {}
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
         try:
-            tensors = load_file(folder / f"{name}.safetensors") if f"{name}.safetensors" in names else {}
+            tensors: dict[str, Any] = {}
+            if f"{name}.safetensors" in names:
+                file = folder / f"{name}.safetensors"
+                tensors = stored_tensors(file) if name in in_files else dict(load_file(file))
             path = folder / f"{name}.json"
-            parts[name] = unpack(read_json(path), tensors, path)
+            parts[name] = unpack(read_json(path), tensors, path, whole=name not in in_files)
         except SurefootError:
             raise
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -241,33 +263,45 @@ def _at_once(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
             pass
 
 
-def pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree as JSON can hold it; its tensors go into ``tensors``, under their paths."""
+def pack(tree: Any, path: str, tensors: dict[str, Tensor], pieces: Mapping[str, list[Any]] = MappingProxyType({})) -> Any:
+    """The tree as JSON can hold it; its tensors go into ``tensors``, under their paths.
+
+    pieces   what was written of the sharded tensor at each path
+    """
     if isinstance(tree, np.ndarray):
         tree = torch.from_numpy(np.ascontiguousarray(tree))
+    if isinstance(tree, Shard):
+        dtype = str(tree.dtype).removeprefix("torch.")
+        return {"$shards": {"shape": list(tree.shape), "dtype": dtype, "pieces": pieces.get(path, [])}}
     if isinstance(tree, Tensor):
         tensors[path or "value"] = tree.detach().cpu().contiguous().clone()
         return {"$tensor": path or "value"}
     if isinstance(tree, Mapping):
-        return {str(key): pack(value, f"{path}.{key}" if path else str(key), tensors) for key, value in tree.items()}
+        return {str(key): pack(value, f"{path}.{key}" if path else str(key), tensors, pieces) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [pack(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)]
+        return [pack(value, f"{path}.{index}", tensors, pieces) for index, value in enumerate(tree)]
     if isinstance(tree, np.generic):
         return tree.item()
     assert tree is None or isinstance(tree, (bool, int, float, str)), f"{path}: {type(tree)} can't be saved"
     return tree
 
 
-def unpack(tree: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
-    """The reverse of ``pack``, for the tree in a file. Raises SurefootError when a tensor is missing."""
+def unpack(tree: Any, tensors: Mapping[str, Any], path: Path, whole: bool = True) -> Any:
+    """The reverse of ``pack``, for the tree in a file; sharded tensors are read, or with ``whole`` off stay in their files.
+
+    Raises SurefootError when a tensor is missing.
+    """
     if isinstance(tree, dict):
+        if "$shards" in tree:
+            stored = StoredTensor.of(tree["$shards"], path, _listed(path.parent / MANIFEST))
+            return stored.whole() if whole else stored
         if "$tensor" in tree:
             name = tree["$tensor"]
             if not isinstance(name, str) or name not in tensors:
                 raise SurefootError(f"{path}: names a tensor that was not saved with it ({str(name)[:80]!r})")
             return tensors[name]
-        return {key: unpack(value, tensors, path) for key, value in tree.items()}
-    return [unpack(value, tensors, path) for value in tree] if isinstance(tree, list) else tree
+        return {key: unpack(value, tensors, path, whole) for key, value in tree.items()}
+    return [unpack(value, tensors, path, whole) for value in tree] if isinstance(tree, list) else tree
 
 
 @contextmanager
@@ -341,15 +375,20 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> 
     module.load_state_dict(weights)
 
 
-def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
-    """Raise SurefootError, naming the first tensor, unless names and shapes are the same and all numbers finite."""
+def check_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Any], where: Path) -> None:
+    """Raise SurefootError, naming the first tensor, unless names and shapes are the same."""
     for name in sorted(set(own) | set(weights)):
         mine, theirs = (
-            tuple(tensor.shape) if isinstance(tensor := those.get(name), Tensor) else "no such tensor"
+            tuple(tensor.shape) if isinstance(tensor := those.get(name), Tensor | StoredTensor) else "no such tensor"
             for those in (own, weights)
         )
         if mine != theirs:
             raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
+
+
+def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
+    """Raise SurefootError, naming the first tensor, unless names and shapes are the same and all numbers finite."""
+    check_shapes(own, weights, where)
     for name, tensor in weights.items():
         if (bad := non_finite_numbers(tensor)) and own[name].isfinite().all():
             raise SurefootError(f"{where}: {name} holds numbers that are {bad}; take another checkpoint")

@@ -1,10 +1,11 @@
 """A run from its recipe to its end: the loop with evaluation, checkpoints and signals, published as events."""
 
 import math
+import shutil
 import signal
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,6 +24,8 @@ from surefoot.core.learner import Learner, scheduled
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings, RMSpropSettings
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
+from surefoot.core.sharding import is_sharded
+from surefoot.core.sharding.files import WrittenShards, write_shards
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
@@ -32,7 +35,15 @@ from surefoot.recipes.base import SCHEDULES, Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
 from surefoot.recipes.reading import to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
-from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require, save_checkpoint
+from surefoot.runs.checkpoint import (
+    keep_only_this,
+    latest_checkpoint,
+    load_checkpoint,
+    prune,
+    require,
+    save_checkpoint,
+    shards_folder,
+)
 from surefoot.runs.events import (
     CheckpointSaved,
     EvaluationEnd,
@@ -129,6 +140,8 @@ class Session:
         self.callbacks = callbacks
         self.learner = make_learner(recipe, world.policy, functions)
         self.learner.auxiliary_loss = world.auxiliary_loss
+        self.sharded = is_sharded(world.policy)
+        """whether every rank reads and writes its own part of a checkpoint"""
         self.state = LearnerState.seeded(recipe.seed, recipe.steps)
         self.previous_steps = 0
         """steps before this iteration"""
@@ -154,10 +167,13 @@ class Session:
 
         Raises SurefootError when the recipe has changed since (unless allowed), or the run has nothing left to do.
         """
+        checkpoint = from_first(checkpoint.absolute())  # ranks read their shards from the folder of the first
         parts = on_first(lambda: self._read(checkpoint, allow_changes))
         self.pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
         with made_from(checkpoint):
-            for line in self.world.load(parts, checkpoint):
+            with together() if self.sharded else nullcontext():
+                lines = self.world.load(parts, checkpoint)
+            for line in lines:
                 self.message(line)
             with together():
                 self._load_learner(parts["learner"], checkpoint)
@@ -167,7 +183,7 @@ class Session:
 
     def _read(self, checkpoint: Path, allow_changes: bool) -> dict[str, Any]:
         """The parts of a checkpoint from which this run can continue."""
-        parts = load_checkpoint(checkpoint)
+        parts = load_checkpoint(checkpoint, in_files=("agent", "learner") if self.sharded else ())
         require(parts, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
         with made_from(checkpoint):
             self._check_resumable(parts, checkpoint, allow_changes)
@@ -392,9 +408,10 @@ class Session:
             if self.best is None and self.folder is not None:
                 # No best score was restored, so anything in best/ has scores that can't be compared.
                 prune(self.folder.best, keep=0)
-            if report is None:
-                return {}
-            self._keep_best(report)
+        if report is None:
+            return {}
+        self._keep_best(report)
+        with together():
             self.publish(EvaluationEnd(self.state, report))
             return report.metrics
 
@@ -404,24 +421,49 @@ class Session:
         if score is None or (self.best is not None and score <= self.best):
             return
         self.best, self.since_best = score, 0
-        if self.folder is not None:
-            best = self.folder.best / str(self.state.steps)
-            save_checkpoint(best, self.world.checkpoint_parts())
-            keep_only_this(best)
-            prune(self.folder.best, keep=1)
+        if not self.kept:
+            return
+        best = None if self.folder is None else self.folder.best / str(self.state.steps)
+        parts, shards = self._parts_and_shards(best, self.world.checkpoint_parts)
+        with together():
+            if best is not None:
+                save_checkpoint(best, parts(), None, shards)
+                keep_only_this(best)
+                prune(best.parent, keep=1)
+
+    def _parts_and_shards(
+        self, folder: Path | None, parts: Callable[[], dict[str, Any]]
+    ) -> tuple[Callable[[], dict[str, Any]], Sequence[WrittenShards]]:
+        """The parts of a checkpoint, and what all ranks have written of sharded tensors for it.
+
+        folder   of the checkpoint; None on a rank that does not write it
+        """
+        if not self.sharded:
+            return parts, ()
+        place = from_first(None if folder is None else shards_folder(folder).absolute())
+        assert place is not None, "the first rank writes"
+        with together():
+            if folder is not None:
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir(parents=True)
+        with together():
+            own = parts()
+            written = write_shards(place, own, rank())
+        return lambda: own, exchange(written)
 
     def _save(self) -> None:
         if not self.kept:
             return
         check_same_weights(self.world.policy)
         collector = self.world.collector.state_dict()  # of all ranks
+        path = None if self.folder is None else self.folder.checkpoints / str(self.state.steps)
+        parts, shards = self._parts_and_shards(path, lambda: self._checkpoint_parts(collector))
         with together():
             if self.folder is not None:
-                self._write_checkpoint(self.folder, collector)
+                self._write_checkpoint(self.folder, parts(), shards)
 
-    def _write_checkpoint(self, folder: RunFolder, collector: dict[str, Any]) -> None:
-        assert self.metrics_file is not None
-        parts = {
+    def _checkpoint_parts(self, collector: dict[str, Any]) -> dict[str, Any]:
+        return {
             **self.world.checkpoint_parts(),
             "recipe": to_table(self.recipe),
             "learner": self.learner.state_dict(),
@@ -430,8 +472,11 @@ class Session:
             "progress": {"best": self.best, "since_best": self.since_best},
             "pending": self.pending or {},
         }
+
+    def _write_checkpoint(self, folder: RunFolder, parts: dict[str, Any], shards: Sequence[WrittenShards]) -> None:
+        assert self.metrics_file is not None
         path = folder.checkpoints / str(self.state.steps)
-        save_checkpoint(path, parts, self.metrics_file.fingerprint())
+        save_checkpoint(path, parts, self.metrics_file.fingerprint(), shards)
         prune(folder.checkpoints, self.recipe.checkpoint.keep)
         self.publish(CheckpointSaved(self.state, path))
 
@@ -448,7 +493,7 @@ class Session:
         with together():
             if self.folder is not None:
                 self._finish(self.folder)
-        if self.kept:
+        if self.kept and not self.sharded:
             broadcast_weights(self.world.policy)  # the first rank has loaded the best ones
 
     def _finish(self, folder: RunFolder) -> None:

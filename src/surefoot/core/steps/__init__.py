@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_sum
-from surefoot.core.minibatches import advantage_moments, global_count, micro_batches, normalised, shuffled
+from surefoot.core.distributed import all_max, all_sum, exchanging
+from surefoot.core.minibatches import advantage_moments, global_count, micro_batches, normalised, row_range, shuffled
 from surefoot.core.objective import Batch, loss, ratio_range
 from surefoot.core.optimizer import FlatOptimizer
 from surefoot.core.rollout import AuxiliaryLoss, LearnerState, Metrics, Policy
+from surefoot.core.sharding import gathered, is_sharded
+from surefoot.core.sharding.optimizer import ShardedOptimizer
 from surefoot.core.traces import Recording
 
 
@@ -93,6 +95,21 @@ class GradientSum:
             costs = self.policy.costs(batch.inputs, batch.mask)
         return micro_batches(batch, self.micro_batch, self.micro_batch_tokens, costs)
 
+    def _evened(self, parts: Iterable[Batch], minibatch: Batch) -> Iterator[tuple[Batch, bool]]:
+        """The micro-batches, and whether each counts. The passes of a sharded model are exchanges, so a rank with fewer
+        micro-batches than another repeats a row that does not count.
+        """
+        if not is_sharded(self.policy):
+            for part in parts:
+                yield part, True
+            return
+        own = list(parts)
+        most = int(all_max(torch.tensor(len(own))))
+        for part in own:
+            yield part, True
+        for _ in range(most - len(own)):
+            yield row_range(minibatch, 0, 1), False
+
     def add(
         self, minibatch: Batch, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
     ) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
@@ -106,22 +123,25 @@ class GradientSum:
         parts: Iterable[Batch] = self.parts(minibatch)
         if self.objective.router_coefficient:
             parts = list(parts)
-            self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
-        for part in parts:
-            evaluation = self.policy(part.inputs, part.actions, part.mask)
-            total, terms, metrics, ratio = loss(
-                evaluation,
-                part,
-                self.objective,
-                denominator=denominator,
-                clip_scale=context.clip_scale,
-                beta=context.beta,
-            )
-            if context.recording is not None:
-                context.recording.visit(part, evaluation, context.state.updates)
-            total.backward(inputs=parameters)  # type: ignore[no-untyped-call]
-            sums.append(torch.stack([*terms.values(), *metrics.values()]))
-            extremes.append(torch.stack(ratio.aminmax()))
+            with gathered(self.policy):
+                self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
+        for part, counts in self._evened(parts, minibatch):
+            with exchanging():
+                evaluation = self.policy(part.inputs, part.actions, part.mask)
+                total, terms, metrics, ratio = loss(
+                    evaluation,
+                    part,
+                    self.objective,
+                    denominator=denominator,
+                    clip_scale=context.clip_scale,
+                    beta=context.beta,
+                )
+                if context.recording is not None and counts:
+                    context.recording.visit(part, evaluation, context.state.updates)
+                (total if counts else 0 * total).backward(inputs=parameters)  # type: ignore[no-untyped-call]
+            if counts:
+                sums.append(torch.stack([*terms.values(), *metrics.values()]))
+                extremes.append(torch.stack(ratio.aminmax()))
         summed = all_sum(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
         of_terms, of_metrics = by_name(summed.tolist(), terms, metrics)
         return of_terms, of_metrics, ratio_range(extremes)
@@ -135,9 +155,9 @@ def by_name(numbers: Iterable[float], *groups: Iterable[str]) -> list[dict[str, 
 
 @dataclass(kw_only=True)
 class EagerStep(PendingStep):
-    """One step per optimizer; each optimizer's gradient is in its flat buffer."""
+    """One step per optimizer; each optimizer holds its gradient."""
 
-    optimizers: Mapping[str, FlatOptimizer]
+    optimizers: Mapping[str, FlatOptimizer | ShardedOptimizer]
     rate_scale: float
 
     def take(self) -> bool:
@@ -154,7 +174,10 @@ class EagerStepper:
     """
 
     def __init__(
-        self, gradients: GradientSum, optimizers: Mapping[str, FlatOptimizer], parameters: Sequence[nn.Parameter] | None = None
+        self,
+        gradients: GradientSum,
+        optimizers: Mapping[str, FlatOptimizer | ShardedOptimizer],
+        parameters: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self.gradients, self.optimizers, self.parameters = gradients, optimizers, parameters
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from surefoot.core.sharding import fill, is_sharded, local_part, shard_of
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
 from surefoot.language.data.rows import check_unchanged
@@ -18,7 +19,7 @@ from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, has
 from surefoot.language.models.loading import HEAD, is_folder, load_model, new_model_folder, read_tokenizer
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.language import ModelRecipe
-from surefoot.runs.checkpoint import check_fits, load_weights
+from surefoot.runs.checkpoint import check_fits, check_shapes, load_weights, non_finite_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,18 +47,34 @@ def base_record(base: SharedBase | None) -> dict[str, Any]:
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def trained_weights(policy: nn.Module) -> dict[str, Tensor]:
-    """The weights that a checkpoint stores of a policy: all, or with a frozen base only adapters and heads."""
+def trained_weights(policy: nn.Module) -> dict[str, Any]:
+    """The weights that a checkpoint stores of a policy: all, or with a frozen base only adapters and heads. Of sharded ones,
+    this rank's part.
+    """
+    weights = own_weights(policy)
+    return {name: shard_of(x) if hasattr(x, "to_local") else x for name, x in weights.items()}
+
+
+def own_weights(policy: nn.Module) -> dict[str, Tensor]:
+    """The tensors of ``trained_weights``, as they are in the policy."""
     if not has_adapters(policy):
         return dict(policy.state_dict())
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def load_trained(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -> None:
-    """Load the ``trained_weights`` of a checkpoint.
+def load_trained(policy: nn.Module, weights: Mapping[str, Any], where: Path) -> None:
+    """Load the ``trained_weights`` of a checkpoint; of sharded ones, each rank reads its part.
 
     Raises SurefootError, naming the first tensor that does not fit.
     """
+    if is_sharded(policy):
+        own = own_weights(policy)
+        check_shapes(own, weights, where)
+        for name, tensor in own.items():
+            fill(tensor, weights[name])
+            if bad := non_finite_numbers(local_part(tensor)):
+                raise SurefootError(f"{where}: {name} holds numbers that are {bad}; take another checkpoint")
+        return
     if not has_adapters(policy):
         load_weights(policy, dict(weights), where)
         return
@@ -76,6 +93,18 @@ def load_merged(
 
     Raises SurefootError if the base is missing or has changed.
     """
+    model, base, scores = load_adapted(parts, where, trust_remote_code)
+    merge(base.trunk)
+    return model, None if scores is None else scores.head
+
+
+def load_adapted(
+    parts: dict[str, Any], where: Path, trust_remote_code: bool = False
+) -> "tuple[PreTrainedModel, SharedBase, RewardModel | None]":
+    """A checkpoint's base with its adapter, not merged: the model, the base, and the reward model if it is one.
+
+    Raises SurefootError if the base is missing or has changed.
+    """
     record, recipe = parts["base"], parts["recipe"]
     try:
         model, _ = load_model(record["model"], trust_remote_code=trust_remote_code)
@@ -84,6 +113,7 @@ def load_merged(
     field = f"{where}: base model={record['model']!r}"
     check_unchanged({field: record["print"]}, {field: weights_hash(model)})
     base = SharedBase(model, base_hash=record["print"])
+    base.source = record["model"]
     base.add(POLICY, _settings(recipe))
     reward = recipe["kind"] == "reward"
     holder: nn.Module = RewardModel(base.trunk, new_head(base.trunk)) if reward else model
@@ -91,8 +121,7 @@ def load_merged(
     names = {name for name, p in holder.named_parameters() if p.requires_grad}
     weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
     load_trained(holder, {name: x for name, x in weights.items() if name in names or f".{POLICY}." in name}, where)
-    merge(base.trunk)
-    return model, holder.head if isinstance(holder, RewardModel) else None
+    return model, base, holder if isinstance(holder, RewardModel) else None
 
 
 def _settings(recipe: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from surefoot.core.distributed import rank
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
 from surefoot.language.data.tokens import Messages, Tokens
-from surefoot.language.models.adapter_files import load_merged, load_trained, save_adapter
+from surefoot.language.models.adapter_files import load_adapted, load_merged, load_trained, save_adapter
 from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
@@ -267,6 +267,28 @@ def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: Model
             result.save(folder / "model")
         lines.append(f"the model is in {folder / 'model'}")
     return lines
+
+
+def result_of_shards(
+    folder: Path, tokens: Tokens, trust_remote_code: bool
+) -> tuple[LanguageModel | RewardModel, SharedBase | None, bool]:
+    """The result of a run whose models are sharded, whole on the CPU of this rank: from its best checkpoint, or its last one.
+
+    Returns also the base of an adapter, and whether the checkpoint is the best one.
+    """
+    best = latest_checkpoint(folder / "best")
+    checkpoint = best or latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None, "a run saves a checkpoint at its end"
+    parts = load_checkpoint(checkpoint)
+    if "base" not in parts:
+        return from_parts(parts, checkpoint, trust_remote_code), None, best is not None
+    model, base, scores = load_adapted(parts, checkpoint, trust_remote_code)
+    result: LanguageModel | RewardModel = LanguageModel(model, tokens)
+    if scores is not None:
+        scores.tokenizer, result = tokens.tokenizer, scores
+    recipe = make_recipe(parts["recipe"])
+    result.recipe = recipe if isinstance(recipe, ModelRecipe) else None
+    return result, base, best is not None
 
 
 def load_best_weights(policy: nn.Module, folder: Path) -> bool:

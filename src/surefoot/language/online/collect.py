@@ -26,6 +26,7 @@ from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
+from surefoot.core.sharding import gathered
 from surefoot.errors import SurefootError
 from surefoot.functional import (
     kl_k1,
@@ -40,6 +41,7 @@ from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy, in_micro_batches
+from surefoot.language.models.sharding import shares_base, whole
 from surefoot.language.online.responses import (
     Responses,
     concat_prompts,
@@ -52,8 +54,9 @@ from surefoot.language.online.responses import (
     with_signal,
 )
 from surefoot.language.online.turns import Environments, as_samples, mean_turns
+from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
-from surefoot.language.rewards.terms import FunctionReward
+from surefoot.language.rewards.terms import FunctionReward, parts_of
 from surefoot.language.sampling import Samples, sample
 from surefoot.recipes.language import LanguageRecipe
 
@@ -106,6 +109,11 @@ class LanguageCollector:
         """the rows sampled last: prompt, response, reward, KL"""
         self.beta = recipe.reference.beta
         """the KL coefficient of the last rollout, per nat"""
+        self.reference_root = reference.policy if reference.base is None else policy
+        """the sharded module that holds the reference"""
+        models = [part.model for part in parts_of(reward) if isinstance(part, ModelReward)]
+        self.reward_roots = [policy if shares_base(model) else model for model in models]
+        """those that hold the reward models"""
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
 
     @torch.no_grad()
@@ -121,8 +129,10 @@ class LanguageCollector:
         inputs = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}
         mask = samples.mask & valid.unsqueeze(-1)  # a row without a score is not trained on
         actions = samples.actions
-        old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
-        ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
+        with gathered(self.policy):
+            old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
+        with gathered(self.reference_root):
+            ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
         log_probs, gap = self._old_log_probs(samples, old.log_probs, mask)
         if recipe.reference.target is None:
             state.coefficients.pop(ADAPTED_BETA, None)  # a run may be resumed with a fixed β
@@ -137,7 +147,8 @@ class LanguageCollector:
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         if recipe.reward.missing_eos == "bootstrap":
             read = mask if samples.real is None else samples.real & valid.unsqueeze(-1)
-            beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
+            with gathered(self.policy):
+                beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
             truncated = last & ~samples.ended.unsqueeze(-1)
         metrics = self._response_metrics(batch, kl.sum(-1), valid) | {
             "kl_reference": mean_over_ranks(float(masked_mean(kl, mask)), int(mask.sum())),
@@ -243,13 +254,14 @@ class LanguageCollector:
         while len(parts) < settings.rounds and sum(signal) < settings.prompts:
             missing, least = settings.prompts - sum(signal), -(-settings.prompts // 4)
             wanted = max(missing, least, world) if parts else settings.prompts
-            with together():
-                started = time.perf_counter()
+            started = time.perf_counter()
+            with gathered(self.policy, self.policy.model), together():
                 responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
-                sampled = time.perf_counter()
+            sampled = time.perf_counter()
+            with whole(self.reward_roots), together():
                 scores = responses.score_with(self.reward)
                 total = final_rewards(scores, responses.samples, self.recipe)
-                seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
+            seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
             at = range(rank(), wanted, world)
             places += [len(signal) + place for place in at]
             signal += gather_signal(with_signal(total, scores.valid, settings.samples), at, wanted)

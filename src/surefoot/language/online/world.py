@@ -2,7 +2,8 @@
 
 import math
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from surefoot.core.distributed import check_device, exchange, in_float64, share, together, world_size
 from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
+from surefoot.core.sharding import gathered
 from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_log_likelihood
@@ -32,11 +34,13 @@ from surefoot.language.models.language_model import (
     load_best_weights,
     model_files,
     model_folder,
+    result_of_shards,
     save_result,
 )
 from surefoot.language.models.loading import context_length, load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
+from surefoot.language.models.sharding import shard_role, sharding_of, shares_base, whole
 from surefoot.language.online.collect import LanguageCollector
 from surefoot.language.online.responses import Responses, ScoredResponses, concat_scored, final_rewards
 from surefoot.language.online.turns import Environments
@@ -86,11 +90,30 @@ class LanguageWorld:
             bf16=recipe.precision == "bfloat16",
             balanced=recipe.objective.router_coefficient > 0,
         )
-        self.policy.to(recipe.device)
-        self.reference = self._reference().to(recipe.device)
+        self.reference = self._reference()
+        self.sharding = sharding_of(recipe)
+        self._place()
         roles = (self.policy, self.reference, self.reward, self.gold)
         self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.environments)
         self.auxiliary_loss = self._sft_loss()
+
+    def _place(self) -> None:
+        """Move the models to their device; sharded ones part by part."""
+        if self.sharding is None:
+            self.policy.to(self.recipe.device)
+            self.reference.to(self.recipe.device)
+            return
+        _ = self.frozen  # hashes of whole weights
+        models: list[torch.nn.Module] = [self.policy]
+        models += [
+            part.model for part in parts_of(self.reward) if isinstance(part, ModelReward) and not shares_base(part.model)
+        ]
+        if self.base is None:
+            if self.sharding.bf16:
+                self.reference.bfloat16()
+            models.append(self.reference.policy)
+        for model in models:
+            shard_role(model, self.sharding)
 
     def _load_rewards(self, context: int | None) -> None:
         """Make the environments and load the reward and gold, which the prompts are then checked against."""
@@ -331,7 +354,7 @@ class LanguageWorld:
         """The evaluation of ``sample_held_out``, by all ranks together if there is a prompt for each."""
         assert self.held_out is not None
         shared = min(len(self.held_out.ids), self.recipe.evaluation.rows) >= world_size()
-        with together():
+        with gathered(self.policy, self.policy.model), together():
             responses = self.sample_held_out(shared)
         return self.evaluate_responses(responses, shared)
 
@@ -362,8 +385,9 @@ class LanguageWorld:
         recipe, reuse = self.recipe, self.recipe.objective.reuse
         tokens, size = self.collector.budget
         size = size or max(1, recipe.responses // (reuse.minibatches if reuse else 1))
-        log_probs = row_log_probs(self._supervised(), rows, recipe.evaluation.rows, size, recipe.device, tokens)
-        return mean_log_likelihood(log_probs)
+        with gathered(self.policy):
+            log_probs = row_log_probs(self._supervised(), rows, recipe.evaluation.rows, size, recipe.device, tokens)
+            return mean_log_likelihood(log_probs)
 
     def evaluate_responses(self, responses: Responses, shared: bool = False) -> EvaluationReport:
         """Reward, gold if there is one, KL to the reference, length and diversity.
@@ -373,8 +397,7 @@ class LanguageWorld:
 
         shared   these are this rank's share of the responses, and all ranks call this
         """
-        with together() if shared else nullcontext():
-            scored = self._scored(responses)
+        scored = self._scored(responses, together if shared else nullcontext)
         if shared and world_size() > 1:
             scored = concat_scored(exchange(scored))
         reward, mean_kl = mean_of(scored.total, scored.valid), float(scored.kl.mean())
@@ -396,20 +419,24 @@ class LanguageWorld:
             score = reward - (beta * mean_kl if target is None else 0.0)
         return EvaluationReport(score, metrics, scored.rows)
 
-    def _scored(self, responses: Responses) -> ScoredResponses:
-        """Score responses and measure their KL to the reference."""
+    def _scored(self, responses: Responses, agreed: Callable[[], AbstractContextManager[None]]) -> ScoredResponses:
+        """Score responses and measure their KL to the reference; an error within ``agreed`` is one for all ranks."""
         samples = responses.samples
-        scores = responses.score_with(self.reward)
-        total = final_rewards(scores, samples, self.recipe)
+        with whole(self.collector.reward_roots), agreed():
+            scores = responses.score_with(self.reward)
+            total = final_rewards(scores, samples, self.recipe)
         inputs = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}
         budget = self.collector.budget
-        log_probs = in_micro_batches(self.policy, inputs, samples.actions, samples.mask, *budget).log_probs
-        ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, samples.actions, samples.mask, *budget)
+        with gathered(self.policy), agreed():
+            log_probs = in_micro_batches(self.policy, inputs, samples.actions, samples.mask, *budget).log_probs
+        with gathered(self.collector.reference_root), agreed():
+            ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, samples.actions, samples.mask, *budget)
         kl = kl_k1(log_probs, ref_log_probs).sum(-1)
         columns: dict[str, Any] = {"reward": scores.column(total), "kl": kl.tolist()}
         gold = None
         if self.gold is not None:
-            judged = responses.score_with(self.gold, turn_rewards=False)
+            with agreed():
+                judged = responses.score_with(self.gold, turn_rewards=False)
             gold = judged.total.cpu(), judged.valid.cpu()
             columns["gold"] = judged.column(judged.total)
         return ScoredResponses(
@@ -430,12 +457,18 @@ class LanguageWorld:
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, if there is no best) to ``model/``, for transformers and for other runs."""
-        notes = []
-        if not load_best_weights(self.policy, folder) and self.held_out is not None:
+        notes, base = [], self.base
+        if self.sharding is None:
+            best = load_best_weights(self.policy, folder)
+        else:
+            result, base, best = result_of_shards(folder, self.tokens, self.recipe.trust_remote_code)
+            assert isinstance(result, LanguageModel)
+            self.result, result.functions = result, self.functions
+        if not best and self.held_out is not None:
             target = self.recipe.reference.target
             limit = "" if target is None else f" within {BEST_KL_FACTOR:g} times reference.target={target:g}"
             notes = [f"no evaluation had a score{limit}; model/ is the last policy, not a best one"]
-        return [*notes, *save_result(self.result, folder, self.recipe, self.base)]
+        return [*notes, *save_result(self.result, folder, self.recipe, base)]
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surefoot.core.distributed import check_device, sum_count
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
+from surefoot.core.sharding import gathered
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import mean_log_likelihood
 from surefoot.language.data import datasets as data
@@ -31,11 +32,13 @@ from surefoot.language.models.language_model import (
     load_best_weights,
     model_files,
     model_folder,
+    result_of_shards,
     save_result,
 )
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
+from surefoot.language.models.sharding import shard_role, sharding_of
 from surefoot.language.supervised.demonstrations import Rows, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
 from surefoot.language.supervised.preferences import (
@@ -163,12 +166,19 @@ class SupervisedWorld:
                 self.reference = self._reference(recipe, train, None if self.base is None else (model, self.base))
             if recipe.preference.loss == "kto":
                 self.policy = KtoPolicy(self.policy, recipe.reference.beta)
-                weights, complete = label_weights(recipe.preference), partial(self.policy.with_baseline, recipe=recipe)
+                weights, complete = label_weights(recipe.preference), partial(self._with_baseline, self.policy, recipe=recipe)
             else:
                 preference = recipe.preference
                 self.policy = DpoPolicy(self.policy, recipe.reference.beta, preference.loss, preference.margin)
                 weights = (1 - recipe.preference.label_smoothing, recipe.preference.label_smoothing)
-        self.policy.to(recipe.device)
+        self.sharding = sharding_of(recipe)
+        if self.sharding is None:
+            self.policy.to(recipe.device)
+        else:
+            for rows in (train, self.held_out):
+                if self.reference is not None and rows is not None:
+                    rows.tensors([0])  # the reference may be the model without its adapter: computed while it is whole
+            shard_role(self.policy, self.sharding)
         noise = None if self.base is None else self.base.noise
         self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, weights, noise, complete)
 
@@ -179,6 +189,12 @@ class SupervisedWorld:
         if self.held_out is not None:
             ReferenceLogProbs(self.held_out, reference.log_probs, recipe.evaluation.rows)
         return ReferenceLogProbs(train, reference.log_probs)
+
+    def _with_baseline(
+        self, policy: KtoPolicy, inputs: Mapping[str, Tensor], recipe: DpoRecipe
+    ) -> tuple[dict[str, Tensor], Metrics]:
+        with gathered(policy):
+            return policy.with_baseline(inputs, recipe=recipe)
 
     def _standardised_on(self) -> Sequence[list[int]]:
         """The texts on which a reward model's scores get mean 0 and standard deviation 1."""
@@ -269,14 +285,18 @@ class SupervisedWorld:
         """Cross-entropy on the held-out rows; for pairs also how often the chosen answer has the higher score."""
         if self.held_out is None:
             return None
+        with gathered(self.policy):
+            return self._evaluated(self.held_out)
+
+    def _evaluated(self, held_out: Rows) -> EvaluationReport:
         rows, batch = self.recipe.evaluation.rows, self.recipe.data.batch
         if isinstance(self.policy, DpoPolicy | KtoPolicy):
             assert isinstance(self.recipe, DpoRecipe)
-            metrics = self.policy.evaluate(self.held_out, rows, self.recipe)
+            metrics = self.policy.evaluate(held_out, rows, self.recipe)
             loss = metrics["held_out_loss"]
             return EvaluationReport(None if loss is None else -loss, metrics)
         most = (self.recipe.optimizer.micro_batch_tokens, self.recipe.optimizer.micro_batch)
-        evaluated = list(row_log_probs(self.policy, self.held_out, rows, batch, self.recipe.device, *most))
+        evaluated = list(row_log_probs(self.policy, held_out, rows, batch, self.recipe.device, *most))
         likelihood = mean_log_likelihood(evaluated)
         assert likelihood is not None, "rows without a trained token are an error"
         metrics = {"held_out_loss": -likelihood}
@@ -295,19 +315,22 @@ class SupervisedWorld:
 
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, without held-out rows) to ``model/``, for transformers and for other runs."""
-        load_best_weights(self.policy, folder)
+        base = self.base
+        if self.sharding is None:
+            load_best_weights(self.policy, folder)
+        else:
+            self.result, base, _ = result_of_shards(folder, self.tokens, self.recipe.trust_remote_code)
         if isinstance(self.result, RewardModel):
-            self.result.standardise(self._raw_scores())
-        return save_result(self.result, folder, self.recipe, self.base)
+            self.result.standardise(self._raw_scores(self.result))
+        return save_result(self.result, folder, self.recipe, base)
 
     @torch.no_grad()
-    def _raw_scores(self) -> Tensor:
+    def _raw_scores(self, model: RewardModel) -> Tensor:
         """Scores of the texts that they are standardised on."""
-        assert isinstance(self.policy, PairPolicy)
         texts, batch = self.standardised_on, self.recipe.data.batch
         parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))
-        device = self.recipe.device
-        return torch.cat([self.policy.model.raw(ids.to(device), mask.to(device)) for ids, mask in parts])
+        device = next(model.parameters()).device
+        return torch.cat([model.raw(ids.to(device), mask.to(device)) for ids, mask in parts])
 
     def close(self) -> None:
         """There is nothing to close."""

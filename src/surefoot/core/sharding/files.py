@@ -1,0 +1,148 @@
+"""Shards in files: what each rank writes of sharded tensors, and tensors in files of which any range can be read."""
+
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from surefoot.core.sharding import Shard
+from surefoot.errors import SurefootError, cause_of
+
+
+@dataclass(frozen=True)
+class WrittenShards:
+    """What a rank has written for a checkpoint.
+
+    files    their names, in ``shards_folder``
+    pieces   by part and path of a tensor: the file, its key there, and the ranges of the flattened tensor in it
+    """
+
+    files: list[str]
+    pieces: dict[tuple[str, str], Any]
+
+
+def write_shards(place: Path, parts: Mapping[str, Any], number: int) -> WrittenShards:
+    """Write this rank's shards of the tensors in a checkpoint's parts to a folder, flushed to the disk.
+
+    number   of the rank
+
+    Raises SurefootError if writing fails, as it does if the ranks have no common disk.
+    """
+    written = WrittenShards([], {})
+    for part, tree in parts.items():
+        shards = {path: shard for path, shard in _shards_in(tree, "") if shard.starts}
+        if not shards:
+            continue
+        file = f"{part}.{number:05d}.safetensors"
+        values = {path: torch.cat([x.cpu().reshape(-1) for x in shard.values]) for path, shard in shards.items()}
+        try:
+            save_file(values, place / file)
+            with (place / file).open("rb") as opened:
+                os.fsync(opened.fileno())
+        except (OSError, SafetensorError) as error:
+            raise SurefootError(
+                f"{place}: rank {number} can't write its shards ({cause_of(error)}); with sharding, all ranks need the run's "
+                "folder on a common disk with room"
+            ) from None
+        written.files.append(file)
+        for path, shard in shards.items():
+            ranges = [[start, len(x)] for start, x in zip(shard.starts, shard.values, strict=True)]
+            written.pieces[part, path] = [file, path, ranges]
+    return written
+
+
+def _shards_in(tree: Any, path: str) -> Iterator[tuple[str, Shard]]:
+    """The sharded tensors in a tree, with the paths that ``pack`` gives them."""
+    if isinstance(tree, Shard):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _shards_in(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _shards_in(value, f"{path}.{index}")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in the files of a checkpoint, of which any range can be read.
+
+    pieces   file, its key there, and for each range in it: first element, number of elements
+    """
+
+    folder: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...]
+
+    @classmethod
+    def of(cls, table: Any, path: Path, names: Collection[str]) -> "StoredTensor":
+        """From the JSON file of a checkpoint with these files.
+
+        Raises SurefootError unless the pieces are in the files and make up the tensor.
+        """
+        shape, dtype = tuple(int(n) for n in table["shape"]), getattr(torch, str(table["dtype"]))
+        pieces = tuple((str(f), str(key), tuple((int(a), int(n)) for a, n in ranges)) for f, key, ranges in table["pieces"])
+        end = 0
+        for start, count in sorted(span for _, _, ranges in pieces for span in ranges):
+            if start != end or count < 1:
+                break
+            end += count
+        if end != math.prod(shape) or not isinstance(dtype, torch.dtype):
+            raise SurefootError(f"{path}: the shards of a tensor do not make it up; use another checkpoint")
+        for file, _, _ in pieces:
+            if file not in names:
+                raise SurefootError(f"{path}: names a shard that its manifest does not list ({file[:80]!r})")
+        return cls(path.parent, shape, dtype, pieces)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements start … stop − 1 of the flattened tensor."""
+        result = torch.empty(stop - start, dtype=self.dtype)
+        for file, key, ranges in self.pieces:
+            place = 0  # of the range in the file
+            for first, count in ranges:
+                low, high = max(start, first), min(stop, first + count)
+                if low < high:
+                    with safe_open(self.folder / file, "pt") as opened:
+                        flat = _flat_range(opened.get_slice(key), place + low - first, place + high - first)
+                    result[low - start : high - start] = flat
+                place += count
+        return result
+
+    def whole(self) -> Tensor:
+        """The whole tensor."""
+        return self.read(0, math.prod(self.shape)).view(self.shape)
+
+
+def _flat_range(stored: Any, start: int, stop: int) -> Tensor:
+    """Elements start … stop − 1 of a flattened tensor in a file, of which only the rows with them are read."""
+    shape = stored.get_shape()
+    if len(shape) == 0:
+        return torch.as_tensor(stored[...]).reshape(-1)[start:stop]
+    row = math.prod(shape[1:])
+    first = start // row
+    rows: Tensor = stored[first : -(-stop // row)].reshape(-1)
+    return rows[start - first * row : stop - first * row]
+
+
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, unread."""
+    stored = {}
+    with safe_open(file, "pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 - it is no mapping
+            shape = tuple(opened.get_slice(key).get_shape())
+            dtype = DTYPES[opened.get_slice(key).get_dtype()]
+            stored[key] = StoredTensor(file.parent, shape, dtype, ((file.name, key, ((0, math.prod(shape)),)),))
+    return stored
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+DTYPES |= {"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+"""by their names in safetensors"""

@@ -1,0 +1,107 @@
+"""AdamW, or RMSprop, on sharded parameters: each rank moves its own rows."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam as fused_adam
+from torch.optim.rmsprop import rmsprop
+
+from surefoot.core.distributed import all_sum
+from surefoot.core.optimizer import ALPHA, BETAS, AdamSettings, RMSpropSettings, check_moments
+from surefoot.core.sharding import Shard, copies_of, is_writer, local_part, read_range, start_of
+
+
+class ShardedOptimizer:
+    """One group of sharded parameters with its optimizer; the interface and the steps of ``FlatOptimizer``.
+
+    The gradients are summed over ranks by the backward pass itself. State is that of ``FlatOptimizer``, as ranges of its flat
+    tensors, so a run can continue with another number of ranks, or with one.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
+        self.parameters, self.settings = list(parameters), settings
+        self.learning_rate = settings.learning_rate
+        """of the last step"""
+        sizes = [p.numel() for p in self.parameters]
+        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.size = sum(sizes)
+        """elements of all parameters"""
+        mine = [(p, o) for p, o in zip(self.parameters, offsets, strict=True) if local_part(p).numel()]
+        self.mine = [p for p, _ in mine]
+        """parameters of which this rank has rows"""
+        self.values = [local_part(p) for p in self.mine]
+        self.starts = [offset + start_of(p) for p, offset in mine]
+        """of the rows in the flat tensor of all parameters"""
+        self.names = ("square_avg",) if isinstance(settings, RMSpropSettings) else ("exp_avg", "exp_avg_sq")
+        self.state: dict[str, list[Tensor]] = {}
+        """step counts and moments of each parameter's rows; empty before the first step"""
+        self.steps = 0
+
+    def zero(self) -> None:
+        """Drop the gradients; backward then adds into new ones."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradient_norm(self) -> float:
+        """The norm of the gradient over all ranks, which may be NaN or infinite."""
+        total = torch.zeros(1, dtype=torch.float64)
+        for parameter in self.mine:
+            if parameter.grad is not None:
+                total += torch.linalg.vector_norm(local_part(parameter.grad)).double().cpu() ** 2 / copies_of(parameter)
+        return math.sqrt(x) if (x := float(all_sum(total))) >= 0 else x
+
+    @torch.no_grad()
+    def step(self, norm: float, scale: float = 1.0) -> None:
+        """Clip the gradient, whose norm is ``norm``, and take one step at ``scale`` times the learning rate."""
+        settings, limit = self.settings, self.settings.max_grad_norm
+        gradients = [
+            torch.zeros_like(x) if p.grad is None else local_part(p.grad) for p, x in zip(self.mine, self.values, strict=True)
+        ]
+        if limit is not None and norm > limit and gradients:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        self.learning_rate = settings.learning_rate * scale
+        matrices = [x for p, x in zip(self.mine, self.values, strict=True) if p.dim() > 1]
+        if settings.weight_decay and matrices:
+            torch._foreach_mul_(matrices, 1 - self.learning_rate * settings.weight_decay)
+        options: dict[str, Any] = {"lr": self.learning_rate, "eps": settings.epsilon, "weight_decay": 0.0, "maximize": False}
+        self._start()
+        self.steps += 1
+        if isinstance(settings, RMSpropSettings):
+            options |= {"alpha": ALPHA, "momentum": 0.0, "centered": False}
+            rmsprop(self.values, gradients, self.state["square_avg"], [], [], self.state["step"], **options)
+        elif self.values:
+            first, second = self.state["exp_avg"], self.state["exp_avg_sq"]
+            options |= {"beta1": BETAS[0], "beta2": BETAS[1], "amsgrad": False, "fused": True}
+            fused_adam(self.values, gradients, first, second, [], self.state["step"], **options)
+
+    def _start(self) -> None:
+        if not self.state:
+            self.state = {name: [torch.zeros_like(x) for x in self.values] for name in self.names}
+            self.state["step"] = [torch.full((), float(self.steps), device=x.device) for x in self.values]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count, and the moments as ranges of the flat ones; empty before the first step."""
+        if not self.steps:
+            return {}
+        wrote = [i for i, p in enumerate(self.mine) if is_writer(p)]
+        starts = [self.starts[i] for i in wrote]
+        moments = {
+            name: Shard((self.size,), torch.float32, starts, [self.state[name][i].reshape(-1) for i in wrote])
+            for name in self.names
+        }
+        return {"step": torch.tensor(float(self.steps)), **moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. Raises SurefootError for the state of the other kind of optimizer."""
+        check_moments(state, self.settings)
+        if not state:
+            return
+        self.steps = int(read_range(state["step"], 0, 1))
+        self.state = {}
+        self._start()
+        for name in self.names:
+            for moment, start in zip(self.state[name], self.starts, strict=True):
+                moment.copy_(read_range(state[name], start, start + moment.numel()).view(moment.shape))

@@ -1,0 +1,56 @@
+"""Sharding of language models: by the layers of ``transformers``, with value heads in float32."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from surefoot.core.distributed import world_size
+from surefoot.core.sharding import Sharding, gathered, shard
+from surefoot.language.models.adapters import RoleTrunk
+from surefoot.language.models.policy import ValueHead
+from surefoot.recipes.language import ModelRecipe
+
+
+def sharding_of(recipe: ModelRecipe) -> Sharding | None:
+    """How a recipe's models are sharded; None for whole models, and in a single process, which has nothing to share."""
+    if recipe.sharding is None or world_size() == 1:
+        return None
+    return Sharding(
+        recipe.sharding,
+        recipe.device,
+        bf16=recipe.precision == "bfloat16",
+        reshard=recipe.reshard_after_forward,
+        offload=recipe.offload,
+    )
+
+
+def shard_role(module: nn.Module, settings: Sharding) -> None:
+    """Shard a policy, a reference or a reward model in place; it moves to the device part by part."""
+    shard(module, layers_of(module), settings, [part for part in module.modules() if isinstance(part, ValueHead)])
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of every ``transformers`` model in a module, which it names as those that stay on one device."""
+    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    layers: list[nn.Module] = []
+    inner: set[nn.Module] = set()
+    for part in module.modules():
+        if type(part).__name__ in names and part not in inner:
+            layers.append(part)
+            inner |= set(part.modules())
+    return layers
+
+
+def shares_base(model: nn.Module) -> bool:
+    """Whether a model is an adapter on the base of another, with which it is sharded."""
+    return any(isinstance(part, RoleTrunk) for part in model.modules())
+
+
+@contextmanager
+def whole(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Hold whole weights of several models, each gathered once, as ``gathered`` does for one."""
+    with ExitStack() as stack:
+        for root in dict.fromkeys(roots):
+            stack.enter_context(gathered(root))
+        yield

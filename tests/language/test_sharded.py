@@ -1,0 +1,207 @@
+"""Models sharded over two ranks learn as one process does with whole models: the same gradient, step and metrics."""
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+
+from surefoot.core.credit import assign_credit
+from surefoot.core.distributed import check_same_weights, sum_count
+from surefoot.core.ranks import join_ranks
+from surefoot.core.rollout import LearnerState, World
+from surefoot.core.sharding import is_sharded, local_part
+from surefoot.errors import SurefootError
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.api import make_world
+from surefoot.runs.session import make_learner
+
+from .tiny import model, tokenizer, write_folder
+
+RANKS = 2
+METRICS = ("policy_loss", "value_loss", "gradient_norm_policy", "gradient_norm_critic", "kl", "reward", "kl_reference")
+SAMPLING = {"prompts": 5, "samples": 2, "max_tokens": 6}
+
+
+def recipe(folder: Path, kind: str, sharding: str, **changes: Any) -> Recipe:
+    """A recipe of a kind on ragged rows; one of two ranks has more rows than the other."""
+    table: dict[str, Any] = {"kind": kind, "model": str(folder / "model"), "sharding": sharding, "steps": 200}
+    data = {"train": str(folder / "rows.jsonl"), "max_length": 64}
+    table["optimizer"] = {"micro_batch_tokens": 40, "weight_decay": 0.1, "learning_rate": 1e-3}
+    if kind == "language":
+        terms = [{"function": f"{folder}/rewards.py:score"}, {"model": str(folder / "reward")}]
+        table |= {"algorithm": "PPO_CLIP", "data": {**data, "max_length": 32}, "sampling": SAMPLING}
+        table |= {"reward": {"terms": terms, "missing_eos": "bootstrap", "tolerated": 0.5}, "critic": {"own_model": True}}
+        table |= {"reference": {"beta": 0.1}, "objective": {"reuse": {"epochs": 2, "minibatches": 1}}}
+    else:
+        table |= {"data": {**data, "batch": 5}}
+    if kind in ("dpo", "reward"):
+        table["data"]["train"] = str(folder / "pairs.jsonl")
+    for name, value in changes.items():
+        table[name] = {**table[name], **value} if isinstance(table.get(name), dict) else value
+    return make_recipe(table)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {}),
+    "tied": ("sft", {"model": "tied"}),
+    "gathered once": ("sft", {"reshard_after_forward": False, "gradient_checkpointing": True}),
+    "offload": ("sft", {"offload": True}),
+    "reward": ("reward", {}),
+    "dpo": ("dpo", {}),
+    "ppo": ("language", {}),
+    "shared head": ("language", {"critic": {"own_model": False}, "gradient_checkpointing": True}),
+    "minibatches": ("language", {"objective": {"reuse": {"epochs": 1, "minibatches": 2}}}),
+    "penalty": ("language", {"algorithm": "PPO_PENALTY_ADAPTIVE"}),
+}
+ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft with an adapter": ("sft", {"adapter": {"rank": 2}}),
+    "dpo with an adapter": ("dpo", {"adapter": {"rank": 2}}),
+    "ppo on a shared base": ("language", {"adapter": {"rank": 2}, "gradient_checkpointing": True}),
+}
+if find_spec("peft") is not None:
+    CASES |= ADAPTED
+
+
+def case(folder: Path, name: str, sharding: str) -> Recipe:
+    kind, changes = CASES[name]
+    if "model" in changes:
+        changes = {**changes, "model": str(folder / changes["model"])}
+    return recipe(folder, kind, sharding, **changes)
+
+
+def whole_weights(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in policy.state_dict().items()}
+    return {name: x.detach().cpu().clone() for name, x in state.items()}
+
+
+def trained(recipe: Recipe) -> dict[str, Any]:
+    """Weights and metrics of two iterations, and the gradient norms."""
+    world: World = make_world(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
+    history = []
+    for _ in range(2):
+        rollout = world.collector.collect(state)
+        metrics = learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+        state.steps += sum_count(rollout.steps, rollout.rewards)
+        history.append({**rollout.metrics, **metrics})
+    sharded = is_sharded(world.policy)
+    return {"weights": whole_weights(world.policy), "metrics": history, "sharded": sharded, "state": dict(state.coefficients)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from surefoot.language.models.reward_model import new_reward_model
+
+    folder = tmp_path_factory.mktemp("sharded")
+    write_folder(folder / "model", "llama")
+    write_folder(folder / "tied", "llama", tie_word_embeddings=True)
+    new_reward_model(model("llama", seed=2), 3, tokenizer()).save(folder / "reward")
+    rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(13)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(13)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    source = "def score(responses):\n    return [float(len(set(t))) for t in responses]\n"
+    (folder / "rewards.py").write_text(source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Any]:
+    def body(rank: int) -> dict[str, Any]:
+        join_ranks()
+        results = {name: trained(case(folder, name, "full")) for name in CASES}
+        return results | {"whole minibatches": trained(case(folder, "minibatches", "none"))}
+
+    return on_ranks(RANKS, body, folder / "results")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_ranks_take_the_steps_of_one_process(name: str, ranks: list[Any], folder: Path) -> None:
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    # Each rank shuffles its own rows, so minibatches are those of ranks with whole models.
+    alone = ranks[0]["whole minibatches"] if name == "minibatches" else trained(case(folder, name, "full"))
+    assert not alone["sharded"], "a single process has nothing to share"
+    for rank in ranks:
+        assert rank[name]["sharded"]
+        assert rank[name]["state"] == pytest.approx(alone["state"], rel=1e-5)
+        for key, weights in alone["weights"].items():
+            torch.testing.assert_close(rank[name]["weights"][key], weights, rtol=1e-4, atol=2e-6)
+        for ours, theirs in zip(rank[name]["metrics"], alone["metrics"], strict=True):
+            shown = [name for name in METRICS if theirs.get(name) is not None]
+            assert {m: ours[m] for m in shown} == pytest.approx({m: theirs[m] for m in shown}, rel=1e-4, abs=1e-6)
+
+
+def test_hybrid_ranks_take_the_steps_of_one_process_and_compare_their_copies(folder: Path) -> None:
+    """Two machines of two ranks each: shards within a machine, copies between them."""
+
+    def body(rank: int) -> dict[str, Any]:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        join_ranks()
+        results = {name: trained(case(folder, name, "hybrid")) for name in ("sft", "ppo")}
+        world = make_world(case(folder, "sft", "hybrid"))
+        check_same_weights(world.policy)
+        with torch.no_grad():
+            next(p for p in map(local_part, world.policy.parameters()) if p.numel()).add_(rank == 3)
+        try:
+            check_same_weights(world.policy)
+        except SurefootError as error:
+            results["damaged"] = str(error)
+        return results
+
+    ranks = on_ranks(4, body, folder / "hybrid")
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    for name in ("sft", "ppo"):
+        alone = trained(case(folder, name, "full"))
+        for rank in ranks:
+            assert rank["damaged"].startswith("ranks: the weights of rank 3 differ")
+            for key, weights in alone["weights"].items():
+                torch.testing.assert_close(rank[name]["weights"][key], weights, rtol=1e-4, atol=2e-6)
+
+
+def test_machines_with_other_numbers_of_ranks_are_one_line(folder: Path) -> None:
+    def body(rank: int) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = "3"
+        join_ranks()
+        make_world(case(folder, "sft", "hybrid"))
+
+    message = "SurefootError: sharding='hybrid': 2 ranks are not machines with LOCAL_WORLD_SIZE=3 ranks each; start the same "
+    message += "number on every machine, or set sharding = 'full'"
+    assert on_ranks(2, body, folder / "uneven") == [message] * 2
+
+
+@pytest.mark.parametrize("kind", ["sft", "language"])
+def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder: Path) -> None:
+    def body(rank: int) -> dict[str, Any]:
+        join_ranks()
+        return trained(recipe(folder, kind, "full", precision="bfloat16"))
+
+    exact, ranks = trained(recipe(folder, kind, "full")), on_ranks(2, body, folder / f"bfloat16 {kind}")
+    for rank in ranks:
+        assert {x.dtype for x in rank["weights"].values()} == {torch.float32}
+        first, wanted = rank["metrics"][0], exact["metrics"][0]
+        assert first["gradient_norm_policy"] == pytest.approx(wanted["gradient_norm_policy"], rel=0.2)
+        if kind == "sft":
+            assert first["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=2e-2)
+        else:
+            assert abs(first["kl_reference"]) < 1e-3, "the reference computes as the policy does"
+            assert first["ratio_at_start"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sharding": "some"}, r"sharding='some': input should be 'full' or 'hybrid'"),
+        ({"sharding": "none", "offload": True}, r"offload: is for sharded models; set sharding = 'full', or leave it out"),
+        ({"mixing": {"sft_coefficient": 0.5}}, r"mixing\.sft_coefficient=0\.5: is not supported with sharding = 'full'"),
+        ({"engine": "compiled"}, r"engine='compiled': is for control"),
+    ],
+)
+def test_what_sharding_does_not_support_is_one_line(changes: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(SurefootError, match=f"^{message}"):
+        recipe(folder, "language", **{"sharding": "full", **changes})

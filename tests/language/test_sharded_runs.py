@@ -1,0 +1,168 @@
+"""Runs of sharded models: their checkpoints continue on any number of ranks, and their folders are those of other runs."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+
+import surefoot
+from surefoot.core.ranks import join_ranks
+from surefoot.core.sharding import Shard, local_part, read_range, start_of
+from surefoot.core.sharding.files import StoredTensor
+from surefoot.errors import SurefootError
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.api import make_world
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.runs.session import Session
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+from .tiny import write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded_runs")
+    write_folder(folder / "model", "llama", tie_word_embeddings=True)
+    rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(13)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(13)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
+    return folder
+
+
+def fields(folder: Path, kind: str) -> dict[str, Any]:
+    """Keyword arguments of a run of two checkpoints, at 18 and 36 rows."""
+    rows = {"train": str(folder / "rows.jsonl"), "held_out": str(folder / "rows.jsonl"), "max_length": 64}
+    table: dict[str, Any] = {
+        "model": str(folder / "model"),
+        "sharding": "full",
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+    }
+    table |= {"evaluation": {"rows": 4, "every": 18}, "checkpoint": {"every": 18, "keep": 3}}
+    if kind == "language":
+        table |= {"data": rows, "sampling": {"prompts": 9, "max_tokens": 4}, "reward": f"{folder}/rewards.py:score"}
+        table["reward"] = {"terms": [table["reward"]], "missing_eos": "none"}
+        return table | {"objective": {"reuse": {"epochs": 1, "minibatches": 3}}, "optimizer": {"learning_rate": 1e-3}}
+    if kind == "reward":
+        rows |= {"train": str(folder / "pairs.jsonl"), "held_out": str(folder / "pairs.jsonl")}
+    return table | {"data": {**rows, "batch": 9}}
+
+
+def train(folder: Path, kind: str, run_dir: Path, steps: int, **changes: Any) -> None:
+    options = {"kind": kind} if kind == "language" else {}
+    surefoot.train(kind, steps=steps, run_dir=run_dir, seed=1, **{**fields(folder, kind), **changes}, **options)
+
+
+def whole(run_dir: Path) -> dict[str, Any]:
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    assert checkpoint is not None
+    return load_checkpoint(checkpoint)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees are equal, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def mismatches(run_dir: Path) -> list[str]:
+    """The parameters and moments of this rank that are not those of the last checkpoint, after continuing from it."""
+    saved = whole(run_dir)
+    recipe = make_recipe(saved["recipe"])
+    session = Session(recipe.model_copy(update={"steps": 1_000}), make_world(recipe), None)
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    assert checkpoint is not None
+    session.restore(checkpoint, allow_changes=True)
+    wrong = []
+    for name, parameter in session.world.policy.state_dict().items():
+        local, start = local_part(parameter).reshape(-1), start_of(parameter)
+        if not torch.equal(local, read_range(saved["agent"][name], start, start + local.numel())):
+            wrong.append(name)
+    optimizer, moments = session.learner.steppable["policy"], saved["learner"]["policy"]
+    state = optimizer.state_dict()
+    for name in ("exp_avg", "exp_avg_sq"):
+        part = state[name] if isinstance(state[name], Shard) else Shard(moments[name].shape, torch.float32, [0], [state[name]])
+        for start, values in zip(part.starts, part.values, strict=True):
+            if not torch.equal(values, moments[name][start : start + len(values)]):
+                wrong.append(name)
+    return [*wrong, *([] if torch.equal(state["step"], moments["step"]) else ["step"])]
+
+
+def test_checkpoints_continue_bit_for_bit_on_other_numbers_of_ranks(folder: Path, tmp_path: Path) -> None:
+    """Written by three ranks, or by one process; read by one, two and three."""
+    on_ranks(3, lambda rank: train(folder, "sft", tmp_path / "of three", 36), tmp_path / "a")
+    train(folder, "sft", tmp_path / "of one", 36)
+    shards = sorted(path.name for path in (tmp_path / "of three" / "checkpoints" / "36").glob("*.*.safetensors"))
+    assert shards == [f"{part}.{rank:05d}.safetensors" for part in ("agent", "learner") for rank in range(3)]
+    torch.testing.assert_close(whole(tmp_path / "of three")["agent"], whole(tmp_path / "of one")["agent"], rtol=1e-4, atol=1e-5)
+
+    def body(rank: int) -> dict[str, list[str]]:
+        join_ranks()
+        return {run: mismatches(tmp_path / run) for run in ("of three", "of one")}
+
+    right: dict[str, list[str]] = {"of three": [], "of one": []}
+    assert on_ranks(2, body, tmp_path / "b") == [right] * 2
+    assert on_ranks(3, body, tmp_path / "c") == [right] * 3
+    assert {run: mismatches(tmp_path / run) for run in right} == right
+
+
+@pytest.mark.parametrize("kind", ["sft", "language", "reward"])
+def test_a_sharded_run_repeats_and_resumes_bit_for_bit_and_leaves_a_model(kind: str, folder: Path, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        train(folder, kind, tmp_path / "whole", 36)
+        train(folder, kind, tmp_path / "again", 36)
+        train(folder, kind, tmp_path / "cut", 18)
+        surefoot.resume(tmp_path / "cut", steps=36)
+
+    assert on_ranks(2, body, tmp_path / "results") == [None] * 2
+    parts = whole(tmp_path / "whole")
+    assert parts["learner"]["policy"]["step"] > 1
+    for other in ("again", "cut"):
+        for part in ("agent", "learner", "collector"):
+            assert same(parts[part], whole(tmp_path / other)[part]), (other, part)
+    result = surefoot.load(tmp_path / "whole")
+    saved = surefoot.load(tmp_path / "whole" / "model")
+    if kind == "reward":
+        assert float(saved.std) != 1
+        assert torch.equal(result.backbone.get_input_embeddings().weight, saved.backbone.get_input_embeddings().weight)
+    else:
+        assert result.generate(["1 says "], seed=1, max_tokens=4) == saved.generate(["1 says "], seed=1, max_tokens=4)
+    surefoot.resume(tmp_path / "cut", steps=54)  # by one process
+    assert read_metrics(tmp_path / "cut" / "metrics.jsonl")[-1]["steps"] == 54
+
+
+def test_a_missing_or_foreign_shard_is_one_line(folder: Path, tmp_path: Path) -> None:
+    on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 18), tmp_path / "results")
+    checkpoint = tmp_path / "run" / "checkpoints" / "18"
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (checkpoint / "agent.00001.safetensors").unlink()
+    with pytest.raises(SurefootError, match=r"agent\.00001\.safetensors is missing"):
+        surefoot.resume(tmp_path / "run", steps=36)
+    table = json.loads((tmp_path / "copy" / "agent.json").read_text())
+    name = next(iter(table))
+    for pieces, message in (([], "do not make it up"), ([["../x", name, [[0, 10**9]]]], "do not make it up")):
+        broken = {**table[name]["$shards"], "pieces": pieces}
+        with pytest.raises(SurefootError, match=message):
+            StoredTensor.of(broken, tmp_path / "copy" / "agent.json", [])
+    foreign = {"shape": [4], "dtype": "float32", "pieces": [["../x", name, [[0, 4]]]]}
+    with pytest.raises(SurefootError, match="names a shard that its manifest does not list"):
+        StoredTensor.of(foreign, tmp_path / "copy" / "agent.json", ["agent.json"])
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+def test_an_adapter_on_a_sharded_base_is_saved_alone_and_merged(folder: Path, tmp_path: Path) -> None:
+    on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 18, adapter={"rank": 2}), tmp_path / "results")
+    assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+    assert surefoot.load(tmp_path / "run" / "model").generate(["1 says "], max_tokens=2)
+    agent = whole(tmp_path / "run")["agent"]
+    assert all("lora" in name for name in agent)
+    assert any(bool(x.abs().sum() > 0) for name, x in agent.items() if "lora_B" in name)
