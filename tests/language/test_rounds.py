@@ -3,8 +3,10 @@
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ from surefoot.language.data.sources import read_rows
 from surefoot.language.sampling.pairs import prefers_first
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
+from surefoot.runs.display import Display
 from surefoot.runs.folder import RunFolder
 from surefoot.runs.metrics import TIMING
-from surefoot.runs.rounds import RoundsSettings, accuracy, policy_before, ppo_recipe, reward_before, rounds_table
+from surefoot.runs.rounds import RoundsSettings, accuracy, policy_before, ppo_recipe, reward_before, rounds_table, run_rounds
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
+from ranked import on_ranks
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -151,6 +157,28 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     assert "has rounds with other settings (noise: 0.0 -> 1.0)" in err
 
 
+def test_rounds_on_two_ranks_have_the_pairs_of_one_process_go_on_and_end_with_one_error(start: Path) -> None:
+    """The first rank labels and evaluates. PPO's minibatches are others, each rank has rows of its own."""
+    plan = RoundsSettings(recipe_of(start), f"{start}/judge.py:judge", pairs=20)
+
+    def body(folder: Path, rounds: int) -> Callable[[int], Any]:
+        return lambda rank: run_rounds(plan, folder, rounds, lambda recipe, run: Display())
+
+    (alone,) = run_rounds(plan, start / "one", 1, lambda recipe, run: Display())
+    first, second = on_ranks(2, body(start / "two", 1), start / "results")
+    assert first == second
+    assert lines(start / "two" / "round-1" / "pairs.jsonl") == lines(start / "one" / "round-1" / "pairs.jsonl")
+    for name in ("reward", "gold", "kl", "length"):
+        assert first[0][name]["start"] == pytest.approx(alone[name]["start"], rel=1e-3, abs=1e-4), name
+    assert (first[0]["accuracy"], first[0]["accuracy_before"]) == (alone["accuracy"], alone["accuracy_before"])
+    (start / "two" / "round-1" / "round.json").unlink()
+    assert on_ranks(2, body(start / "two", 1), start / "again") == [first, second]
+    plan = replace(plan, judge=f"{start}/judge.py:bored")
+    for rank, message in enumerate(on_ranks(2, body(start / "bored", 1), start / "errors")):
+        assert message.startswith("SurefootError: " if rank == 0 else "SurefootError: rank 0: ")
+        assert "the judge prefers an answer in only 0 of 20 pairs" in message
+
+
 def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_anchored_to_the_start(start: Path) -> None:
     plan, folder = RoundsSettings(recipe_of(start), "j:j"), start / "r"
     for number, model, reward in (
@@ -216,17 +244,6 @@ def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no
             assert "--judge='judge.py:slow': took longer than reward.deadline=0.3 s for 20 responses" in err
             assert "raise reward.deadline, then repeat the command" in err
     assert code == 0, err
-
-
-def test_rounds_are_rejected_where_several_processes_would_make_them(
-    start: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = command("rounds", "ppo.toml", "--name", "many")
-    assert code == 2
-    assert "2 processes were started, but this command is one process, and each would write into runs/many" in err
-    assert not (start / "runs").exists()
 
 
 def test_without_noise_the_better_answer_is_chosen_and_with_it_by_bradley_terry() -> None:

@@ -13,14 +13,16 @@ from killing import assert_same
 from ranked import finish, on_ranks, start_ranks
 
 import surefoot
-from surefoot import SurefootError
+from surefoot import SurefootError, demos
 from surefoot.control.world import ControlWorld
-from surefoot.core.distributed import check_same_weights, exchange, on_first, rank, share, together
+from surefoot.core.distributed import check_same_weights, exchange, on_first, rank, share, together, world_size
 from surefoot.core.learner import Learner
 from surefoot.core.ranks import first_host, join_ranks, launch_of
 from surefoot.errors import NotFiniteError
+from surefoot.recipes.presets import find_recipe
 from surefoot.runs import session as sessions
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.runs.display import Display
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -341,6 +343,31 @@ def test_weights_that_differ_in_one_bit_are_noticed_on_every_rank(tmp_path):
         check_same_weights(layer)
 
     assert all("the weights of rank 1 differ from those of rank 0" in result for result in on_ranks(2, body, tmp_path))
+
+
+def test_what_the_first_rank_does_while_the_others_wait_sees_one_process(tmp_path):
+    def body(number):
+        join_ranks()
+        before = rank(), world_size()
+        inside = on_first(lambda: (rank(), world_size(), exchange(number), on_first(lambda: world_size())))
+        return before, inside, (rank(), world_size())
+
+    first, second = on_ranks(2, body, tmp_path)
+    assert first == ((0, 2), (0, 1, [0], 1), (0, 2))
+    assert second == ((1, 2), (0, 1, [0], 1), (1, 2))
+
+
+def test_a_demo_on_two_ranks_is_one_run_that_the_first_evaluates(tmp_path, monkeypatch):
+    short = {"steps": 512, "evaluation": {"episodes": 1}}
+    monkeypatch.setattr(demos, "find_recipe", lambda name, changes: find_recipe(name, {**changes, **short}))
+
+    def body(number):
+        join_ranks()
+        return demos.control_demo(tmp_path / "runs", 1, lambda recipe, folder: Display())
+
+    assert on_ranks(2, body, tmp_path / "results") == [None, None]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
+    assert read_metrics(tmp_path / "runs" / "demo" / "metrics.jsonl")[-1]["steps"] == 512
 
 
 @pytest.mark.parametrize(

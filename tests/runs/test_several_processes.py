@@ -25,7 +25,6 @@ ALONE = {
     "one step of a larger job": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
 }
 COMMANDS = {
-    "demo": ("demo", "control"),
     "ladder": ("ladder", "CartPole-v1", "--rung", "0", "--seeds", "1", "--steps", "64"),
     "compare-algorithms": ("compare-algorithms", "CartPole-v1", "--algorithms", "REINFORCE,A2C", "--steps", "64"),
 }

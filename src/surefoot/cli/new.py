@@ -1,5 +1,7 @@
 """Create a folder for a new task, or run a demo."""
 
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -10,6 +12,7 @@ import click
 
 from surefoot.cli.options import PATH, seed_option
 from surefoot.cli.output import display_for, echo
+from surefoot.cli.ranks import launch_ranks, ranks_option
 from surefoot.errors import SurefootError
 
 DEMOS = ("control", "language", "verifier")
@@ -70,7 +73,8 @@ def _json_lines(rows: list[dict[str, str]]) -> str:
 @click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True, help="Folder of the demo's runs.")
 @seed_option(1)
 @click.option("--no-anchor", is_flag=True, help="Language: no KL penalty (β = 0), to see reward hacking.")
-def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
+@ranks_option
+def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, ranks: int | None) -> None:
     """Run a demo of control, language or a verifier.
 
     control: PPO on CartPole-v1, one minute. language: SFT, a reward model and PPO on short reviews, five minutes. verifier:
@@ -78,10 +82,20 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
     """
     if no_anchor and which != "language":
         raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")
+    if launch_ranks(ranks, None, None):
+        return
+    from surefoot.core.distributed import rank
+
+    with contextlib.redirect_stdout(io.StringIO()) if rank() else contextlib.nullcontext():  # the first rank prints
+        run_demo(which, run_dir, seed, anchored=not no_anchor)
+
+
+def run_demo(which: str, run_dir: Path, seed: int, anchored: bool) -> None:
+    """Run the demo of that name."""
     if which == "language":
         from surefoot.demos.reviews import language_demo
 
-        language_demo(run_dir, seed, display_for, anchored=not no_anchor)
+        language_demo(run_dir, seed, display_for, anchored=anchored)
     elif which == "verifier":
         from surefoot.demos.sorting import verifier_demo
 

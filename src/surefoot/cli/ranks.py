@@ -14,7 +14,7 @@ from surefoot.cli.options import COUNT, POSITIVE
 from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note
 from surefoot.errors import SurefootError
 
-RANKED = ("train", "resume")
+RANKED = ("train", "resume", "rounds", "demo")
 """commands that several ranks run together"""
 AGENT = "SUREFOOT_AGENT"
 """environment variable of ranks that a command of ours started: it reports a rank that died"""
@@ -39,10 +39,13 @@ class Ranks(click.ParamType[int]):
         return torch.cuda.device_count()
 
 
+ranks_option = click.option("--ranks", type=Ranks(), help="Train as this many processes; auto: one per GPU. [default: 1]")
+
+
 def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--ranks``, ``--max-restarts`` and ``--rank-timeout``; ``launch_ranks`` reads them."""
     for option in (
-        click.option("--ranks", type=Ranks(), help="Train as this many processes; auto: one per GPU. [default: 1]"),
+        ranks_option,
         click.option(
             "--max-restarts", type=click.IntRange(0), metavar="N", help="Restart all ranks up to N times after one has died."
         ),

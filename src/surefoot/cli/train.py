@@ -182,6 +182,7 @@ def resume(
 @click.option("--new-only", is_flag=True, help="Train each reward model on the pairs of its own round only.")
 @click.option("--name", help="The folder is runs/NAME. [default: the recipe's name with -rounds]")
 @click.option("--run-dir", type=PATH, help="Folder of all rounds; with --name, the folder that contains it.")
+@rank_options
 @quiet_option
 @json_option
 def rounds(
@@ -190,6 +191,9 @@ def rounds(
     judge: str | None,
     name: str | None,
     run_dir: Path | None,
+    ranks: int | None,
+    max_restarts: int | None,
+    rank_timeout: float | None,
     quiet: bool,
     as_json: bool,
     **options: Any,
@@ -211,15 +215,21 @@ def rounds(
     labeller = judge or language_recipe.reward.gold
     if labeller is None:
         raise SurefootError("--judge: nothing labels the pairs; name a function or a reward model, or set reward.gold")
-    from surefoot.runs.display import Display
     from surefoot.runs.rounds import RoundsSettings, rounds_table, run_rounds
+
+    settings = RoundsSettings(language_recipe, labeller, **options)
+    if launch_ranks(ranks, max_restarts, rank_timeout):
+        return
+    from surefoot.core.distributed import rank
+    from surefoot.runs.display import Display
 
     def display(current: Recipe, run: Path) -> "Display":
         return Display() if as_json else display_for(current, run, quiet)
 
     folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
-    settings = RoundsSettings(language_recipe, labeller, **options)
     results = run_rounds(settings, folder, count, display, lambda line: echo(line, err=as_json))
+    if rank() > 0:
+        return
     if as_json:
         echo_json({"rounds": results})
     else:

@@ -22,14 +22,18 @@ reason_of_failure: Callable[[], str | None] = lambda: None  # noqa: E731
 """the message with which another rank left; set by ``core/ranks.py``"""
 
 
+_alone = False
+"""whether this process does something that the others wait for (``on_first``)"""
+
+
 def rank() -> int:
     """The number of this process, from 0; 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if world_size() > 1 else 0
 
 
 def world_size() -> int:
-    """The number of processes that train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """The number of processes that work together: 1 in what only rank 0 does."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _alone else 1
 
 
 # ---- sums across ranks ----------------------------------------------------------------------------------------------
@@ -113,11 +117,16 @@ def from_first(value: T) -> T:
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """The result of a function that only rank 0 calls, on every rank; so is its error."""
+    """The result of a function that only rank 0 calls, on every rank; so is its error. The function sees a single process."""
+    global _alone
     result: list[T] = []
     with together():
         if rank() == 0:
-            result.append(function())
+            before, _alone = _alone, True
+            try:
+                result.append(function())
+            finally:
+                _alone = before
     return from_first(result)[0]
 
 

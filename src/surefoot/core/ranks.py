@@ -248,5 +248,5 @@ def check_single_process(folder: Path) -> None:
     count = world_size() if launch is None else launch.size
     raise SurefootError(
         f"ranks: {count} processes were started, but this command is one process, and each would write into {folder}; start it "
-        "without torchrun or srun (train and resume can use several)"
+        "without torchrun or srun (train, resume, rounds and demo can use several)"
     )

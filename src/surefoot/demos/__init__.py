@@ -49,17 +49,16 @@ class Stages:
 
 
 def free_folder(run_dir: Path, name: str) -> Path:
-    """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder.
+    """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder."""
+    from surefoot.core.distributed import on_first
 
-    Raises SurefootError if a launcher has started several processes.
-    """
-    from surefoot.core.ranks import check_single_process
+    def free() -> Path:
+        folder, number = run_dir / name, 2
+        while folder.exists():
+            folder, number = run_dir / f"{name}-{number}", number + 1
+        return folder
 
-    folder, number = run_dir / name, 2
-    check_single_process(folder)
-    while folder.exists():
-        folder, number = run_dir / f"{name}-{number}", number + 1
-    return folder
+    return on_first(free)
 
 
 def command_here() -> str:
@@ -70,6 +69,7 @@ def command_here() -> str:
 
 def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     """Train on CartPole-v1, evaluate over 20 greedy episodes, and print what to try next."""
+    from surefoot.core.distributed import on_first
     from surefoot.runs import api
     from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -78,12 +78,12 @@ def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     started = time.monotonic()
     api.start(recipe, folder, display=display_for(recipe, folder))
     seconds = time.monotonic() - started
-    result = api.evaluate(api.load(folder), episodes=20, seed=seed)
+    result = on_first(lambda: api.evaluate(api.load(folder), episodes=20, seed=seed))
     shown = visible(str(folder))
     verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"
     print()
     print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = on_first(lambda: read_metrics(folder / "metrics.jsonl"))
     steps, returns = rows[-1]["steps"], [row["episode_return"] for row in rows if row["episode_return"] is not None]
     print(
         f"In training, episodes returned {returns[0]:.1f} at first, {max(returns):.1f} at best and {returns[-1]:.1f} at last."

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from surefoot.core.distributed import on_first
 from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language import require_transformers
@@ -26,20 +27,24 @@ def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: b
     folder = free_folder(run_dir, "demo-language")
     stages = Stages(folder, seed, display_for)
     data = folder / "data"
-    write_data(data, seed)
+    on_first(lambda: write_data(data, seed))
     print("1/3 SFT: a small model learns to write reviews from demonstrations, good and bad ones.")
     held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
     sft = stages.run("sft", "reviews_sft", {"data": {"train": str(data / "demonstrations.jsonl"), **held_out}})
     print("\n2/3 Reward model: it learns from pairs of the model's reviews which one people prefer.")
-    write_pairs(data, sft, seed)
+    on_first(lambda: write_pairs(data, sft, seed))
     pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
     scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred are enough for mean and spread of the scores
     reward = stages.run("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
     print("\n3/3 PPO: the model maximises the learned reward; a KL penalty keeps it near the SFT model.")
     ppo = stages.run("ppo", "reviews", online(folder, anchored))
-    results = compare(sft, reward, ppo, data, stages)
-    write_text(folder / "demo.json", json.dumps(results, indent=1))
-    return results
+
+    def results() -> dict[str, Any]:
+        compared = compare(sft, reward, ppo, data, stages)
+        write_text(folder / "demo.json", json.dumps(compared, indent=1))
+        return compared
+
+    return on_first(results)
 
 
 def online(folder: Path, anchored: bool = True) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.core.distributed import on_first
 from surefoot.core.seeding import derived_seed
 from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
@@ -45,7 +46,7 @@ def verifier_demo(run_dir: Path, seed: int, display_for: DisplayFor, sizes: Size
     sizes = sizes or Sizes()
     stages = Stages(free_folder(run_dir, "demo-verifier"), seed, display_for)
     data = stages.folder / "data"
-    write_data(data, TASK, seed, sizes)
+    on_first(lambda: write_data(data, TASK, seed, sizes))
     print("1/3 SFT: a small model learns to sort five digits from demonstrations that often leave the last one in place.")
     sft = stages.run("sft", "task_sft", {"steps": sizes.demonstrations, "data": {"train": str(data / "demonstrations.jsonl")}})
     print("\n2/3 PPO: a program checks each answer; a critic estimates the expected reward.")
@@ -57,9 +58,13 @@ def verifier_demo(run_dir: Path, seed: int, display_for: DisplayFor, sizes: Size
     ppo = stages.run("ppo", "sorting", online)
     print(f"\n3/3 GRPO: the same program, without a critic; {SAMPLES} answers to the same problem are compared.")
     grpo = stages.run("grpo", "sorting", {**online, **in_groups("GRPO")})
-    results = compare(sft, {"PPO": ppo, "GRPO": grpo}, data / "test.jsonl", stages)
-    write_text(stages.folder / "demo.json", json.dumps(results, indent=1))
-    return results
+
+    def results() -> dict[str, Any]:
+        compared = compare(sft, {"PPO": ppo, "GRPO": grpo}, data / "test.jsonl", stages)
+        write_text(stages.folder / "demo.json", json.dumps(compared, indent=1))
+        return compared
+
+    return on_first(results)
 
 
 def in_groups(algorithm: str, responses: int = 256) -> dict[str, Any]:

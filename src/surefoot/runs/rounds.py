@@ -3,6 +3,8 @@
 PPO moves the policy away from the data that the reward model was trained on, where its scores mean less. Fresh pairs of the
 policy's answers correct that. Each stage is an ordinary run, and each round is a folder: ``round-1/pairs.jsonl``, ``reward/``,
 ``ppo/``, ``round.json``.
+
+Of several ranks the first labels pairs and evaluates; all train. All must be able to read the folder.
 """
 
 import json
@@ -10,12 +12,14 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from surefoot.core.ranks import check_single_process
+from surefoot.core.distributed import on_first
+from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table, read_toml, write_text
@@ -122,12 +126,10 @@ def run_rounds(
 
     log   called with a line before sampling, which has no display
 
-    Raises SurefootError when the folder has rounds with other settings, on several ranks, and what training raises.
+    Raises SurefootError when the folder has rounds with other settings, and what training raises.
     """
-    check_single_process(folder)
-    if not (folder / "rounds.json").is_file():
-        _load_judge(settings)  # before the folder is made
-    _claim(settings, folder)
+    join_ranks()
+    on_first(lambda: _claim(settings, folder))
     try:
         return [_round(settings, folder, number, display_for, log) for number in range(1, rounds + 1)]
     except Interrupted as stop:
@@ -183,6 +185,8 @@ def reward_before(settings: RoundsSettings, folder: Path, number: int) -> Path:
 def _claim(settings: RoundsSettings, folder: Path) -> None:
     """Write the settings into the folder, or compare it with the one there."""
     path, table = folder / "rounds.json", settings.to_json()
+    if not path.is_file():
+        _load_judge(settings)  # before the folder is made
     try:
         if path.is_file():
             before = read_table(path)
@@ -206,10 +210,26 @@ def _round(
     settings: RoundsSettings, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None]
 ) -> dict[str, Any]:
     here = folder / f"round-{number}"
-    if (here / "round.json").is_file():
-        return read_table(here / "round.json")
-    here.mkdir(exist_ok=True)
+    done = on_first(lambda: read_table(here / "round.json") if (here / "round.json").is_file() else None)
+    if done is not None:
+        return done
     torch.set_num_threads(settings.recipe.threads)
+    pairs = on_first(lambda: _label(settings, folder, number, log))
+    _train(lambda: reward_recipe(settings, here, pairs), here / "reward", display_for)
+    _train(lambda: ppo_recipe(settings, folder, number), here / "ppo", display_for)
+
+    def finish() -> dict[str, Any]:
+        report = {"round": number, "folder": str(here), **_evaluate(settings, folder, number), "training_pairs": pairs}
+        write_text(here / "round.json", json.dumps(report, indent=1))
+        return report
+
+    return on_first(finish)
+
+
+def _label(settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None]) -> int:
+    """Write the pairs of a round, unless they are there; the number of all that its reward model trains on."""
+    here = folder / f"round-{number}"
+    here.mkdir(exist_ok=True)
     if not (here / "pairs.jsonl").is_file():  # written last of the three
         log(
             f"round {number}: {settings.pairs} pairs by {policy_before(settings, folder, number)}, labelled by {settings.judge}"
@@ -219,30 +239,32 @@ def _round(
         write_rows(here / "held_out_pairs.jsonl", held_out)
         write_rows(here / "all_pairs.jsonl", [*([] if settings.new_only else _old_pairs(settings, folder, number)), *new])
         write_rows(here / "pairs.jsonl", new)
-    pairs = len(read_rows(here / "all_pairs.jsonl"))
-    _train(lambda: reward_recipe(settings, here, pairs), here / "reward", display_for)
-    _train(lambda: ppo_recipe(settings, folder, number), here / "ppo", display_for)
-    report = {"round": number, "folder": str(here), **_evaluate(settings, folder, number), "training_pairs": pairs}
-    write_text(here / "round.json", json.dumps(report, indent=1))
-    return report
+    return len(read_rows(here / "all_pairs.jsonl"))
 
 
 def _train(recipe: Callable[[], Recipe], run: Path, display_for: DisplayFor) -> None:
     """Start a run, or resume it; do nothing if it is finished."""
     from surefoot.runs import api
 
+    made, begun = on_first(lambda: _to_train(recipe, run))
+    if made is not None:
+        act = api.resume if begun else partial(api.start, made)
+        act(run, display=display_for(made, run))
+
+
+def _to_train(recipe: Callable[[], Recipe], run: Path) -> tuple[Recipe | None, bool]:
+    """The recipe of a run, None if it is finished; and whether it has begun."""
     if (run / FINISHED).is_file():
-        return
+        return None, True
     made = recipe()
-    if (run / "config.toml").is_file():
-        with closing(RunFolder.open(run)) as folder:  # an error if another process writes to it
-            table = to_table(folder.recipe())
-            if isinstance(made, LanguageRecipe):
-                table["reward"]["deadline"] = made.reward.deadline  # the user may have raised it
-                folder.write_recipe(make_recipe(table))
-        api.resume(run, display=display_for(make_recipe(table), run))
-        return
-    api.start(made, run, display=display_for(made, run))
+    if not (run / "config.toml").is_file():
+        return made, False
+    with closing(RunFolder.open(run)) as folder:  # an error if another process writes to it
+        table = to_table(folder.recipe())
+        if isinstance(made, LanguageRecipe):
+            table["reward"]["deadline"] = made.reward.deadline  # the user may have raised it
+            folder.write_recipe(make_recipe(table))
+    return make_recipe(table), True
 
 
 def _load_judge(settings: RoundsSettings) -> Reward:
