@@ -11,6 +11,7 @@ and tables are made only from names, defaults and meanings.
 
 import argparse
 import ast
+import inspect
 import json
 import re
 import runpy
@@ -401,7 +402,7 @@ def command_part(name: str, command: click.Command) -> str:
     own = [option for option in options if not is_recipe_flag(option)]
     recipe = [option for option in options if is_recipe_flag(option)]
     usage = " ".join(["surefoot", name, *(str(argument.name).upper() for argument in arguments), "[OPTIONS]"])
-    parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", *help_parts(command.help or "")]
+    parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", *help_parts(inspect.cleandoc(command.help or ""))]
     if own:
         parts.append(table(("option", "meaning"), map(option_row, own)))
     if recipe:

@@ -228,7 +228,8 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.folder, self.plan = folder, plan
-        connect = {"connect_args": {"timeout": WAIT}}
+        # Without a pool: Optuna leaves its connections open.
+        connect = {"connect_args": {"timeout": WAIT}, "poolclass": sqlalchemy.pool.NullPool}
         warm_up = math.ceil(plan.evaluations * WARM_UP)
         pruner = optuna.pruners.MedianPruner(n_warmup_steps=warm_up) if plan.prune else optuna.pruners.NopPruner()
         with folder_lock(folder, REQUEST, WAIT):  # two processes can't create the tables of one database
