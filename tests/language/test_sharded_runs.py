@@ -1,20 +1,25 @@
 """Runs of sharded models: their checkpoints continue on any number of ranks, and their folders are those of other runs."""
 
 import json
+import os
 import shutil
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+import torch.distributed as dist
+from ranked import finish, on_ranks, start_ranks
 
 import surefoot
 from surefoot.core.ranks import join_ranks
 from surefoot.core.sharding import Shard, local_part, read_range, start_of
 from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.online import collect as collecting
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
@@ -166,3 +171,38 @@ def test_an_adapter_on_a_sharded_base_is_saved_alone_and_merged(folder: Path, tm
     agent = whole(tmp_path / "run")["agent"]
     assert all("lora" in name for name in agent)
     assert any(bool(x.abs().sum() > 0) for name, x in agent.items() if "lora_B" in name)
+
+
+PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (collecting, "sample"), "gathering": (collecting, "gathered")}
+
+
+@pytest.mark.parametrize("what", ["raises", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_fails_in_a_pass_of_a_sharded_model_ends_the_others(
+    place: str, what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes are exchanges of another kind than sums of metrics; none of them waits for a rank that has left."""
+    where, name = PLACES[place]
+    before, calls = getattr(where, name), []
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if place != "learning" or torch.is_grad_enabled():
+            calls.append(name)
+        if dist.get_rank() == 1 and len(calls) == 5:
+            if what == "raises":
+                raise ValueError("out of luck")
+            os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
+        return before(*arguments, **named)
+
+    monkeypatch.setattr(where, name, failing)
+    steps, run = 90, tmp_path / "run"
+    processes = start_ranks(2, lambda rank: train(folder, "language", run, steps), tmp_path / "results", timeout=4)
+    processes[0].join(60)
+    if what == "hangs":
+        os.kill(processes[1].pid or 0, signal.SIGKILL)
+    results = finish(processes, tmp_path / "results")
+    assert results[0].startswith("RankLostError: rank 0 of 2: another rank has died") or (
+        what == "raises" and results[0].startswith("SurefootError: ") and "out of luck" in results[0]
+    )
+    assert results[1] is None if what != "raises" else "out of luck" in results[1]
+    latest_checkpoint(run / "checkpoints")  # whatever is there is sound
