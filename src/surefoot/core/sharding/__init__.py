@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import broadcast_weights, exchanging, rank, world_size
+from surefoot.core.distributed import check_same_weights, exchanging, rank, world_size
 from surefoot.errors import SurefootError
 
 
@@ -52,18 +52,20 @@ def _sharded_parts(module: nn.Module) -> list[Any]:
 
 
 def shard(module: nn.Module, blocks: Iterable[nn.Module], settings: Sharding, exact: Iterable[nn.Module] = ()) -> None:
-    """Shard a module in place; all ranks have the same whole weights, which the first rank broadcasts before.
+    """Shard a module in place; all ranks have the same whole weights.
 
     blocks   parts that are gathered one at a time, such as the layers of a transformer
     exact    parts that compute in float32 in any case, such as a value head
 
     From now on the module is called as a whole (``module(...)``), or within ``gathered``.
+
+    Raises SurefootError, on every rank, if the weights differ.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Nothing is changed in place in what a policy returns, which may be views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    broadcast_weights(module)
+    check_same_weights(module)  # a broadcast would need memory for all weights
     low = torch.bfloat16 if settings.bf16 else None
     # Inputs are not cast: a batch holds numbers, such as log-probabilities of a reference, that need float32.
     policy = MixedPrecisionPolicy(low, torch.float32 if settings.bf16 else None, cast_forward_inputs=False)

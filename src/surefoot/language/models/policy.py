@@ -58,15 +58,15 @@ class Critic(nn.Module):
         self.trunk, self.head = trunk, head
 
     @classmethod
-    def from_policy(cls, model: "PreTrainedModel") -> "Critic":
-        """A copy of a policy's trunk, and a head that starts at 0.
+    def from_policy(cls, model: "PreTrainedModel", *, copied: bool = True) -> "Critic":
+        """A copy of a policy's trunk, and a head that starts at 0; ``copied`` off takes the trunk itself.
 
         Raises SurefootError if the model has no trunk apart from its head.
         """
         trunk: nn.Module = model.base_model
         if trunk is model:
             raise SurefootError(f"critic: {type(model).__name__} has no separate trunk to copy; set critic.own_model = false")
-        trunk = copy.deepcopy(trunk).requires_grad_(True).eval()
+        trunk = (copy.deepcopy(trunk) if copied else trunk).requires_grad_(True).eval()
         return cls(trunk, ValueHead(Readout(model).width, next(trunk.parameters())))
 
     @classmethod
@@ -207,14 +207,19 @@ class LanguagePolicy(Policy):
 class ReferencePolicy(nn.Module):
     """A frozen copy of a policy, the reference of the KL. It has no critic and gets no gradient.
 
-    base  of a policy that is an adapter; then nothing is copied, and the reference is the base with adapters off
+    base   of a policy that is an adapter; then nothing is copied, and the reference is the base with adapters off
+    model  a model of its own with the same weights, which is not copied
     """
 
-    def __init__(self, policy: LanguagePolicy, base: SharedBase | None = None) -> None:
+    def __init__(self, policy: LanguagePolicy, base: SharedBase | None = None, model: "PreTrainedModel | None" = None) -> None:
         super().__init__()
-        self.base, model = base, policy.model
-        if base is None:
-            model = copy.deepcopy(model).requires_grad_(False)
+        self.base = base
+        if base is not None:
+            model = policy.model
+        elif model is not None:
+            model.requires_grad_(False)
+        else:
+            model = copy.deepcopy(policy.model).requires_grad_(False)
             model.zero_grad(set_to_none=True)  # an optimizer may keep gradients, which are copied too
         self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, bf16=policy.bf16)
 

@@ -65,6 +65,8 @@ class LanguageWorld:
     def __init__(self, recipe: LanguageRecipe, functions: Functions | None = None) -> None:
         check_device(recipe.device)
         self.recipe, self.functions = recipe, functions or {}
+        self.sharding = sharding_of(recipe)
+        """None: whole models. Sharded ones are read again for each role: weights in float32 files are not copied into memory"""
         self.memory = MemoryCheck(recipe)
         model, self.tokens = load_base(recipe)
         self.tokens.split = recipe.data.control_tokens != "keep"  # in the replies of environments too
@@ -90,21 +92,22 @@ class LanguageWorld:
             bf16=recipe.precision == "bfloat16",
             balanced=recipe.objective.router_coefficient > 0,
         )
-        self.reference = self._reference()
-        self.sharding = sharding_of(recipe)
         self._place()
         roles = (self.policy, self.reference, self.reward, self.gold)
         self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.environments)
         self.auxiliary_loss = self._sft_loss()
 
     def _place(self) -> None:
-        """Move the models to their device; sharded ones part by part."""
+        """Move the policy to its device, then the reference; sharded models part by part."""
         if self.sharding is None:
             self.policy.to(self.recipe.device)
-            self.reference.to(self.recipe.device)
+            self.reference = self._reference().to(self.recipe.device)
             return
+        shard_role(self.policy, self.sharding)
+        with nullcontext() if self.base is None else gathered(self.policy):
+            self.reference = self._reference()
         _ = self.frozen  # hashes of whole weights
-        models: list[torch.nn.Module] = [self.policy]
+        models: list[torch.nn.Module] = []
         models += [
             part.model for part in parts_of(self.reward) if isinstance(part, ModelReward) and not shares_base(part.model)
         ]
@@ -229,12 +232,14 @@ class LanguageWorld:
         if self.base is not None:
             return self._critic_role(self.base)
         if start is None:
-            return Critic.from_policy(model)
+            copied = self.sharding is None
+            return Critic.from_policy(model if copied else load_base(self.recipe)[0], copied=copied)
         with errors_for("critic.start"):
             trusted = self.recipe.trust_remote_code
             scores: Any = RewardModel.load(model_folder(start), self.recipe.critic.label, trust_remote_code=trusted)
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
-        return Critic.from_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+        make = Critic.from_reward_model if self.sharding is None else Critic.from_reward_trunk
+        return make(scores.backbone.requires_grad_(True), scores.head, float(scores.mean), float(scores.std))
 
     def _critic_role(self, base: SharedBase) -> Critic:
         """A value model that is an adapter on the policy's base."""
@@ -257,12 +262,14 @@ class LanguageWorld:
     def _reference(self) -> ReferencePolicy:
         recipe, name = self.recipe, self.recipe.reference.model
         if name is None:
-            return ReferencePolicy(self.policy, self.base)
+            fresh = load_base(recipe)[0] if self.sharding is not None and self.base is None else None
+            return ReferencePolicy(self.policy, self.base, fresh)
         with errors_for("reference.model"):
             model, tokenizer = load_model(model_folder(name), trust_remote_code=recipe.trust_remote_code)
         check_compatible("reference.model", name, (model, tokenizer), recipe, self.tokens, self.longest)
         bf16 = recipe.precision == "bfloat16"
-        return ReferencePolicy(LanguagePolicy(model, None, self.tokens.pad_id, recipe.sampling.temperature, bf16=bf16))
+        policy = LanguagePolicy(model, None, self.tokens.pad_id, recipe.sampling.temperature, bf16=bf16)
+        return ReferencePolicy(policy, model=None if self.sharding is None else model)
 
     def arithmetic(self) -> list[str]:
         """Parameter counts, batch sizes and updates."""
