@@ -168,9 +168,8 @@ def loss(
     if objective.drop_above_kl is not None:
         gain = gain.masked_fill(left_out(log_probs, old_log_probs, kept(batch.advantages), batch.mask, objective), 0)
     entropy = kept(evaluation.entropy)
-    terms = {"policy_loss": -reduced(gain)}
-    metrics: dict[str, Tensor] = {}
-    total = terms["policy_loss"]
+    total = -reduced(gain)
+    terms, metrics = {"policy_loss": total}, dict[str, Tensor]()
     if objective.penalty is not None:
         terms["penalty_kl"] = mean_old_kl(evaluation, batch, objective, denominator)
         total = total + beta * terms["penalty_kl"]

@@ -172,15 +172,19 @@ class SupervisedWorld:
                 self.policy = DpoPolicy(self.policy, recipe.reference.beta, preference.loss, preference.margin)
                 weights = (1 - recipe.preference.label_smoothing, recipe.preference.label_smoothing)
         self.sharding = sharding_of(recipe)
-        if self.sharding is None:
-            self.policy.to(recipe.device)
-        else:
-            for rows in (train, self.held_out):
-                if self.reference is not None and rows is not None:
-                    rows.tensors([0])  # the reference may be the model without its adapter: computed while it is whole
-            shard_role(self.policy, self.sharding)
+        self._place(train)
         noise = None if self.base is None else self.base.noise
         self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, weights, noise, complete)
+
+    def _place(self, train: Rows) -> None:
+        """Move the policy to its device, or shard it."""
+        if self.sharding is None:
+            self.policy.to(self.recipe.device)
+            return
+        for rows in (train, self.held_out):
+            if self.reference is not None and rows is not None:
+                rows.tensors([0])  # the reference may be the model without its adapter: computed while it is whole
+        shard_role(self.policy, self.sharding)
 
     def _reference(self, recipe: DpoRecipe, train: Rows, shared: Any) -> ReferenceLogProbs:
         """Adds the reference's log-probabilities to the rows of training and evaluation."""
