@@ -18,7 +18,9 @@ from surefoot.core.ranks import join_ranks
 from surefoot.core.sharding import Shard, local_part, read_range, start_of
 from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
+from surefoot.language.models import loading
 from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online import collect as collecting
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
@@ -26,7 +28,7 @@ from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
-from .tiny import write_folder
+from .tiny import model, tokenizer, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +122,7 @@ def test_checkpoints_continue_bit_for_bit_on_other_numbers_of_ranks(folder: Path
     assert {run: mismatches(tmp_path / run) for run in right} == right
 
 
-@pytest.mark.parametrize("kind", ["sft", "language", "reward"])
+@pytest.mark.parametrize("kind", ["sft", "language", pytest.param("reward", marks=pytest.mark.slow)])
 def test_a_sharded_run_repeats_and_resumes_bit_for_bit_and_leaves_a_model(kind: str, folder: Path, tmp_path: Path) -> None:
     def body(rank: int) -> None:
         train(folder, kind, tmp_path / "whole", 36)
@@ -206,3 +208,23 @@ def test_a_rank_that_fails_in_a_pass_of_a_sharded_model_ends_the_others(
     )
     assert results[1] is None if what != "raises" else "out of luck" in results[1]
     latest_checkpoint(run / "checkpoints")  # whatever is there is sound
+
+
+def test_large_models_are_written_in_several_files_that_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "LARGEST_FILE", "40KB")
+    from transformers import AutoModelForCausalLM
+
+    made = model("llama", tie_word_embeddings=True)
+    loading.save_model(made, tokenizer(), tmp_path / "language")
+    new_reward_model(model("llama"), 1, tokenizer()).save(tmp_path / "reward")
+    for name in ("language", "reward"):
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 1
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "language")
+    assert all(torch.equal(x, read.state_dict()[key]) for key, x in made.state_dict().items())
+    RewardModel.load(tmp_path / "reward")
+    next((tmp_path / "language").glob("model-00002-*")).unlink()
+    with pytest.raises(SurefootError, match=r"is missing, which model\.safetensors\.index\.json lists"):
+        loading.load_model(tmp_path / "language")

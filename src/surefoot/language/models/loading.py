@@ -34,6 +34,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 HEAD = "head.safetensors"
 """the scalar head of a reward model, in the folder of its backbone"""
+LARGEST_FILE = "5GB"
+"""of weights; a single tensor may be larger"""
 CAUSAL = "use a causal language model, one that AutoModelForCausalLM of transformers loads"
 
 
@@ -83,8 +85,13 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
     Raises SurefootError if the folder contains something else, or if writing fails.
     """
     with new_model_folder(Path(folder)) as temporary:
-        model.save_pretrained(temporary, state_dict=merged_state(model))
+        write_weights(model, temporary)
         tokenizer.save_pretrained(temporary)
+
+
+def write_weights(model: "PreTrainedModel", folder: Path) -> None:
+    """Write a model with its adapter merged; above ``LARGEST_FILE`` in several files with an index, as on the hub."""
+    model.save_pretrained(folder, state_dict=merged_state(model), max_shard_size=LARGEST_FILE)
 
 
 def context_length(model: "PreTrainedModel") -> int | None:

@@ -22,7 +22,6 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.files import made_from
 from surefoot.language import require_transformers
 from surefoot.language.data.tokens import positions
-from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.classifier import (
     SCALE,
     Classifier,
@@ -45,6 +44,7 @@ from surefoot.language.models.loading import (
     read_only_config,
     read_tokenizer,
     read_weights,
+    write_weights,
 )
 from surefoot.language.models.loading import pocket as pocket
 from surefoot.recipes.language import ModelRecipe
@@ -141,13 +141,13 @@ class RewardModel(nn.Module):
         classifier = make_classifier(self.backbone, self.scaled_weight, pad_id)
         with new_model_folder(Path(folder)) as temporary:
             if classifier is None:
-                self.backbone.save_pretrained(temporary, state_dict=merged_state(self.backbone))
+                write_weights(self.backbone, temporary)
                 self.tokenizer.save_pretrained(temporary)
                 write_head(self, temporary)
                 return [f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})"]
             scale = {"offset": self.offset, "mean": float(self.mean), "std": float(self.std)}
             setattr(classifier.config, SCALE, {**scale, "head": head_record(self.head)})
-            classifier.save_pretrained(temporary, state_dict=merged_state(classifier))
+            write_weights(classifier, temporary)
             tokenizer.save_pretrained(temporary)
         if pads:
             return []
