@@ -25,7 +25,16 @@ from surefoot.runs.session import make_learner
 from .tiny import model, tokenizer, write_folder
 
 RANKS = 2
-METRICS = ("policy_loss", "value_loss", "gradient_norm_policy", "gradient_norm_critic", "kl", "reward", "kl_reference")
+METRICS = (
+    "policy_loss",
+    "sft_loss",
+    "value_loss",
+    "gradient_norm_policy",
+    "gradient_norm_critic",
+    "kl",
+    "reward",
+    "kl_reference",
+)
 SAMPLING = {"prompts": 5, "samples": 2, "max_tokens": 6}
 
 
@@ -59,6 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto": ("dpo", {"preference": {"loss": "kto"}, "data": {"train": "labels.jsonl"}}),
     "dpo": ("dpo", {}),
     "ppo": ("language", {}),
+    "mixed": ("language", {"mixing": {"sft_coefficient": 0.5, "batch": 7}, "sampling": {"temperature": 0.7}}),
     "shared head": ("language", {"critic": {"own_model": False}, "gradient_checkpointing": True}),
     "minibatches": ("language", {"objective": {"reuse": {"epochs": 1, "minibatches": 2}}}),
     "penalty": ("language", {"algorithm": "PPO_PENALTY_ADAPTIVE"}),
@@ -80,6 +90,8 @@ def case(folder: Path, name: str, sharding: str) -> Recipe:
     kind, changes = CASES[name]
     if "model" in changes:
         changes = {**changes, "model": str(folder / changes["model"])}
+    if "mixing" in changes:
+        changes = {**changes, "mixing": {**changes["mixing"], "demonstrations": str(folder / "rows.jsonl")}}
     if "data" in changes:
         changes = {**changes, "data": {"train": str(folder / changes["data"]["train"])}}
     return recipe(folder, kind, sharding, **changes)
@@ -94,6 +106,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     """Weights and metrics of two iterations, and the gradient norms."""
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
+    learner.auxiliary_loss = world.auxiliary_loss
     history = []
     for _ in range(2):
         rollout = world.collector.collect(state)
@@ -234,7 +247,6 @@ def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder
     [
         ({"sharding": "some"}, r"sharding='some': input should be 'full' or 'hybrid'"),
         ({"sharding": "none", "offload": True}, r"offload: is for sharded models; set sharding = 'full', or leave it out"),
-        ({"mixing": {"sft_coefficient": 0.5}}, r"mixing\.sft_coefficient=0\.5: is not supported with sharding = 'full'"),
         ({"engine": "compiled"}, r"engine='compiled': is for control"),
     ],
 )

@@ -690,11 +690,6 @@ class LanguageRecipe(ModelRecipe):
                 f"evaluation.demonstrations={self.evaluation.demonstrations!r}: evaluation.rows=0 switches evaluation off; set "
                 "evaluation.rows, for example to 256, or unset evaluation.demonstrations"
             )
-        if self.mixing.sft_coefficient and self.sharding is not None:
-            raise SurefootError(
-                f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: is not supported with sharding = {self.sharding!r}; "
-                "set 0, or unset sharding"
-            )
         if self.mixing.sft_coefficient and self.mixing.demonstrations is None:
             raise SurefootError(
                 f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: weighs demonstrations, and there are none; name "

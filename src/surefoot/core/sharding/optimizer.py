@@ -47,10 +47,11 @@ class ShardedOptimizer:
 
     def gradient_norm(self) -> float:
         """The norm of the gradient over all ranks, which may be NaN or infinite."""
-        total = torch.zeros(1, dtype=torch.float64)
-        for parameter in self.mine:
-            if parameter.grad is not None:
-                total += torch.linalg.vector_norm(local_part(parameter.grad)).double().cpu() ** 2 / copies_of(parameter)
+        moved = [p for p in self.mine if p.grad is not None]
+        total = torch.zeros((), dtype=torch.float64)
+        if moved:
+            norms = torch.stack(torch._foreach_norm([local_part(p.grad) for p in moved if p.grad is not None])).double().cpu()
+            total = (norms**2 / torch.tensor([copies_of(p) for p in moved])).sum()
         return math.sqrt(x) if (x := float(all_sum(total))) >= 0 else x
 
     @torch.no_grad()

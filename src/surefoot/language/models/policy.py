@@ -127,6 +127,8 @@ class LanguagePolicy(Policy):
         self.pad_id, self.temperature, self.bf16, self.exact = pad_id, temperature, bf16, not bf16
         self.chunk = chunk or max(1, CHUNK // self.readout.vocabulary)
         self.checkpointing = checkpointing
+        self.valued = True
+        """whether passes compute values"""
         if checkpointing:
             for part in (self.model, self.critic):
                 checkpoint_layers(part)
@@ -145,12 +147,24 @@ class LanguagePolicy(Policy):
             likelihood = chunked_likelihood(
                 states, actions[batch.rows, batch.steps], self.readout.head, self.temperature, self.chunk
             )
-            values = self._values(batch, hidden, batch.rows, batch.before)
+            values = self._values(batch, hidden, batch.rows, batch.before) if self.valued else None
         log_probs, entropy = (_scatter(x, batch, mask) for x in likelihood)
         router_loss = self.routers.loss(router_logits, batch.real) if self.routers is not None and router_logits else None
         return Evaluation(
             log_probs, entropy, None if values is None else _scatter(values, batch, mask), router_loss=router_loss
         )
+
+    @contextmanager
+    def as_in_sft(self) -> Iterator[None]:
+        """Passes at temperature 1, without values and routers' loss: those of SFT. Sharded weights are gathered only for passes
+        of the policy itself.
+        """
+        before = self.temperature, self.valued, self.routers
+        self.temperature, self.valued, self.routers = 1.0, False, None
+        try:
+            yield
+        finally:
+            self.temperature, self.valued, self.routers = before
 
     def prepare(self, parts: Sequence[tuple[Inputs, Tensor, Tensor | None]]) -> None:
         """Count the tokens of each expert, in a pass without gradient if the minibatch has several parts."""

@@ -219,7 +219,8 @@ class LanguageWorld:
         if self.mixed is None:
             return None
         recipe, coefficient = self.recipe, self.recipe.mixing.sft_coefficient
-        policy, seed = self._supervised(), derived_seed(recipe.seed, "mixing")
+        policy = self._supervised() if self.sharding is None else self.policy
+        seed = derived_seed(recipe.seed, "mixing")
         return SftLoss(policy, self.mixed, recipe.mixed_batch, coefficient, seed, recipe.device, *self.collector.budget)
 
     def _supervised(self) -> LanguagePolicy:

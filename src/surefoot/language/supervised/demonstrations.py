@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import all_sum
+from surefoot.core.distributed import all_max, all_sum, exchanging
 from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import Policy, map_tensors
+from surefoot.core.sharding import is_sharded
 from surefoot.functional import aggregate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler, row_lengths
@@ -107,7 +108,7 @@ class SftLoss:
 
     Ouyang et al. 2022 (arXiv 2203.02155), section 3.5, with rows of the pretraining data.
 
-    policy        the trained model, at temperature 1 and without a critic, as in SFT
+    policy        the trained model; its passes are those of SFT
     rows          the demonstrations
     batch         demonstrations per update, on all ranks together
     coefficient   of the mean −log π per token in the loss
@@ -135,9 +136,16 @@ class SftLoss:
         mask = batch[2]
         count = all_sum(mask.sum().float()).clamp(min=1)
         total = torch.zeros((), device=mask.device)
-        for inputs, actions, kept in self._parts(batch):
-            loss = aggregate(-self.policy(inputs, actions, kept).log_probs, kept, "token-mean", count)
-            (self.coefficient * loss).backward()  # type: ignore[no-untyped-call]
+        parts = list(self._parts(batch))
+        # Passes of a sharded model are exchanges: a rank with fewer parts repeats a row that does not count.
+        passes = int(all_max(torch.tensor(len(parts)))) if is_sharded(self.policy) else len(parts)
+        row: Batch = map_tensors(lambda x: x[:1], batch)
+        for place in range(passes):
+            inputs, actions, kept = parts[place] if place < len(parts) else row
+            with self.policy.as_in_sft(), exchanging():
+                log_probs = self.policy(inputs, actions, kept).log_probs
+                loss = aggregate(-log_probs, kept, "token-mean", count) * (place < len(parts))
+                (self.coefficient * loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return {"sft_loss": float(all_sum(total))}
 
