@@ -50,7 +50,7 @@ class ShardedOptimizer:
         moved = [p for p in self.mine if p.grad is not None]
         total = torch.zeros((), dtype=torch.float64)
         if moved:
-            norms = torch.stack(torch._foreach_norm([local_part(p.grad) for p in moved if p.grad is not None])).double().cpu()
+            norms = torch.stack(torch._foreach_norm([local_part(p.grad) for p in moved if p.grad is not None])).cpu().double()
             total = (norms**2 / torch.tensor([copies_of(p) for p in moved])).sum()
         return math.sqrt(x) if (x := float(all_sum(total))) >= 0 else x
 
