@@ -1,5 +1,8 @@
 """The compiled update against the eager one."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import Credit, LearnerState, Metrics
-from surefoot.core.steps.compiled import CompiledStepper, _fingerprint
+from surefoot.core.steps.compiled import CompiledStepper
+from surefoot.core.steps.programs import _fingerprint, structure
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.recipes.reading import make_recipe
@@ -134,6 +138,58 @@ def test_what_is_frozen_is_part_of_the_program_and_of_its_name() -> None:
         assert named(1.0) == named(1.0) != named(2.0)
 
 
+def test_a_program_in_the_cache_is_loaded_without_tracing_and_moves_parameters_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, before, _ = trained("compiled", 1)
+    monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)  # tracing would raise
+    second, after, _ = trained("compiled", 1)
+    assert torch.equal(before, after)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"network": {"hidden": [8], "activation": "relu"}},
+        {"objective": {**TINY["objective"], "value_coefficient": 0.25}},
+        {"optimizer": {"learning_rate": 1e-2, "max_grad_norm": 0.1}},
+        {"rollout": {"environments": 2, "steps": 16}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_program_of_other_settings_is_traced(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    trained("compiled", 1)
+    monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)
+    with pytest.raises(SurefootError, match="can't be traced"):
+        trained("compiled", 1, **changes)
+
+
+def test_the_learning_rate_is_no_part_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained("compiled", 1)
+    monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)
+    trained("compiled", 1, optimizer={"learning_rate": 3e-3})
+
+
+def test_constants_of_a_network_are_part_of_its_structure_and_code_of_others_is_unknown() -> None:
+    class Scaled(torch.nn.Linear):
+        """Code that may change."""
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(2, 2)
+    trained_values = repr(structure(layer, constants=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert repr(structure(layer, constants=True)) == trained_values, "trained parameters are arguments"
+    layer.requires_grad_(False)
+    frozen = repr(structure(layer, constants=True))
+    assert frozen != trained_values
+    with torch.no_grad():
+        layer.bias.add_(1)
+    assert repr(structure(layer, constants=True)) != frozen
+    assert structure(torch.nn.Sequential(Scaled(2, 2)), constants=True) is None
+
+
 def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = {**TINY, "engine": "compiled", "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, "seed": 3}
     whole = surefoot.train("Pendulum-v1", steps=384, run_dir=tmp_path / "whole", **settings)
@@ -188,7 +244,7 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.core.steps.compiled.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
     with pytest.raises(SurefootError, match=r"needs a C\+\+ compiler"):
         surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", engine="compiled", **TINY)
     assert not (tmp_path / "run").exists()
@@ -196,6 +252,21 @@ def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPat
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.core.steps.compiled.compiler", lambda: "/bin/false")
+    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: "/bin/false")
     with pytest.raises(SurefootError, match=r"^engine='compiled': /bin/false could not compile the program \(.*set engine"):
         trained("compiled", 1)
+
+
+@pytest.mark.slow
+def test_a_program_in_the_cache_needs_no_compiler_in_memory(tmp_path: Path) -> None:
+    code = (
+        "import sys, surefoot\n"
+        f"surefoot.train('CartPole-v1', steps=64, engine='compiled', evaluation={{'episodes': 0}}, **{TINY!r})\n"
+        "print('torch._inductor' in sys.modules, 'torch._dynamo' in sys.modules)\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    printed = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    ]
+    assert printed == [["True", "True"], ["False", "False"]]

@@ -36,7 +36,7 @@ from surefoot.control.spaces import (
 )
 from surefoot.core.optimizer import flatten_parameters, parameter_groups
 from surefoot.core.seeding import stream
-from surefoot.core.steps.compiled import Program, program_of
+from surefoot.core.steps.programs import Program, program_of, structure
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
 from surefoot.recipes.callables import Functions
@@ -353,7 +353,9 @@ class CompiledActor:
 
         with torch.no_grad():
             self.distribution = acting.distribution(dict(zip(paths, arguments[len(names) :], strict=True)))
-        return program_of(act, [*arguments, self.distribution.noise(torch.Generator())])
+        parts = structure(acting, constants=False)
+        decided_by = None if parts is None else [names, paths, *parts]
+        return program_of(act, [*arguments, self.distribution.noise(torch.Generator())], decided_by)
 
 
 class _Acting(nn.Module):

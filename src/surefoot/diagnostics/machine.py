@@ -161,7 +161,7 @@ def check_disk(folder: Path = Path(), free: float | None = None) -> Finding:
 
 def check_compiler(needed: bool = False) -> Finding:
     """A C++ compiler, which engine = "compiled" needs."""
-    from surefoot.core.steps.compiled import compiler
+    from surefoot.core.steps.programs import compiler
 
     if command := compiler():
         return check_result("compiler", "ok", f"{command}, for engine = 'compiled'")

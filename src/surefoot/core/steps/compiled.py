@@ -1,28 +1,17 @@
-"""Compiled programs: any traceable function of tensors, and the steps of the learner as one of them.
+"""The steps of the learner as one compiled program.
 
 Small networks spend most of an update outside the arithmetic. Policy, loss and Adam are pure functions of flat parameters and
 of a batch of static shape, so a whole step (select rows, normalise, loss, gradient, clip, Adam) runs as one program.
-
-A function is traced (``make_fx``), exported and compiled (AOTInductor). The library is kept in the user's cache: the first run
-of a shape compiles it for some seconds, later runs load it at once.
 """
 
-import hashlib
 import math
-import os
-import platform
-import shutil
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import world_size
@@ -31,10 +20,7 @@ from surefoot.core.objective import Batch, loss
 from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
 from surefoot.core.rollout import Policy, map_tensors, tensors_in
 from surefoot.core.steps import PendingStep, UpdateContext, by_name
-from surefoot.errors import SurefootError
-
-Program = Callable[[list[Tensor]], list[Tensor]]
-"""takes a list of tensors, which it empties, and returns new tensors"""
+from surefoot.core.steps.programs import Program, program_of, require_programs, structure
 
 
 class CompiledMinibatch(NamedTuple):
@@ -128,6 +114,7 @@ class CompiledStepper:
         context.recording.visit(part, self.policy(part.inputs, part.actions), context.state.updates)
 
     def _program(self, batch: Batch, arguments: list[Tensor]) -> Program:
+        self.names = self._names(batch)
         names = {id(p): name for name, p in self.policy.named_parameters()}
         optimizers = list(self.optimizers.values())
         start = 3 * len(optimizers)  # the arguments before it are parameters and moments
@@ -152,7 +139,6 @@ class CompiledStepper:
                     clip_scale=numbers[0],  # type: ignore[arg-type]
                     beta=numbers[1],  # type: ignore[arg-type]
                 )
-                self.names = (list(terms), list(metrics))
                 return total, [*terms.values(), *metrics.values(), *ratio.aminmax()]
 
             gradients, shown = grad(loss_of, has_aux=True)(list(tensors[:start:3]))
@@ -165,86 +151,25 @@ class CompiledStepper:
                 moved += adam(values, first, second, gradients[index], norms[index], step_size, correction, settings)
             return (*moved, torch.stack([*shown, *norms]))
 
-        return program_of(update, arguments)
+        policy = structure(self.policy, constants=True)
+        groups = [(replace(each.settings, learning_rate=0.0), [names[id(p)] for p in each.parameters]) for each in optimizers]
+        decided_by = None if policy is None else [self.objective, groups, map_tensors(_kind, batch), *policy]
+        return program_of(update, arguments, decided_by)
+
+    @torch.no_grad()
+    def _names(self, batch: Batch) -> tuple[list[str], list[str]]:
+        """The names of the loss's terms and metrics, in their order."""
+        few: Batch = select_rows(batch, torch.arange(1))
+        evaluation = self.policy(few.inputs, few.actions)
+        _, terms, metrics, _ = loss(evaluation, few, self.objective, denominator=1.0)
+        return list(terms), list(metrics)
+
+
+def _kind(x: Tensor) -> Any:
+    return tuple(x.shape), x.dtype
 
 
 def split(values: Tensor, parameters: Sequence[nn.Parameter], names: dict[int, str]) -> dict[str, Tensor]:
     """Parameters by name as views of their group's flat values; ``names`` by the parameter's ``id``."""
     parts = torch.split(values, [p.numel() for p in parameters])
     return {names[id(p)]: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
-
-
-def program_of(function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]) -> Program:
-    """Compile a function for tensors of these shapes.
-
-    Raises SurefootError if there is no C++ compiler, or the function can't be traced, such as one that branches on values.
-    """
-    try:
-        with torch.no_grad():
-            traced = make_fx(function)(*arguments)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise SurefootError(
-            f"engine='compiled': the policy can't be traced ({type(error).__name__}: {reason}); set engine = 'eager'"
-        ) from error
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-    return _compiled(traced, arguments)
-
-
-def _compiled(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> Program:
-    """Load the shared library of the traced function, and compile it first if the cache does not have it."""
-    package = cache_folder() / f"{_fingerprint(traced, arguments)}.pt2"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter uses functions that PyTorch has deprecated
-        if not package.exists():
-            require_compiler()
-            exported = torch.export.export(traced, tuple(arguments), strict=False)
-            package.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=package.parent) as folder:
-                new = Path(folder) / package.name
-                try:
-                    with torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):  # its default search knows only $CXX and g++
-                        torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
-                except Exception as error:
-                    raise SurefootError(
-                        f"engine='compiled': {compiler()} could not compile the program ({type(error).__name__}); set engine = "
-                        "'eager', or another compiler by $CXX"
-                    ) from error
-                os.replace(new, package)
-        library = torch._inductor.aoti_load_package(str(package))
-    run: Program = library.loader.boxed_run  # skips the wrapper's flattening of argument trees
-    return run
-
-
-def _fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:
-    """A hash of all that the library depends on: program, constants, shapes, PyTorch, CPU and threads."""
-    parts: list[Any] = [traced.code, [(tuple(x.shape), x.stride(), str(x.dtype)) for x in arguments]]
-    held = [*traced.named_parameters(), *traced.named_buffers()]  # frozen tensors, and constants made while tracing
-    parts += [(name, x.tolist()) for name, x in sorted(held)]
-    parts += [(name, x.tolist()) for name, x in sorted(vars(traced).items()) if isinstance(x, Tensor)]
-    parts += [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def cache_folder() -> Path:
-    """The folder of compiled programs: $XDG_CACHE_HOME/surefoot/engine, by default below ~/.cache. Safe to delete."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "engine"
-
-
-def compiler() -> str | None:
-    """The path of the C++ compiler; None if there is none."""
-    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
-
-
-def require_programs() -> None:
-    """Raise SurefootError if there is neither a compiler nor a compiled program in the cache."""
-    if not any(cache_folder().glob("*.pt2")):
-        require_compiler()
-
-
-def require_compiler() -> None:
-    """Raise SurefootError unless there is a C++ compiler."""
-    if compiler() is None:
-        raise SurefootError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")

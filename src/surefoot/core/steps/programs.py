@@ -1,0 +1,161 @@
+"""Compiled programs of traceable functions of tensors, kept in the user's cache.
+
+A function is traced (``make_fx``), exported and compiled (AOTInductor). The first run of a function compiles it for some
+seconds. Later runs load the library at once, and don't trace the function either if they know all that decides its graph.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from surefoot.errors import SurefootError
+
+Program = Callable[[list[Tensor]], list[Tensor]]
+"""takes a list of tensors, which it empties, and returns new tensors"""
+TRACED_CODE = ("core", "functional", "control")
+"""the parts of the package that are traced"""
+
+
+def program_of(
+    function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], decided_by: Sequence[Any] | None = None
+) -> Program:
+    """Compile a function for tensors of these shapes, or load its library from the cache.
+
+    decided_by   all that decides the function's graph, besides the package's code and the shapes of the arguments: objects
+                 with a ``repr`` of their values, and tensors. None: unknown, so the function is traced each time
+
+    Raises SurefootError if there is no C++ compiler, or the function can't be traced, such as one that branches on values.
+    """
+    known = None if decided_by is None else cache_folder() / f"{_hash(_code(), decided_by, _shapes(arguments))}.key"
+    if known is not None and known.exists():
+        library = cache_folder() / known.read_text()
+        if library.exists():
+            return _load(library)
+    try:
+        with torch.no_grad():
+            traced = make_fx(function)(*arguments)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise SurefootError(
+            f"engine='compiled': the policy can't be traced ({type(error).__name__}: {reason}); set engine = 'eager'"
+        ) from error
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    library = cache_folder() / f"{_fingerprint(traced, arguments)}.pt2"
+    if not library.exists():
+        _compile(traced, arguments, library)
+    if known is not None:
+        new = known.with_suffix(f".{os.getpid()}")
+        new.write_text(library.name)
+        os.replace(new, known)
+    return _load(library)
+
+
+def structure(module: nn.Module, constants: bool) -> list[Any] | None:
+    """All that decides the graph of a module's computation, for ``program_of``; None if it has code of others.
+
+    constants   whether buffers and frozen parameters are constants in the graph, so that their values count too; otherwise all
+                tensors are arguments
+    """
+    parts: list[Any] = []
+    for name, part in module.named_modules():
+        kind = type(part)
+        if kind.__module__.split(".")[0] not in ("surefoot", "torch"):
+            return None
+        held = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        settings = {key: value for key, value in vars(part).items() if key == "training" or key not in vars(nn.Module())}
+        if any(isinstance(value, Tensor) for value in settings.values()):
+            return None  # the repr of a tensor has rounded values
+        parts += [name, kind.__qualname__, settings, [(key, tuple(x.shape), x.dtype, x.requires_grad) for key, x in held]]
+        parts += [x.detach() for _, x in held if constants and not x.requires_grad]
+    return parts
+
+
+def _load(library: Path) -> Program:
+    # torch._inductor.aoti_load_package does the same, but imports the whole compiler first.
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(library), "model", False, 1, -1)  # type: ignore[attr-defined]
+    run: Program = loader.boxed_run  # skips the wrapper's flattening of argument trees
+    return run
+
+
+def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library: Path) -> None:
+    """Compile the traced function into a shared library."""
+    require_compiler()
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        warnings.simplefilter("ignore")  # the exporter uses functions that PyTorch has deprecated
+        exported = torch.export.export(traced, tuple(arguments), strict=False)
+        new = Path(folder) / library.name
+        try:
+            with torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):  # its default search knows only $CXX and g++
+                torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
+        except Exception as error:
+            raise SurefootError(
+                f"engine='compiled': {compiler()} could not compile the program ({type(error).__name__}); set engine = "
+                "'eager', or another compiler by $CXX"
+            ) from error
+        os.replace(new, library)
+
+
+def _fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:
+    """A hash of all that the library depends on: program, constants, shapes, and the machine."""
+    held = [*traced.named_parameters(), *traced.named_buffers()]  # frozen tensors, and constants made while tracing
+    constants = [*sorted(held), *sorted((name, x) for name, x in vars(traced).items() if isinstance(x, Tensor))]
+    return _hash(traced.code, [part for constant in constants for part in constant], _shapes(arguments))
+
+
+def _shapes(arguments: Sequence[Tensor]) -> list[Any]:
+    return [(tuple(x.shape), x.stride(), str(x.dtype)) for x in arguments]
+
+
+def _hash(*parts: Any) -> str:
+    """A hash of values, tensors among them, and of what each library depends on: PyTorch, CPU and threads."""
+    machine = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    digest = hashlib.sha256()
+    for part in (machine, *parts):
+        for each in part if isinstance(part, list | tuple) else [part]:
+            content = f"{each.dtype} {tuple(each.shape)} {each.tolist()}" if isinstance(each, Tensor) else repr(each)
+            digest.update(content.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that may be traced."""
+    package = Path(__file__).parents[2]
+    files = sorted(path for part in TRACED_CODE for path in (package / part).rglob("*.py"))
+    return _hash([part for path in files for part in (path.relative_to(package).as_posix(), path.read_bytes())])
+
+
+def cache_folder() -> Path:
+    """The folder of compiled programs: $XDG_CACHE_HOME/surefoot/engine, by default below ~/.cache. Safe to delete."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "engine"
+
+
+def compiler() -> str | None:
+    """The path of the C++ compiler; None if there is none."""
+    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def require_programs() -> None:
+    """Raise SurefootError if there is neither a compiler nor a compiled program in the cache."""
+    if not any(cache_folder().glob("*.pt2")):
+        require_compiler()
+
+
+def require_compiler() -> None:
+    """Raise SurefootError unless there is a C++ compiler."""
+    if compiler() is None:
+        raise SurefootError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")
