@@ -23,7 +23,8 @@ from typing import Any
 from surefoot import __version__
 from surefoot.errors import SurefootError, cause_of, missing_extra
 from surefoot.files import write_text
-from surefoot.runs.checkpoint import atomic_folder, fault_of_file, fingerprint, listed_files
+
+# What reads and writes checkpoints is imported where it is used: it loads torch, and names of rows on the hub need none.
 
 PREFIX = re.compile(r"hf:/{1,2}")  # a pathlib.Path has one slash
 NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(/(?P<config>[^/@:]+))?(@(?P<revision>[^:]+))?(:(?P<split>.+))?")
@@ -109,6 +110,8 @@ def write_listing(folder: Path, kind: str, steps: int) -> None:
 
     Raises SurefootError for a file that no repository may hold.
     """
+    from surefoot.runs.checkpoint import fingerprint
+
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name not in (LISTING, CARD)]
     for name in names:
@@ -123,6 +126,8 @@ def listed(listing: Path, where: str) -> dict[str, dict[str, Any]]:
 
     Raises SurefootError for another format, and for a file that no repository may hold.
     """
+    from surefoot.runs.checkpoint import listed_files
+
     files = listed_files(listing, FORMAT, f"{where}: {LISTING}")
     for name in files:
         _check_name(name, where)
@@ -131,6 +136,8 @@ def listed(listing: Path, where: str) -> dict[str, dict[str, Any]]:
 
 def check_files(folder: Path, where: str) -> None:
     """Raise SurefootError if a listed file is missing, differs, or is a pickle."""
+    from surefoot.runs.checkpoint import fault_of_file
+
     for name, expected in listed(folder / LISTING, where).items():
         if problem := fault_of_file(folder / name, expected):
             raise SurefootError(f"{where}: {name} {problem}; choose another revision, or ask who pushed it")
@@ -200,6 +207,8 @@ def pull(name: HubName, folder: Path) -> str:
 
     Raises SurefootError if the folder holds anything, and as ``fetch`` does.
     """
+    from surefoot.runs.checkpoint import atomic_folder
+
     folder = folder.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SurefootError(f"{folder}: exists already; choose another folder: surefoot pull {name.name} FOLDER")
@@ -222,6 +231,8 @@ def new_folder(place: Path | None) -> Iterator[Path]:
 
     Raises SurefootError if ``place`` holds anything but an older repository.
     """
+    from surefoot.runs.checkpoint import atomic_folder
+
     if place is None:
         with tempfile.TemporaryDirectory(prefix="surefoot-hub-") as made:
             yield Path(made)

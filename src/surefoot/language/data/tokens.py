@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from surefoot.core.rollout import Rollout
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.rendering import ENDS, ControlTokens, changed_span, tokens_within
 from surefoot.language.data.rows import SETTINGS, TOOLS, WEIGHT
 from surefoot.language.deadline import DeadlineExceeded, with_deadline
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from surefoot.core.rollout import Rollout
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -229,7 +228,7 @@ class Tokens(ChatTemplate):
             return ids[end + 1 :]
         return ids
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
+    def decode(self, ids: "Sequence[int] | Tensor") -> str:
         """The text, without special tokens."""
         text = self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
@@ -454,29 +453,31 @@ def prompt_text(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def decode_row(tokens: Tokens, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
+def decode_row(tokens: Tokens, rollout: "Rollout", row: int, steps: slice) -> dict[str, Any]:
     """A row of a rollout as text: ``prompt``, and ``tokens``, one string per step; special tokens by name."""
     prompt = rollout.inputs["prompt"][row][rollout.inputs["prompt_mask"][row]]
     decode = tokens.tokenizer.decode
     return {"prompt": decode(prompt.tolist()), "tokens": [decode([i]) for i in rollout.actions[row, steps].tolist()]}
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+def left_padded(rows: Sequence[Sequence[int]], pad: int) -> "tuple[Tensor, Tensor]":
     """Prompts as one batch.   ids [B, P] and mask [B, P], True where real; the last column is real in every row"""
     return _padded(rows, pad, left=True)
 
 
-def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+def right_padded(rows: Sequence[Sequence[int]], pad: int) -> "tuple[Tensor, Tensor]":
     """Responses as one batch.   ids [B, T] and mask [B, T], True where real"""
     return _padded(rows, pad, left=False)
 
 
-def positions(mask: Tensor) -> Tensor:
+def positions(mask: "Tensor") -> "Tensor":
     """Position ids from the mask: the first real token has 0.   [B, L] -> [B, L]"""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def _padded(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
+def _padded(rows: Sequence[Sequence[int]], pad: int, left: bool) -> "tuple[Tensor, Tensor]":
+    import torch  # here, since processes that tokenise rows do without: half of their start and of their memory
+
     width = max(map(len, rows), default=0)
     ids = torch.full((len(rows), width), pad, dtype=torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
