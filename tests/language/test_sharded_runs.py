@@ -24,7 +24,7 @@ from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online import collect as collecting
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, writer
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -173,6 +173,27 @@ def test_an_adapter_on_a_sharded_base_is_saved_alone_and_merged(folder: Path, tm
     agent = whole(tmp_path / "run")["agent"]
     assert all("lora" in name for name in agent)
     assert any(bool(x.abs().sum() > 0) for name, x in agent.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_shards_that_a_rank_cannot_write_end_all_ranks_and_keep_the_checkpoint_before(
+    number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads that write agree: without the shards of one rank, nothing is committed."""
+    before = writer.write_shards
+
+    def full(place: Path, shards: Any, of: int) -> None:
+        if of == number and "36" in place.name and place.parent.name == "checkpoints":
+            raise SurefootError(f"{place}: rank {of} can't write its shards (no space)")
+        before(place, shards, of)
+
+    monkeypatch.setattr(writer, "write_shards", full)
+    results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 54), tmp_path / "results")
+    assert all(f"rank {number} can't write its shards (no space)" in result for result in results), results
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "18"
+    monkeypatch.undo()
+    surefoot.resume(tmp_path / "run", steps=36)
+    assert not list((tmp_path / "run").glob("**/.*.tmp"))
 
 
 PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (collecting, "sample"), "gathering": (collecting, "gathered")}
