@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from surefoot.language.models import loading
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online import collect as collecting
+from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, writer
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -165,14 +167,108 @@ def test_a_missing_or_foreign_shard_is_one_line(folder: Path, tmp_path: Path) ->
         StoredTensor.of(foreign, tmp_path / "copy" / "agent.json", ["agent.json"])
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
-def test_an_adapter_on_a_sharded_base_is_saved_alone_and_merged(folder: Path, tmp_path: Path) -> None:
-    on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 18, adapter={"rank": 2}), tmp_path / "results")
-    assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
-    assert surefoot.load(tmp_path / "run" / "model").generate(["1 says "], max_tokens=2)
-    agent = whole(tmp_path / "run")["agent"]
-    assert all("lora" in name for name in agent)
-    assert any(bool(x.abs().sum() > 0) for name, x in agent.items() if "lora_B" in name)
+MODELS: dict[str, dict[str, Any]] = {"tied": {}, "untied": {"model": "untied"}, "mixture": {"model": "mixture"}}
+if find_spec("peft") is not None:
+    MODELS |= {"adapter": {"adapter": {"rank": 2}}, "tied adapter": {"adapter": {"rank": 2, "targets": ["q_proj"]}}}
+
+
+@pytest.mark.parametrize("name", [n if n in ("tied", "adapter") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_the_model_of_a_sharded_run_is_in_files_of_the_hub_that_transformers_reads(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several files with an index; its logits are those of the checkpoint, adapters merged."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(loading, "LARGEST_FILE", "20KB")
+    write_folder(tmp_path / "untied", "llama")
+    write_folder(tmp_path / "mixture", "mixtral")
+    changes = {**MODELS[name], **({"model": str(tmp_path / MODELS[name]["model"])} if "model" in MODELS[name] else {})}
+    results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 18, **changes), tmp_path / "results")
+    assert results == [None, None]
+    place = tmp_path / "run" / "model"
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    count = len(set(index["weight_map"].values()))
+    assert count > 1
+    assert sorted(path.name for path in place.glob("*.safetensors")) == [
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    ]
+    assert ("lm_head.weight" in index["weight_map"]) == (name in ("untied", "mixture"))
+    ids = torch.arange(1, 13).view(2, 6)
+    whole_model = surefoot.load(tmp_path / "run").model
+    with torch.no_grad():
+        written = AutoModelForCausalLM.from_pretrained(place)(input_ids=ids).logits
+        assert torch.equal(written, whole_model(input_ids=ids).logits)
+    assert not list((tmp_path / "run").glob("**/.*.tmp"))
+    if "adapter" in name:
+        assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+        agent = whole(tmp_path / "run")["agent"]
+        assert all("lora" in name for name in agent)
+        assert any(bool(x.abs().sum() > 0) for name, x in agent.items() if "lora_B" in name)
+
+
+def own_memory() -> int:
+    """Bytes of this process's own memory: pages of mapped files do not count."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_the_first_rank_never_holds_the_whole_model_that_it_writes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "LARGEST_FILE", "10MB")
+    big = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    write_folder(tmp_path / "big", "llama", **big)
+    size = (tmp_path / "big" / "model.safetensors").stat().st_size
+    assert size > 100e6
+    before, peaks = SupervisedWorld.finish, []
+
+    def watched(world: SupervisedWorld, place: Path) -> list[str]:
+        begin, done = own_memory(), threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.005):
+                peaks.append(own_memory() - begin)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            return before(world, place)
+        finally:
+            done.set()
+            thread.join()
+
+    monkeypatch.setattr(SupervisedWorld, "finish", watched)
+
+    def body(rank: int) -> int:
+        train(folder, "sft", tmp_path / "run", 18, model=str(tmp_path / "big"), evaluation={"rows": 0})
+        return max(peaks, default=0)
+
+    first, _ = on_ranks(2, body, tmp_path / "results", timeout=80)
+    assert isinstance(first, int), first
+    assert first < size / 2, f"{first / 1e6:.0f} MB of {size / 1e6:.0f}"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_shards_that_a_rank_cannot_write_end_all_ranks_and_keep_the_checkpoint_before(
+    number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads that write agree: without the shards of one rank, nothing is committed."""
+    before = writer.write_shards
+
+    def full(place: Path, shards: Any, of: int) -> None:
+        if of == number and "36" in place.name and place.parent.name == "checkpoints":
+            raise SurefootError(f"{place}: rank {of} can't write its shards (no space)")
+        before(place, shards, of)
+
+    monkeypatch.setattr(writer, "write_shards", full)
+    results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 54), tmp_path / "results")
+    assert all(f"rank {number} can't write its shards (no space)" in result for result in results), results
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "18"
+    monkeypatch.undo()
+    surefoot.resume(tmp_path / "run", steps=36)
+    assert not list((tmp_path / "run").glob("**/.*.tmp"))
 
 
 PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (collecting, "sample"), "gathering": (collecting, "gathered")}

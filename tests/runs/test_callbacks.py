@@ -57,7 +57,8 @@ def test_several_callbacks_get_all_events_in_order(tmp_path):
     train(tmp_path, first, second)
     assert first.lines == second.lines
     assert first.lines[:2] == [("start", 0), ("iteration", 64)]
-    assert [line[0] for line in first.lines[4:7]] == ["evaluation", "iteration", "checkpoint"]
+    assert [line[0] for line in first.lines[4:6]] == ["evaluation", "iteration"]
+    assert [line[2] for line in first.lines if line[0] == "checkpoint"] == [256, 512]
     assert first.lines[-2:] == [("checkpoint", 512, 512), ("end", 512, False)]
     assert sum(line[0] == "iteration" for line in first.lines) == 8
 

@@ -188,7 +188,7 @@ PHASES = {
     "learning": (Learner, "update"),
     "evaluation": (ControlWorld, "evaluate"),
     "checkpoint": (sessions, "check_same_weights"),
-    "writing": (sessions, "save_checkpoint"),
+    "writing": (sessions, "write_snapshot"),
 }
 """a function that ranks call in each phase; only the first writes"""
 
@@ -264,14 +264,14 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, number):
 
 
 def test_a_full_disk_of_the_first_rank_ends_all_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    before = sessions.save_checkpoint
+    before = sessions.write_snapshot
 
     def full(path, *rest):
         if path.name == "288":
             raise SurefootError(f"{path}: no space left on device")
         before(path, *rest)
 
-    monkeypatch.setattr(sessions, "save_checkpoint", full)
+    monkeypatch.setattr(sessions, "write_snapshot", full)
     first, second = trained(tmp_path / "run")
     assert "no space left" in first
     assert second.startswith("SurefootError: rank 0: ")

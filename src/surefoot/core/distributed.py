@@ -7,6 +7,7 @@ A failed exchange is a SurefootError of one line; ``core/ranks.py`` joins the ra
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -97,13 +98,35 @@ def share(count: int) -> range:
     return range(rank() * count // world_size(), (rank() + 1) * count // world_size())
 
 
-def exchange(value: T) -> list[T]:
-    """The values of all ranks, in their order, on every rank."""
-    everyone = [value] * world_size()
-    if world_size() > 1:
+def exchange(value: T, group: Any = None) -> list[T]:
+    """The values of all ranks, in their order, on every rank.
+
+    group   the result of ``thread_group``, in another thread than that of training
+    """
+    size = world_size() if group is None else dist.get_world_size(group)
+    everyone = [value] * size
+    if size > 1:
         with one_line_errors():
-            dist.all_gather_object(everyone, value)
+            dist.all_gather_object(everyone, value, group)
     return everyone
+
+
+_groups: dict[int, Any] = {}
+"""made so far, by the group of all ranks"""
+
+
+def thread_group(timeout: float) -> Any:
+    """A second group of all ranks, for the exchanges of one other thread; None for a single process. All ranks call this.
+
+    timeout   seconds that an exchange waits for the slowest rank
+    """
+    if world_size() == 1:
+        return None
+    key = id(dist.group.WORLD)
+    if key not in _groups:
+        with one_line_errors():
+            _groups[key] = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return _groups[key]
 
 
 def from_first(value: T) -> T:

@@ -73,7 +73,7 @@ def join_ranks() -> None:
         return
     for name, value in _meeting_point(launch).items():
         os.environ.setdefault(name, value)
-    _open_group(_timeout(), rank=launch.rank, world_size=launch.size)
+    _open_group(rank_timeout(), rank=launch.rank, world_size=launch.size)
     distributed.reason_of_failure = _reason_of_failure
     atexit.register(leave_ranks)
     _check_versions()
@@ -178,7 +178,8 @@ def _briefly(function: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def _timeout() -> float:
+def rank_timeout() -> float:
+    """Seconds that an exchange waits for the slowest rank. Raises SurefootError if the environment variable is wrong."""
     text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 1e8:

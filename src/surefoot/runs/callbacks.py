@@ -96,7 +96,7 @@ class Callback:
         """After an update, before the iteration's row, ``metrics``, is written. True stops the run."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """After a checkpoint was saved in ``path``."""
+        """When a checkpoint is on the disk in ``path``; training may have gone on since its iteration."""
 
     def on_end(self, run: Run) -> None:
         """When training has ended, was stopped, or has failed (``run.failed``)."""

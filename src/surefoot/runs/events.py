@@ -1,8 +1,9 @@
 """The events that a session publishes. Displays, findings, trackers, traces, samples and callbacks are its listeners.
 
 A run publishes, in this order: ``RunStart``; ``InitialSamples`` (if it has a folder and samples responses); for each iteration
-``RolloutEnd``, ``UpdateEnd``, ``EvaluationEnd`` (if the iteration has an evaluation), ``IterationEnd``, ``CheckpointSaved`` (if
-it has a checkpoint); last ``RunEnd``. A ``Message`` or ``FindingReported`` may come at any time. Trackers (``runs/trackers``)
+``RolloutEnd``, ``UpdateEnd``, ``EvaluationEnd`` (if the iteration has an evaluation), ``IterationEnd``; last ``RunEnd``. A
+``CheckpointSaved`` comes when its files are on the disk, which may be in a later iteration. A ``Message`` or
+``FindingReported`` may come at any time. Trackers (``runs/trackers``)
 and users' callbacks (``runs/callbacks.py``) are listeners too.
 """
 
@@ -69,7 +70,7 @@ class IterationEnd:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint is on the disk."""
+    """A checkpoint is on the disk; ``state`` may be of a later iteration."""
 
     state: LearnerState
     path: Path

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -17,15 +18,17 @@ from surefoot.core.distributed import (
     from_first,
     on_first,
     rank,
+    thread_group,
     together,
     world_size,
 )
 from surefoot.core.learner import Learner, scheduled
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings, RMSpropSettings
+from surefoot.core.ranks import rank_timeout
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
 from surefoot.core.sharding import is_sharded
-from surefoot.core.sharding.files import WrittenShards, write_shards
+from surefoot.core.sharding.files import RankShards, shards_of_rank
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
@@ -36,14 +39,17 @@ from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_
 from surefoot.recipes.reading import to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
 from surefoot.runs.checkpoint import (
+    Snapshot,
     keep_only_this,
     latest_checkpoint,
     load_checkpoint,
     prune,
     require,
-    save_checkpoint,
     shards_folder,
+    take_snapshot,
+    write_snapshot,
 )
+from surefoot.runs.checkpoint.writer import CheckpointWriter, Writing
 from surefoot.runs.events import (
     CheckpointSaved,
     EvaluationEnd,
@@ -159,6 +165,9 @@ class Session:
         """whether the run has a folder, perhaps that of the first rank; set when it starts"""
         self.lines: list[str] = []
         """messages of this rank, if it is not the first, which shows them"""
+        self.writer = CheckpointWriter()
+        self.writings: list[Writing] = []
+        """checkpoints of this iteration, which its end begins to write"""
 
     # ---- continue ----------------------------------------------------------------------------------------------------------
 
@@ -233,6 +242,8 @@ class Session:
         """
         run_folder = None if self.folder is None else self.folder.path
         self.kept = from_first(self.folder is not None)
+        if self.kept:
+            self.writer = CheckpointWriter(rank(), thread_group(rank_timeout()) if self.sharded else None)
         broadcast_weights(self.world.policy)
         with together():
             self.listeners = [*self._own_listeners(), *self.listeners]
@@ -248,6 +259,7 @@ class Session:
                     run_loop(
                         self.world.collector, self.learner, self.state, self._end_update, self.message, self._publish_rollout
                     )
+                self._wait_for_writer()
             self._raise_if_interrupted()
             self._export()
             failed = False
@@ -255,6 +267,8 @@ class Session:
             failed = False
             raise
         finally:
+            if error := self.writer.close():
+                self.message(f"! {error}")
             self.publish(RunEnd(self.state, run_folder, failed))
 
     def publish(self, event: Event) -> bool:
@@ -325,6 +339,7 @@ class Session:
     def _publish_rollout(self, rollout: Rollout) -> None:
         self._publish_initial_samples()
         with together():
+            self._publish_checkpoints(self.writer.finished())
             self.publish(RolloutEnd(rollout))
 
     def _publish_initial_samples(self) -> None:
@@ -353,6 +368,7 @@ class Session:
         finished = state.steps >= state.total_steps
         evaluating = finished or self._crossed(self.recipe.evaluate_every)
         with together():
+            self._publish_checkpoints(self.writer.finished())
             metrics = self._publish_update(metrics)
         if evaluating:
             metrics |= self._evaluate_or_save(metrics)
@@ -361,6 +377,7 @@ class Session:
         stop = self._agree(stop or (evaluating and self._out_of_patience()))
         if finished or stop or self._crossed(self.recipe.checkpoint_every):
             self._save()
+        self._begin_writing()
         self.previous_steps = state.steps
         return stop
 
@@ -392,6 +409,8 @@ class Session:
             if error.on_all_ranks or world_size() == 1:
                 self.pending = {"previous": self.previous_steps, "metrics": metrics}
                 self._save()
+                self._begin_writing()
+                self._wait_for_writer()
             raise
 
     def _out_of_patience(self) -> bool:
@@ -424,43 +443,71 @@ class Session:
         if not self.kept:
             return
         best = None if self.folder is None else self.folder.best / str(self.state.steps)
-        parts, shards = self._parts_and_shards(best, self.world.checkpoint_parts)
-        with together():
-            if best is not None:
-                save_checkpoint(best, parts(), None, shards)
-                keep_only_this(best)
-                prune(best.parent, keep=1)
+        self._copy(best, self.world.checkpoint_parts, keep_only_this)
 
-    def _parts_and_shards(
-        self, folder: Path | None, parts: Callable[[], dict[str, Any]]
-    ) -> tuple[Callable[[], dict[str, Any]], Sequence[WrittenShards]]:
-        """The parts of a checkpoint, and what all ranks have written of sharded tensors for it.
-
-        folder   of the checkpoint; None on a rank that does not write it
-        """
-        if not self.sharded:
-            return parts, ()
-        place = from_first(None if folder is None else shards_folder(folder).absolute())
-        assert place is not None, "the first rank writes"
-        with together():
-            if folder is not None:
-                shutil.rmtree(place, ignore_errors=True)
-                place.mkdir(parents=True)
-        with together():
-            own = parts()
-            written = write_shards(place, own, rank())
-        return lambda: own, exchange(written)
+    # ---- checkpoints -------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
+        """Copy what a checkpoint holds."""
         if not self.kept:
             return
         check_same_weights(self.world.policy)
         collector = self.world.collector.state_dict()  # of all ranks
         path = None if self.folder is None else self.folder.checkpoints / str(self.state.steps)
-        parts, shards = self._parts_and_shards(path, lambda: self._checkpoint_parts(collector))
+
+        def clean(written: Path) -> None:
+            prune(written.parent, self.recipe.checkpoint.keep)
+
+        self._copy(path, lambda: self._checkpoint_parts(collector), clean, self.metrics_file)
+
+    def _copy(
+        self,
+        folder: Path | None,
+        parts: Callable[[], dict[str, Any]],
+        clean: Callable[[Path], None],
+        metrics: MetricsFile | None = None,
+    ) -> None:
+        """Copy a checkpoint's parts, which ``_begin_writing`` begins to write, when the one before is on the disk.
+
+        folder    of the checkpoint; None on a rank that does not commit it
+        clean     removes what it replaces
+        metrics   the rows that it continues
+        """
         with together():
-            if self.folder is not None:
-                self._write_checkpoint(self.folder, parts(), shards)
+            self._publish_checkpoints(self.writer.wait())
+            own = parts() if folder is not None or self.sharded else {}
+        place, commit, shards = folder, None, None
+        everyone: list[RankShards] = []
+        if self.sharded:
+            place = from_first(None if folder is None else folder.absolute())
+            with together():
+                if folder is not None:
+                    shutil.rmtree(shards_folder(folder), ignore_errors=True)
+                    shards_folder(folder).mkdir(parents=True)
+                shards = shards_of_rank(own, rank())
+            everyone = exchange(RankShards({name: {} for name in shards.files}, shards.pieces))
+        with together():
+            if folder is not None:
+                snapshot = take_snapshot(own, everyone, None if metrics is None else metrics.fingerprint())
+                commit = partial(_commit, folder, snapshot, metrics, clean)
+        if place is not None:
+            self.writings.append(Writing(place, commit, shards))
+
+    def _begin_writing(self) -> None:
+        """Write the copies while training goes on."""
+        if self.writings:
+            self.writer.begin(self.writings)
+        self.writings = []
+
+    def _wait_for_writer(self) -> None:
+        with together():
+            self._publish_checkpoints(self.writer.wait())
+
+    def _publish_checkpoints(self, written: Sequence[Path]) -> None:
+        """Publish the checkpoints of the run that are on the disk now, but not the best one."""
+        for path in written:
+            if self.folder is not None and path.parent == self.folder.checkpoints:
+                self.publish(CheckpointSaved(self.state, path))
 
     def _checkpoint_parts(self, collector: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -472,13 +519,6 @@ class Session:
             "progress": {"best": self.best, "since_best": self.since_best},
             "pending": self.pending or {},
         }
-
-    def _write_checkpoint(self, folder: RunFolder, parts: dict[str, Any], shards: Sequence[WrittenShards]) -> None:
-        assert self.metrics_file is not None
-        path = folder.checkpoints / str(self.state.steps)
-        save_checkpoint(path, parts, self.metrics_file.fingerprint(), shards)
-        prune(folder.checkpoints, self.recipe.checkpoint.keep)
-        self.publish(CheckpointSaved(self.state, path))
 
     def _raise_if_interrupted(self) -> None:
         if not self.signals.stop_requested or self.state.steps >= self.state.total_steps:
@@ -501,6 +541,14 @@ class Session:
             self.message(line)
         if self.world.exports_model:
             folder.finish(self.state.steps)
+
+
+def _commit(folder: Path, snapshot: Snapshot, metrics: MetricsFile | None, clean: Callable[[Path], None]) -> None:
+    """Write a checkpoint whose shards are on the disk, and remove what it replaces."""
+    if metrics is not None:
+        metrics.flush()
+    write_snapshot(folder, snapshot)
+    clean(folder)
 
 
 class SignalHandler:

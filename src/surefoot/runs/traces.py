@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from surefoot.core.sharding.files import host_copies
 from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import check_plain, parsed, write_bytes, write_text
@@ -118,7 +119,7 @@ def to_bytes(trace: Trace) -> bytes:
     """A trace as the bytes of a safetensors file."""
     tensors: dict[str, Tensor] = {}
     skeleton = pack(_tree(trace), "", tensors)
-    return save(tensors, {HEADER: json.dumps({"format": FORMAT, "trace": skeleton}, ensure_ascii=False)})
+    return save(host_copies(tensors), {HEADER: json.dumps({"format": FORMAT, "trace": skeleton}, ensure_ascii=False)})
 
 
 def read_trace(path: str | Path) -> Trace:

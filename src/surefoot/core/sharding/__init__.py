@@ -149,6 +149,10 @@ def gathered(root: nn.Module, part: nn.Module | None = None) -> Iterator[None]:
         root.reset_iter_state()  # type: ignore[operator]  # drops the whole weights, and the order of the passes made from them
 
 
+PIECE = 2**24
+"""numbers that are read at once"""
+
+
 # ---- shards as ranges of whole tensors ------------------------------------------------------------------------------
 
 
@@ -212,7 +216,9 @@ def read_range(whole: Any, start: int, stop: int) -> Tensor:
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Any) -> None:
-    """Set a parameter from a whole tensor, or one in a file, of which each rank reads its own rows."""
-    local = local_part(parameter)
-    start = start_of(parameter)
-    local.copy_(read_range(whole, start, start + local.numel()).view(local.shape))
+    """Set a parameter from a whole tensor, or one in a file, of which each rank reads its own rows, some at a time."""
+    local, first = local_part(parameter), start_of(parameter)
+    flat = local.view(-1)
+    for start in range(0, flat.numel(), PIECE):
+        stop = min(start + PIECE, flat.numel())
+        flat[start:stop].copy_(read_range(whole, first + start, first + stop))

@@ -17,45 +17,65 @@ from surefoot.errors import SurefootError, cause_of
 
 
 @dataclass(frozen=True)
-class WrittenShards:
-    """What a rank has written for a checkpoint.
+class RankShards:
+    """A rank's shards of the tensors in a checkpoint, in the memory of the CPU.
 
-    files    their names, in ``shards_folder``
+    files    by name of a file: the tensors in it
     pieces   by part and path of a tensor: the file, its key there, and the ranges of the flattened tensor in it
     """
 
-    files: list[str]
+    files: dict[str, dict[str, Tensor]]
     pieces: dict[tuple[str, str], Any]
 
 
-def write_shards(place: Path, parts: Mapping[str, Any], number: int) -> WrittenShards:
-    """Write this rank's shards of the tensors in a checkpoint's parts to a folder, flushed to the disk.
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the memory of the CPU that share nothing; from a GPU all at once, into pinned memory."""
+    copies = {}
+    for name, tensor in tensors.items():
+        tensor, pinned = tensor.detach(), tensor.is_cuda
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor, non_blocking=pinned)
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+    return copies
+
+
+def shards_of_rank(parts: Mapping[str, Any], number: int) -> RankShards:
+    """Copies of this rank's shards of the tensors in a checkpoint's parts.
+
+    number   of the rank
+    """
+    copied = RankShards({}, {})
+    for part, tree in parts.items():
+        file = f"{part}.{number:05d}.safetensors"
+        ranges = {}
+        for path, shard in _shards_in(tree, ""):
+            if shard.starts:
+                flat = shard.values[0] if len(shard.values) == 1 else torch.cat(shard.values)
+                ranges[path] = flat.reshape(-1)
+                spans = [[start, len(x)] for start, x in zip(shard.starts, shard.values, strict=True)]
+                copied.pieces[part, path] = [file, path, spans]
+        if ranges:
+            copied.files[file] = host_copies(ranges)
+    return copied
+
+
+def write_shards(place: Path, shards: RankShards, number: int) -> None:
+    """Write this rank's shards to a folder, flushed to the disk.
 
     number   of the rank
 
     Raises SurefootError if writing fails, as it does if the ranks have no common disk.
     """
-    written = WrittenShards([], {})
-    for part, tree in parts.items():
-        shards = {path: shard for path, shard in _shards_in(tree, "") if shard.starts}
-        if not shards:
-            continue
-        file = f"{part}.{number:05d}.safetensors"
-        values = {path: torch.cat([x.cpu().reshape(-1) for x in shard.values]) for path, shard in shards.items()}
-        try:
-            save_file(values, place / file)
+    try:
+        for file, tensors in shards.files.items():
+            save_file(tensors, place / file)
             with (place / file).open("rb") as opened:
                 os.fsync(opened.fileno())
-        except (OSError, SafetensorError) as error:
-            raise SurefootError(
-                f"{place}: rank {number} can't write its shards ({cause_of(error)}); with sharding, all ranks need the run's "
-                "folder on a common disk with room"
-            ) from None
-        written.files.append(file)
-        for path, shard in shards.items():
-            ranges = [[start, len(x)] for start, x in zip(shard.starts, shard.values, strict=True)]
-            written.pieces[part, path] = [file, path, ranges]
-    return written
+    except (OSError, SafetensorError) as error:
+        raise SurefootError(
+            f"{place}: rank {number} can't write its shards ({cause_of(error)}); with sharding, all ranks need the run's "
+            "folder on a common disk with room"
+        ) from None
 
 
 def _shards_in(tree: Any, path: str) -> Iterator[tuple[str, Shard]]:

@@ -17,6 +17,7 @@ from surefoot.language.data.rows import check_unchanged
 from surefoot.language.models.adapter_targets import saved_config
 from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, has_adapters, merge, weights_hash
 from surefoot.language.models.loading import HEAD, is_folder, load_model, new_model_folder, read_tokenizer
+from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.language import ModelRecipe
 from surefoot.runs.checkpoint import check_fits, check_shapes, load_weights, non_finite_numbers
@@ -68,12 +69,7 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Any], where: Path) -> 
     Raises SurefootError, naming the first tensor that does not fit.
     """
     if is_sharded(policy):
-        own = own_weights(policy)
-        check_shapes(own, weights, where)
-        for name, tensor in own.items():
-            fill(tensor, weights[name])
-            if bad := non_finite_numbers(local_part(tensor)):
-                raise SurefootError(f"{where}: {name} holds numbers that are {bad}; take another checkpoint")
+        load_stored(own_weights(policy), weights, where)
         return
     if not has_adapters(policy):
         load_weights(policy, dict(weights), where)
@@ -83,6 +79,18 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Any], where: Path) -> 
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
+
+
+def load_stored(own: Mapping[str, Tensor], weights: Mapping[str, Any], where: Path) -> None:
+    """Set tensors from those of a checkpoint that stay in its files; of sharded ones, each rank reads its part.
+
+    Raises SurefootError, naming the first tensor that does not fit.
+    """
+    check_shapes(own, weights, where)
+    for name, tensor in own.items():
+        fill(tensor, weights[name])
+        if bad := non_finite_numbers(local_part(tensor)):
+            raise SurefootError(f"{where}: {name} holds numbers that are {bad}; take another checkpoint")
 
 
 def load_merged(
@@ -99,9 +107,11 @@ def load_merged(
 
 
 def load_adapted(
-    parts: dict[str, Any], where: Path, trust_remote_code: bool = False
+    parts: dict[str, Any], where: Path, trust_remote_code: bool = False, scratch: Path | None = None
 ) -> "tuple[PreTrainedModel, SharedBase, RewardModel | None]":
     """A checkpoint's base with its adapter, not merged: the model, the base, and the reward model if it is one.
+
+    scratch   put the base's weights into a mapped file in this folder
 
     Raises SurefootError if the base is missing or has changed.
     """
@@ -112,6 +122,8 @@ def load_adapted(
         raise SurefootError(f"{where}: contains an adapter whose base can't be loaded: {error}") from None
     field = f"{where}: base model={record['model']!r}"
     check_unchanged({field: record["print"]}, {field: weights_hash(model)})
+    if scratch is not None:
+        map_weights(model, scratch)
     base = SharedBase(model, base_hash=record["print"])
     base.source = record["model"]
     base.add(POLICY, _settings(recipe))

@@ -2,8 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from surefoot.core.distributed import rank
+from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
 from surefoot.language.data.tokens import Messages, Tokens
-from surefoot.language.models.adapter_files import load_adapted, load_merged, load_trained, save_adapter
-from surefoot.language.models.adapters import SharedBase
+from surefoot.language.models.adapter_files import load_adapted, load_merged, load_stored, load_trained, save_adapter
+from surefoot.language.models.adapters import SharedBase, merge
 from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
+from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
 from surefoot.language.sampling import generate
 from surefoot.recipes.callables import Functions
@@ -199,7 +201,10 @@ def from_parts(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fal
         return result
 
 
-def _build_model(parts: dict[str, Any], where: Path, trust_remote_code: bool) -> LanguageModel | RewardModel:
+def _build_model(
+    parts: dict[str, Any], where: Path, trust_remote_code: bool, mapped: Callable[[Any], None] | None = None
+) -> LanguageModel | RewardModel:
+    """``mapped`` gives a model on the meta device its weights' places; the weights are then read piece by piece."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
     tokenizer = _build_tokenizer(parts["model"]["tokenizer"], where, trust_remote_code)
@@ -211,18 +216,29 @@ def _build_model(parts: dict[str, Any], where: Path, trust_remote_code: bool) ->
     auto: Any = AutoModel if reward else AutoModelForCausalLM
     prefix = "writer.model." if parts["recipe"]["kind"] == "dpo" else "model."
     weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then overwritten; buffers are computed and stay
+    device = nullcontext() if mapped is None else torch.device("meta")
+    with torch.random.fork_rng(devices=[]), device:  # weights are drawn, then overwritten; buffers are computed and stay
         model = auto.from_config(config, trust_remote_code=trust_remote_code)
+    if mapped is not None:
+        mapped(model)
     if not reward:
-        load_weights(model, weights, where)
+        _load_all(model, weights, where)
         if parts["model"].get("generation"):
             model.generation_config = GenerationConfig.from_dict(parts["model"]["generation"])
         return LanguageModel(model.eval(), Tokens(tokenizer, model))
     head = nn.Linear(weights["head.weight"].shape[1], 1)
     scores = RewardModel(model, head, tokenizer)
-    load_weights(scores, weights, where)
+    _load_all(scores, weights, where)
     copy_standardisation(scores, where.absolute().parent.parent / "model")
     return scores.eval()
+
+
+def _load_all(module: nn.Module, weights: dict[str, Any], where: Path) -> None:
+    """Load every weight, from memory or from files."""
+    if any(isinstance(x, StoredTensor) for x in weights.values()):
+        load_stored(module.state_dict(), weights, where)
+    else:
+        load_weights(module, weights, where)
 
 
 def _build_tokenizer(files: dict[str, str], where: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
@@ -252,8 +268,13 @@ def _merged_model(
     return scores.eval()
 
 
-def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None) -> list[str]:
-    """Write a run's result to ``model/``, and an adapter to ``adapter/``; return lines for the user. Only rank 0 writes."""
+def save_result(
+    result: LanguageModel | RewardModel, folder: Path, recipe: ModelRecipe, base: SharedBase | None, in_place: bool = False
+) -> list[str]:
+    """Write a run's result to ``model/``, and an adapter to ``adapter/``; return lines for the user. Only rank 0 writes.
+
+    in_place   merge the adapter into the result's own weights, of which no copy is made
+    """
     if rank():
         return []
     lines = []
@@ -261,6 +282,8 @@ def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: Model
         save_adapter(base, result, folder / "adapter")
         lines = [f"the adapter is in {folder / 'adapter'}"]
     if recipe.adapter is None or recipe.adapter.merge:
+        if in_place and base is not None:
+            merge(base.trunk)
         if isinstance(result, RewardModel):
             lines += result.save(folder / "model")
         else:
@@ -270,22 +293,34 @@ def save_result(result: LanguageModel | RewardModel, folder: Path, recipe: Model
 
 
 def result_of_shards(
-    folder: Path, tokens: Tokens, trust_remote_code: bool
+    live: LanguageModel | RewardModel, folder: Path, base: SharedBase | None, trust_remote_code: bool
 ) -> tuple[LanguageModel | RewardModel, SharedBase | None, bool]:
-    """The result of a run whose models are sharded, whole on the CPU of this rank: from its best checkpoint, or its last one.
+    """The result of a run whose models are sharded, on the CPU of this rank: from its best checkpoint, or its last one.
 
-    Returns also the base of an adapter, and whether the checkpoint is the best one.
+    Its weights lie in a mapped file, so they are never in this rank's own memory all at once.
+
+    live  the run's result, which is sharded
+    base  of its adapter
+
+    Returns also the result's base, and whether the checkpoint is the best one.
     """
     best = latest_checkpoint(folder / "best")
     checkpoint = best or latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a run saves a checkpoint at its end"
-    parts = load_checkpoint(checkpoint)
-    if "base" not in parts:
-        return from_parts(parts, checkpoint, trust_remote_code), None, best is not None
-    model, base, scores = load_adapted(parts, checkpoint, trust_remote_code)
-    result: LanguageModel | RewardModel = LanguageModel(model, tokens)
-    if scores is not None:
-        scores.tokenizer, result = tokens.tokenizer, scores
+    holder, tokenizer = (
+        (live.backbone, live.tokenizer) if isinstance(live, RewardModel) else (live.model, live.tokens.tokenizer)
+    )
+    result: LanguageModel | RewardModel
+    if base is None:
+        parts = load_checkpoint(checkpoint, in_files=("agent",))
+        buffers = dict(holder.named_buffers())
+        result = _build_model(parts, checkpoint, trust_remote_code, lambda model: map_weights(model, folder, buffers))
+    else:
+        parts = load_checkpoint(checkpoint)
+        model, base, scores = load_adapted(parts, checkpoint, trust_remote_code, scratch=folder)
+        result = LanguageModel(model, Tokens(tokenizer, model)) if scores is None else scores  # type: ignore[arg-type]
+    if isinstance(result, RewardModel):
+        result.tokenizer = tokenizer
     recipe = make_recipe(parts["recipe"])
     result.recipe = recipe if isinstance(recipe, ModelRecipe) else None
     return result, base, best is not None

@@ -469,14 +469,14 @@ class LanguageWorld:
         if self.sharding is None:
             best = load_best_weights(self.policy, folder)
         else:
-            result, base, best = result_of_shards(folder, self.tokens, self.recipe.trust_remote_code)
+            result, base, best = result_of_shards(self.result, folder, base, self.recipe.trust_remote_code)
             assert isinstance(result, LanguageModel)
             self.result, result.functions = result, self.functions
         if not best and self.held_out is not None:
             target = self.recipe.reference.target
             limit = "" if target is None else f" within {BEST_KL_FACTOR:g} times reference.target={target:g}"
             notes = [f"no evaluation had a score{limit}; model/ is the last policy, not a best one"]
-        return [*notes, *save_result(self.result, folder, self.recipe, base)]
+        return [*notes, *save_result(self.result, folder, self.recipe, base, in_place=self.sharding is not None)]
 
     def close(self) -> None:
         """There is nothing to close."""

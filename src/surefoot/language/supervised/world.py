@@ -323,10 +323,10 @@ class SupervisedWorld:
         if self.sharding is None:
             load_best_weights(self.policy, folder)
         else:
-            self.result, base, _ = result_of_shards(folder, self.tokens, self.recipe.trust_remote_code)
+            self.result, base, _ = result_of_shards(self.result, folder, base, self.recipe.trust_remote_code)
         if isinstance(self.result, RewardModel):
             self.result.standardise(self._raw_scores(self.result))
-        return save_result(self.result, folder, self.recipe, base)
+        return save_result(self.result, folder, self.recipe, base, in_place=self.sharding is not None)
 
     @torch.no_grad()
     def _raw_scores(self, model: RewardModel) -> Tensor:

@@ -80,9 +80,15 @@ class MetricsFile:
         self.size += len(line)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Size and SHA-256 of the file as it is on the disk now, for the checkpoint that follows."""
-        flush(self.path)
+        """Size and SHA-256 of the file as it is now, for the checkpoint that follows; ``flush`` comes before its commit."""
         return {"size": self.size, "sha256": self.digest.hexdigest()}
+
+    def flush(self) -> None:
+        """Flush the file to the disk. Raises SurefootError if that fails."""
+        try:
+            flush(self.path)
+        except OSError as error:
+            raise SurefootError(f"{self.path}: can't be written ({error.strerror}); free space and resume") from None
 
 
 def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surefoot.core.sharding import Shard
-from surefoot.core.sharding.files import StoredTensor, WrittenShards, stored_tensors
+from surefoot.core.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_json, read_table, steps_named
 
@@ -38,32 +39,66 @@ AT_ONCE = 16
 CheckpointParts = Mapping[str, Any]
 
 
-def save_checkpoint(
-    folder: Path, parts: CheckpointParts, written: Mapping[str, Any] | None = None, shards: Sequence[WrittenShards] = ()
-) -> None:
-    """Write parts to ``folder``, replacing an older checkpoint there.
+@dataclass(frozen=True)
+class Snapshot:
+    """The contents of a checkpoint as they were at one moment, in the memory of the CPU.
 
-    written   size and SHA-256 of the metrics before it, which the manifest keeps
-    shards    what every rank has written of sharded tensors by ``write_shards``
+    skeletons  of each part: what its JSON file holds
+    tensors    of each part
+    shards     names of the files with sharded tensors, which the ranks write
+    metrics    size and SHA-256 of the metrics before it, which the manifest keeps
+    """
+
+    skeletons: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+    shards: list[str] = field(default_factory=list)
+    metrics: dict[str, Any] | None = None
+
+
+def take_snapshot(
+    parts: CheckpointParts, shards: Sequence[RankShards] = (), metrics: Mapping[str, Any] | None = None
+) -> Snapshot:
+    """Copy the parts of a checkpoint, so that training can go on while they are written.
+
+    shards    of every rank: the names of its files, and its pieces of the sharded tensors
+    metrics   size and SHA-256 of the metrics before it
+    """
+    pieces: dict[str, dict[str, list[Any]]] = {}
+    for of_rank in shards:
+        for (part, path), piece in of_rank.pieces.items():
+            pieces.setdefault(part, {}).setdefault(path, []).append(piece)
+    skeletons, tensors = {}, {}
+    for name, tree in parts.items():
+        originals: dict[str, Tensor] = {}
+        skeletons[name] = pack(tree, "", originals, pieces.get(name, {}))
+        tensors[name] = host_copies(originals)
+    files = [file for of_rank in shards for file in of_rank.files]
+    return Snapshot(skeletons, tensors, files, None if metrics is None else dict(metrics))
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    """Write a checkpoint to ``folder``, replacing an older one there; its shards are in ``shards_folder`` already.
 
     Raises SurefootError if writing fails; the older checkpoint then stays.
     """
     with atomic_folder(folder, MANIFEST, "a checkpoint", "earlier ones are intact; free space and resume") as temporary:
-        pieces: dict[str, dict[str, list[Any]]] = {}
-        for of_rank in shards:
-            for (part, path), piece in of_rank.pieces.items():
-                pieces.setdefault(part, {}).setdefault(path, []).append(piece)
-        for name, tree in parts.items():
-            tensors: dict[str, Tensor] = {}
-            skeleton = pack(tree, "", tensors, pieces.get(name, {}))
+        for name, skeleton in snapshot.skeletons.items():
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
-            if tensors:
-                save_file(tensors, temporary / f"{name}.safetensors")
-        for file in (file for of_rank in shards for file in of_rank.files):
+            if snapshot.tensors[name]:
+                save_file(snapshot.tensors[name], temporary / f"{name}.safetensors")
+        for file in snapshot.shards:
             os.rename(shards_folder(folder) / file, temporary / file)
         files = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
-        manifest = {"format": FORMAT, "files": files} | ({} if written is None else {"metrics": dict(written)})
+        manifest = {"format": FORMAT, "files": files} | ({} if snapshot.metrics is None else {"metrics": snapshot.metrics})
         (temporary / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
+
+
+def save_checkpoint(folder: Path, parts: CheckpointParts) -> None:
+    """Write parts to ``folder``, replacing an older checkpoint there.
+
+    Raises SurefootError if writing fails; the older checkpoint then stays.
+    """
+    write_snapshot(folder, take_snapshot(parts))
 
 
 def shards_folder(folder: Path) -> Path:
@@ -211,10 +246,13 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def keep_only_this(checkpoint: Path) -> None:
-    """Remove every other checkpoint in the folder, even later ones: a resumed run may differ from before."""
+    """Remove every other checkpoint in the folder, even later ones, since a resumed run may differ from before; and what a kill
+    left.
+    """
     for path in checkpoints_in(checkpoint.parent):
         if path != checkpoint:
             _remove(path)
+    clear_checkpoints(checkpoint.parent)
 
 
 def clear(folder: Path) -> None:
@@ -264,7 +302,7 @@ def _at_once(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
 
 
 def pack(tree: Any, path: str, tensors: dict[str, Tensor], pieces: Mapping[str, list[Any]] = MappingProxyType({})) -> Any:
-    """The tree as JSON can hold it; its tensors go into ``tensors``, under their paths.
+    """The tree as JSON can hold it; its tensors go into ``tensors``, under their paths, and are not copied.
 
     pieces   what was written of the sharded tensor at each path
     """
@@ -274,7 +312,7 @@ def pack(tree: Any, path: str, tensors: dict[str, Tensor], pieces: Mapping[str, 
         dtype = str(tree.dtype).removeprefix("torch.")
         return {"$shards": {"shape": list(tree.shape), "dtype": dtype, "pieces": pieces.get(path, [])}}
     if isinstance(tree, Tensor):
-        tensors[path or "value"] = tree.detach().cpu().contiguous().clone()
+        tensors[path or "value"] = tree
         return {"$tensor": path or "value"}
     if isinstance(tree, Mapping):
         return {str(key): pack(value, f"{path}.{key}" if path else str(key), tensors, pieces) for key, value in tree.items()}

@@ -1,0 +1,92 @@
+"""Writes checkpoints in a thread while training goes on, one after another.
+
+Training copies what it saves (``take_snapshot``) and goes on. The thread writes the copies, flushes them and renames the folder
+last; with sharded models every rank's thread writes its shards first, and they exchange whether that worked. An error of the
+thread is raised by ``finished``, ``wait`` or the next ``begin``.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.core.distributed import exchange
+from surefoot.core.sharding.files import RankShards, write_shards
+from surefoot.errors import SurefootError, cause_of
+from surefoot.runs.checkpoint import shards_folder
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint to be written.
+
+    folder   of the checkpoint, whose shards also other ranks than the first write
+    commit   writes the rest on the first rank, when all shards are on the disk
+    shards   of this rank; None: the models are not sharded
+    """
+
+    folder: Path
+    commit: Callable[[], None] | None
+    shards: RankShards | None = None
+
+
+class CheckpointWriter:
+    """The thread of one rank.
+
+    rank   its number
+    group  the ranks, for exchanges of the threads, if models are sharded
+    """
+
+    def __init__(self, rank: int = 0, group: Any = None) -> None:
+        self.rank, self.group = rank, group
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._future: Future[list[Path]] | None = None
+
+    def begin(self, writings: Sequence[Writing]) -> None:
+        """Write checkpoints in this order. Those begun before have been collected by ``finished`` or ``wait``."""
+        assert self._future is None, "one at a time"
+        self._future = self._pool.submit(self._write, list(writings))
+
+    def finished(self) -> list[Path]:
+        """The checkpoints on the disk that are not reported yet; none while the thread is writing.
+
+        Raises the thread's error.
+        """
+        return self.wait() if self._future is not None and self._future.done() else []
+
+    def wait(self) -> list[Path]:
+        """The same after waiting for the thread."""
+        future, self._future = self._future, None
+        return [] if future is None else future.result()
+
+    def close(self) -> str | None:
+        """Let the thread end what it has begun; its error as one line."""
+        try:
+            self.wait()
+        except Exception as error:
+            return str(error) if isinstance(error, SurefootError) else cause_of(error)
+        finally:
+            self._pool.shutdown()
+        return None
+
+    def _write(self, writings: list[Writing]) -> list[Path]:
+        for writing in writings:
+            if writing.shards is not None:
+                self._write_shards(writing.folder, writing.shards)
+            if writing.commit is not None:
+                writing.commit()
+        return [writing.folder for writing in writings if writing.commit is not None]
+
+    def _write_shards(self, folder: Path, shards: RankShards) -> None:
+        """Write this rank's shards and wait for those of the others."""
+        mine: SurefootError | None = None
+        try:
+            write_shards(shards_folder(folder), shards, self.rank)
+        except SurefootError as error:
+            mine = error
+        errors = exchange(None if mine is None else str(mine), self.group)
+        if mine is not None:
+            raise mine
+        if others := [error for error in errors if error]:
+            raise SurefootError(others[0])
