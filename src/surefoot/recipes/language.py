@@ -148,6 +148,12 @@ class SamplingSettings(Section):
     """texts that end a response, in addition to EOS; rewards and environments get the response without them"""
     old_log_probs: Literal["trainer", "sampler"] = "trainer"
     """log π_old of the ratios: computed again by the trained model (trainer), or kept from sampling (sampler)"""
+    engine: Literal["auto", "packed", "model", "continuous", "vllm"] = "auto"
+    """what samples. packed: packed weights, for small models of known families; model: the model's own forward pass;
+    continuous: continuous batching of transformers; vllm: a vLLM server. auto: vllm with a [server], else packed where it
+    can, else model"""
+    rows: Size | None = None
+    """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: all"""
 
 
 class TurnSettings(Section):

@@ -45,7 +45,6 @@ from surefoot.language.models.sharding import shares_base, whole
 from surefoot.language.online.responses import (
     Responses,
     concat_prompts,
-    concat_samples,
     final_rewards,
     gather_signal,
     length_penalty,
@@ -57,7 +56,8 @@ from surefoot.language.online.turns import Environments, as_samples, mean_turns
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, parts_of
-from surefoot.language.sampling import Samples, sample
+from surefoot.language.sampling import Samples, concat_samples
+from surefoot.language.sampling.engines import Engine, Request
 from surefoot.recipes.language import LanguageRecipe
 
 ADAPTED_BETA = "reference_beta"
@@ -88,6 +88,7 @@ class LanguageCollector:
 
     reward   ``FunctionReward`` in ``rewards/terms.py`` calls a Python function, ``ModelReward`` in ``rewards/model.py`` a model
     gold     measures the same responses; nothing is trained on it
+    engine   samples the responses
     """
 
     def __init__(
@@ -99,9 +100,10 @@ class LanguageCollector:
         gold: FunctionReward | None,
         prompts: Prompts,
         tokens: Tokens,
+        engine: Engine,
         environments: Environments | None = None,
     ) -> None:
-        self.environments = environments
+        self.engine, self.environments = engine, environments
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
         self.sampler = EpochSampler(len(prompts.ids), recipe.seed)
@@ -115,11 +117,13 @@ class LanguageCollector:
         self.reward_roots = [policy if shares_base(model) else model for model in models]
         """those that hold the reward models"""
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
+        self.state: LearnerState | None = None
+        """of the run, whose updates number the policy's weights; None before the first rollout"""
 
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
-        recipe = self.recipe
+        recipe, self.state = self.recipe, state
         batch = self._sample_batch(state.steps)
         drawn = batch.responses.samples
         everything = (drawn, batch.scores.valid, token_rewards(batch.scores, batch.total, drawn, recipe))
@@ -227,18 +231,20 @@ class LanguageCollector:
 
     def _sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool) -> Samples:
         settings = self.recipe.sampling
-        return sample(
-            self.policy.model,
-            prompts,
-            samples=samples,
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            eos_ids=self.tokens.eos_ids,
-            pad_id=self.tokens.pad_id,
-            seeds=() if greedy else seeds,
-            stop=settings.stop,
-            decode=self.tokens.decode,
-            greedy=greedy,
+        self.engine.use(None if self.state is None else self.state.updates)
+        return self.engine.sample(
+            Request(
+                prompts,
+                seeds,
+                samples=samples,
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                eos_ids=self.tokens.eos_ids,
+                pad_id=self.tokens.pad_id,
+                stop=settings.stop,
+                decode=self.tokens.decode,
+                greedy=greedy,
+            )
         )
 
     def _sample_batch(self, done: int) -> SampledBatch:
