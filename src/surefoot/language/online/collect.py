@@ -30,6 +30,7 @@ from surefoot.core.sharding import gathered
 from surefoot.errors import SurefootError
 from surefoot.functional import (
     kl_k1,
+    kl_k3,
     kl_shaped_rewards,
     masked_mean,
     proportional_kl_control,
@@ -138,6 +139,7 @@ class LanguageCollector:
         with gathered(self.reference_root):
             ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
         log_probs, gap = self._old_log_probs(samples, old.log_probs, mask)
+        behaviour = self._behaviour_log_probs(samples, mask)
         if recipe.reference.target is None:
             state.coefficients.pop(ADAPTED_BETA, None)  # a run may be resumed with a fixed β
         beta = self.beta = state.coefficients.get(ADAPTED_BETA, recipe.reference.beta)
@@ -160,6 +162,9 @@ class LanguageCollector:
             "reference_beta": beta,
             "sampler_gap": gap,
         }
+        if behaviour is not None:
+            apart = masked_mean(kl_k3(behaviour, keep_only(log_probs, mask)), mask)
+            metrics["sampler_kl"] = mean_over_ranks(float(apart), int(mask.sum()))
         return Rollout(
             inputs=inputs,
             actions=actions,
@@ -174,6 +179,7 @@ class LanguageCollector:
             truncated=truncated,
             unit="row",
             ref_log_probs=ref_log_probs,
+            behaviour_log_probs=behaviour,
             group=torch.arange(len(mask) // recipe.sampling.samples).repeat_interleave(recipe.sampling.samples),
             reward_parts={"score": earned, "kl": kl},
             steps=len(batch.total),
@@ -193,6 +199,11 @@ class LanguageCollector:
                 f"(at most {START_TOLERANCE:g} in float32); set 'trainer'"
             )
         return torch.where(mask, samples.log_probs, 0.0), gap
+
+    def _behaviour_log_probs(self, samples: Samples, mask: Tensor) -> Tensor | None:
+        """log π of the sampler, if the trainer may compute another number: for metrics and ``importance_cap``.   [N, T]"""
+        same = self.engine.exact and self.policy.exact
+        return None if same or self.recipe.sampling.old_log_probs == "sampler" else keep_only(samples.log_probs, mask)
 
     def _adapt_beta(self, state: LearnerState, kl: Tensor, valid: Tensor) -> float:
         """Adapt β for the next rollout if the KL has a target; return the KL per response on all ranks."""
