@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
-    parser.add_argument("--paths", nargs="+", default=["fast", "cached"])
+    parser.add_argument("--paths", nargs="+", default=["packed", "cached"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = []

@@ -431,6 +431,8 @@ def test_bad_responses_that_moved_away_are_left_out_and_still_count_in_the_mean(
         (RLOO, {"drop_above_kl": 0.1}, "objective.drop_above_kl=0.1: needs a reused batch"),
         (PPO_CLIP, {"drop_above_kl": 0.1}, "objective.drop_above_kl=0.1: needs the same advantage at all tokens"),
         (GRPO, {"drop_above_kl": 0.0}, "objective.drop_above_kl=0.0: must be positive"),
+        (GRPO, {"importance_cap": 0.5}, "objective.importance_cap=0.5: must be at least 1"),
+        (GRPO, {"importance_mode": "token_mask"}, "objective.importance_mode='token_mask': needs objective.importance_cap"),
         (GRPO, {"gae_lambda": 0.95}, "objective.gae_lambda=0.95: needs a critic"),
         (GRPO, {"value_clip": 0.2}, "objective.value_clip=0.2: needs a critic"),
     ],

@@ -285,7 +285,7 @@ def test_the_fast_sampler_draws_with_the_adapters_log_probabilities(loaded: tupl
     prompts = [[5, 6, 7], [8, 9]]
     options: dict[str, Any] = {"max_tokens": 8, "eos_ids": [1], "pad_id": 0, "seeds": [1, 2]}
     drawn = sample(model, prompts, **options)
-    assert drawn.path == "fast"
+    assert drawn.path == "packed"
     with torch.no_grad():
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         scored = LanguagePolicy(model, None, 0)(inputs, drawn.actions, drawn.mask).log_probs

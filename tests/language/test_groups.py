@@ -13,9 +13,9 @@ from surefoot import DR_GRPO, GRPO, SurefootError
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.language.data.batches import EpochSampler
-from surefoot.language.online.responses import choose_groups, concat_samples, rows_of_batch, with_signal
+from surefoot.language.online.responses import choose_groups, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling import Samples
+from surefoot.language.sampling import Samples, concat_samples
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
@@ -267,7 +267,7 @@ def test_joined_rounds_hold_the_same_tokens() -> None:
         real = torch.arange(prompt).flip(0) < prompt - torch.arange(rows).unsqueeze(-1)
         log_probs = torch.where(mask, -torch.rand(rows, response, generator=generator), 0.0)
         ended = torch.tensor([True, False])
-        return Samples(ids[:, :prompt], real, torch.where(mask, ids[:, prompt:], 0), mask, log_probs, ended, "fast")
+        return Samples(ids[:, :prompt], real, torch.where(mask, ids[:, prompt:], 0), mask, log_probs, ended, "packed")
 
     parts = [drawn(3, 5), drawn(5, 2), drawn(4, 4)]
     whole = concat_samples(parts, pad_id=0)

@@ -26,7 +26,8 @@ class Listening(Display):
         self.said: list[str] = []
 
     def message(self, line: str) -> None:
-        self.said.append(line)
+        if not line.startswith("sampling: "):  # the engine, in every run
+            self.said.append(line)
 
 
 @pytest.fixture
@@ -115,3 +116,38 @@ def test_in_bfloat16_a_ratio_that_does_not_start_at_one_is_reported_once(files: 
     exact = Listening()
     surefoot.train("language", display=exact, **fields(files, folders["llama"], "sampler"))
     assert exact.said == []
+
+
+def test_an_exact_sampler_keeps_no_log_probabilities_beside_the_trainers_and_bfloat16_does(files: Path, folder: Path) -> None:
+    exact, rough = (
+        LanguageWorld(make_recipe({"kind": "language", **fields(files, folder, "trainer", precision=precision)}))  # type: ignore[arg-type]
+        for precision in ("float32", "bfloat16")
+    )
+    rollout = exact.collector.collect(LearnerState.seeded(1, 64))
+    assert rollout.behaviour_log_probs is None
+    assert "sampler_kl" not in rollout.metrics
+    rollout = rough.collector.collect(LearnerState.seeded(1, 64))
+    assert rollout.behaviour_log_probs is not None
+    assert rollout.old_log_probs is not None
+    apart = (rollout.old_log_probs - rollout.behaviour_log_probs)[rollout.mask]
+    assert float(apart.abs().max()) == pytest.approx(rollout.metrics["sampler_gap"])
+    assert float((apart.double().expm1() - apart).mean()) == pytest.approx(rollout.metrics["sampler_kl"], rel=0.1, abs=1e-7)
+
+
+def test_weights_against_the_sampler_are_reported_and_change_the_update(files: Path, folders: dict[str, Path]) -> None:
+    rows: dict[float | None, list[Any]] = {}
+    for cap in (None, 1.0, 3.0):
+        objective = {"reuse": {"epochs": 2, "minibatches": 2}, "importance_cap": cap}
+        settings = fields(files, folders["llama"], "trainer", precision="bfloat16", objective=objective, steps=16)
+        surefoot.train("language", run_dir=files / str(cap), **settings)
+        rows[cap] = read_metrics(files / str(cap) / "metrics.jsonl")
+    assert "importance_weight" not in rows[None][0]
+    assert rows[3.0][0]["importance_weight"] == pytest.approx(1, abs=0.02)
+    assert rows[1.0][0]["importance_capped"] > 0.1
+    assert rows[None][0]["policy_loss"] != rows[3.0][0]["policy_loss"]
+
+
+def test_a_correction_needs_both_log_probabilities(files: Path, folders: dict[str, Path]) -> None:
+    settings = fields(files, folders["llama"], "sampler", objective={"importance_cap": 3.0})
+    with pytest.raises(SurefootError, match=r"objective\.importance_cap=3: corrects from .*; set 'trainer'"):
+        make_recipe({"kind": "language", **settings})

@@ -16,7 +16,7 @@ from surefoot.language.sampling import DecodingPath, EndDetector, Samples, gener
 
 from . import tiny
 
-PATHS: tuple[DecodingPath, ...] = ("fast", "cached", "recomputed")
+PATHS: tuple[DecodingPath, ...] = ("packed", "cached", "recomputed")
 PROMPTS = [[20, 31, 42, 53, 64, 75, 86], [33], [47, 48, 49], [90, 91, 92, 93]]
 EOS = (1, 40, 50, 60, 70, 80)
 """six ends among 102 tokens, so that responses have many lengths"""
@@ -67,23 +67,23 @@ def test_in_float64_they_agree_to_eleven_digits(family: str, path: DecodingPath)
 
 
 def test_every_path_draws_the_same_tokens(family: str) -> None:
-    fast, *others = [draw(tiny.model(family), path=path) for path in PATHS]
+    packed, *others = [draw(tiny.model(family), path=path) for path in PATHS]
     for other in others:
-        assert torch.equal(fast.actions, other.actions)
-        assert torch.equal(fast.mask, other.mask)
-        assert torch.equal(fast.ended, other.ended)
+        assert torch.equal(packed.actions, other.actions)
+        assert torch.equal(packed.mask, other.mask)
+        assert torch.equal(packed.ended, other.ended)
 
 
-def test_a_known_family_takes_the_fast_path(family: str) -> None:
-    assert draw(tiny.model(family)).path == "fast"
+def test_a_known_family_takes_packed_weights(family: str) -> None:
+    assert draw(tiny.model(family)).path == "packed"
 
 
-def test_the_built_in_model_takes_the_fast_path() -> None:
+def test_the_built_in_model_takes_packed_weights() -> None:
     from surefoot.language.models.loading import load_model
 
     model, _ = load_model("pocket")
     drawn = draw(model)
-    assert drawn.path == "fast"
+    assert drawn.path == "packed"
     expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
 
 
@@ -256,7 +256,7 @@ def test_the_shortcut_past_decoding_misses_no_stop_string(parts: list[bytes], st
     for t in range(1, len(ids) + 1):
         if any(word in decode(ids[: t - 1]) for word in stop):
             break  # it had ended there
-        reached = ending.reached(torch.tensor(ids[t - 1 : t]), actions[:t], torch.tensor([0]))
+        reached = ending.reached(actions[:t], torch.tensor([0]))
         assert (reached is not None) == any(word in decode(ids[:t]) for word in stop)
 
 
@@ -339,7 +339,7 @@ def test_weights_are_read_again_at_every_call(family: str) -> None:
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
     drawn = draw(model)
-    assert drawn.path == "fast"
+    assert drawn.path == "packed"
     expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
 
 
@@ -448,7 +448,7 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
         ({"stop": ["a"]}, "stop=.*decode="),
         ({"stop": ["a", ""], "decode": text_of}, "stop=.*non-empty"),
         ({"stop": "abc", "decode": text_of}, "stop='abc': needs a list"),
-        ({"path": "quick"}, "path='quick': choose one of fast, cached, recomputed"),
+        ({"path": "quick"}, "path='quick': choose one of packed, cached, recomputed"),
     ],
 )
 def test_what_cannot_be_sampled_is_rejected_in_one_line(options: dict[str, Any], message: str) -> None:
@@ -467,8 +467,8 @@ def test_the_last_place_of_the_context_can_be_used(family: str) -> None:
 def test_a_path_that_a_model_does_not_have_is_rejected() -> None:
     model = tiny.model("llama")
     other_activation(model)
-    with pytest.raises(SurefootError, match="path='fast': not available for LlamaForCausalLM"):
-        draw(model, path="fast")
+    with pytest.raises(SurefootError, match="path='packed': not available for LlamaForCausalLM"):
+        draw(model, path="packed")
 
 
 def test_logits_that_are_not_finite_are_an_error(family: str) -> None:

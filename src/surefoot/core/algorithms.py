@@ -169,6 +169,13 @@ class Objective:
     """leave out responses with a negative advantage whose mean log π_old − log π_θ per token is above this (DeepSeek-V3.2's
     off-policy sequence masking); none: keep all"""
 
+    importance_cap: float | None = None
+    """multiply the surrogate by π_old / π_b, at most this, where the sampler's policy π_b is not π_old (truncated importance
+    sampling); 2 to 5 is usual; none: no correction"""
+    importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """the weight of each token, or of the whole response: the product over its tokens. truncate: at most importance_cap; mask:
+    0 above it"""
+
     gamma: float = 0.99
     """discount γ per step"""
     value_lambda: float | None = None
@@ -233,6 +240,13 @@ class Objective:
             _require(self.reuse is not None, "objective.target_kl", self.target_kl, "needs objective.reuse")
         if self.scale_by_group:
             _require(self.baseline == "group", "objective.scale_by_group", True, 'needs objective.baseline = "group"')
+        if self.importance_cap is not None:
+            need = "must be at least 1, the weight of a sample of the trained policy; 2 to 5 is usual"
+            _require(self.importance_cap >= 1, "objective.importance_cap", self.importance_cap, need)
+        elif self.importance_mode != "token_truncate":
+            _require(
+                False, "objective.importance_mode", self.importance_mode, "needs objective.importance_cap; set it, such as 3"
+            )
         for name, unset in (("ratio", "token"), ("drop_above_kl", None)):
             value, need = getattr(self, name), "needs a reused batch; set objective.reuse too"
             _require(self.reuse is not None or value == unset, f"objective.{name}", value, need)

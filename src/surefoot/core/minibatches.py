@@ -26,6 +26,7 @@ def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
         old_values=rollout.values,
         old_distribution=rollout.old_distribution,
         ref_log_probs=rollout.ref_log_probs,
+        behaviour_log_probs=rollout.behaviour_log_probs,
         flat_index=torch.arange(mask.numel(), device=mask.device).view(mask.shape) if numbered else None,
     )
     if rollout.unit == "row":

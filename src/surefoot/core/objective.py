@@ -19,10 +19,12 @@ from surefoot.functional import (
     clip_active,
     clipped_surrogate,
     importance_ratio,
+    importance_weights,
     kl_k1,
     kl_k2,
     kl_k3,
     ratio_outside,
+    sampler_ratio,
     sequence_ratio,
     unclipped_surrogate,
     value_loss,
@@ -47,6 +49,8 @@ class Batch:
     old_values: Tensor
     old_distribution: Any = None
     ref_log_probs: Tensor | None = None
+    behaviour_log_probs: Tensor | None = None
+    """None if the sampler's policy is θ_old"""
     flat_index: Tensor | None = None
     """b·T + t of each entry in its rollout [B, T]; None if no trace is recorded"""
 
@@ -90,6 +94,15 @@ def left_out(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask:
     """True at the responses with a negative advantage from which θ has moved further than ``drop_above_kl``.   [..., T] bool"""
     moved = sequence_ratio(old_log_probs, log_probs, mask).detach().log()  # the mean of log π_old − log π_θ
     return (advantages < 0) & (moved > (torch.inf if objective.drop_above_kl is None else objective.drop_above_kl))
+
+
+def sampler_weights(batch: Batch, objective: Objective) -> Tensor | None:
+    """The importance weights of ``objective.importance_cap``; None without a cap, and for samples of π_old.   [..., T]"""
+    if objective.importance_cap is None or batch.behaviour_log_probs is None:
+        return None
+    assert batch.old_log_probs is not None, "weights against the sampler need a rollout with old_log_probs"
+    both = (batch.old_log_probs, batch.behaviour_log_probs)
+    return importance_weights(*both, objective.importance_cap, objective.importance_mode, batch.mask)
 
 
 def clip_bounds(objective: Objective, scale: float = 1.0) -> tuple[float, float, float | None]:
@@ -167,6 +180,9 @@ def loss(
     gain = surrogate(log_probs, ratio, kept(batch.advantages), objective, clip_scale)
     if objective.drop_above_kl is not None:
         gain = gain.masked_fill(left_out(log_probs, old_log_probs, kept(batch.advantages), batch.mask, objective), 0)
+    weights = sampler_weights(batch, objective)
+    if weights is not None:
+        gain = gain * weights
     entropy = kept(evaluation.entropy)
     total = -reduced(gain)
     terms, metrics = {"policy_loss": total}, dict[str, Tensor]()
@@ -194,6 +210,8 @@ def loss(
     with torch.no_grad():
         if batch.old_log_probs is not None:
             metrics |= _old_policy_metrics(evaluation, batch, objective, denominator, log_probs, ratio, clip_scale)
+        if weights is not None:
+            metrics |= _sampler_metrics(weights, batch, objective, denominator)
     terms, metrics = ({name: x.detach() for name, x in of.items()} for of in (terms, metrics))
     return Loss(total, terms, metrics, ratio.detach())
 
@@ -227,6 +245,18 @@ def _old_policy_metrics(
     if objective.kl_estimator == "exact" and exact:
         metrics["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))
     return metrics
+
+
+def _sampler_metrics(weights: Tensor, batch: Batch, objective: Objective, denominator: Tensor | float) -> dict[str, Tensor]:
+    """Mean importance weight, and the share of samples that the cap changes.   each []"""
+    assert batch.old_log_probs is not None
+    assert batch.behaviour_log_probs is not None
+    assert objective.importance_cap is not None
+    sequence = objective.importance_mode.startswith("sequence")
+    ratio = sampler_ratio(batch.old_log_probs, batch.behaviour_log_probs, batch.mask, sequence=sequence)
+    capped = (ratio > objective.importance_cap).to(weights.dtype)
+    means = {"importance_weight": weights, "importance_capped": capped}
+    return {name: _mean(x, batch, objective, denominator) for name, x in means.items()}
 
 
 def _mean(x: Tensor, batch: Batch, objective: Objective, denominator: Tensor | float) -> Tensor:

@@ -116,6 +116,8 @@ class Rollout:
     """the Distribution under θ_old, in control; None on text"""
     ref_log_probs: Tensor | None = None
     """under the frozen reference"""
+    behaviour_log_probs: Tensor | None = None
+    """under whatever sampled, when that was not θ_old up to rounding: an engine with its own arithmetic; else None"""
     group: Tensor | None = None
     """[B] number of the prompt that each row answers; None in control"""
     reward_parts: dict[str, Tensor] = field(default_factory=dict)

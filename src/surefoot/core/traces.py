@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import world_size
-from surefoot.core.objective import Batch, clip_bounds, left_out, ratio_of, surrogate
+from surefoot.core.objective import Batch, clip_bounds, left_out, ratio_of, sampler_weights, surrogate
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Rollout
 from surefoot.functional import Moments, clip_active, td_residual
 from surefoot.functional.masking import keep_only
@@ -52,11 +52,14 @@ class Visits:
     """which term that is: an index into ``BRANCHES``"""
     values: Tensor | None = None
     """V at that time; None without a critic"""
+    weights: Tensor | None = None
+    """what the surrogate is multiplied by, to correct for the sampler; None without ``importance_cap``"""
 
     @property
     def gradient_flows(self) -> Tensor:
         """Whether the surrogate has a gradient; False without a visit.   [K, T] bool"""
-        return torch.tensor(WITH_GRADIENT)[self.branch.long()] & (self.updates >= 0)
+        flows = torch.tensor(WITH_GRADIENT)[self.branch.long()] & (self.updates >= 0)
+        return flows if self.weights is None else flows & (self.weights != 0)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class TracedRow:
     visits: Visits
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    behaviour_log_probs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,9 @@ class Trace:
     """whether ρ is of each token, or of the whole response: as in the objective"""
     max_weight: float | None = None
     """the largest weight, of a clipped weight; None of every other objective"""
+    importance_cap: float | None = None
+    """as in the objective"""
+    importance_mode: str = "token_truncate"
 
 
 class Recorder:
@@ -214,6 +221,8 @@ class Recording:
         }
         if evaluation.values is not None:
             values["values"] = evaluation.values[hit]
+        if (weights := sampler_weights(part, self.objective)) is not None:
+            values["weights"] = weights[hit]
         visit = int(self.visited[at[0]])  # every row is read once a pass, so those of a minibatch are in the same one
         for name, x in values.items():
             passes = self.records.setdefault(name, [])
@@ -239,6 +248,8 @@ class Recording:
             rows=self._rows(),
             ratio=objective.ratio,
             max_weight=objective.max_weight,
+            importance_cap=objective.importance_cap,
+            importance_mode=objective.importance_mode,
         )
 
     def _rows(self) -> list[TracedRow]:
@@ -273,6 +284,7 @@ class Recording:
                     visits=Visits(**{name: x[:, offset:end] for name, x in visits.items()}),
                     old_log_probs=None if rollout.old_log_probs is None else cut(rollout.old_log_probs),
                     ref_log_probs=None if rollout.ref_log_probs is None else cut(rollout.ref_log_probs),
+                    behaviour_log_probs=None if rollout.behaviour_log_probs is None else cut(rollout.behaviour_log_probs),
                 )
             )
             offset = end

@@ -1,9 +1,13 @@
 """What a policy gradient maximises, elementwise: ρÂ and its clipped, pessimistic form."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from surefoot.functional.masking import keep_only
+
+ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -29,6 +33,47 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor | None
     log_ratio = keep_only(log_probs, mask) - keep_only(old_log_probs, mask)
     length = log_ratio.shape[-1] if mask is None else mask.bool().sum(-1, keepdim=True).to(log_ratio.dtype).clamp(min=1)
     return keep_only((log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio), mask).exp()
+
+
+def sampler_ratio(
+    old_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor | None = None, *, sequence: bool = False
+) -> Tensor:
+    """π_old / π_b of each token, where π_b is the sampler's policy; or of the whole response, the product over its tokens.
+
+    mask   True at the tokens of the response; 1 elsewhere   [..., T]
+
+    >>> sampler_ratio(torch.tensor([0.4, 0.3]).log(), torch.tensor([0.2, 0.6]).log(), sequence=True)
+    tensor([1., 1.])
+    """
+    log_ratio = keep_only(old_log_probs, mask) - keep_only(behaviour_log_probs, mask)
+    if sequence:
+        log_ratio = keep_only(log_ratio.sum(-1, keepdim=True).expand_as(log_ratio), mask)
+    return log_ratio.exp()
+
+
+def importance_weights(
+    old_log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    cap: float,
+    mode: ImportanceMode = "token_truncate",
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Weights w that correct for samples of π_b instead of π_old: π_old / π_b, bounded by ``cap``.   [..., T]
+
+    mode   of each token, or of the whole response: the product over its tokens; "truncate": at most the cap, "mask": 0 above
+
+    Without a bound the mean of w·f over samples of π_b is that of f over samples of π_old: at every token given the tokens
+    before it, or over whole responses with a sequence mode. A finite cap bounds the variance, and biases the mean towards π_b.
+    Ionides 2008 (truncated importance sampling); masks as in TRL and verl.
+
+    >>> old, sampler = torch.tensor([0.4, 0.3]).log(), torch.tensor([0.1, 0.6]).log()
+    >>> importance_weights(old, sampler, cap=2.0)
+    tensor([2.0000, 0.5000])
+    >>> importance_weights(old, sampler, cap=2.0, mode="token_mask")
+    tensor([0.0000, 0.5000])
+    """
+    ratio = sampler_ratio(old_log_probs, behaviour_log_probs, mask, sequence=mode.startswith("sequence"))
+    return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0)
 
 
 def unclipped_surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -28,8 +28,18 @@ MOST_COUNTED, PATIENCE = 40, 0.5
 """traces, and seconds, in which the one with the most clipped samples is looked for"""
 ON_A_PAGE = 200_000
 """maximum number of samples in a self-contained page, about 2 MB; more are thinned evenly over all passes"""
-PER_STEP = ("rewards", "values", "next_values", "td_residuals", "advantages", "returns", "old_log_probs", "ref_log_probs")
-PER_VISIT = ("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values")
+PER_STEP = (
+    "rewards",
+    "values",
+    "next_values",
+    "td_residuals",
+    "advantages",
+    "returns",
+    "old_log_probs",
+    "ref_log_probs",
+    "behaviour_log_probs",
+)
+PER_VISIT = ("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values", "weights")
 NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 CRITERIA = ("clipped", "ratio", "best", "worst", "truncated")
 
@@ -123,6 +133,8 @@ class Traces:
             "dual_clip",
             "ratio",
             "max_weight",
+            "importance_cap",
+            "importance_mode",
         )
         return {
             **{name: getattr(trace, name) for name in numbers_of},

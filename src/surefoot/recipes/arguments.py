@@ -123,6 +123,8 @@ class ObjectiveTable(TypedDict, total=False):
     )
     ratio: Literal["token", "sequence"]
     drop_above_kl: float | None
+    importance_cap: float | None
+    importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
     gamma: float
     value_lambda: float | None
     normalise_advantages: Literal["minibatch", "batch"] | None
@@ -328,6 +330,8 @@ class SamplingSettingsTable(TypedDict, total=False):
     temperature: float
     stop: Sequence[str]
     old_log_probs: Literal["trainer", "sampler"]
+    engine: Literal["auto", "packed", "model", "continuous", "vllm"]
+    rows: int | None
 
 
 class TurnSettingsTable(TypedDict, total=False):

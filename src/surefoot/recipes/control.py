@@ -228,6 +228,10 @@ class ControlRecipe(Recipe):
             raise SurefootError(
                 f"objective.reference_coefficient={objective.reference_coefficient}: control has no reference policy; set 0"
             )
+        if objective.importance_cap is not None:
+            raise SurefootError(
+                f"objective.importance_cap={objective.importance_cap:g}: control samples from the policy itself; unset it"
+            )
         if objective.router_coefficient:
             raise SurefootError(
                 f"objective.router_coefficient={objective.router_coefficient}: is for mixtures of experts in language; set 0"

@@ -148,6 +148,12 @@ class SamplingSettings(Section):
     """texts that end a response, in addition to EOS; rewards and environments get the response without them"""
     old_log_probs: Literal["trainer", "sampler"] = "trainer"
     """log π_old of the ratios: computed again by the trained model (trainer), or kept from sampling (sampler)"""
+    engine: Literal["auto", "packed", "model", "continuous", "vllm"] = "auto"
+    """what samples. packed: packed weights, for small models of known families; model: the model's own forward pass;
+    continuous: continuous batching of transformers; vllm: a vLLM server. auto: vllm with a [server], else packed where it
+    can, else model"""
+    rows: Size | None = None
+    """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: all"""
 
 
 class TurnSettings(Section):
@@ -641,6 +647,7 @@ class LanguageRecipe(ModelRecipe):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "LanguageRecipe":
         self._check_batch()
+        self._check_sampling()
         self._check_groups()
         self._check_rows()
         self._check_reward()
@@ -662,6 +669,23 @@ class LanguageRecipe(ModelRecipe):
                 f"objective.reuse.minibatches={reuse.minibatches}: does not divide the {self.responses} responses of an "
                 f"iteration (sampling.prompts={prompts} x sampling.samples={samples}); choose a "
                 f"divisor, such as {nearest_divisor(self.responses, reuse.minibatches)}"
+            )
+
+    def _check_sampling(self) -> None:
+        """Settings of an engine need that engine; a correction needs log-probabilities of both sampler and trainer."""
+        sampling, cap = self.sampling, self.objective.importance_cap
+        if cap is not None and sampling.old_log_probs == "sampler":
+            raise SurefootError(
+                f"objective.importance_cap={cap:g}: corrects from the sampler's log-probabilities to the trainer's, and "
+                "sampling.old_log_probs='sampler' takes the sampler's for both; set 'trainer'"
+            )
+        if sampling.rows is not None and sampling.engine == "vllm":
+            raise SurefootError(
+                f"sampling.rows={sampling.rows}: the server bounds its own rows; unset it, and set --max-num-seqs of vllm serve"
+            )
+        if sampling.engine == "continuous" and self.sharding is not None:
+            raise SurefootError(
+                f"sampling.engine='continuous': needs whole models, and sharding={self.sharding!r}; set engine = 'auto'"
             )
 
     def _check_groups(self) -> None:

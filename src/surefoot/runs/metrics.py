@@ -85,6 +85,17 @@ METRICS: dict[str, Metric] = {
         high=1e-2,
         why_high="the sampler and the trainer disagree about the policy; with precision = bfloat16 some is normal",
     ),
+    "sampler_kl": Metric(
+        "mean KL(π_b‖π_old) per token, by k3 from samples, where π_b is the sampler's policy; only where its arithmetic is not "
+        "the trainer's: bfloat16, or an engine of another package",
+        high=0.01,
+        why_high="the sampler is not the trained policy: look for stale weights or low precision in it, or set importance_cap",
+    ),
+    "responses_missing": Metric(
+        "share of responses that the sampling server did not return; they are masked",
+        high=0.05,
+        why_high="the server fails: read its log, and lower server.requests",
+    ),
     "held_out_loss": Metric(
         "mean −log π per token on held-out demonstrations, or per held-out pair or labelled answer; nats. KTO: its loss, "
         "without a unit"
@@ -174,6 +185,18 @@ METRICS: dict[str, Metric] = {
         "share of samples in responses that moved further than drop_above_kl; only where it is set",
         high=0.4,
         why_high="much of the batch is stale: lower the learning rate or epochs, or raise drop_above_kl",
+    ),
+    "importance_weight": Metric(
+        "mean weight π_old / π_b of a sample, after importance_cap; 1 where the sampler's policy is the trained one",
+        low=0.9,
+        high=1.1,
+        why_low="the cap or the mask takes much of the batch: see sampler_kl",
+        why_high="the sampler's policy is not the trained one: see sampler_kl",
+    ),
+    "importance_capped": Metric(
+        "share of samples whose π_old / π_b is above importance_cap",
+        high=0.1,
+        why_high="the sampler's policy is not the trained one: see sampler_kl",
     ),
     "ratio_max": Metric(
         "the largest ρ of the iteration",

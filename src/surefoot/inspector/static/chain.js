@@ -64,6 +64,20 @@ export function credit(trace, row, t, valueLambda = "none") {
 }
 
 export function visit(trace, row, t, k) {
+  const lines = surrogate(trace, row, t, k);
+  if (!lines.length || !row.visits.weights) return lines;
+  const [w, old, sampler] = [row.visits.weights[k][t], row.old_log_probs[t], row.behaviour_log_probs[t]];
+  if (trace.importance_mode.startsWith("sequence")) lines.push({ name: "weight", text: "w of J, from π_old / π_b of the whole response", value: w, recorded: null, ok: true });
+  else {
+    const ratio = Math.exp(old - sampler);
+    const above = trace.importance_mode === "token_mask" ? 0 : trace.importance_cap;
+    lines.push(line("weight", `w of J = exp(log π_old − log π_b) = exp(${fine(old)} − ${sampler < 0 ? `(${fine(sampler)})` : fine(sampler)}), ${short(above)} above ${short(trace.importance_cap)}`,
+      ratio > trace.importance_cap ? above : ratio, w, old, sampler));
+  }
+  return lines;
+}
+
+function surrogate(trace, row, t, k) {
   const seen = row.visits;
   if (!seen.updates[k] || seen.updates[k][t] < 0) return [];
   const [p, rho, used, mean, variance, gain] = ["log_probs", "ratio", "advantages", "mean", "variance", "surrogate"].map((name) => seen[name][k][t]);

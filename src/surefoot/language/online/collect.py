@@ -30,6 +30,7 @@ from surefoot.core.sharding import gathered
 from surefoot.errors import SurefootError
 from surefoot.functional import (
     kl_k1,
+    kl_k3,
     kl_shaped_rewards,
     masked_mean,
     proportional_kl_control,
@@ -45,7 +46,6 @@ from surefoot.language.models.sharding import shares_base, whole
 from surefoot.language.online.responses import (
     Responses,
     concat_prompts,
-    concat_samples,
     final_rewards,
     gather_signal,
     length_penalty,
@@ -57,7 +57,8 @@ from surefoot.language.online.turns import Environments, as_samples, mean_turns
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, parts_of
-from surefoot.language.sampling import Samples, sample
+from surefoot.language.sampling import Samples, concat_samples
+from surefoot.language.sampling.engines import Engine, Request
 from surefoot.recipes.language import LanguageRecipe
 
 ADAPTED_BETA = "reference_beta"
@@ -88,6 +89,7 @@ class LanguageCollector:
 
     reward   ``FunctionReward`` in ``rewards/terms.py`` calls a Python function, ``ModelReward`` in ``rewards/model.py`` a model
     gold     measures the same responses; nothing is trained on it
+    engine   samples the responses
     """
 
     def __init__(
@@ -99,9 +101,10 @@ class LanguageCollector:
         gold: FunctionReward | None,
         prompts: Prompts,
         tokens: Tokens,
+        engine: Engine,
         environments: Environments | None = None,
     ) -> None:
-        self.environments = environments
+        self.engine, self.environments = engine, environments
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
         self.prompts, self.tokens = prompts, tokens
         self.sampler = EpochSampler(len(prompts.ids), recipe.seed)
@@ -115,11 +118,13 @@ class LanguageCollector:
         self.reward_roots = [policy if shares_base(model) else model for model in models]
         """those that hold the reward models"""
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
+        self.state: LearnerState | None = None
+        """of the run, whose updates number the policy's weights; None before the first rollout"""
 
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
-        recipe = self.recipe
+        recipe, self.state = self.recipe, state
         batch = self._sample_batch(state.steps)
         drawn = batch.responses.samples
         everything = (drawn, batch.scores.valid, token_rewards(batch.scores, batch.total, drawn, recipe))
@@ -134,6 +139,7 @@ class LanguageCollector:
         with gathered(self.reference_root):
             ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
         log_probs, gap = self._old_log_probs(samples, old.log_probs, mask)
+        behaviour = self._behaviour_log_probs(samples, mask)
         if recipe.reference.target is None:
             state.coefficients.pop(ADAPTED_BETA, None)  # a run may be resumed with a fixed β
         beta = self.beta = state.coefficients.get(ADAPTED_BETA, recipe.reference.beta)
@@ -156,6 +162,9 @@ class LanguageCollector:
             "reference_beta": beta,
             "sampler_gap": gap,
         }
+        if behaviour is not None:
+            apart = masked_mean(kl_k3(behaviour, keep_only(log_probs, mask)), mask)
+            metrics["sampler_kl"] = mean_over_ranks(float(apart), int(mask.sum()))
         return Rollout(
             inputs=inputs,
             actions=actions,
@@ -170,6 +179,7 @@ class LanguageCollector:
             truncated=truncated,
             unit="row",
             ref_log_probs=ref_log_probs,
+            behaviour_log_probs=behaviour,
             group=torch.arange(len(mask) // recipe.sampling.samples).repeat_interleave(recipe.sampling.samples),
             reward_parts={"score": earned, "kl": kl},
             steps=len(batch.total),
@@ -189,6 +199,11 @@ class LanguageCollector:
                 f"(at most {START_TOLERANCE:g} in float32); set 'trainer'"
             )
         return torch.where(mask, samples.log_probs, 0.0), gap
+
+    def _behaviour_log_probs(self, samples: Samples, mask: Tensor) -> Tensor | None:
+        """log π of the sampler, if the trainer may compute another number: for metrics and ``importance_cap``.   [N, T]"""
+        same = self.engine.exact and self.policy.exact
+        return None if same or self.recipe.sampling.old_log_probs == "sampler" else keep_only(samples.log_probs, mask)
 
     def _adapt_beta(self, state: LearnerState, kl: Tensor, valid: Tensor) -> float:
         """Adapt β for the next rollout if the KL has a target; return the KL per response on all ranks."""
@@ -227,18 +242,20 @@ class LanguageCollector:
 
     def _sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool) -> Samples:
         settings = self.recipe.sampling
-        return sample(
-            self.policy.model,
-            prompts,
-            samples=samples,
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            eos_ids=self.tokens.eos_ids,
-            pad_id=self.tokens.pad_id,
-            seeds=() if greedy else seeds,
-            stop=settings.stop,
-            decode=self.tokens.decode,
-            greedy=greedy,
+        self.engine.use(None if self.state is None else self.state.updates)
+        return self.engine.sample(
+            Request(
+                prompts,
+                seeds,
+                samples=samples,
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                eos_ids=self.tokens.eos_ids,
+                pad_id=self.tokens.pad_id,
+                stop=settings.stop,
+                decode=self.tokens.decode,
+                greedy=greedy,
+            )
         )
 
     def _sample_batch(self, done: int) -> SampledBatch:

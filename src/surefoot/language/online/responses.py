@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from surefoot.core.distributed import all_sum
 from surefoot.core.rollout import map_tensors
@@ -205,27 +204,3 @@ def concat_prompts(parts: Sequence[Prompts]) -> Prompts:
     columns = {name: [value for part in parts for value in part.columns[name]] for name in parts[0].columns}
     prompts = [prompt for part in parts for prompt in part.prompts]
     return replace(parts[0], prompts=prompts, ids=[ids for part in parts for ids in part.ids], columns=columns)
-
-
-def concat_samples(parts: Sequence[Samples], pad_id: int) -> Samples:
-    """The responses of several rounds, padded to one length."""
-    before = max(part.prompt.shape[1] for part in parts)
-    after = max(part.actions.shape[1] for part in parts)
-
-    def left(x: Tensor, value: int = 0) -> Tensor:
-        return pad(x, (before - x.shape[1], 0), value=value)
-
-    def right(x: Tensor, value: int = 0) -> Tensor:
-        return pad(x, (0, after - x.shape[1]), value=value)
-
-    read = [part.real for part in parts if part.real is not None]
-    return replace(
-        parts[0],
-        prompt=torch.cat([left(part.prompt, pad_id) for part in parts]),
-        prompt_mask=torch.cat([left(part.prompt_mask) for part in parts]),
-        actions=torch.cat([right(part.actions, pad_id) for part in parts]),
-        mask=torch.cat([right(part.mask) for part in parts]),
-        log_probs=torch.cat([right(part.log_probs) for part in parts]),
-        ended=torch.cat([part.ended for part in parts]),
-        real=torch.cat([right(mask) for mask in read]) if read else None,
-    )

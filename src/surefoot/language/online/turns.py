@@ -19,7 +19,7 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
 from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.rewards.scores import Prompt, Scores
-from surefoot.language.sampling import DecodingPath, Samples, cut_at_stop
+from surefoot.language.sampling import DecodedBy, Samples, cut_at_stop
 from surefoot.recipes.import_object import import_object
 from surefoot.recipes.language import TurnSettings
 
@@ -60,7 +60,7 @@ class Conversation:
     """by the environment, after a turn that was not truncated"""
     failure: str | None = None
     """why the environment failed, in a few words"""
-    path: DecodingPath = "cached"
+    path: DecodedBy = "cached"
     """how the last turn was decoded"""
 
     @property
@@ -105,7 +105,7 @@ class Conversation:
         return zip(turns, [*self.replies, *[nothing] * (len(turns) - len(self.replies))], strict=True)
 
     def add_turn(
-        self, ids: list[int], log_probs: list[float], tokens: Tokens, path: DecodingPath, stop: Sequence[str] = ()
+        self, ids: list[int], log_probs: list[float], tokens: Tokens, path: DecodedBy, stop: Sequence[str] = ()
     ) -> None:
         """Add a turn of the model, which may end with one of the stop strings."""
         self.path = path

@@ -47,6 +47,7 @@ from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, mean_of
 from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
+from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
 from surefoot.recipes.language import LanguageRecipe
@@ -94,7 +95,9 @@ class LanguageWorld:
         )
         self._place()
         roles = (self.policy, self.reference, self.reward, self.gold)
-        self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.environments)
+        self.engine = make_engine(recipe, model, self.tokens)
+        self.model_summary.append(f"sampling: engine {self.engine.name} ({self.engine.reason})")
+        self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.engine, self.environments)
         self.auxiliary_loss = self._sft_loss()
 
     def _place(self) -> None:
@@ -479,4 +482,5 @@ class LanguageWorld:
         return [*notes, *save_result(self.result, folder, self.recipe, base, in_place=self.sharding is not None)]
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Close the sampling engine."""
+        self.engine.close()

@@ -1,16 +1,18 @@
 """Sample responses from the policy's own weights, with the log-probability of every token.
 
-A response depends on its prompt, its seed and the weights. The rest of the batch and the padding change logits by rounding
-only (about 1e-6). That changes a token only if its random number falls that close to the boundary between two tokens.
+``sample`` does the work of the engines "packed" and "model"; ``choose_engine.py`` has all engines. A response depends on
+its prompt, its seed and the weights. The rest of the batch and the padding change logits by rounding only (about 1e-6). That
+changes a token only if its random number falls that close to the boundary between two tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from surefoot.core.distributed import exact_device, in_float64
 from surefoot.core.seeding import derived_seed
@@ -30,8 +32,15 @@ from surefoot.language.sampling.kv_cache import (
 if TYPE_CHECKING:
     from surefoot.language.data.tokens import Tokens
 
-DecodingPath = Literal["fast", "cached", "recomputed"]
+DecodingPath = Literal["packed", "cached", "recomputed"]
 """how tokens are decoded: with packed weights, or by the model's forward pass with or without its cache"""
+Decoding = DecodingPath | Literal["model"]
+"""a path, or the better of the two by the model's forward pass"""
+DecodedBy = DecodingPath | Literal["continuous", "vllm"]
+"""the path that decoded, or the engine that has no such paths"""
+FinishReason = Literal["stop", "length", "error"]
+LOOK_EVERY = 8
+"""tokens between two looks for finished responses on a GPU: a look waits until the GPU has computed everything before it"""
 
 
 @dataclass(frozen=True)
@@ -50,15 +59,26 @@ class Samples:
     """[N, T] of the sampled tokens, at the sampling temperature; 0 outside the mask"""
     ended: Tensor
     """[N] True if EOS or a stop string ended it; False if it was truncated at the limit"""
-    path: DecodingPath
+    path: DecodedBy
     real: Tensor | None = None
     """[N, T] with several turns: True at sampled tokens and at the tokens of the environment between and after them; else None
     """
+    missing: Tensor | None = None
+    """[N] True where the engine returned no response, which is then empty; None if all are there"""
+    version: int | None = None
+    """the optimizer steps that the sampled weights had taken; None if the caller did not count them"""
 
     @property
     def lengths(self) -> Tensor:
         """Sampled tokens of each response.   [N]"""
         return self.mask.sum(-1)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Why each response ended: "stop" by EOS or a stop string, "length" at the limit, "error" if there is none."""
+        missing = [False] * len(self.ended) if self.missing is None else self.missing.tolist()
+        reasons = zip(self.ended.tolist(), missing, strict=True)
+        return ["error" if lost else "stop" if ended else "length" for ended, lost in reasons]
 
     def responses(self) -> list[list[int]]:
         """The sampled tokens of each response, without padding."""
@@ -80,7 +100,9 @@ def sample(
     stop: Sequence[str] = (),
     decode: Callable[[Sequence[int]], str] | None = None,
     greedy: bool = False,
-    path: DecodingPath | None = None,
+    path: Decoding | None = None,
+    rows: int | None = None,
+    look_every: int | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Samples:
     """Draw ``samples`` responses to each prompt from softmax(logits / temperature), without top-k or top-p.
@@ -90,9 +112,10 @@ def sample(
     per token from its own generator and inverts the cumulative distribution. ``greedy`` takes the most likely token instead,
     needs no seeds and reports the same log-probabilities.
 
-    The prompt is read once for all its samples. The model is in eval mode and without gradient while it samples. ``path`` is
-    for tests: by default the fastest path that is exact for the model is used, and ``Samples.path`` reports it. ``on_token`` is
-    called with each token as it is drawn, for a single response.
+    The prompt is read once for all its samples. The model is in eval mode and without gradient while it samples. ``path`` names
+    the path; by default the fastest one that is exact for the model is used, and ``Samples.path`` reports it. At most ``rows``
+    responses are drawn at a time. Finished responses are looked for after every ``look_every`` tokens; None: one on a CPU,
+    ``LOOK_EVERY`` elsewhere. ``on_token`` is called with each token as it is drawn, for a single response.
 
     Raises SurefootError for invalid prompts, seeds, limits or path, and NotFiniteError for logits that are not finite.
     """
@@ -100,32 +123,35 @@ def sample(
     check_options(len(prompts), samples, temperature, seeds, stop, decode, greedy, path)
     assert on_token is None or samples * len(prompts) == 1, "on_token follows a single response"
     device = model.get_input_embeddings().weight.device
-    ids, mask = left_padded(prompts, pad_id)
-    batch = Prompts(ids.to(device), mask.to(device))
-    uniforms = None if greedy else uniform_draws(seeds, max_tokens).to(exact_device(device))
+    every = look_every or (1 if device.type == "cpu" or on_token is not None else LOOK_EVERY)
+    parts = []
     with torch.no_grad(), eval_mode(model):
-        logits, past = read_prompts(model, batch)
-        ends = EndDetector(eos_ids, stop, decode, logits.shape[-1], device)
-        decoder, used = decoder_for(model, batch, past, samples, max_tokens, path)
-        logits = logits.repeat_interleave(samples, 0)
-        responses = _Responses(logits, max_tokens, pad_id)
-        for step in range(max_tokens):
-            log_probs = log_softmax(logits, temperature)
-            if uniforms is None:
-                tokens = log_probs.argmax(-1)
-            else:
-                tokens = inverse_cdf(log_probs, uniforms[step].index_select(0, responses.slots.to(uniforms.device)))
-            responses.append(step, tokens, log_probs)
-            if on_token is not None:
-                on_token(int(tokens[0]))
-            done = ends.reached(tokens, responses.actions[: step + 1], responses.slots)
-            if done is not None:
-                tokens = responses.finish(step, done, tokens, decoder)
-            if not len(tokens):
-                break
-            if step + 1 < max_tokens:
-                logits = decoder.step(tokens)
-    return responses.as_samples(batch, samples, used)
+        for at, of_prompt in row_chunks(len(prompts), samples, rows):
+            ids, mask = left_padded(prompts[at.start : at.stop], pad_id)
+            batch = Prompts(ids.to(device), mask.to(device))
+            uniforms = None
+            if not greedy:
+                drawn = [seeds[prompt * samples + number] for prompt in at for number in of_prompt]
+                uniforms = uniform_draws(drawn, max_tokens).to(exact_device(device))
+            logits, past = read_prompts(model, batch)
+            ends = EndDetector(eos_ids, stop, decode, logits.shape[-1], device)
+            decoder, used = decoder_for(model, batch, past, len(of_prompt), max_tokens, path)
+            responses = _Responses(logits.repeat_interleave(len(of_prompt), 0), max_tokens, pad_id)
+            responses.draw(decoder, ends, uniforms, temperature, every, on_token)
+            parts.append(responses.as_samples(batch, len(of_prompt), used))
+    return concat_samples(parts, pad_id)
+
+
+def row_chunks(prompts: int, samples: int, rows: int | None) -> Iterator[tuple[range, range]]:
+    """The prompts and samples that are drawn at a time, at most ``rows`` responses: whole prompts, or parts of one."""
+    rows = rows or prompts * samples
+    whole = rows // samples
+    if whole:
+        yield from ((range(start, min(start + whole, prompts)), range(samples)) for start in range(0, prompts, whole))
+        return
+    for prompt in range(prompts):
+        for start in range(0, samples, rows):
+            yield range(prompt, prompt + 1), range(start, min(start + rows, samples))
 
 
 class _Responses:
@@ -136,6 +162,7 @@ class _Responses:
 
     def __init__(self, logits: Tensor, max_tokens: int, pad_id: int) -> None:
         count, device = len(logits), logits.device
+        self.logits, self.max_tokens, self.pad_id = logits, max_tokens, pad_id
         self.actions = torch.full((max_tokens, count), pad_id, dtype=torch.long, device=device)
         self.log_probs = torch.zeros(max_tokens, count, dtype=working_dtype(logits), device=device)
         self.lengths = torch.full((count,), max_tokens, dtype=torch.long, device=device)
@@ -143,18 +170,49 @@ class _Responses:
         self.slots = torch.arange(count, device=device)
         """[n] the response in each slot"""
 
-    def append(self, step: int, tokens: Tensor, log_probs: Tensor) -> None:
+    def draw(
+        self,
+        decoder: Decoder,
+        ends: "EndDetector",
+        uniforms: Tensor | None,
+        temperature: float,
+        every: int,
+        on_token: Callable[[int], None] | None,
+    ) -> None:
+        """Draw all tokens.   uniforms [max_tokens, N], None for the most likely tokens"""
+        logits, seen = self.logits, 0
+        for step in range(self.max_tokens):
+            log_probs = log_softmax(logits, temperature)
+            if uniforms is None:
+                tokens = log_probs.argmax(-1)
+            else:
+                tokens = inverse_cdf(log_probs, uniforms[step].index_select(0, self.slots.to(uniforms.device)))
+            self._append(step, tokens, log_probs)
+            if on_token is not None:
+                on_token(int(tokens[0]))
+            if (step + 1) % every == 0 or step + 1 == self.max_tokens:
+                lengths = ends.reached(self.actions[: step + 1], self.slots, step + 1 - seen)
+                seen = step + 1
+                if lengths is not None:
+                    tokens = self._finish(lengths, tokens, decoder)
+                if not len(tokens):
+                    return
+            if step + 1 < self.max_tokens:
+                logits = decoder.step(tokens)
+
+    def _append(self, step: int, tokens: Tensor, log_probs: Tensor) -> None:
         """Store one token of every unfinished response.   tokens [n], log_probs [n, vocabulary]"""
         self.actions[step].index_copy_(0, self.slots, tokens)
         self.log_probs[step].index_copy_(0, self.slots, log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
 
-    def finish(self, step: int, done: Tensor, tokens: Tensor, decoder: Decoder) -> Tensor:
+    def _finish(self, lengths: Tensor, tokens: Tensor, decoder: Decoder) -> Tensor:
         """Drop the finished responses from the decoder. Return the last tokens of the others, in their new slots.
 
-        done, tokens [n] -> [n - finished]
+        lengths  of the finished responses, 0 for the others   [n]; tokens [n] -> [n - finished]
         """
+        done = lengths > 0
         self.ended[self.slots[done]] = True
-        self.lengths[self.slots[done]] = step + 1
+        self.lengths[self.slots[done]] = lengths[done]
         count = int((~done).sum())
         if count:
             holes, movers = done[:count].nonzero().squeeze(-1), (~done[count:]).nonzero().squeeze(-1) + count
@@ -169,18 +227,47 @@ class _Responses:
         finite.
         """
         longest = int(self.lengths.max())
-        log_probs = self.log_probs[:longest].T.contiguous()
+        mask = torch.arange(longest, device=self.actions.device) < self.lengths.unsqueeze(-1)
+        log_probs = self.log_probs[:longest].T.contiguous().masked_fill_(~mask, 0)
         if not log_probs.isfinite().all():
             raise NotFiniteError("the model's logits are NaN or infinite: its weights have diverged; use an earlier checkpoint")
         return Samples(
             prompt=prompts.ids.repeat_interleave(samples, 0),
             prompt_mask=prompts.mask.repeat_interleave(samples, 0),
-            actions=self.actions[:longest].T.contiguous(),
-            mask=torch.arange(longest, device=log_probs.device) < self.lengths.unsqueeze(-1),
+            actions=self.actions[:longest].T.contiguous().masked_fill_(~mask, self.pad_id),  # drawn before the next look
+            mask=mask,
             log_probs=log_probs,
             ended=self.ended,
             path=path,
         )
+
+
+def concat_samples(parts: Sequence[Samples], pad_id: int) -> Samples:
+    """The responses of several batches, padded to one length."""
+    if len(parts) == 1:
+        return parts[0]
+    before = max(part.prompt.shape[1] for part in parts)
+    after = max(part.actions.shape[1] for part in parts)
+
+    def left(x: Tensor, value: int = 0) -> Tensor:
+        return pad(x, (before - x.shape[1], 0), value=value)
+
+    def right(x: Tensor, value: int = 0) -> Tensor:
+        return pad(x, (0, after - x.shape[1]), value=value)
+
+    read = [part.real for part in parts if part.real is not None]
+    missing = [torch.zeros_like(part.ended) if part.missing is None else part.missing for part in parts]
+    return replace(
+        parts[0],
+        prompt=torch.cat([left(part.prompt, pad_id) for part in parts]),
+        prompt_mask=torch.cat([left(part.prompt_mask) for part in parts]),
+        actions=torch.cat([right(part.actions, pad_id) for part in parts]),
+        mask=torch.cat([right(part.mask) for part in parts]),
+        log_probs=torch.cat([right(part.log_probs) for part in parts]),
+        ended=torch.cat([part.ended for part in parts]),
+        real=torch.cat([right(mask) for mask in read]) if read else None,
+        missing=torch.cat(missing) if any(part.missing is not None for part in parts) else None,
+    )
 
 
 def generate(
@@ -267,17 +354,17 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def decoder_for(
-    model: nn.Module, prompts: Prompts, past: Any, samples: int, max_tokens: int, path: DecodingPath | None
+    model: nn.Module, prompts: Prompts, past: Any, samples: int, max_tokens: int, path: Decoding | None
 ) -> tuple[Decoder, DecodingPath]:
     """The fastest decoder that is exact for this model, or the one named by ``path``."""
     more = max_tokens - 1  # nothing is read after the last token
-    if path in (None, "fast"):
+    if path in (None, "packed"):
         decoder = fast_decoder(model, prompts, past, samples, more)
         if decoder is not None:
-            return decoder, "fast"
-    if past is not None and (path == "cached" or (path is None and cache_is_exact(model, prompts, more))):
+            return decoder, "packed"
+    if past is not None and (path == "cached" or (path in (None, "model") and cache_is_exact(model, prompts, more))):
         return CachedDecoder(model, prompts, past, samples, more), "cached"
-    if path in (None, "recomputed"):
+    if path in (None, "model", "recomputed"):
         return RecomputingDecoder(model, prompts, samples, more), "recomputed"
     raise SurefootError(f"path={path!r}: not available for {type(model).__name__}; leave it out")
 
@@ -314,7 +401,7 @@ def check_options(
     stop: Sequence[str],
     decode: object,
     greedy: bool,
-    path: DecodingPath | None,
+    path: Decoding | None,
 ) -> None:
     """Raise SurefootError for invalid sampling options."""
     if samples < 1:
@@ -325,7 +412,7 @@ def check_options(
         raise SurefootError(f"seeds: {len(seeds)} given for {prompts} prompts x samples={samples}; give one per response")
     if stop and (isinstance(stop, str) or decode is None or not all(stop)):
         raise SurefootError(f"stop={stop!r}: needs a list of non-empty strings, and decode=, which turns tokens into text")
-    if path is not None and path not in get_args(DecodingPath):
+    if path not in (None, "model", *get_args(DecodingPath)):
         raise SurefootError(f"path={path!r}: choose one of {', '.join(get_args(DecodingPath))}")
 
 
@@ -342,24 +429,44 @@ class EndDetector:
     ) -> None:
         self.is_eos = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
-        self.stop, self.decode = stop, decode
+        self.eos_ids, self.stop, self.decode = frozenset(eos_ids), stop, decode
         self.may_end: dict[int, bool] = {}
 
-    def reached(self, tokens: Tensor, actions: Tensor, slots: Tensor) -> Tensor | None:
-        """[n] True where this token ends the slot's response; None if it ends none.   tokens [n], actions [t, N]"""
-        done = self.is_eos[tokens]
-        if self.stop:
-            done |= torch.tensor(self.stopped(tokens.tolist(), actions, slots.tolist()), device=done.device)
-        return done if bool(done.any()) else None
+    def reached(self, actions: Tensor, slots: Tensor, new: int = 1) -> Tensor | None:
+        """[n] the length of the slot's response if one of its last ``new`` tokens ends it, else 0; None if none ends.
 
-    def stopped(self, tokens: list[int], actions: Tensor, slots: list[int]) -> list[bool]:
-        """Whether the decoded text of each slot's response contains a stop string."""
+        actions [t, N], of which ``slots`` [n] are the columns
+        """
+        first = len(actions) - new
+        done = self.is_eos[actions[first:].index_select(1, slots)]
+        if self.stop:
+            done |= torch.tensor(self.stopped(actions, slots.tolist(), first), device=done.device)
+        ended = done.any(0)
+        return torch.where(ended, first + 1 + done.int().argmax(0), 0) if bool(ended.any()) else None
+
+    def stopped(self, actions: Tensor, slots: list[int], first: int) -> list[list[bool]]:
+        """Whether the decoded text of each slot's response contains a stop string, up to each token from ``first`` on."""
         assert self.decode is not None
         stopped = []
-        for token, slot in zip(tokens, slots, strict=True):
-            text = self.decode(actions[:, slot].tolist()) if self.may_complete(token) else ""
-            stopped.append(any(word in text for word in self.stop))
+        for step, tokens in enumerate(actions[first:].tolist(), first):
+            row = []
+            for slot in slots:
+                text = self.decode(actions[: step + 1, slot].tolist()) if self.may_complete(tokens[slot]) else ""
+                row.append(any(word in text for word in self.stop))
+            stopped.append(row)
         return stopped
+
+    def length(self, ids: Sequence[int]) -> int:
+        """The tokens of a response up to its end by EOS or a stop string; 0 if it has none."""
+        for place, token in enumerate(ids):
+            if token in self.eos_ids:
+                return place + 1
+            if self.stop and self.may_complete(token):
+                assert self.decode is not None
+                text = self.decode(ids[: place + 1])
+                if any(word in text for word in self.stop):
+                    return place + 1
+        return 0
 
     def may_complete(self, token: int) -> bool:
         """False if the token's own text rules out that a stop string ends in it; this saves decoding the response.

@@ -170,12 +170,44 @@ def pack_model(model: Any) -> PackedModel | None:
 
     Packing copies the layers' weights: about a millisecond per million parameters.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    readers = {"llama": pack_llama, "mistral": pack_llama, "qwen2": pack_llama, "gemma": pack_llama, "gpt2": pack_gpt2}
-    reader = readers.get(str(kind))
-    if reader is None or model.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(model.device.type):
-        return None
-    return reader(model)
+    return None if why_not_packed(model) is not None else READERS[model_type(model)](model)
+
+
+def model_type(model: Any) -> str:
+    """The family of a model by its configuration, such as "llama"."""
+    return str(getattr(getattr(model, "config", None), "model_type", None))
+
+
+def why_not_packed(model: Any) -> str | None:
+    """The reason why a model's weights can't be packed, in a few words; None if they can. Reads no weights."""
+    if model_type(model) not in READERS:
+        return f"no packed weights for {model_type(model)}"
+    if model.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(model.device.type):
+        return "packed weights compute in float32"
+    blocks, supported = _gpt2_layers(model) if model_type(model) == "gpt2" else _llama_layers(model)
+    if not supported:
+        return f"this {model_type(model)} has layers or positions that can't be packed"
+    count = sum(parameter.numel() for parameter in blocks.parameters())
+    if not 0 < count <= PACKED_LIMIT:
+        return f"packing pays up to {PACKED_LIMIT / 1e6:.0f} M parameters in layers, and these have {count / 1e6:,.0f} M"
+    return None
+
+
+def _llama_layers(model: Any) -> tuple[Any, bool]:
+    """The layers, and whether all of them and the positions can be packed."""
+    core = model.model
+    modules = [getattr(b.self_attn, name) for b in core.layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    modules += [getattr(b.mlp, name) for b in core.layers for name in ("gate_proj", "up_proj", "down_proj")]
+    moving = core.rotary_emb.rope_type in ("dynamic", "longrope")  # frequencies depend on the length
+    return core.layers, all_exactly(modules, nn.Linear) and not moving
+
+
+def _gpt2_layers(model: Any) -> tuple[Any, bool]:
+    from transformers.pytorch_utils import Conv1D
+
+    blocks = model.transformer.h
+    modules = [module for b in blocks for module in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
+    return blocks, all_exactly(modules, Conv1D) and not model.config.add_cross_attention
 
 
 def all_exactly(modules: list[Any], kind: type[nn.Module]) -> bool:
@@ -202,20 +234,12 @@ def joined_layers(parts: list[Any], scale: Tensor) -> tuple[Tensor, Tensor | Non
     return (weight * scale).t().contiguous(), bias
 
 
-def pack_llama(model: Any) -> PackedModel | None:
+def pack_llama(model: Any) -> PackedModel:
     """Llama and similar models: RMSNorm, rotary positions, grouped queries, a gated feed-forward."""
     core, config = model.model, model.config
     rotary = core.rotary_emb
     width = core.layers[0].self_attn.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    everywhere: list[tuple[Any, ...]] = [
-        (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj, b.self_attn.o_proj) for b in core.layers
-    ]
-    everywhere += [(b.mlp.gate_proj, b.mlp.up_proj, b.mlp.down_proj) for b in core.layers]
-    supported = all_exactly([module for group in everywhere for module in group], nn.Linear)
-    moving = rotary.rope_type in ("dynamic", "longrope")  # frequencies depend on the length
-    if not supported or moving or not 0 < sum(p.numel() for p in core.layers.parameters()) <= PACKED_LIMIT:
-        return None
     one = 1.0 if config.model_type == "gemma" else 0.0
     pairs = torch.arange(width, device=model.device).view(2, -1).t().flatten()  # 0, w/2, 1, w/2 + 1, …: (re, im) pairs
     order = torch.arange((heads + 2 * kv_heads) * width, device=model.device).view(-1, width)
@@ -264,14 +288,9 @@ def pack_llama(model: Any) -> PackedModel | None:
     )
 
 
-def pack_gpt2(model: Any) -> PackedModel | None:
+def pack_gpt2(model: Any) -> PackedModel:
     """GPT-2: LayerNorm, learned positions, one matrix for query, key and value, already stored [in, out]."""
-    from transformers.pytorch_utils import Conv1D
-
     core, config = model.transformer, model.config
-    supported = all_exactly([m for b in core.h for m in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)], Conv1D)
-    if not supported or config.add_cross_attention or not 0 < sum(p.numel() for p in core.h.parameters()) <= PACKED_LIMIT:
-        return None
     layers = []
     for block in core.h:
         attention, mlp = block.attn, block.mlp
@@ -307,3 +326,13 @@ def pack_gpt2(model: Any) -> PackedModel | None:
         norm=core.ln_f,
         head=model.lm_head,
     )
+
+
+READERS: dict[str, Callable[[Any], PackedModel]] = {
+    "llama": pack_llama,
+    "mistral": pack_llama,
+    "qwen2": pack_llama,
+    "gemma": pack_llama,
+    "gpt2": pack_gpt2,
+}
+"""the families that can be packed"""

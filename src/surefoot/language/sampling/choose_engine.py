@@ -1,0 +1,66 @@
+"""Chooses the sampling engine of a recipe; the engines "packed" and "model", which need no other package, are here."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from surefoot.errors import SurefootError
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.sampling import Samples, sample
+from surefoot.language.sampling.continuous import Continuous
+from surefoot.language.sampling.engines import Engine, EngineName, Request
+from surefoot.language.sampling.fast_decode import why_not_packed
+from surefoot.recipes.language import LanguageRecipe
+
+
+class InProcess:
+    """The engines "packed" and "model": decode with the trainer's own weights in this process.
+
+    name   None: packed weights wherever they are exact
+    rows   most responses at a time; None: all of a request
+    """
+
+    exact = True
+
+    def __init__(self, model: Any, name: Literal["packed", "model"] | None = None, rows: int | None = None) -> None:
+        self.model, self.asked, self.rows = model, name, rows
+        self.version: int | None = None
+        why_not = why_not_packed(model)
+        if name == "packed" and why_not is not None:
+            raise SurefootError(f"sampling.engine='packed': {why_not}; set engine = 'auto' or 'model'")
+        self.name: EngineName = name or ("packed" if why_not is None else "model")
+        self.reason = "set by sampling.engine" if name else why_not or f"small {model.config.model_type} in {dtype_name(model)}"
+
+    def use(self, version: int | None) -> None:
+        self.version = version
+
+    def sample(self, request: Request) -> Samples:
+        settings = {**vars(request), "seeds": () if request.greedy else request.seeds}
+        drawn = sample(self.model, **settings, path="model" if self.asked == "model" else None, rows=self.rows)
+        if self.asked == "packed" and drawn.path != "packed" and request.max_tokens > 1:  # the prompts give the first token
+            raise SurefootError(
+                "sampling.engine='packed': packed weights give other log-probabilities than the model's forward pass, or its "
+                "cache is of another kind; set engine = 'auto'"
+            )
+        return replace(drawn, version=self.version)
+
+    def close(self) -> None:
+        pass
+
+
+def dtype_name(model: Any) -> str:
+    """The dtype of a model's weights, such as "float32"."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def make_engine(recipe: LanguageRecipe, model: Any, tokens: Tokens) -> Engine:
+    """The engine of ``sampling.engine``, for a model on its device.
+
+    "auto" takes the server if there is one, else "packed" if the model can be packed, else "model".
+
+    Raises SurefootError if the engine can't be used.
+    """
+    name = recipe.sampling.engine
+    if name == "continuous":
+        return Continuous(model, recipe.sampling.rows)
+    assert name in ("auto", "packed", "model")
+    return InProcess(model, None if name == "auto" else name, recipe.sampling.rows)

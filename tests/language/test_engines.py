@@ -1,0 +1,224 @@
+"""The law of every sampling engine: the same request gets responses with the same meaning, whoever draws them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot.errors import SurefootError
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.sampling import sample
+from surefoot.language.sampling.choose_engine import InProcess
+from surefoot.language.sampling.continuous import Continuous
+from surefoot.language.sampling.engines import Engine, Request, samples_of
+
+from . import tiny
+from .test_sampler import EOS, PROMPTS, expect_own_log_probs, text_of
+
+MAKE: dict[str, Callable[[Any], Engine]] = {
+    "packed": lambda model: InProcess(model, "packed"),
+    "model": lambda model: InProcess(model, "model"),
+    "automatic": InProcess,
+    "seven rows": lambda model: InProcess(model, rows=7),
+    "two rows": lambda model: InProcess(model, rows=2),
+    "continuous": Continuous,
+    "continuous, two rows": lambda model: Continuous(model, rows=2),
+}
+
+
+def request(count: int = 12, first: int = 100, **changes: Any) -> Request:
+    """Three responses of at most 16 tokens to each of four prompts."""
+    settings = {"samples": 3, "max_tokens": 16, "eos_ids": EOS, "pad_id": 0, "temperature": 0.8, "decode": text_of}
+    return Request(**{"prompts": PROMPTS, "seeds": range(first, first + count), **settings, **changes})
+
+
+@pytest.fixture(params=MAKE)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Every engine that needs no server, on the same small model."""
+    made = MAKE[request.param](tiny.model("llama"))
+    made.use(0)
+    yield made
+    made.close()
+
+
+def test_responses_have_the_right_shapes_in_prompt_major_order(engine: Engine) -> None:
+    drawn = engine.sample(request())
+    assert drawn.prompt.shape == drawn.prompt_mask.shape == (12, 7)
+    assert drawn.actions.shape == drawn.mask.shape == drawn.log_probs.shape
+    assert len(drawn.actions) == len(drawn.ended) == 12
+    assert drawn.mask.shape[1] == drawn.lengths.max() <= 16
+    for row in range(12):
+        assert drawn.prompt[row][drawn.prompt_mask[row]].tolist() == PROMPTS[row // 3]
+        length = int(drawn.lengths[row])
+        assert drawn.mask[row].tolist() == [t < length for t in range(drawn.mask.shape[1])]
+        assert not drawn.actions[row, length:].any()
+        assert not drawn.log_probs[row, length:].any()
+    assert drawn.log_probs.dtype == torch.float32
+    assert drawn.missing is None
+
+
+def test_eos_ends_a_response_and_nothing_else_but_the_limit_does(engine: Engine) -> None:
+    drawn = engine.sample(request())
+    reasons = set()
+    for response, reason in zip(drawn.responses(), drawn.finish_reasons, strict=True):
+        assert not any(token in EOS for token in response[:-1])
+        assert reason == ("stop" if response[-1] in EOS else "length")
+        assert reason == "stop" or len(response) == 16
+        reasons.add(reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine: Engine) -> None:
+    free = engine.sample(request(eos_ids=(1,)))
+    first, second = [text_of(response) for response in free.responses() if len(response) > 7][:2]
+    stop = [first[3:5], second[6]]
+    drawn = engine.sample(request(eos_ids=(1,), stop=stop))
+    ended = 0
+    for response, reason in zip(drawn.responses(), drawn.finish_reasons, strict=True):
+        assert not any(word in text_of(response[:-1]) for word in stop)
+        complete = any(word in text_of(response) for word in stop)
+        assert reason == ("stop" if complete or response[-1] == 1 else "length")
+        ended += complete
+    assert ended > 1
+
+
+def test_a_response_at_the_limit_is_truncated_and_one_that_ends_there_is_not(engine: Engine) -> None:
+    cut = engine.sample(request(eos_ids=(), max_tokens=5))
+    assert cut.finish_reasons == ["length"] * 12
+    assert cut.lengths.tolist() == [5] * 12
+    ended = engine.sample(request(eos_ids=range(tiny.VOCABULARY), max_tokens=1))
+    assert ended.finish_reasons == ["stop"] * 12
+    assert ended.lengths.tolist() == [1] * 12
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_trainers(engine: Engine, temperature: float) -> None:
+    drawn = engine.sample(request(temperature=temperature))
+    expect_own_log_probs(engine.model, PROMPTS, drawn, temperature, within=1e-4)  # type: ignore[attr-defined]
+
+
+def test_the_same_seeds_repeat_and_others_do_not(engine: Engine) -> None:
+    first, again, other = (engine.sample(request(first=seed)) for seed in (100, 100, 500))
+    assert torch.equal(first.actions, again.actions)
+    assert torch.equal(first.log_probs, again.log_probs)
+    assert first.responses() != other.responses()
+    assert len({tuple(response) for response in first.responses()}) > 6, "the samples of a prompt differ"
+
+
+def test_the_likeliest_tokens_need_no_seeds(engine: Engine) -> None:
+    drawn = engine.sample(request(greedy=True, seeds=(), samples=1))
+    for prompt, response in zip(PROMPTS, drawn.responses(), strict=True):
+        with torch.no_grad():
+            logits = engine.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]  # type: ignore[attr-defined]
+        assert response == logits.argmax(-1).tolist()
+
+
+def test_weights_after_an_update_are_used_and_their_version_is_reported(engine: Engine) -> None:
+    before = engine.sample(request())
+    assert before.version == 0
+    model = engine.model  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
+    engine.use(7)
+    after = engine.sample(request())
+    assert after.version == 7
+    assert after.responses() != before.responses()
+    expect_own_log_probs(model, PROMPTS, after, 0.8, within=1e-4)
+
+
+def test_the_global_generator_and_the_modes_of_the_model_are_left_alone(engine: Engine) -> None:
+    model = engine.model.train()  # type: ignore[attr-defined]
+    before, attention = torch.get_rng_state(), model.config._attn_implementation
+    engine.sample(request())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(module.training for module in model.modules())
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": [[5], []], "seeds": range(6)}, r"prompts\[1\]: has no tokens"),
+        ({"prompts": [[5] * 113], "seeds": range(3)}, "don't fit into the model's context of 128"),
+        ({"seeds": [1]}, "seeds: 1 given"),
+        ({"stop": [""]}, "non-empty"),
+    ],
+)
+def test_an_invalid_request_is_rejected_in_one_line(engine: Engine, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
+        engine.sample(request(**changes))
+
+
+# ---- the engines in this process ----------------------------------------------------------------------------------------
+
+
+def test_the_engine_is_chosen_by_what_the_model_is_and_gives_its_reason() -> None:
+    small = tiny.model("gemma")
+    assert (InProcess(small).name, InProcess(small).reason) == ("packed", "small gemma in float32")
+    experts = InProcess(tiny.model("mixtral"))
+    assert (experts.name, experts.reason) == ("model", "no packed weights for mixtral")
+    half = InProcess(tiny.model("llama").bfloat16())
+    assert (half.name, half.reason) == ("model", "packed weights compute in float32")
+    with pytest.raises(SurefootError, match=r"^sampling\.engine='packed': no packed weights for mixtral; set engine = 'auto'"):
+        InProcess(tiny.model("mixtral"), "packed")
+
+
+def test_packed_weights_that_turn_out_wrong_end_the_run_only_if_they_were_asked_for() -> None:
+    model = tiny.model("llama")
+    model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
+    assert InProcess(model).sample(request()).path == "cached"
+    with pytest.raises(
+        SurefootError, match=r"sampling\.engine='packed': packed weights give other log-prob.*set engine = 'auto'"
+    ):
+        InProcess(model, "packed").sample(request())
+
+
+def test_packed_and_model_draw_what_sample_draws_bit_for_bit(family: str) -> None:
+    for name, path in (("packed", "packed"), ("model", "cached")):
+        drawn = InProcess(tiny.model(family), name).sample(request())  # type: ignore[arg-type]
+        direct = sample(tiny.model(family), **vars(request()), path=path)  # type: ignore[arg-type]
+        assert drawn.path == path
+        assert torch.equal(drawn.actions, direct.actions)
+        assert torch.equal(drawn.log_probs, direct.log_probs)
+
+
+@pytest.mark.parametrize(("rows", "look_every"), [(1, 1), (5, 3), (7, 50), (12, 4)])
+def test_rows_at_a_time_and_rare_looks_for_ends_change_no_token(family: str, rows: int, look_every: int) -> None:
+    model = tiny.model(family)
+    for changes in ({}, {"stop": ["e", "ab"], "eos_ids": (1,)}):
+        wanted = sample(model, **vars(request(**changes)))
+        drawn = sample(model, **vars(request(**changes)), rows=rows, look_every=look_every)
+        for name in ("prompt", "prompt_mask", "actions", "mask", "ended"):
+            assert torch.equal(getattr(drawn, name), getattr(wanted, name)), name
+        torch.testing.assert_close(drawn.log_probs, wanted.log_probs, atol=5e-5, rtol=0)
+
+
+# ---- what an engine elsewhere returns -----------------------------------------------------------------------------------
+
+
+def gathered(answers: Sequence[tuple[list[int], list[float]] | None], **changes: Any) -> Any:
+    asked = request(prompts=[[20]], samples=len(answers), **changes)
+    return samples_of(asked, answers, torch.device("cpu"), "vllm", 3)
+
+
+def test_a_missing_answer_is_an_empty_row() -> None:
+    drawn = gathered([([30, 40], [-1.0, -2.0]), None, ([31] * 16, [-0.5] * 16)])
+    assert drawn.finish_reasons == ["stop", "error", "length"]
+    assert drawn.lengths.tolist() == [2, 0, 16]
+    assert drawn.responses() == [[30, 40], [], [31] * 16]
+    assert drawn.missing.tolist() == [False, True, False]
+
+
+def test_tokens_after_an_end_that_the_engine_missed_are_cut() -> None:
+    stop = text_of([30, 31])
+    assert len(Tokens(tiny.tokenizer()).decode([30, 31])) == 2
+    drawn = gathered([([33, 40, 34], [-1.0] * 3), ([33, 30, 31, 35], [-1.0] * 4)], stop=[stop])
+    assert drawn.responses() == [[33, 40], [33, 30, 31]]
+    assert drawn.ended.all()
+
+
+def test_an_answer_that_is_short_without_an_end_is_an_error() -> None:
+    with pytest.raises(SurefootError, match=r"has 2 tokens, without EOS or stop string, and max_tokens=16"):
+        gathered([([30, 31], [-1.0, -1.0])])
