@@ -128,8 +128,8 @@ def test_recipes_of_cells_that_were_never_run_can_be_made(tmp_path: Path) -> Non
         assert (recipe.reference.beta, recipe.objective.reference_coefficient) == (
             (0.3, 0.0) if place == "reward" else (0.0, 0.3)
         )
-    for algorithm, settings in sweeps.REGIONS.values():
-        changes = {"objective": {"trust_region": settings}} if settings else {}
+    for algorithm, region in sweeps.REGIONS.values():
+        changes = {"objective": {"trust_region": region}} if region else {}
         assert training.recipe_of("Hopper-v5", algorithm, 1, changes).objective.reuse.minibatches == 32
     for task in ladder.TASKS.values():
         assert rung_recipe(task, 5, {"engine": "compiled"}).engine == "compiled"

@@ -3,13 +3,13 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import sqrt
+from math import isnan, sqrt
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-from claims import LEDGER, RUNS, Bound, Cell, Claim, Experiment, Result, Results, single
+from claims import LEDGER, RESULTS, RUNS, Bound, Cell, Claim, Experiment, Result, Results, single
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
@@ -156,8 +156,49 @@ def beta_name(beta: float) -> str:
     return f"beta_{beta:g}"
 
 
+DEMO_BETA = 0.3
+"""that of ``surefoot demo language``, whose five seeds with it and with β = 0 are cells of benchmarks/language.py"""
+
+
+def demo_cell(seed: int) -> Cell:
+    """The demo with β = 0.3, and its third stage with β = 0."""
+
+    def work(folder: Path) -> Result:
+        import language
+
+        language.RUNS = folder
+        return language.trained(seed)
+
+    return Cell(f"demo-{seed}", work, RESULTS / "language" / f"{seed}.json")
+
+
+def demo_scores(results: Results, beta: float, key: str) -> dict[int, float]:
+    """A score of the demo's known products: at a β, or of the SFT model for NaN."""
+    found = {seed: results.get(f"demo-{seed}") for seed in SEEDS}
+    picked = {}
+    for seed, result in found.items():
+        if result is not None:
+            of = result["without_anchor"] if beta == 0 else result
+            picked[seed] = of["known_products"]["start" if isnan(beta) else "trained"][key]
+    return picked
+
+
+def demo_difference(results: Results, key: str, ours: float, theirs: float, *, above: bool = True) -> Bound:
+    """The interquartile mean of the differences within seeds between two β of the demo."""
+    label = {"reward": "proxy", "gold": "gold", "kl": "KL"}[key]
+    what = f"{label} at β = {ours:g} less " + ("SFT's" if isnan(theirs) else f"that at β = {theirs:g}")
+    return single(what, paired(demo_scores(results, ours, key), demo_scores(results, theirs, key)), above=above)
+
+
+SFT = float("nan")
+"""in place of a β: the model before PPO"""
 E3_CELLS = [
-    reviews("E3", beta_name(beta), seed, {"reference": {"beta": beta}}) for seed in SEEDS for beta in (0.3, 0.0, 0.03, 1.0, 0.1)
+    *(demo_cell(seed) for seed in SEEDS),
+    *(
+        reviews("E3", beta_name(beta), seed, {"reference": {"beta": beta}})
+        for seed in SEEDS
+        for beta in (0.0, 0.3, 0.03, 1.0, 0.1)
+    ),
 ]
 
 
@@ -166,12 +207,15 @@ def uses(*names: str) -> Any:
     return lambda cell: cell.rpartition("-")[0] in names
 
 
+def hacked(results: Results) -> list[Bound]:
+    return [demo_difference(results, "reward", 0.0, SFT), demo_difference(results, "gold", 0.0, SFT, above=False)]
+
+
 def frontier(results: Results) -> list[Bound]:
-    kept, free = beta_name(0.3), beta_name(0.0)
     return [
-        against(results, "gold at β = 0.3 less SFT's", kept, "SFT", "gold"),
-        against(results, "gold at β = 0 less that at β = 0.3", free, kept, "gold", above=False),
-        against(results, "KL at β = 0 less that at β = 0.3", free, kept, "kl"),
+        demo_difference(results, "gold", DEMO_BETA, SFT),
+        demo_difference(results, "gold", 0.0, DEMO_BETA, above=False),
+        demo_difference(results, "kl", 0.0, DEMO_BETA),
     ]
 
 
@@ -180,7 +224,8 @@ E3 = Experiment(
     title="The β frontier: reward hacking",
     protocol=TOLD
     + f" PPO with β = {', '.join(f'{beta:g}' for beta in BETAS)}; β = 0.3 was chosen on seeds 2 and 3 when the demo was "
-    "built. The model is that of the checkpoint with the highest proxy on held-out prompts, as in the demo. Intervals are of "
+    "built. The model is that of the checkpoint with the highest proxy on held-out prompts, as in the demo. E3.1 and E3.2 "
+    "use the demo's own runs (benchmarks/language.py), which are older than this rule. Intervals are of "
     "differences within seeds.",
     cells={cell.name: cell for cell in E3_CELLS},
     core_hours=1.2,
@@ -190,15 +235,12 @@ E3 = Experiment(
             "Without a KL penalty the policy exploits errors of the reward model: the proxy rises and the true reward falls.",
             "Stiennon et al. 2020 (arXiv 2009.01325), section 4.3; Gao et al. 2022 (arXiv 2210.10760)",
             "at β = 0 the proxy ends above and gold below that of the SFT model",
-            lambda results: [
-                against(results, "proxy at β = 0 less SFT's", beta_name(0.0), "SFT", "reward"),
-                against(results, "gold at β = 0 less SFT's", beta_name(0.0), "SFT", "gold", above=False),
-            ],
+            hacked,
             {
                 "confirmed": "The policy leaves the text that the reward model was trained on, where its scores mean nothing.",
                 "refuted": "On this task the reward model stays right on the answers that the policy moves to.",
             },
-            uses(beta_name(0.0)),
+            uses("demo"),
         ),
         Claim(
             "E3.2",
@@ -211,7 +253,7 @@ E3 = Experiment(
                 "that only the "
                 "proxy likes.",
             },
-            uses(beta_name(0.0), beta_name(0.3)),
+            uses("demo"),
         ),
         Claim(
             "E3.3",
