@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import made_with, write
 
 from surefoot.compare.statistics import bootstrap_interval, markdown_table
 
@@ -93,15 +94,7 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
         "steps_per_second": rows[-1]["steps"] / seconds,
         "curve": [[row["steps"], row["episode_return"]] for row in rows[:: max(1, len(rows) // 200)]],
     }
-    write(cell_file("surefoot", task, seed, args), result)
-
-
-def write(out: Path, result: dict[str, Any]) -> None:
-    """Write the complete file or nothing."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    partial.rename(out)
+    write(cell_file("surefoot", task, seed, args), {**result, "made_with": made_with()})
 
 
 def results_of(task: str, args: argparse.Namespace, library: str = "*") -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from record import write
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.demos.sorting import Sizes, in_groups, write_data
@@ -161,13 +162,6 @@ def made(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, 
         print(f"{task} {name}: greedy {result['trained']['greedy']:.3f} in {time.monotonic() - started:.0f} s", flush=True)
     result: dict[str, Any] = json.loads(path.read_text())
     return result
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Write the complete file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".partial").write_text(json.dumps(result) + "\n")
-    path.with_suffix(".partial").rename(path)
 
 
 def best_rate(task: str, algorithm: str) -> float | None:

@@ -518,6 +518,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "clip-table.html": clip_table_page(),
+        ROOT / "docs" / "how-ppo-works.html": runpy.run_path(str(ROOT / "docs" / "how_ppo_works.py"))["how_ppo_works_page"](),
         ROOT / "docs" / "troubleshooting.md": troubleshooting_page(),
         ROOT / "src" / "surefoot" / "recipes" / "arguments.py": runpy.run_path(str(ROOT / "docs" / "arguments.py"))[
             "arguments_module"

@@ -1,0 +1,470 @@
+"""Experiments on the reviews task, where the true score is known: E3 to E6. All cells of a seed share its SFT and reward "
+"model."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import isnan, sqrt
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from claims import LEDGER, RESULTS, RUNS, Bound, Cell, Claim, Experiment, Result, Results, single
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import merge_tables
+
+SEEDS = (1, 2, 3, 4, 5)
+TUNED_ON = 11
+"""seed on which rates are chosen; it is in no result"""
+EQUAL_KL = 1.5
+"""nats per response at which KL in the reward and in the loss are compared"""
+MARGIN = 0.1
+"""of gold, below which a difference counts as none. Gold of the SFT models is about 0.4, its maximum 2"""
+TOLD = (
+    "The `reviews` task of `surefoot demo language`: SFT and reward model as in the demo, both shared by all cells of a "
+    "seed, 3,200 "
+    "responses each, seeds 1 to 5. Gold, proxy and KL are means over 128 held-out prompts of products in the training data."
+)
+
+
+# ---- one cell ---------------------------------------------------------------------------------------------------------
+
+
+def start(seed: int) -> Path:
+    """The folder of a seed, with data, SFT model and reward model; made, or finished, by the first cell that needs them."""
+    from verifier import finished
+
+    from surefoot.demos.reviews import write_data, write_pairs
+
+    folder = RUNS / "reviews" / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "data"
+    with filelock.FileLock(folder / ".start.lock"):
+        if not (data / "held_out_products.jsonl").exists():
+            import shutil
+
+            shutil.rmtree(data, ignore_errors=True)
+            write_data(data, seed)
+        held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
+        finished(
+            folder / "sft", "reviews_sft", {"seed": seed, "data": {"train": str(data / "demonstrations.jsonl"), **held_out}}
+        )
+        if not (data / "pairs.jsonl").exists():
+            write_pairs(data, folder / "sft", seed)
+        pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
+        scale = str(data / "held_out_demonstrations.jsonl")
+        changes = {"seed": seed, "model": str(folder / "sft"), "data": pairs, "demonstrations": scale}
+        finished(folder / "reward", "reviews_reward", changes)
+    return folder
+
+
+def recipe_of(folder: Path, seed: int, preset: str, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe of a cell: the demo's third stage with changes, or DPO on the reward model's pairs."""
+    from surefoot.demos.reviews import online
+
+    data = folder / "data"
+    if preset == "dpo":
+        own: dict[str, Any] = {"model": str(folder / "sft"), "data": {"train": str(data / "pairs.jsonl"), "max_length": 96}}
+    else:
+        own = online(folder)
+    if changes.get("algorithm") == "GRPO":
+        own = {name: table for name, table in own.items() if name not in ("critic", "reference")}
+    return find_recipe(preset, merge_tables({**own, "seed": seed}, changes))
+
+
+def reviews(experiment: str, name: str, seed: int, changes: Mapping[str, Any], preset: str = "reviews") -> Cell:
+    """Train from the start of a seed; scores of held-out answers, and their curve over the run."""
+
+    def work(folder: Path) -> Result:
+        from surefoot.runs import api
+        from surefoot.runs.display import Lines
+        from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+        begun = start(seed)
+        run = folder / "run"
+        if not (run / "config.toml").exists():
+            api.start(recipe_of(begun, seed, preset, changes), run, display=Lines(name))
+        elif not (run / "finished.json").exists():
+            api.resume(run)
+        rows = read_metrics(run / "metrics.jsonl")
+        names = ("held_out_reward", "held_out_gold", "held_out_kl")
+        curve = [[row["steps"], *(row[name] for name in names)] for row in rows if row.get("held_out_gold") is not None]
+        return {"seed": seed, "engine": "eager", **measured(run, begun, seed), "curve": curve}
+
+    return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}.json")
+
+
+def measured(run: Path, begun: Path, seed: int) -> Result:
+    """SFT and trained model on held-out prompts of known products: proxy, gold, KL to SFT, length, and how many answers "
+    "repeat."""
+    return {"start": scores(begun / "sft", begun, seed), "trained": scores(run, begun, seed)}
+
+
+def scores(model: Path, begun: Path, seed: int) -> Result:
+    """A model's scores on held-out prompts, one sampled answer each. Every kind of training is measured in the same world."""
+    from surefoot.language.analysis.metrics import repeated_share
+    from surefoot.language.online.world import LanguageWorld
+
+    table = {"model": str(model), "reference": {"model": str(begun / "sft")}, "check_memory": False}
+    recipe = recipe_of(begun, seed, "reviews", {**table, "evaluation": {"seed": seed}})
+    assert isinstance(recipe, LanguageRecipe)
+    report = LanguageWorld(recipe).evaluate()
+    assert report is not None
+    names = ("reward", "gold", "kl", "length", "distinct_2", "log_likelihood")
+    repeated = repeated_share([sample["response"] for sample in report.samples])
+    return {**{name: report.metrics[f"held_out_{name}"] for name in names}, "repeated": repeated}
+
+
+# ---- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def each(results: Results, name: str, key: str, when: str = "trained") -> dict[int, float]:
+    """A number of all finished seeds of a cell's name."""
+    found = {seed: results.get(f"{name}-{seed}") for seed in SEEDS}
+    return {seed: result[when][key] for seed, result in found.items() if result is not None}
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Differences of the seeds that both have."""
+    return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+
+
+def against(results: Results, what: str, name: str, base: str, key: str, limit: float = 0.0, *, above: bool = True) -> Bound:
+    """The interquartile mean of the paired differences of two cells' names; base "SFT" is the start of the first."""
+    theirs = each(results, name, key, "start") if base == "SFT" else each(results, base, key)
+    return single(what, paired(each(results, name, key), theirs), limit, above=above)
+
+
+def gold_at(curve: Sequence[tuple[float, float]], kl: float) -> float:
+    """Gold at a KL, linear in √KL between runs, or at the nearest run outside them.   [(KL, gold)]"""
+    points = sorted((sqrt(max(at, 0.0)), gold) for at, gold in curve)
+    x = sqrt(kl)
+    for (left, low), (right, high) in pairwise(points):
+        if left <= x <= right:
+            return low + (high - low) * (x - left) / (right - left) if right > left else low
+    return points[0][1] if x < points[0][0] else points[-1][1]
+
+
+# ---- E3 ---------------------------------------------------------------------------------------------------------------
+
+BETAS = (0.0, 0.03, 0.1, 0.3, 1.0)
+
+
+def beta_name(beta: float) -> str:
+    return f"beta_{beta:g}"
+
+
+DEMO_BETA = 0.3
+"""that of ``surefoot demo language``, whose five seeds with it and with β = 0 are cells of benchmarks/language.py"""
+
+
+def demo_cell(seed: int) -> Cell:
+    """The demo with β = 0.3, and its third stage with β = 0."""
+
+    def work(folder: Path) -> Result:
+        import language
+
+        language.RUNS = folder
+        return language.trained(seed)
+
+    return Cell(f"demo-{seed}", work, RESULTS / "language" / f"{seed}.json")
+
+
+def demo_scores(results: Results, beta: float, key: str) -> dict[int, float]:
+    """A score of the demo's known products: at a β, or of the SFT model for NaN."""
+    found = {seed: results.get(f"demo-{seed}") for seed in SEEDS}
+    picked = {}
+    for seed, result in found.items():
+        if result is not None:
+            of = result["without_anchor"] if beta == 0 else result
+            picked[seed] = of["known_products"]["start" if isnan(beta) else "trained"][key]
+    return picked
+
+
+def demo_difference(results: Results, key: str, ours: float, theirs: float, *, above: bool = True) -> Bound:
+    """The interquartile mean of the differences within seeds between two β of the demo."""
+    label = {"reward": "proxy", "gold": "gold", "kl": "KL"}[key]
+    what = f"{label} at β = {ours:g} less " + ("SFT's" if isnan(theirs) else f"that at β = {theirs:g}")
+    return single(what, paired(demo_scores(results, ours, key), demo_scores(results, theirs, key)), above=above)
+
+
+SFT = float("nan")
+"""in place of a β: the model before PPO"""
+E3_CELLS = [
+    *(demo_cell(seed) for seed in SEEDS),
+    *(
+        reviews("E3", beta_name(beta), seed, {"reference": {"beta": beta}})
+        for seed in SEEDS
+        for beta in (0.0, 0.3, 0.03, 1.0, 0.1)
+    ),
+]
+
+
+def uses(*names: str) -> Any:
+    """Whether a cell has one of these names, apart from its seed."""
+    return lambda cell: cell.rpartition("-")[0] in names
+
+
+def hacked(results: Results) -> list[Bound]:
+    return [demo_difference(results, "reward", 0.0, SFT), demo_difference(results, "gold", 0.0, SFT, above=False)]
+
+
+def frontier(results: Results) -> list[Bound]:
+    return [
+        demo_difference(results, "gold", DEMO_BETA, SFT),
+        demo_difference(results, "gold", 0.0, DEMO_BETA, above=False),
+        demo_difference(results, "kl", 0.0, DEMO_BETA),
+    ]
+
+
+E3 = Experiment(
+    key="E3",
+    title="The β frontier: reward hacking",
+    protocol=TOLD
+    + f" PPO with β = {', '.join(f'{beta:g}' for beta in BETAS)}; β = 0.3 was chosen on seeds 2 and 3 when the demo was "
+    "built. The model is that of the checkpoint with the highest proxy on held-out prompts, as in the demo. E3.1 and E3.2 "
+    "use the demo's own runs (benchmarks/language.py), which are older than this rule. Intervals are of "
+    "differences within seeds.",
+    cells={cell.name: cell for cell in E3_CELLS},
+    core_hours=1.2,
+    claims=(
+        Claim(
+            "E3.1",
+            "Without a KL penalty the policy exploits errors of the reward model: the proxy rises and the true reward falls.",
+            "Stiennon et al. 2020 (arXiv 2009.01325), section 4.3; Gao et al. 2022 (arXiv 2210.10760)",
+            "at β = 0 the proxy ends above and gold below that of the SFT model",
+            hacked,
+            {
+                "confirmed": "The policy leaves the text that the reward model was trained on, where its scores mean nothing.",
+                "refuted": "On this task the reward model stays right on the answers that the policy moves to.",
+            },
+            uses("demo"),
+        ),
+        Claim(
+            "E3.2",
+            "Gold over √KL rises and then falls.",
+            "Gao et al. 2022 (arXiv 2210.10760), section 3",
+            "gold at β = 0.3 is above SFT's, and gold at β = 0 below that at β = 0.3, at a larger KL",
+            frontier,
+            {
+                "confirmed": "Near the start the proxy orders answers as gold does; far from it the policy finds answers "
+                "that only the "
+                "proxy likes.",
+            },
+            uses("demo"),
+        ),
+        Claim(
+            "E3.3",
+            "A β that is too small is hacked, and one that is too large learns less.",
+            "folklore; Ziegler et al. 2019 (arXiv 1909.08593)",
+            "gold at β = 0.03 and at β = 1 is below that at β = 0.3",
+            lambda results: [
+                against(
+                    results, f"gold at β = {beta:g} less that at β = 0.3", beta_name(beta), beta_name(0.3), "gold", above=False
+                )
+                for beta in (0.03, 1.0)
+            ],
+            {
+                "confirmed": "β trades the proxy against the distance from the data that the reward model knows.",
+                "refuted": "The best β on this task is not the demo's 0.3.",
+            },
+            uses(beta_name(0.03), beta_name(0.3), beta_name(1.0)),
+        ),
+        Claim(
+            "E3.4",
+            "Without a KL penalty modes collapse: different prompts get the same answer.",
+            "folklore; Kirk et al. 2023 (arXiv 2310.06452)",
+            "the share of held-out answers that repeat an earlier one is larger at β = 0 than for the SFT model",
+            lambda results: [
+                against(results, "share of repeated answers at β = 0 less SFT's", beta_name(0.0), "SFT", "repeated"),
+            ],
+            {
+                "confirmed": "One answer that the proxy likes is as good for every prompt.",
+                "refuted": "Nothing in the reward makes answers to different prompts equal, and sampling keeps them apart.",
+                "undecided": "Some seeds collapse and some don't.",
+            },
+            uses(beta_name(0.0)),
+        ),
+    ),
+)
+
+# ---- E4 ---------------------------------------------------------------------------------------------------------------
+
+COEFFICIENTS = (0.1, 0.3, 1.0)
+PLACES = ("reward", "k2", "k3")
+
+
+def kl_changes(place: str, coefficient: float) -> dict[str, Any]:
+    """β in the reward, or β_ref in the loss with an estimator."""
+    if place == "reward":
+        return {"reference": {"beta": coefficient}}
+    return {"reference": {"beta": 0.0}, "objective": {"reference_coefficient": coefficient, "reference_estimator": place}}
+
+
+E4_CELLS = [
+    reviews("E4", f"{place}_{coefficient:g}", seed, kl_changes(place, coefficient))
+    for seed in SEEDS
+    for place in PLACES
+    for coefficient in COEFFICIENTS
+]
+
+
+def gold_of(results: Results, place: str) -> dict[int, float]:
+    """Gold at ``EQUAL_KL`` for each seed with all three coefficients."""
+    golds = {}
+    for seed in SEEDS:
+        runs = [results.get(f"{place}_{coefficient:g}-{seed}") for coefficient in COEFFICIENTS]
+        if all(run is not None for run in runs):
+            golds[seed] = gold_at([(run["trained"]["kl"], run["trained"]["gold"]) for run in runs if run], EQUAL_KL)
+    return golds
+
+
+def kl_claim(key: str, estimator: str) -> Claim:
+    """That the KL may as well be in the loss, with an estimator."""
+    return Claim(
+        key,
+        f"KL in the loss ({estimator}) gives as much true reward at equal KL as KL in the reward.",
+        "Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.1, moves it to the loss with k3; "
+        "Ouyang et al. 2022 (arXiv 2203.02155) has it in the reward",
+        f"gold at a KL of {EQUAL_KL} nats, interpolated over three coefficients, is at most {MARGIN} lower than with KL in "
+        f"the reward",
+        lambda results: [
+            single(
+                f"gold with {estimator} in the loss less gold with KL in the reward",
+                paired(gold_of(results, estimator), gold_of(results, "reward")),
+                -MARGIN,
+            )
+        ],
+        needs=uses(*(f"{place}_{coefficient:g}" for place in ("reward", estimator) for coefficient in COEFFICIENTS)),
+    )
+
+
+E4 = Experiment(
+    key="E4",
+    title="KL in the reward or in the loss",
+    protocol=TOLD + f" PPO with KL in the reward (k1), or in the loss by k2 or k3, each with coefficients "
+    f"{', '.join(f'{c:g}' for c in COEFFICIENTS)}.",
+    cells={cell.name: cell for cell in E4_CELLS},
+    core_hours=1.9,
+    claims=(kl_claim("E4.1", "k2"), kl_claim("E4.2", "k3")),
+)
+
+# ---- E5 ---------------------------------------------------------------------------------------------------------------
+
+GROUP = {"prompts": 8, "samples": 8}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "PPO": ("reviews", {}),
+    "GRPO": ("reviews", {"algorithm": "GRPO", "sampling": GROUP, "objective": {"reference_coefficient": 0.3}}),
+    "DPO": ("dpo", {"steps": 6_000, "reference": {"beta": 0.3}}),
+}
+RATES = {"PPO": (2e-4, 4e-4), "GRPO": (2e-4, 4e-4), "DPO": (1e-4, 3e-4)}
+
+
+def method_cell(method: str, seed: int) -> Cell:
+    """A method with the rate that has more proxy reward on ``TUNED_ON``; the cells of that seed run first."""
+    preset, changes = METHODS[method]
+
+    def tried(rate: float) -> Cell:
+        with_rate = merge_tables(changes, {"optimizer": {"learning_rate": rate}})
+        return reviews("E5", f"{method}_{rate:g}", TUNED_ON, with_rate, preset)
+
+    def work(folder: Path) -> Result:
+        by_rate = {}
+        for rate in RATES[method]:
+            inner = folder.parent / f"{method}_{rate:g}-{TUNED_ON}"
+            inner.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(inner / ".cell.lock"):
+                by_rate[rate] = tried(rate).work(inner)["trained"]["reward"]
+        rate = max(by_rate, key=lambda rate: by_rate[rate])
+        with_rate = merge_tables(changes, {"optimizer": {"learning_rate": rate}})
+        return {"learning_rate": rate, **reviews("E5", method, seed, with_rate, preset).work(folder)}
+
+    return Cell(f"{method}-{seed}", work, LEDGER / "E5" / f"{method}-{seed}.json")
+
+
+E5_CELLS = [method_cell(method, seed) for seed in SEEDS for method in METHODS]
+
+
+def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -> Claim:
+    """That a method has as much gold as another."""
+    return Claim(
+        key,
+        sentence,
+        source,
+        f"gold of {ours} is at most {MARGIN} below that of {theirs}",
+        lambda results: [against(results, f"gold of {ours} less that of {theirs}", ours, theirs, "gold", -MARGIN)],
+        needs=uses(ours, theirs),
+    )
+
+
+E5 = Experiment(
+    key="E5",
+    title="PPO, GRPO and DPO on preferences",
+    protocol=TOLD
+    + f" Learning rates are the better of two by proxy reward on seed {TUNED_ON}. PPO: β = 0.3 in the reward. GRPO: 8 "
+    "prompts × 8 answers, k3 in the loss with 0.3. DPO: the 6,000 pairs of the reward model, once, β = 0.3.",
+    cells={cell.name: cell for cell in E5_CELLS},
+    core_hours=1.0,
+    claims=(
+        method_claim("E5.1", "DPO matches PPO.", "Rafailov et al. 2023 (arXiv 2305.18290), section 6", "DPO", "PPO"),
+        method_claim("E5.2", "GRPO matches PPO.", "Shao et al. 2024 (arXiv 2402.03300), section 4", "GRPO", "PPO"),
+        method_claim("E5.3", "PPO matches DPO.", "Xu et al. 2024 (arXiv 2404.10719)", "PPO", "DPO"),
+    ),
+)
+
+# ---- E6 ---------------------------------------------------------------------------------------------------------------
+
+ROUNDS, RESPONSES, PAIRS = 3, 3_264, 1_200
+
+
+def rounds_cell(rounds: int, beta: float, seed: int) -> Cell:
+    """Rounds with equal responses and equal fresh pairs in all; gold is that of the last."""
+    name = f"rounds_{rounds}_{beta:g}-{seed}"
+
+    def work(folder: Path) -> Result:
+        from surefoot.demos.reviews import GOLD
+        from surefoot.runs.display import Lines
+        from surefoot.runs.rounds import RoundsSettings, run_rounds
+
+        begun = start(seed)
+        recipe = recipe_of(begun, seed, "reviews", {"steps": RESPONSES // rounds, "reference": {"beta": beta}})
+        assert isinstance(recipe, LanguageRecipe)
+        settings = RoundsSettings(recipe, GOLD, pairs=PAIRS // rounds, noise=0.25)
+        run_rounds(settings, folder / "rounds", rounds, lambda made, run: Lines(name))
+        run = folder / "rounds" / f"round-{rounds}" / "ppo"
+        return {"seed": seed, "engine": "eager", **measured(run, begun, seed)}
+
+    return Cell(name, work, LEDGER / "E6" / f"{name}.json")
+
+
+E6_BETAS = (0.3, 0.05)
+E6_CELLS = [rounds_cell(rounds, beta, seed) for seed in SEEDS for beta in E6_BETAS for rounds in (1, ROUNDS)]
+
+
+def rounds_claim(key: str, beta: float) -> Claim:
+    """That rounds help at a β."""
+    many, one = (f"rounds_{rounds}_{beta:g}" for rounds in (ROUNDS, 1))
+    return Claim(
+        key,
+        f"Iterated rounds with fresh pairs beat one round of as many responses and pairs (β = {beta:g}).",
+        "Stiennon et al. 2020 (arXiv 2009.01325), section 3.1; Touvron et al. 2023 (Llama 2, arXiv 2307.09288), section 3.2.3",
+        f"gold after {ROUNDS} rounds is above gold after one",
+        lambda results: [against(results, f"gold after {ROUNDS} rounds less gold after one", many, one, "gold")],
+        needs=uses(many, one),
+    )
+
+
+E6 = Experiment(
+    key="E6",
+    title="Iterated rounds",
+    protocol=TOLD
+    + f" Instead of 3,200: {RESPONSES:,} responses and {PAIRS:,} prompts for fresh pairs in all, in {ROUNDS} rounds or in "
+    "one; labels by gold with noise 0.25.",
+    cells={cell.name: cell for cell in E6_CELLS},
+    core_hours=2.0,
+    claims=tuple(rounds_claim(f"E6.{index}", beta) for index, beta in enumerate(E6_BETAS, start=1)),
+)
+
+EXPERIMENTS = (E3, E4, E5, E6)

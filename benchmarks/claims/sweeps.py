@@ -1,0 +1,312 @@
+"""E8, E9 and E11: sweeps over ε, epochs, λ, and the paper's ablation of the trust region."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from claims import LEDGER, Bound, Cell, Claim, Experiment, Result, Results, difference, single
+from claims.training import recipe_of, trained
+from claims.verifier import sorting
+
+MUJOCO: dict[str, Any] = {"engine": "compiled", "steps": 1_000_000}
+
+
+def run_cell(experiment: str, name: str, task: str, algorithm: str, seed: int, changes: Mapping[str, Any]) -> Cell:
+    """Train an algorithm with changes to the task's preset."""
+
+    def work(folder: Path) -> Result:
+        return trained(recipe_of(task, algorithm, seed, changes), folder)
+
+    return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}.json")
+
+
+def scores(results: Results, name: str, key: str = "average_return") -> list[float]:
+    """A score of all finished seeds of a name."""
+    return [result[key] for cell, result in results.items() if cell.rpartition("-")[0] == name]
+
+
+def within(*names: str) -> Any:
+    """Whether a cell has one of these names, apart from its seed."""
+    return lambda cell: cell.rpartition("-")[0] in names
+
+
+# ---- E8 ---------------------------------------------------------------------------------------------------------------
+
+CLIPS = {"CartPole": (0.05, 0.1, 0.2, 0.3, 1.0), "HalfCheetah": (0.1, 0.2, 0.3)}
+EPOCHS = (1, 3, 10, 30)
+GRID_SEEDS = {"CartPole": (1, 2, 3, 4, 5), "HalfCheetah": (1, 2, 3)}
+GRID_TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "CartPole": ("CartPole-v1", {"engine": "compiled"}),
+    "HalfCheetah": ("HalfCheetah-v5", MUJOCO),
+}
+
+
+def grid_name(short: str, clip: float, epochs: int) -> str:
+    return f"{short}-{clip:g}-{epochs}"
+
+
+def grid_cell(short: str, clip: float, epochs: int, seed: int) -> Cell:
+    """One ε and number of epochs."""
+    task, fixed = GRID_TASKS[short]
+    objective = {"trust_region": {"clip": clip}, "reuse": {"epochs": epochs}}
+    return run_cell("E8", grid_name(short, clip, epochs), task, "PPO_CLIP", seed, {**fixed, "objective": objective})
+
+
+def best_clip(short: str, results: Results) -> list[Bound]:
+    ours = scores(results, grid_name(short, 0.2, 10))
+    return [
+        difference(f"{short}, ε = 0.2 less ε = {clip:g}", [ours], [scores(results, grid_name(short, clip, 10))])
+        for clip in (0.1, 0.3)
+    ]
+
+
+def few_epochs(short: str, results: Results) -> list[Bound]:
+    ours = scores(results, grid_name(short, 0.2, 10))
+    return [
+        difference(f"{short}, 10 epochs less {epochs}", [ours], [scores(results, grid_name(short, 0.2, epochs))])
+        for epochs in (1, 30)
+    ]
+
+
+def clip_needed(results: Results) -> list[Bound]:
+    ours, theirs = (scores(results, grid_name("CartPole", clip, 30)) for clip in (0.2, 1.0))
+    return [difference("CartPole, 30 epochs, ε = 0.2 less ε = 1", [ours], [theirs])]
+
+
+E8_CELLS = [
+    grid_cell(short, clip, epochs, seed)
+    for short in CLIPS
+    for seed in GRID_SEEDS[short]
+    for epochs in EPOCHS
+    for clip in CLIPS[short]
+]
+E8 = Experiment(
+    key="E8",
+    title="ε and the number of epochs",
+    protocol=(
+        "PPO_CLIP with the task's preset, ε and epochs changed. CartPole-v1, 100,000 steps: ε = 0.05, 0.1, 0.2, 0.3, 1 × 1, "
+        "3, 10, 30 "
+        "epochs × seeds 1 to 5. HalfCheetah-v5, 1,000,000 steps: ε = 0.1, 0.2, 0.3 × the same epochs × seeds 1 to 3. The "
+        "score is the "
+        "average return over the run."
+    ),
+    cells={cell.name: cell for cell in E8_CELLS},
+    core_hours=4.0,
+    claims=(
+        *(
+            Claim(
+                f"E8.{index}",
+                f"ε = 0.2 is better than 0.1 and 0.3 ({short}).",
+                "Schulman et al. 2017 (arXiv 1707.06347), table 1",
+                "with 10 epochs the average return with ε = 0.2 is above that with 0.1 and with 0.3",
+                partial(best_clip, short),
+                {"undecided": "The three lie too close together for these seeds."},
+                within(*(grid_name(short, clip, 10) for clip in (0.1, 0.2, 0.3))),
+            )
+            for index, short in enumerate(CLIPS, start=1)
+        ),
+        Claim(
+            "E8.3",
+            "3 to 10 epochs are right; one wastes data and many overfit the batch (CartPole).",
+            "Schulman et al. 2017 (arXiv 1707.06347), tables 3 and 5, use 10 and 3; folklore",
+            "with ε = 0.2 the average return with 10 epochs is above that with 1 and with 30",
+            partial(few_epochs, "CartPole"),
+            {"refuted": "On this small task more epochs per batch go on helping, or fewer do as well."},
+            within(*(grid_name("CartPole", 0.2, epochs) for epochs in (1, 10, 30))),
+        ),
+        Claim(
+            "E8.4",
+            "With many epochs the clip is needed (CartPole).",
+            "Schulman et al. 2017 (arXiv 1707.06347), section 3",
+            "with 30 epochs the average return with ε = 0.2 is above that with ε = 1",
+            clip_needed,
+            needs=within(*(grid_name("CartPole", clip, 30) for clip in (0.2, 1.0))),
+        ),
+    ),
+)
+
+# ---- E9 ---------------------------------------------------------------------------------------------------------------
+
+LAMBDAS = (0.0, 0.5, 0.9, 0.95, 1.0)
+LAMBDA_SEEDS = (1, 2, 3, 4, 5)
+
+
+def lambda_name(task: str, gae_lambda: float) -> str:
+    return f"{task}-{gae_lambda:g}"
+
+
+E9_CELLS = [
+    *(
+        sorting(seed, gae_lambda, LEDGER / "E9" / f"{lambda_name('sorting', gae_lambda)}-{seed}.json")
+        for seed in LAMBDA_SEEDS
+        for gae_lambda in (1.0, 0.5, 0.95, 0.0, 0.9)
+    ),
+    *(
+        run_cell(
+            "E9",
+            lambda_name("Hopper", gae_lambda),
+            "Hopper-v5",
+            "PPO_CLIP",
+            seed,
+            {**MUJOCO, "objective": {"gae_lambda": gae_lambda}},
+        )
+        for seed in LAMBDA_SEEDS
+        for gae_lambda in LAMBDAS
+    ),
+]
+
+
+def best_lambda(results: Results) -> list[Bound]:
+    ours = scores(results, lambda_name("Hopper", 0.95))
+    return [
+        difference(f"λ = 0.95 less λ = {other:g}", [ours], [scores(results, lambda_name("Hopper", other))])
+        for other in (0.0, 0.5, 1.0)
+    ]
+
+
+def accuracies(results: Results, gae_lambda: float) -> dict[int, float]:
+    """Sampled accuracy on sorting of each finished seed."""
+    found = {seed: results.get(f"{lambda_name('sorting', gae_lambda)}-{seed}") for seed in LAMBDA_SEEDS}
+    return {seed: result["trained"]["sampled"] for seed, result in found.items() if result is not None}
+
+
+def sparse(results: Results) -> list[Bound]:
+    ours = accuracies(results, 1.0)
+    bounds = []
+    for other in (0.0, 0.5, 0.9):
+        theirs = accuracies(results, other)
+        differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+        bounds.append(single(f"sampled accuracy, λ = 1 less λ = {other:g}", differences))
+    return bounds
+
+
+E9 = Experiment(
+    key="E9",
+    title="λ of GAE",
+    protocol=(
+        "PPO_CLIP with λ = 0, 0.5, 0.9, 0.95, 1, seeds 1 to 5. Hopper-v5, 1,000,000 steps, `mujoco` preset: average return "
+        "over the run. "
+        "Sorting with a verifier, where the only reward comes after the last token (E1's start and test problems): sampled "
+        "accuracy, "
+        "differences within seeds, which share their SFT model."
+    ),
+    cells={cell.name: cell for cell in E9_CELLS},
+    core_hours=2.5,
+    claims=(
+        Claim(
+            "E9.1",
+            "λ = 0.95 is best (Hopper).",
+            "Schulman et al. 2016 (arXiv 1506.02438), section 6, finds 0.9 to 0.99; the default of most libraries",
+            "the average return with λ = 0.95 is above that with 0, 0.5 and 1",
+            best_lambda,
+            needs=within(*(lambda_name("Hopper", gae_lambda) for gae_lambda in (0.0, 0.5, 0.95, 1.0))),
+        ),
+        Claim(
+            "E9.2",
+            "Where reward comes only at the end, a higher λ is better (sorting).",
+            "folklore of training on text; Yuan et al. 2025 (VC-PPO, arXiv 2503.01491)",
+            "the sampled accuracy with λ = 1 is above that with 0, 0.5 and 0.9",
+            sparse,
+            {
+                "confirmed": "With λ < 1 the reward reaches early tokens through a critic that has yet to learn it.",
+                "refuted": "Five tokens are so few that the critic bridges them.",
+            },
+            within(*(lambda_name("sorting", gae_lambda) for gae_lambda in (0.0, 0.5, 0.9, 1.0))),
+        ),
+    ),
+)
+
+# ---- E11 --------------------------------------------------------------------------------------------------------------
+
+SEVEN = (
+    "HalfCheetah-v5",
+    "Hopper-v5",
+    "InvertedDoublePendulum-v5",
+    "InvertedPendulum-v5",
+    "Reacher-v5",
+    "Swimmer-v5",
+    "Walker2d-v5",
+)
+REGIONS: dict[str, tuple[str, dict[str, float]]] = {
+    "none": ("PPO_UNCLIPPED", {}),
+    **{f"clip_{clip:g}": ("PPO_CLIP", {"clip": clip}) for clip in (0.1, 0.2, 0.3)},
+    **{f"target_{target:g}": ("PPO_PENALTY_ADAPTIVE", {"target": target}) for target in (0.003, 0.01, 0.03)},
+    **{f"beta_{beta:g}": ("PPO_PENALTY", {"beta": beta}) for beta in (0.3, 1.0, 3.0, 10.0)},
+}
+ABLATION_SEEDS = (1, 2, 3)
+
+
+def ablation_cell(task: str, region: str, seed: int) -> Cell:
+    algorithm, settings = REGIONS[region]
+    changes: dict[str, Any] = {**MUJOCO, **({"objective": {"trust_region": settings}} if settings else {})}
+    return run_cell("E11", f"{task}-{region}", task, algorithm, seed, changes)
+
+
+def random_cell(experiment: str, task: str) -> Cell:
+    """The mean return of uniformly random actions, which is 0 on the normalised scale."""
+
+    def work(folder: Path) -> Result:
+        import gymnasium
+
+        environment, returns = gymnasium.make(task), []
+        environment.action_space.seed(1)
+        for episode in range(50):
+            environment.reset(seed=episode)
+            total, over = 0.0, False
+            while not over:
+                _, reward, terminated, truncated, _ = environment.step(environment.action_space.sample())
+                total, over = total + float(reward), terminated or truncated
+            returns.append(total)
+        environment.close()
+        return {"task": task, "episodes": len(returns), "last_100_mean": sum(returns) / len(returns)}
+
+    return Cell(f"{task}-random-1", work, LEDGER / experiment / f"{task}-random.json")
+
+
+def normalised(results: Results, region: str) -> list[list[float]]:
+    """Scores of a region on each task; 0 is random and 1 the best mean of a region, as in the paper."""
+    tasks = []
+    for task in SEVEN:
+        low = results[f"{task}-random-1"]["last_100_mean"]
+        high = max(float(np.mean(scores(results, f"{task}-{other}", "last_100_mean"))) for other in REGIONS)
+        tasks.append([(score - low) / (high - low) for score in scores(results, f"{task}-{region}", "last_100_mean")])
+    return tasks
+
+
+def clip_best(results: Results) -> list[Bound]:
+    ours = normalised(results, "clip_0.2")
+    return [difference(f"clip 0.2 less {other}", ours, normalised(results, other)) for other in REGIONS if other != "clip_0.2"]
+
+
+E11 = Experiment(
+    key="E11",
+    title="The paper's ablation of the trust region",
+    protocol=(
+        "Table 1 of the PPO paper: no trust region; clip 0.1, 0.2, 0.3; adaptive penalty with target 0.003, 0.01, 0.03; "
+        "fixed penalty "
+        "0.3, 1, 3, 10; on its seven MuJoCo tasks (version 5), 1,000,000 steps, seeds 1 to 3, `mujoco` preset. Scores are "
+        "the mean "
+        "return of the last 100 training episodes, normalised per task as in the paper: random 0, best 1."
+    ),
+    cells={
+        cell.name: cell
+        for cell in [
+            *(random_cell("E11", task) for task in SEVEN),
+            *(ablation_cell(task, region, seed) for seed in ABLATION_SEEDS for task in SEVEN for region in REGIONS),
+        ]
+    },
+    core_hours=18.0,
+    claims=(
+        Claim(
+            "E11.1",
+            "Clipping at 0.2 scores higher than every other trust region, and no trust region scores lowest.",
+            "Schulman et al. 2017 (arXiv 1707.06347), table 1",
+            "the IQM of the normalised score of clip 0.2 is above that of each of the ten others",
+            clip_best,
+        ),
+    ),
+)
+EXPERIMENTS = (E8, E9, E11)

@@ -1,0 +1,199 @@
+"""The ledger of claims about PPO: run the cells of its experiments, and write docs/ledger.md from the results.
+
+    python benchmarks/ledger.py list                    the experiments, their claims and how many cells are finished
+    python benchmarks/ledger.py run E7 --jobs 2         run the missing cells of one experiment
+    python benchmarks/ledger.py run E7 --only CELL …    some of them; with --again, finished ones too, into benchmarks/runs
+    python benchmarks/ledger.py table                   write the page
+
+A finished cell is skipped and an interrupted one continues, so repeat the command until all cells exist. Several commands may
+run at once: a cell that another process works on is left to it. Each process uses one torch thread.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+from claims import (
+    LEDGER,
+    OUT_OF_REACH,
+    RUNS,
+    Cell,
+    Claim,
+    Experiment,
+    Result,
+    Verdict,
+    decided,
+    ladder,
+    peers,
+    reviews,
+    roles,
+    sentences,
+    sweeps,
+    verifier,
+)
+from record import made_with, write
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "ledger.md"
+BEGIN, END = "<!-- begin: benchmarks/ledger.py -->", "<!-- end -->"
+MODULES = (sentences, verifier, roles, reviews, ladder, sweeps, peers)
+EXPERIMENTS: dict[str, Experiment] = {
+    each.key: each
+    for each in sorted((each for module in MODULES for each in module.EXPERIMENTS), key=lambda each: int(each.key[1:]))
+}
+
+
+# ---- cells ------------------------------------------------------------------------------------------------------------
+
+
+def run_cell(experiment: Experiment, cell: Cell, again: bool = False) -> None:
+    """Run a cell unless it is finished or another process works on it.
+
+    again   run it in a new folder, and write its result there instead
+    """
+    folder = (
+        RUNS / experiment.key / cell.name if not again else RUNS / "again" / experiment.key / f"{cell.name}-{time.time_ns()}"
+    )
+    file = folder / "result.json" if again else cell.file
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with filelock.FileLock(folder / ".cell.lock", timeout=0):
+            if file.exists():
+                return
+            started = time.process_time()
+            result = cell.work(folder)
+            spent = round(time.process_time() - started, 1)
+            write(file, {"cell": cell.name, **result, "cpu_seconds": spent, "made_with": made_with()})
+            print(f"{experiment.key} {cell.name}: {spent:,.0f} s of CPU -> {file}", flush=True)
+    except filelock.Timeout:
+        print(f"{experiment.key} {cell.name}: another process works on it", flush=True)
+
+
+def run(experiment: Experiment, only: list[str], jobs: int, again: bool) -> int:
+    """Run the missing cells; returns the number of those that failed."""
+    import torch
+
+    if unknown := [name for name in only if name not in experiment.cells]:
+        sys.exit(f"--only {unknown[0]}: {experiment.key} has no such cell; its cells are {', '.join(experiment.cells)}")
+    names = only or list(experiment.cells)
+    if jobs > 1:
+        command = [sys.executable, __file__, "run", experiment.key, *(["--only", *only] if only else [])]
+        return max(process.wait() for process in [subprocess.Popen(command) for _ in range(jobs)])
+    torch.set_num_threads(1)
+    failures = 0
+    for name in names:
+        try:
+            run_cell(experiment, experiment.cells[name], again)
+        except Exception as error:  # the other cells don't depend on it
+            failures += 1
+            print(f"{experiment.key} {name}: failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return failures
+
+
+# ---- page -------------------------------------------------------------------------------------------------------------
+
+
+def entry(experiment: Experiment, claim: Claim, verdict: Verdict) -> Iterator[str]:
+    """The section of one claim."""
+    yield f"### {claim.key}: {claim.sentence}"
+    why = claim.out_of_reach if verdict.word == OUT_OF_REACH else claim.why.get(verdict.word, "")
+    yield f"**{verdict.text[0].upper()}{verdict.text[1:]}.** {why}".rstrip()
+    lines = [f"- Made in: {claim.source}", f"- Confirmed if: {claim.rule}"]
+    if verdict.bounds:
+        so_far = "Measured" if verdict.done == verdict.planned else "So far, which decides nothing"
+        lines.append(f"- {so_far}: {'; '.join(bound.text for bound in verdict.bounds)}")
+    yield "\n".join(lines)
+
+
+def page() -> str:
+    """Everything between the marks of the page."""
+    rows, sections = [], []
+    for experiment in EXPERIMENTS.values():
+        results = experiment.results()
+        parts = [f"## {experiment.key}: {experiment.title}", f"Protocol: {experiment.protocol}", made_text(experiment, results)]
+        for claim in experiment.claims:
+            verdict = decided(claim, experiment, results)
+            shown = "; ".join(bound.text for bound in verdict.bounds) or "–"
+            rows.append(f"| [{claim.key}](#{anchor(claim)}) | {claim.sentence} | {verdict.text} | {shown} |")
+            parts += entry(experiment, claim, verdict)
+        sections.append("\n\n".join(parts))
+    table = "\n".join(["| | claim | verdict | number (95 % interval), and the bound claimed |", "|---|---|---|---|", *rows])
+    return "\n\n".join([table, *sections])
+
+
+def anchor(claim: Claim) -> str:
+    """GitHub's anchor of a claim's heading."""
+    kept = (c for c in f"{claim.key}: {claim.sentence}".lower() if c.isalnum() or c in "-_ ")
+    return "".join(kept).replace(" ", "-")
+
+
+def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
+    """How many cells are finished, what they cost and where they ran, and the command that repeats them."""
+    planned, done = len(experiment.cells), len(results)
+    spent = sum(result.get("cpu_seconds") or result.get("seconds") or 0 for result in results.values()) / 3600
+    facts = [f"{done} of {planned} cells are finished ({spent:,.2f} core-hours)"]
+    if done < planned:
+        left = spent / done * (planned - done) if done else experiment.core_hours
+        facts.append(f"the others need about {left:,.1f} core-hours")
+    text = "; ".join(facts) + "."
+    made = sorted({hardware(result["made_with"]) for result in results.values() if "made_with" in result})
+    if made:
+        text += f" Made with {'; '.join(made)}."
+    engines = sorted({result["engine"] for result in results.values() if result.get("engine")})
+    if engines:
+        text += f" Engine: {' and '.join(engines)}."
+    return f"{text}\n\n```\npython benchmarks/ledger.py run {experiment.key} --jobs 2\n```"
+
+
+def hardware(made: dict[str, Any]) -> str:
+    """Code and hardware of a cell, in words."""
+    threads = "1 thread" if made["threads"] == 1 else f"{made['threads']} threads"
+    return f"Surefoot {made['version']} ({made['source']}), PyTorch {made['torch']}, {made['cpu']}, {threads}"
+
+
+def write_page(path: Path = PAGE) -> None:
+    """Write the generated part of the page."""
+    text = path.read_text("utf-8")
+    begin, end = text.index(BEGIN), text.index(END)
+    path.write_text(f"{text[:begin]}{BEGIN}\n\n{page()}\n\n{text[end:]}", "utf-8")
+
+
+def overview() -> str:
+    """One line per claim."""
+    lines = []
+    for experiment in EXPERIMENTS.values():
+        results = experiment.results()
+        done = f"{len(results)} of {len(experiment.cells)} cells, {experiment.core_hours:g} core-hours in all"
+        lines.append(f"{experiment.key:4} {experiment.title} ({done})")
+        lines += [
+            f"     {claim.key}: {claim.sentence}: {decided(claim, experiment, results).text}" for claim in experiment.claims
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    running = verbs.add_parser("run", help="run the missing cells of an experiment")
+    running.add_argument("experiment", choices=EXPERIMENTS)
+    running.add_argument("--only", nargs="+", default=[], metavar="CELL", help="some of its cells")
+    running.add_argument("--jobs", type=int, default=1, help="processes; at most one per core")
+    running.add_argument("--again", action="store_true", help="repeat finished cells, and leave their results as they are")
+    verbs.add_parser("list", help="the experiments, claims and verdicts")
+    verbs.add_parser("table", help="write docs/ledger.md")
+    args = parser.parse_args()
+    if args.verb == "run":
+        sys.exit(min(run(EXPERIMENTS[args.experiment], args.only, args.jobs, args.again), 1))
+    if args.verb == "table":
+        write_page()
+    else:
+        print(overview())
+
+
+if __name__ == "__main__":
+    LEDGER.mkdir(parents=True, exist_ok=True)
+    main()

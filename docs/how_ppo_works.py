@@ -1,0 +1,159 @@
+"""Write docs/how-ppo-works.html, a page about PPO that a reader plays with: no server, no network, no run needed.
+
+    python docs/how_ppo_works.py            write the page (``docs/generate.py`` does it too)
+    python docs/how_ppo_works.py record     first train and record the episode of the page again: docs/site/how/episode.json
+
+Numbers come from the recorded episode, the memory planner and benchmarks/results. The page's own arithmetic is JavaScript; a
+test compares it with ``surefoot.functional`` in a browser.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import surefoot
+from surefoot.inspector.clip_table import single_page
+from surefoot.language.memory.planner import textbook
+from surefoot.runs.reading import traces_in
+
+ROOT = Path(__file__).resolve().parent.parent
+HOW = ROOT / "docs" / "site" / "how"
+EPISODE, PAGE = HOW / "episode.json", ROOT / "docs" / "how-ppo-works.html"
+RESULTS = ROOT / "benchmarks" / "results"
+SEED, STEPS, ITERATION = 4, 8_192, 3
+LENGTHS = range(18, 33)
+"""steps of an episode that fits on the page"""
+RUNGS = ("REINFORCE", "REINFORCE_BASELINE", "ACTOR_CRITIC", "A2C", "PPO_UNCLIPPED", "PPO_CLIP")
+POINTS = 25
+"""points of a curve on the page"""
+
+
+# ---- the episode ------------------------------------------------------------------------------------------------------
+
+
+def record() -> dict[str, Any]:
+    """Train CartPole a little, and take a whole episode that ended with a fall from one traced iteration."""
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Path(temporary) / "run"
+        surefoot.train(
+            "CartPole-v1",
+            "PPO_CLIP",
+            steps=STEPS,
+            seed=SEED,
+            run_dir=run,
+            rollout={"environments": 8, "steps": 128},
+            objective={"reuse": {"epochs": 10, "minibatches": 4}, "normalise_advantages": "none"},
+            evaluation={"episodes": 0},
+            traces={"rows": 8, "every": 1},
+            display=False,
+        )
+        trace = surefoot.read_trace(traces_in(run / "traces")[ITERATION])
+        return numbers_of(trace, min(whole_episodes(trace), key=lambda row: len(row.rewards)))
+
+
+def whole_episodes(trace: Any) -> list[Any]:
+    """Traced rows that are a whole episode which ended with a fall."""
+    return [row for row in trace.rows if bool(row.terminated[-1]) and row.about["step"] == 0 and len(row.rewards) in LENGTHS]
+
+
+def numbers_of(trace: Any, row: Any) -> dict[str, Any]:
+    """The numbers of an episode that the page's arithmetic starts from, as the run had them in float32."""
+
+    def numbers(x: Any) -> list[Any]:
+        return [float(value) for value in x.tolist()]
+
+    return {
+        "about": f"CartPole-v1, PPO_CLIP, seed {SEED}, iteration {trace.iteration}",
+        "gamma": trace.gamma,
+        "gae_lambda": trace.gae_lambda,
+        "clip": trace.clip,
+        "actions": [int(action) for action in row.actions.tolist()],
+        "rewards": numbers(row.rewards),
+        "values": numbers(row.values),
+        "next_values": numbers(row.next_values),
+        "terminated": [bool(flag) for flag in row.terminated.tolist()],
+        "old_log_probs": numbers(row.old_log_probs),
+        "log_probs": [numbers(epoch) for epoch in row.visits.log_probs],
+        "advantages": numbers(row.advantages),
+    }
+
+
+# ---- results ----------------------------------------------------------------------------------------------------------
+
+
+def frontier() -> list[dict[str, Any]]:
+    """KL, gold and proxy of every run of the reviews task that is finished, in groups by β, in the order of their mean KL.
+
+    Runs are those of benchmarks/language.py, and of E3 of the ledger for a β that it alone has.
+    """
+    groups: dict[str, list[dict[str, float]]] = {}
+    for file in sorted((RESULTS / "language").glob("*.json")):
+        result = json.loads(file.read_text("utf-8"))
+        known = result["known_products"]
+        free = result["without_anchor"]["known_products"]["trained"]
+        for label, of in (("SFT", known["start"]), ("β = 0.3", known["trained"]), ("β = 0", free)):
+            groups.setdefault(label, []).append(of)
+    both = set(groups)
+    for file in sorted((RESULTS / "ledger" / "E3").glob("beta_*.json")):
+        label = f"β = {file.stem.split('_')[1].rpartition('-')[0]}"
+        if label not in both:
+            groups.setdefault(label, []).append(json.loads(file.read_text("utf-8"))["trained"])
+    kept = ("kl", "gold", "reward")
+    points = {
+        label: [{name: max(0.0, of[name]) if name == "kl" else of[name] for name in kept} for of in found]
+        for label, found in groups.items()
+    }
+    order = sorted(points, key=lambda label: sum(point["kl"] for point in points[label]) / len(points[label]))
+    return [{"label": label, "points": points[label]} for label in order]
+
+
+def ladder() -> dict[str, list[dict[str, Any]]]:
+    """Mean and range over seeds of the curves of E7 that are finished, at the same steps for all seeds of a rung."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for task in ("CartPole", "Acrobot"):
+        for number, name in enumerate(RUNGS):
+            files = sorted((RESULTS / "ledger" / "E7").glob(f"{task}-{number}-*.json"))
+            curves = [json.loads(file.read_text("utf-8"))["curves"] for file in files]
+            if curves:
+                tasks.setdefault(task, []).append({"number": number, "name": name, "seeds": len(curves), **summary(curves)})
+    return tasks
+
+
+def summary(curves: list[dict[str, list[Any]]]) -> dict[str, list[float]]:
+    """Mean, least and largest return of some curves at ``POINTS`` steps that all of them reach."""
+    known = [[pair for pair in zip(of["steps"], of["return"], strict=True) if pair[1] is not None] for of in curves]
+    first, last = max(pairs[0][0] for pairs in known), min(pairs[-1][0] for pairs in known)
+    steps = np.linspace(first, last, POINTS)
+    values = np.stack([np.interp(steps, *zip(*pairs, strict=True)) for pairs in known])
+    parts = {"steps": steps, "mean": values.mean(0), "low": values.min(0), "high": values.max(0)}
+    return {name: [float(f"{value:.5g}") for value in part] for name, part in parts.items()}
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------------
+
+
+def how_ppo_works_page() -> str:
+    """The whole page."""
+    data = {
+        "episode": json.loads(EPISODE.read_text("utf-8")),
+        "roles": textbook(1),
+        "frontier": frontier(),
+        "ladder": ladder(),
+    }
+    return single_page("How PPO works", "how", data, ["style.css", "how.css"], HOW)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["page", "record"], default="page")
+    if parser.parse_args().what == "record":
+        EPISODE.write_text(json.dumps(record(), indent=1) + "\n", "utf-8")
+    PAGE.write_text(how_ppo_works_page(), "utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()

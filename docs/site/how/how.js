@@ -1,0 +1,35 @@
+// How PPO works: the staircase of a recorded episode, the loop of four models, and two results, in one page.
+
+import { h, show, themeButton } from "./dom.js";
+import { makeFrontier, makeLadder } from "./charts.js";
+import { makeRoles } from "./roles.js";
+import { makeStairs } from "./stairs_view.js";
+
+const data = JSON.parse(document.getElementById("samples").textContent);
+const page = document.getElementById("page");
+
+function section(title, intro, element) {
+  return h("section", {}, h("h2", {}, title), intro.map((text) => h("p", {}, text)), element);
+}
+
+show(
+  page,
+  h("header", {}, h("div", {}, h("h1", {}, "How PPO works"),
+    h("p", { class: "formula" }, "from one reward to one step of the policy")), themeButton()),
+  section("The staircase", [
+    `One episode as a run recorded it (${data.episode.about}): the pole falls after ${data.episode.rewards.length} steps, and every step earns 1. ` +
+    "Each level is computed from the one above it. Move γ, λ, ε and the epoch, and choose a step: V, the actions and their probabilities stay as recorded.",
+  ], makeStairs(data.episode)),
+  section("Four models in one loop", [
+    "PPO on a language model has four roles. Step through an iteration; the numbers are the memory of each role.",
+  ], makeRoles(data.roles)),
+  section("How far to go: the β frontier", [
+    "The reward model is right near the text that it was trained on. Proxy is its score, gold the true one, on held-out prompts of the reviews task; " +
+    "the horizontal axis is the root of the KL to the SFT model. Every dot is a run.",
+  ], makeFrontier(data.frontier)),
+  section("What each fix adds: the ladder", [
+    "Six algorithms, each one switch above the one before; everything else is equal. Return in training over environment steps: mean and range over seeds.",
+  ], makeLadder(data.ladder)),
+  h("p", { class: "hint" }, "Each claim here has a row in ", h("a", { href: "ledger.html" }, "the ledger"), "; the formulas are in ",
+    h("a", { href: "math.html" }, "the math"), ", and the clip has ", h("a", { href: "reference/clip-table.html" }, "a table of its own"), "."),
+);

@@ -1,0 +1,162 @@
+"""The page "How PPO works" in a real browser: its arithmetic is that of surefoot.functional, its numbers are those of the "
+"results."""
+
+import json
+import math
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot.functional import clip_active, clipped_surrogate, discounted_returns, gae, importance_ratio, td_residual
+from surefoot.language.memory.planner import textbook
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "how-ppo-works.html"
+EPISODE = json.loads((ROOT / "docs" / "site" / "how" / "episode.json").read_text("utf-8"))
+LAST = len(EPISODE["log_probs"]) - 1
+POSITIONS = [(0.98, 0.8, 0.125, LAST), (1.0, 1.0, 0.2, 0), (0.0, 0.95, 0.1, 4), (0.9, 0.0, 0.0, LAST), (0.99, 0.95, 0.5, 7)]
+"""γ, λ, ε and epoch"""
+LEVEL = """(level) => [...document.querySelectorAll(`[data-level="${level}"]`)]
+    .sort((a, b) => a.dataset.t - b.dataset.t).map((cell) => [+cell.dataset.value, cell.dataset.branch])"""
+
+
+@pytest.fixture
+def how(page: Any) -> Any:
+    page.goto(PAGE.as_uri())
+    return page
+
+
+def double(name: str) -> torch.Tensor:
+    return torch.tensor(EPISODE[name], dtype=torch.float64)
+
+
+def test_every_bar_equals_what_functional_computes(how: Any) -> None:
+    rewards, values, next_values = (double(name) for name in ("rewards", "values", "next_values"))
+    terminated = torch.tensor(EPISODE["terminated"])
+    ends: dict[str, Any] = {"terminated": terminated, "truncated": torch.zeros_like(terminated)}
+    branches = set()
+    for gamma, lam, clip, epoch in POSITIONS:
+        for name, value in (("gamma", gamma), ("lambda", lam), ("clip", clip), ("epoch", epoch)):
+            how.fill(f"#{name}", f"{value:g}")
+        levels = {
+            name: how.evaluate(LEVEL, name)
+            for name in ("reward", "return", "value", "residual", "advantage", "ratio", "objective")
+        }
+        shown = {name: torch.tensor([value for value, _ in cells], dtype=torch.float64) for name, cells in levels.items()}
+        advantages = gae(rewards, values, next_values, **ends, gamma=gamma, lam=lam)
+        ratios = importance_ratio(double("log_probs")[epoch], double("old_log_probs"))
+        expected = {
+            "reward": rewards,
+            "value": values,
+            "return": discounted_returns(rewards, torch.zeros_like(rewards), **ends, gamma=gamma),
+            "residual": td_residual(rewards, values, next_values, terminated=terminated, gamma=gamma),
+            "advantage": advantages,
+            "ratio": ratios,
+            "objective": clipped_surrogate(ratios, advantages, clip, clip),
+        }
+        for name, wanted in expected.items():
+            torch.testing.assert_close(
+                shown[name], wanted, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        active = clip_active(ratios, advantages, clip, clip)
+        assert [branch == "clipped" for _, branch in levels["objective"]] == active.tolist()
+        branches |= {branch for _, branch in levels["objective"]}
+    assert branches == {"unclipped", "clipped"}
+
+
+def test_as_recorded_the_advantages_are_those_that_the_run_had(how: Any) -> None:
+    how.fill("#gamma", "0.5")
+    how.click("#recorded")
+    shown = torch.tensor([value for value, _ in how.evaluate(LEVEL, "advantage")])
+    torch.testing.assert_close(shown, torch.tensor(EPISODE["advantages"]), rtol=1e-4, atol=1e-4)
+    assert how.input_value("#gamma") == "0.98"
+
+
+def test_a_step_that_is_chosen_shows_its_arithmetic(how: Any) -> None:
+    last = len(EPISODE["rewards"]) - 1
+    how.focus("#step")
+    how.keyboard.press("End")
+    assert f"Step {last}:" in how.inner_text("#chain")
+    assert "V′ and everything after it is 0" in how.inner_text("#chain")
+    how.keyboard.press("ArrowLeft")
+    assert f"Step {last - 1}:" in how.inner_text("#chain")
+    how.locator('[data-level="advantage"][data-t="3"]').click()
+    text = how.inner_text("#chain")
+    gamma = EPISODE["gamma"]
+    delta = EPISODE["rewards"][3] + gamma * EPISODE["next_values"][3] - EPISODE["values"][3]
+    assert f"{delta:.3f}".replace("-", "−") in text
+    assert how.locator("#chain .taken").count() == 1
+
+
+def test_the_memory_of_every_role_is_the_planners(how: Any) -> None:
+    for size in (0.5, 7, 70):
+        for way, roles in textbook(int(size * 1e9)).items():
+            how.select_option("#size", f"{size:g}")
+            how.select_option("#way", way)
+            how.select_option("#critic", "own")
+            held = how.evaluate(
+                "() => Object.fromEntries([...document.querySelectorAll('[data-role]')].map((x) => [x.dataset.role, "
+                "+x.dataset.bytes]))"
+            )
+            assert held == pytest.approx(roles)
+            assert float(how.get_attribute("#total", "data-bytes")) == pytest.approx(sum(roles.values()))
+            how.select_option("#critic", "none")
+            assert float(how.get_attribute("#total", "data-bytes")) == pytest.approx(sum(roles.values()) - roles["value"])
+
+
+def test_the_loop_is_stepped_through_and_begins_again(how: Any) -> None:
+    stages = []
+    for _ in range(7):
+        stages.append(how.inner_text("#stage"))
+        how.click("#next")
+    assert stages[0].startswith("1 of 6. The policy samples")
+    assert stages[6] == stages[0]
+    assert len(set(stages)) == 6
+    how.click("#back")
+    how.select_option("#critic", "none")
+    while not how.inner_text("#stage").startswith("5"):
+        how.click("#next")
+    assert "mean of its group" in how.inner_text("#stage")
+
+
+def test_the_dots_of_the_frontier_are_the_runs(how: Any) -> None:
+    shown = how.evaluate(
+        "() => [...document.querySelectorAll('#frontier [data-score]')].map(({dataset: d}) => [d.label, d.score, +d.kl, "
+        "+d.value])"
+    )
+    for file in (ROOT / "benchmarks" / "results" / "language").glob("*.json"):
+        result = json.loads(file.read_text("utf-8"))
+        known, free = result["known_products"], result["without_anchor"]["known_products"]
+        for label, of in (("SFT", known["start"]), ("β = 0.3", known["trained"]), ("β = 0", free["trained"])):
+            for score in ("gold", "reward"):
+                assert [label, score, max(0.0, of["kl"]), of[score]] in shown
+    assert all(math.isfinite(value) for *_, value in shown)
+
+
+def test_the_page_fits_a_phone_and_has_a_light_and_a_dark_theme(how: Any) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = how.evaluate(paper)
+    how.click("#theme")
+    assert how.evaluate(paper) != light
+    how.set_viewport_size({"width": 390, "height": 844})
+    how.reload()
+    assert how.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert how.locator('[data-role="policy"]').is_visible()
+
+
+def test_the_page_loads_nothing_else() -> None:
+    text = PAGE.read_text("utf-8")
+    assert text.replace("http://www.w3.org/2000/svg", "").count("http") == 1, "the one in http-equiv"
+
+
+def test_curves_of_seeds_are_joined_at_steps_that_all_reach() -> None:
+    summary = runpy.run_path(str(ROOT / "docs" / "how_ppo_works.py"))["summary"]
+    curves = [{"steps": [0, 10, 20], "return": [None, 1.0, 2.0]}, {"steps": [5, 15], "return": [3.0, 5.0]}]
+    joined = summary(curves)
+    assert (joined["steps"][0], joined["steps"][-1]) == (10, 15)
+    assert joined["low"][0] == 1.0
+    assert joined["high"][0] == 4.0
+    assert joined["mean"][-1] == 3.25

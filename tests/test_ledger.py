@@ -1,0 +1,216 @@
+"""The ledger: verdicts follow from intervals alone, cells continue, and the page is what the results give."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[1]
+NUMBERS = st.floats(-10, 10, allow_nan=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts() -> Iterator[None]:
+    """The folder of the scripts is on the path, as when one of them is run."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    yield
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def ledger() -> Any:
+    import ledger
+
+    return ledger
+
+
+def bound(low: float, middle: float, high: float, limit: float, above: bool = True) -> Any:
+    from claims import Bound
+
+    low, middle, high = sorted((low, middle, high))
+    return Bound("x", middle, low, high, limit, above)
+
+
+def test_the_page_is_what_the_results_give(ledger: Any) -> None:
+    text = (ROOT / "docs" / "ledger.md").read_text("utf-8")
+    between = text.partition(ledger.BEGIN)[2].partition(ledger.END)[0].strip()
+    assert between == ledger.page().strip(), "run: python benchmarks/ledger.py table"
+
+
+@settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.booleans()), max_size=4))
+def test_a_claim_is_confirmed_only_if_every_interval_lies_on_its_side(
+    parts: list[tuple[float, float, float, float, bool]],
+) -> None:
+    from claims import verdict_of
+
+    bounds = [bound(*part) for part in parts]
+    inside = [b.low > b.limit if b.above else b.high < b.limit for b in bounds]
+    outside = [b.high < b.limit if b.above else b.low > b.limit for b in bounds]
+    expected = "refuted" if any(outside) else "confirmed" if bounds and all(inside) else "undecided"
+    assert verdict_of(bounds) == expected
+
+
+def test_a_number_that_is_not_finite_decides_nothing() -> None:
+    from claims import Bound, verdict_of
+
+    assert verdict_of([Bound("x", float("nan"), 1.0, 2.0)]) == "undecided"
+    assert verdict_of([Bound("x", 1.5, 1.0, float("inf"))]) == "undecided"
+
+
+def test_missing_cells_decide_nothing_whatever_the_finished_ones_show(ledger: Any) -> None:
+    from claims import decided
+
+    experiment = ledger.EXPERIMENTS["E13"]
+    claim = replace(experiment.claims[0], bounds=lambda results: [bound(1, 2, 3, 0)])
+    needed = [name for name in experiment.cells if claim.needs(name)]
+    some = {name: {} for name in needed[1:]}
+    assert decided(claim, experiment, some).text == f"undecided, {len(needed) - 1} of {len(needed)} cells"
+    assert decided(claim, experiment, some | {needed[0]: {}}).text == "confirmed"
+    assert decided(claim, experiment, {}).bounds == ()
+
+
+def test_a_confirmed_or_refuted_row_has_intervals_that_show_it(ledger: Any) -> None:
+    from claims import CONFIRMED, REFUTED, decided
+
+    for experiment in ledger.EXPERIMENTS.values():
+        results = experiment.results()
+        for claim in experiment.claims:
+            verdict = decided(claim, experiment, results)
+            if verdict.word == CONFIRMED:
+                assert verdict.bounds, claim.key
+                assert all(b.holds for b in verdict.bounds), claim.key
+            if verdict.word == REFUTED:
+                assert any(b.fails for b in verdict.bounds), claim.key
+
+
+def test_every_claim_has_a_source_a_rule_a_protocol_and_cells(ledger: Any) -> None:
+    keys = [claim.key for experiment in ledger.EXPERIMENTS.values() for claim in experiment.claims]
+    assert len(set(keys)) == len(keys)
+    assert [experiment.key for experiment in ledger.EXPERIMENTS.values()] == [f"E{number}" for number in range(1, 15)]
+    for experiment in ledger.EXPERIMENTS.values():
+        assert experiment.protocol
+        assert experiment.core_hours > 0
+        for claim in experiment.claims:
+            assert claim.source
+            assert claim.rule
+            assert any(map(claim.needs, experiment.cells)), claim.key
+
+
+def test_every_result_belongs_to_a_cell_and_has_the_code_and_hardware_that_made_it(ledger: Any) -> None:
+    from claims import LEDGER
+
+    files = {cell.file for experiment in ledger.EXPERIMENTS.values() for cell in experiment.cells.values()}
+    for file in LEDGER.rglob("*.json"):
+        assert file in files, file.name
+        made = json.loads(file.read_text("utf-8"))["made_with"]
+        assert made["threads"] == 1
+        assert made["source"], file.name
+        assert made["cpu"]
+
+
+def test_recipes_of_cells_that_were_never_run_can_be_made(tmp_path: Path) -> None:
+    from claims import ladder, reviews, sweeps, training
+
+    from surefoot.compare.ladder import rung_recipe
+
+    for preset, changes in reviews.METHODS.values():
+        assert reviews.recipe_of(tmp_path, 1, preset, changes).seed == 1
+    for place in reviews.PLACES:
+        recipe = reviews.recipe_of(tmp_path, 1, "reviews", reviews.kl_changes(place, 0.3))
+        assert (recipe.reference.beta, recipe.objective.reference_coefficient) == (
+            (0.3, 0.0) if place == "reward" else (0.0, 0.3)
+        )
+    for algorithm, region in sweeps.REGIONS.values():
+        changes = {"objective": {"trust_region": region}} if region else {}
+        assert training.recipe_of("Hopper-v5", algorithm, 1, changes).objective.reuse.minibatches == 32
+    for task in ladder.TASKS.values():
+        assert rung_recipe(task, 5, {"engine": "compiled"}).engine == "compiled"
+
+
+def test_a_curve_keeps_its_last_point_and_at_most_so_many() -> None:
+    from claims.training import POINTS, thinned
+
+    assert thinned([1.0, 2.0, None]) == [1.0, 2.0, None]
+    long = thinned([float(i) for i in range(1000)])
+    assert len(long) == POINTS
+    assert long[-1] == 999.0
+
+
+def test_gold_at_a_kl_is_linear_in_its_root_between_runs() -> None:
+    from claims.reviews import gold_at
+
+    assert gold_at([(4.0, 1.0), (0.0, 0.0)], 1.0) == 0.5
+    assert gold_at([(4.0, 1.0), (1.0, 0.5)], 9.0) == 1.0
+    assert gold_at([(4.0, 1.0), (1.0, 0.5)], 0.0) == 0.5
+
+
+@pytest.fixture
+def one(ledger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An experiment with one cell that counts how often it works."""
+    from claims import Cell, Experiment
+
+    calls: list[Path] = []
+
+    def work(folder: Path) -> dict[str, Any]:
+        calls.append(folder)
+        return {"value": len(calls)}
+
+    monkeypatch.setattr(ledger, "RUNS", tmp_path / "runs")
+    cell = Cell("a", work, tmp_path / "results" / "a.json")
+    return Experiment("E0", "", "", {"a": cell}, (), 1.0), calls
+
+
+def test_a_finished_cell_is_skipped_and_again_leaves_its_result(ledger: Any, one: Any) -> None:
+    experiment, calls = one
+    cell = experiment.cells["a"]
+    ledger.run_cell(experiment, cell)
+    ledger.run_cell(experiment, cell)
+    assert len(calls) == 1
+    ledger.run_cell(experiment, cell, again=True)
+    assert len(calls) == 2
+    assert calls[0] != calls[1]
+    assert json.loads(cell.file.read_text())["value"] == 1
+    assert experiment.results()["a"]["value"] == 1
+
+
+def test_a_cell_that_another_process_works_on_is_left_to_it(ledger: Any, one: Any) -> None:
+    experiment, calls = one
+    folder = ledger.RUNS / "E0" / "a"
+    folder.mkdir(parents=True)
+    with filelock.FileLock(folder / ".cell.lock"):
+        ledger.run_cell(experiment, experiment.cells["a"])
+    assert not calls
+
+
+def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(
+    ledger: Any, one: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from claims import Cell
+
+    experiment, calls = one
+
+    def fails(folder: Path) -> dict[str, Any]:
+        raise ValueError("no peer")
+
+    bad = Cell("bad", fails, experiment.cells["a"].file.with_name("bad.json"))
+    both = replace(experiment, cells={"bad": bad, **experiment.cells})
+    assert ledger.run(both, [], jobs=1, again=False) == 1
+    assert "E0 bad: failed: ValueError: no peer" in capsys.readouterr().err
+    assert not bad.file.exists()
+    assert len(calls) == 1
+
+
+def test_an_anchor_is_the_one_that_the_page_links_to(ledger: Any) -> None:
+    text = (ROOT / "docs" / "ledger.md").read_text("utf-8")
+    headings = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("### ")]
+    claims = [claim for experiment in ledger.EXPERIMENTS.values() for claim in experiment.claims]
+    assert headings == [f"{claim.key}: {claim.sentence}" for claim in claims]
+    assert all(f"(#{ledger.anchor(claim)})" in text for claim in claims)
