@@ -84,7 +84,7 @@ def structure(module: nn.Module, constants: bool) -> list[Any] | None:
 
 def _load(library: Path) -> Program:
     # torch._inductor.aoti_load_package does the same, but imports the whole compiler first.
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(library), "model", False, 1, -1)  # type: ignore[attr-defined]
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(library), "model", False, 1, -1)
     run: Program = loader.boxed_run  # skips the wrapper's flattening of argument trees
     return run
 
