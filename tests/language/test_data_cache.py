@@ -1,6 +1,8 @@
 """Ids of large files are on disk: the same as in memory, never half-written, damaged or of another tokenizer."""
 
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -151,31 +153,24 @@ def test_a_failed_row_leaves_no_cache(large: Path) -> None:
     assert folders(large) == []
 
 
-KILLED = """
-import sys, time
-from surefoot.language.data import datasets
-from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.loading import pocket
-
-datasets.LARGE, datasets.usable_processes = 0, lambda: 1
-encode = Tokens.demonstration
-def slow(self, row):
-    print("row", flush=True)
-    time.sleep(0.2)
-    return encode(self, row)
-Tokens.demonstration = slow
-datasets.demonstrations(open_rows(sys.argv[1]), Tokens(pocket()[1]), 50)
-print("done", flush=True)
-"""
-
-
 def test_a_kill_while_writing_leaves_nothing_that_is_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-c", KILLED, str(large)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["row\n", "row\n"]
-        process.send_signal(signal.SIGKILL)
+    ours, theirs = multiprocessing.Pipe()
+    encode = Tokens.demonstration
+
+    def slow(self: Tokens, row: Any) -> Any:
+        theirs.send("row")
+        time.sleep(0.2)
+        return encode(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokens, "demonstration", slow)
+        arguments = (open_rows(large), TOKENS, 50)
+        process = multiprocessing.get_context("fork").Process(target=demonstrations, args=arguments)
+        process.start()
+    assert [ours.recv() for _ in range(2)] == ["row", "row"]
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     (left,) = folders(large)
     assert left.name.endswith(".tmp")
     calls = counted(monkeypatch)
@@ -246,19 +241,18 @@ def test_the_first_row_with_an_error_is_reported_also_when_a_later_one_was_read_
     assert folders(large) == []
 
 
-def end_at_nine(rows: list[int]) -> list[int]:
-    if 9 in rows:
-        os._exit(9)
-    return rows
-
-
-def test_a_process_that_dies_is_one_line_and_ends_the_others(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+def test_a_process_that_dies_is_one_line_and_ends_the_others(
+    two: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ending.py").write_text("import os\n\ndef at_nine(rows):\n    return os._exit(9) if 9 in rows else rows\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    at_nine = importlib.import_module("ending").at_nine
     started: list[Any] = []
     start = processes._Worker.__init__
     monkeypatch.setattr(processes._Worker, "__init__", lambda self, work: (started.append(self), start(self, work))[1])
     with pytest.raises(SurefootError, match=r"ended early \(code 9\); it may have run out of memory"):
-        list(processes.in_processes(end_at_nine, range(30), 2))
+        list(processes.in_processes(at_nine, range(30), 2))
     assert len(started) == 2
     assert all(worker.process.poll() is not None for worker in started)
 
@@ -275,15 +269,19 @@ def alive(pid: int) -> bool:
         return False
 
 
+WAITING = """
+import time
+import surefoot.language.data.processes as p
+
+begin = p._Worker.is_ready
+p._Worker.is_ready = lambda self: (begin(self), print(self.process.pid, flush=True))[0]
+list(p.in_processes(len, (time.sleep(60) for _ in "a"), 2))
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-def test_processes_end_with_the_one_that_started_them(large: Path) -> None:
-    script = KILLED.replace("lambda: 1", "lambda: 2").replace(
-        "datasets.demonstrations(",
-        "import surefoot.language.data.processes as p\nbegin = p._Worker.is_ready\n"
-        "p._Worker.is_ready = lambda self: (begin(self), print(self.process.pid, flush=True))[0]\n"
-        "p._chunks = lambda *a, **k: (time.sleep(60), None)[1]\ndatasets.demonstrations(",
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(large)], stdout=subprocess.PIPE, text=True) as process:
+def test_processes_end_with_the_one_that_started_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
         assert all(alive(pid) for pid in pids)
