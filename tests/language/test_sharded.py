@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from ranked import on_ranks, own_memory
 
 from surefoot.core.credit import assign_credit
 from surefoot.core.distributed import check_same_weights, sum_count
 from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import LearnerState, World
-from surefoot.core.sharding import is_sharded, local_part
+from surefoot.core.sharding import gathered, is_sharded, local_part
 from surefoot.errors import SurefootError
+from surefoot.language.rewards.model import ModelReward
+from surefoot.language.rewards.terms import parts_of
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
@@ -71,6 +74,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": ("language", {"mixing": {"sft_coefficient": 0.5, "batch": 7}, "sampling": {"temperature": 0.7}}),
     "shared head": ("language", {"critic": {"own_model": False}, "gradient_checkpointing": True}),
     "minibatches": ("language", {"objective": {"reuse": {"epochs": 1, "minibatches": 2}}}),
+    "sft of bfloat16": ("sft", {"model": "low"}),
+    "ppo of bfloat16": ("language", {"model": "low", "reward": "low reward", "critic": {"start": "low reward"}}),
     "penalty": ("language", {"algorithm": "PPO_PENALTY_ADAPTIVE"}),
 }
 ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,7 +87,7 @@ if find_spec("peft") is not None:
     CASES |= ADAPTED
 
 
-FAST = ("sft", "row by row", "reward", "dpo", "ppo", "minibatches", "ppo on a shared base")
+FAST = ("sft", "ppo of bfloat16", "row by row", "reward", "dpo", "ppo", "minibatches", "ppo on a shared base")
 """cases of make test; make slow has all"""
 
 
@@ -90,6 +95,10 @@ def case(folder: Path, name: str, sharding: str) -> Recipe:
     kind, changes = CASES[name]
     if "model" in changes:
         changes = {**changes, "model": str(folder / changes["model"])}
+    if "reward" in changes:
+        terms = [{"model": str(folder / changes["reward"])}, {"function": f"{folder}/rewards.py:score"}]
+        start = {"critic": {"own_model": True, "start": str(folder / changes["reward"])}} if "critic" in changes else {}
+        changes = {**changes, "reward": {"terms": terms}, **start}
     if "mixing" in changes:
         changes = {**changes, "mixing": {**changes["mixing"], "demonstrations": str(folder / "rows.jsonl")}}
     if "data" in changes:
@@ -119,6 +128,9 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForSequenceClassification
+
+    from surefoot.language.models.classifier import SCALE
     from surefoot.language.models.reward_model import new_reward_model
 
     folder = tmp_path_factory.mktemp("sharded")
@@ -126,6 +138,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_folder(folder / "mixture", "mixtral")
     write_folder(folder / "tied", "llama", tie_word_embeddings=True)
     new_reward_model(model("llama", seed=2), 3, tokenizer()).save(folder / "reward")
+    model("llama", seed=4).bfloat16().save_pretrained(folder / "low")
+    tokenizer().save_pretrained(folder / "low")
+    new_reward_model(model("llama", seed=2), 3, tokenizer()).save(folder / "low reward")
+    scores = AutoModelForSequenceClassification.from_pretrained(folder / "low reward", dtype=torch.bfloat16)
+    delattr(scores.config, SCALE)
+    scores.save_pretrained(folder / "low reward")
     rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(13)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(13)]
@@ -222,6 +240,63 @@ def test_machines_with_other_numbers_of_ranks_are_one_line(folder: Path) -> None
     message = "SurefootError: sharding='hybrid': 2 ranks are not machines with LOCAL_WORLD_SIZE=3 ranks each; start the same "
     message += "number on every machine, or set sharding = 'full'"
     assert on_ranks(2, body, folder / "uneven") == [message] * 2
+
+
+def dtypes_of(module: torch.nn.Module) -> dict[str, set[torch.dtype]]:
+    buffers = {x.dtype for x in module.buffers() if x.is_floating_point()}
+    return {"weights": {local_part(x).dtype for x in module.parameters()}, "buffers": buffers}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_frozen_roles_have_bfloat16_shards_where_that_changes_no_number(precision: str, folder: Path) -> None:
+    """The reference of a model in bfloat16 files stays so; in bfloat16 the reward too. What is trained is float32."""
+
+    def body(rank: int) -> list[Any]:
+        join_ranks()
+        made: Any = make_world(case(folder, "ppo of bfloat16", "full").model_copy(update={"precision": precision}))
+        rewards = next(part for part in parts_of(made.reward) if isinstance(part, ModelReward)).model
+        inputs = {"prompt": torch.arange(2, 98).view(1, 96), "prompt_mask": torch.ones(1, 96, dtype=torch.bool)}
+        actions = torch.arange(5, 15).view(1, 10)
+        with torch.no_grad(), gathered(made.reference.policy), gathered(made.policy):
+            difference = made.reference.log_probs(inputs, actions, actions > 0) - made.policy(inputs, actions).log_probs
+        return [*map(dtypes_of, (made.policy, made.reference, rewards)), float(difference.abs().max())]
+
+    low, exact = {torch.bfloat16}, {torch.float32}
+    for policy, reference, reward, difference in on_ranks(2, body, folder / f"frozen {precision}"):
+        assert policy == {"weights": exact, "buffers": exact}
+        assert reference == {"weights": low, "buffers": exact}, "rounded frequencies would make distant positions wrong"
+        assert reward == {"weights": low if precision == "bfloat16" else exact, "buffers": exact}
+        assert difference < (1e-6 if precision == "float32" else 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_rank_holds_a_whole_model_while_it_loads(dtype: str, folder: Path, tmp_path: Path) -> None:
+    big = model("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    size = 4 * sum(p.numel() for p in big.parameters())
+    big.to(getattr(torch, dtype)).save_pretrained(tmp_path / "big")
+    tokenizer().save_pretrained(tmp_path / "big")
+    del big
+
+    def body(rank: int) -> int:
+        join_ranks()
+        before, peaks, done = own_memory(), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.005):
+                peaks.append(own_memory() - before)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        make_world(recipe(folder, "sft", "full", model=str(tmp_path / "big")))
+        done.set()
+        thread.join()
+        return max(peaks)
+
+    for peak in on_ranks(2, body, tmp_path / "results", timeout=80):
+        assert isinstance(peak, int), peak
+        assert peak < 0.8 * size, f"{peak / 1e6:.0f} of {size / 1e6:.0f} MB; its part is a half"
 
 
 @pytest.mark.parametrize("kind", ["sft", "language"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import finish, on_ranks, start_ranks
+from ranked import finish, on_ranks, own_memory, start_ranks
 
 import surefoot
 from surefoot.core.ranks import join_ranks
@@ -204,12 +204,6 @@ def test_the_model_of_a_sharded_run_is_in_files_of_the_hub_that_transformers_rea
         agent = whole(tmp_path / "run")["agent"]
         assert all("lora" in name for name in agent)
         assert any(bool(x.abs().sum() > 0) for name, x in agent.items() if "lora_B" in name)
-
-
-def own_memory() -> int:
-    """Bytes of this process's own memory: pages of mapped files do not count."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.slow

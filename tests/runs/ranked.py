@@ -62,3 +62,9 @@ def finish(processes: list[BaseProcess], results: Path) -> list[Any]:
     assert not hanging, f"ranks {hanging} hang"
     files = [results / str(rank) for rank in range(len(processes))]
     return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def own_memory() -> int:
+    """Bytes of this process's own memory: pages of mapped files do not count."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

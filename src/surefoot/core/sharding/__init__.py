@@ -51,11 +51,18 @@ def _sharded_parts(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def shard(module: nn.Module, blocks: Iterable[nn.Module], settings: Sharding, exact: Iterable[nn.Module] = ()) -> None:
-    """Shard a module in place; all ranks have the same whole weights.
+def shard(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    settings: Sharding,
+    exact: Iterable[nn.Module] = (),
+    frozen: bool = False,
+) -> None:
+    """Shard a module in place; all ranks have the same whole weights. Shards are float32, whatever the weights were.
 
     blocks   parts that are gathered one at a time, such as the layers of a transformer
     exact    parts that compute in float32 in any case, such as a value head
+    frozen   nothing is trained: shards are bfloat16 if the computation is, and keep the dtype of weights that all have one
 
     From now on the module is called as a whole (``module(...)``), or within ``gathered``.
 
@@ -66,7 +73,9 @@ def shard(module: nn.Module, blocks: Iterable[nn.Module], settings: Sharding, ex
     # Nothing is changed in place in what a policy returns, which may be views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     check_same_weights(module)  # a broadcast would need memory for all weights
-    low = torch.bfloat16 if settings.bf16 else None
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    kept = dtypes.pop() if frozen and len(dtypes) == 1 else torch.float32
+    low = torch.bfloat16 if settings.bf16 else None if kept == torch.float32 else torch.float32
     # Inputs are not cast: a batch holds numbers, such as log-probabilities of a reference, that need float32.
     policy = MixedPrecisionPolicy(low, torch.float32 if settings.bf16 else None, cast_forward_inputs=False)
     pinned = torch.device(settings.device).type == "cuda"
@@ -78,12 +87,20 @@ def shard(module: nn.Module, blocks: Iterable[nn.Module], settings: Sharding, ex
         fully_shard(part, mp_policy=policy, reshard_after_forward=settings.reshard, **common)
     done = {p for p in module.parameters() if hasattr(p, "device_mesh")}  # a role of a shared base holds some of them twice
     fully_shard(module, mp_policy=policy, reshard_after_forward=False, ignored_params=done, **common)
+    _convert(module, torch.bfloat16 if frozen and settings.bf16 else kept)
     for part in _sharded_parts(module):
         part.set_gradient_divide_factor(1.0)  # losses are divided by global counts, so gradients are summed
         part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
         part.set_reduce_scatter_unused_params(True)  # every rank reduces the same parameters
     # The module is the root, even if a part of it runs first.
     module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def _convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """Change the dtype of the shards alone: buffers, such as the frequencies of positions, would be wrong if rounded."""
+    module._apply(  # type: ignore[no-untyped-call]
+        lambda x: x.to(dtype) if hasattr(x, "to_local") and x.is_floating_point() else x
+    )
 
 
 _meshes: dict[tuple[Any, ...], Any] = {}

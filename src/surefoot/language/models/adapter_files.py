@@ -117,7 +117,7 @@ def load_adapted(
     """
     record, recipe = parts["base"], parts["recipe"]
     try:
-        model, _ = load_model(record["model"], trust_remote_code=trust_remote_code)
+        model, _ = load_model(record["model"], trust_remote_code=trust_remote_code, as_stored=scratch is not None)
     except SurefootError as error:
         raise SurefootError(f"{where}: contains an adapter whose base can't be loaded: {error}") from None
     field = f"{where}: base model={record['model']!r}"

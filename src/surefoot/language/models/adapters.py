@@ -302,10 +302,11 @@ class Dropout(nn.Module):
 
 
 def weights_hash(module: nn.Module) -> str:
-    """SHA-256 of all weights and their names, shortened."""
+    """SHA-256 of all weights, in float32, and their names, shortened."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(name.encode())
+        tensor = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
 

@@ -99,8 +99,10 @@ class TextClassifier(nn.Module):
         return self.template.render(Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt)))
 
 
-def read_classifier(name: str, label: str | None = None, trust_remote_code: bool = False) -> Classifier:
-    """A classifier from a folder or hub id, in float32 and eval mode.
+def read_classifier(
+    name: str, label: str | None = None, trust_remote_code: bool = False, as_stored: bool = False
+) -> Classifier:
+    """A classifier from a folder or hub id, in float32, or as ``read_weights`` stores it, and eval mode.
 
     label  the label whose logit is the reward; None: the only one
 
@@ -116,7 +118,7 @@ def read_classifier(name: str, label: str | None = None, trust_remote_code: bool
             "loads, or train one with kind = 'reward'"
         )
     row = label_row(name, config, label)
-    model = read_weights(AutoModelForSequenceClassification, name, config, trust_remote_code)
+    model = read_weights(AutoModelForSequenceClassification, name, config, trust_remote_code, as_stored)
     tokenizer = read_tokenizer(name, trust_remote_code)
     check_vocabulary(name, model, tokenizer)
     pad_id = config.get_text_config().pad_token_id

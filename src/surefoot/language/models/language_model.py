@@ -20,6 +20,7 @@ from surefoot.language.models.adapters import SharedBase, merge
 from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
+from surefoot.language.models.sharding import sharding_of
 from surefoot.language.sampling import generate
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
@@ -168,8 +169,13 @@ def load_saved(folder: Path, trust_remote_code: bool = False) -> LanguageModel |
 
 
 def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
-    """Load the model that a recipe starts from, and its tokenizer."""
-    model, tokenizer = load_model(model_folder(recipe.model), seed=recipe.seed, trust_remote_code=recipe.trust_remote_code)
+    """Load the model that a recipe starts from, and its tokenizer; with sharding as it is stored."""
+    model, tokenizer = load_model(
+        model_folder(recipe.model),
+        seed=recipe.seed,
+        trust_remote_code=recipe.trust_remote_code,
+        as_stored=sharding_of(recipe) is not None,
+    )
     return model, Tokens(tokenizer, model)
 
 

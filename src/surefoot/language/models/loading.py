@@ -11,9 +11,11 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from surefoot.core.seeding import derived_seed
+from surefoot.core.sharding.files import stored_tensors
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import read_table
 from surefoot.language import quiet_transformers, require_transformers
@@ -40,12 +42,13 @@ CAUSAL = "use a causal language model, one that AutoModelForCausalLM of transfor
 
 
 def load_model(
-    name: str | Path, *, seed: int = 1, trust_remote_code: bool = False
+    name: str | Path, *, seed: int = 1, trust_remote_code: bool = False, as_stored: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a causal language model and its tokenizer, in float32 and eval mode, without dropout.
 
     name                a folder written by ``save_pretrained``, a hub id, or ``pocket``, a small model created from the seed
     trust_remote_code   run the model's own code; otherwise such a model is rejected
+    as_stored           as ``read_weights``
 
     Raises SurefootError if the model does not exist, lacks a part, is not causal, has weights or a tokenizer that don't fit its
     configuration, or if ``transformers`` is not installed.
@@ -59,7 +62,7 @@ def load_model(
     name = str(Path(name).expanduser()) if is_folder(name) else name
     config = read_config(name, trust_remote_code)
     check_causal(name, config, trust_remote_code)
-    model = read_weights(AutoModelForCausalLM, name, config, trust_remote_code)
+    model = read_weights(AutoModelForCausalLM, name, config, trust_remote_code, as_stored)
     tokenizer = read_tokenizer(name, trust_remote_code)
     check_vocabulary(name, model, tokenizer)
     if looks_ahead(model):
@@ -131,18 +134,36 @@ def read_only_config(place: Path) -> "PreTrainedConfig":
     return config
 
 
-def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_code: bool = False) -> "PreTrainedModel":
+def read_weights(
+    auto: Any, name: str, config: "PreTrainedConfig", trust_remote_code: bool = False, as_stored: bool = False
+) -> "PreTrainedModel":
     """Load a model by an Auto class, in float32 and eval mode, without dropout; every weight comes from the file.
+
+    as_stored   keep weights that are stored in bfloat16 or float16 so: the files are then mapped into memory, not copied
 
     Raises SurefootError if the weights can't be read or don't fit the configuration.
     """
+    dtype = stored_dtype(name) if as_stored else torch.float32
+    model, report = _read_in(dtype, auto, name, config, trust_remote_code)
+    if dtype != torch.float32 and any(x.is_floating_point() and x.dtype != torch.float32 for x in model.buffers()):
+        del model  # buffers are computed in the model's dtype, and would be rounded
+        model, report = _read_in(torch.float32, auto, name, config, trust_remote_code)
+    _check_report(name, model, report)
+    for module in model.modules():
+        no_dropout(module)
+    _make_writable(model)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _read_in(dtype: torch.dtype, auto: Any, name: str, config: "PreTrainedConfig", trust_remote_code: bool) -> tuple[Any, Any]:
     with quiet_transformers():
         try:
             model, report = _local_first(
                 auto,
                 name,
                 config=config,
-                dtype=torch.float32,
+                dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 ignore_mismatched_sizes=True,  # the report lists them
                 output_loading_info=True,
@@ -150,12 +171,25 @@ def read_weights(auto: Any, name: str, config: "PreTrainedConfig", trust_remote_
             )
         except Exception as error:
             raise _load_error(name, error) from None
-    _check_report(name, model, report)
-    for module in model.modules():
-        no_dropout(module)
-    _make_writable(model)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model, report
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """The dtype of all weights in the safetensors files of a model folder or a cached hub id, if it is bfloat16 or float16;
+    float32 for any other, or several.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(name) if is_folder(name) else Path(snapshot_download(name, local_files_only=True))
+        index = folder / WEIGHTS[1]
+        names = set(read_table(index)["weight_map"].values()) if index.is_file() else {WEIGHTS[0]}
+        tensors = [tensor for file in sorted(names) for tensor in stored_tensors(folder / file).values()]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, HFValidationError, LocalEntryNotFoundError):
+        return torch.float32  # loading has the message
+    dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16} else torch.float32
 
 
 def read_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":

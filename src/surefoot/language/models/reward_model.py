@@ -157,14 +157,17 @@ class RewardModel(nn.Module):
         ]
 
     @classmethod
-    def load(cls, folder: str | Path, label: str | None = None, *, trust_remote_code: bool = False) -> "RewardModel":
+    def load(
+        cls, folder: str | Path, label: str | None = None, *, trust_remote_code: bool = False, as_stored: bool = False
+    ) -> "RewardModel":
         """The reward model in a folder or hub id, in eval mode: one that ``save`` wrote, or a classifier of ``transformers``.
 
-        label   the classifier's label whose logit is the score; None: the only one
+        label       the classifier's label whose logit is the score; None: the only one
+        as_stored   keep a trunk that is stored in bfloat16 or float16 so
 
         Raises SurefootError if there is none, if a part is missing or does not fit, or if it scores only whole texts.
         """
-        model = load_reward_model(folder, label, trust_remote_code=trust_remote_code)
+        model = load_reward_model(folder, label, trust_remote_code=trust_remote_code, as_stored=as_stored)
         if isinstance(model, TextClassifier):
             raise SurefootError(
                 f"model={str(folder)!r}: {type(model.backbone).__name__} scores only whole texts; use a reward model with a "
@@ -186,7 +189,7 @@ class RewardModel(nn.Module):
 
 
 def load_reward_model(
-    folder: str | Path, label: str | None = None, *, trust_remote_code: bool = False
+    folder: str | Path, label: str | None = None, *, trust_remote_code: bool = False, as_stored: bool = False
 ) -> RewardModel | TextClassifier:
     """A reward model, or a classifier that scores only whole texts. See ``RewardModel.load``."""
     name = str(folder)
@@ -197,11 +200,11 @@ def load_reward_model(
         raise SurefootError("model='pocket': is not a reward model; train one with kind = 'reward'")
     name = str(Path(name).expanduser()) if is_folder(name) else name
     if not (Path(name) / HEAD).is_file():
-        return _from_classifier(read_classifier(name, label, trust_remote_code))
+        return _from_classifier(read_classifier(name, label, trust_remote_code, as_stored))
     if label is not None:
         raise SurefootError(f"model={name!r}: has no label {label!r}, but one score; unset label")
     config = read_config(name, trust_remote_code)
-    backbone = read_weights(AutoModel, name, config, trust_remote_code)
+    backbone = read_weights(AutoModel, name, config, trust_remote_code, as_stored)
     tokenizer = read_tokenizer(name, trust_remote_code)
     check_vocabulary(name, backbone, tokenizer)
     model = RewardModel(backbone, new_head(backbone), tokenizer)

@@ -25,9 +25,13 @@ def sharding_of(recipe: ModelRecipe) -> Sharding | None:
     )
 
 
-def shard_role(module: nn.Module, settings: Sharding) -> None:
-    """Shard a policy, a reference or a reward model in place; it moves to the device part by part."""
-    shard(module, layers_of(module), settings, [part for part in module.modules() if isinstance(part, ValueHead)])
+def shard_role(module: nn.Module, settings: Sharding, frozen: bool = False) -> None:
+    """Shard a policy, a reference or a reward model in place; it moves to the device part by part.
+
+    frozen   it is not trained, so bfloat16 shards suffice where the computation is in bfloat16
+    """
+    heads = [part for part in module.modules() if isinstance(part, ValueHead)]
+    shard(module, layers_of(module), settings, heads, frozen)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:

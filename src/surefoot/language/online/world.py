@@ -115,11 +115,9 @@ class LanguageWorld:
             part.model for part in parts_of(self.reward) if isinstance(part, ModelReward) and not shares_base(part.model)
         ]
         if self.base is None:
-            if self.sharding.bf16:
-                self.reference.bfloat16()
             models.append(self.reference.policy)
         for model in models:
-            shard_role(model, self.sharding)
+            shard_role(model, self.sharding, frozen=True)
 
     def _load_rewards(self, context: int | None) -> None:
         """Make the environments and load the reward and gold, which the prompts are then checked against."""
@@ -135,7 +133,11 @@ class LanguageWorld:
         self.reward: Reward = NoReward()
         if settings.terms:
             read = None if self.base is None else partial(reward_role, self.base)
-            self.reward = load_reward(settings.terms, **bounds, device=recipe.device, read=read, functions=self.functions)
+            sharded = self.sharding is not None
+            device = "cpu" if sharded else recipe.device  # sharding moves them part by part
+            self.reward = load_reward(
+                settings.terms, **bounds, device=device, read=read, functions=self.functions, as_stored=sharded
+            )
         self.gold = None
         if settings.gold is not None:
             gold = find_function(GOLD, settings.gold, self.functions)
@@ -240,7 +242,12 @@ class LanguageWorld:
             return Critic.from_policy(model if copied else load_base(self.recipe)[0], copied=copied)
         with errors_for("critic.start"):
             trusted = self.recipe.trust_remote_code
-            scores: Any = RewardModel.load(model_folder(start), self.recipe.critic.label, trust_remote_code=trusted)
+            scores: Any = RewardModel.load(
+                model_folder(start),
+                self.recipe.critic.label,
+                trust_remote_code=trusted,
+                as_stored=self.sharding is not None,
+            )
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
         make = Critic.from_reward_model if self.sharding is None else Critic.from_reward_trunk
         return make(scores.backbone.requires_grad_(True), scores.head, float(scores.mean), float(scores.std))
@@ -269,7 +276,9 @@ class LanguageWorld:
             fresh = load_base(recipe)[0] if self.sharding is not None and self.base is None else None
             return ReferencePolicy(self.policy, self.base, fresh)
         with errors_for("reference.model"):
-            model, tokenizer = load_model(model_folder(name), trust_remote_code=recipe.trust_remote_code)
+            model, tokenizer = load_model(
+                model_folder(name), trust_remote_code=recipe.trust_remote_code, as_stored=self.sharding is not None
+            )
         check_compatible("reference.model", name, (model, tokenizer), recipe, self.tokens, self.longest)
         bf16 = recipe.precision == "bfloat16"
         policy = LanguagePolicy(model, None, self.tokens.pad_id, recipe.sampling.temperature, bf16=bf16)

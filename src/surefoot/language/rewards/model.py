@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class ModelReward:
     device         where the model runs
     field          of the recipe that names it, for messages
     read           returns a model that need not be loaded separately, and None for any other
+    as_stored      keep weights that are stored in bfloat16 or float16 so
 
     A decoder reads the ids of the prompt, of the response and EOS. Any other classifier reads prompt and response as one text
     with its tokenizer's own special tokens.
@@ -70,6 +72,7 @@ class ModelReward:
         device: str = "cpu",
         field: str = "reward.model",
         read: Callable[[str], RewardModel | None] | None = None,
+        as_stored: bool = False,
     ) -> None:
         assert per == "response" or (per == "step" and separator), "terms are checked before"
         self.per: Per = per
@@ -80,7 +83,8 @@ class ModelReward:
             model: RewardModel | TextClassifier | None = None if read is None else read(self.path)
             if model is None:
                 self.path = model_folder(self.path)
-                model = load_reward_model(self.path, label) if per == "response" else RewardModel.load(self.path, label)
+                load: Any = load_reward_model if per == "response" else RewardModel.load
+                model = load(self.path, label, as_stored=as_stored)
             assert model.tokenizer is not None, "a reward model's folder contains its tokenizer"
         try:
             self.tokens = None if isinstance(model, TextClassifier) else Tokens(model.tokenizer)

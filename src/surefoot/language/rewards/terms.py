@@ -278,6 +278,7 @@ def load_reward(
     device: str = "cpu",
     read: Callable[[str], RewardModel | None] | None = None,
     functions: Functions | None = None,
+    as_stored: bool = False,
 ) -> Reward:
     """The reward of a recipe's ``reward.terms``.
 
@@ -285,6 +286,7 @@ def load_reward(
     device                where models run
     read                  returns a model that need not be loaded separately, and None for any other
     functions             functions that were passed as objects, by field
+    as_stored             keep models that are stored in bfloat16 or float16 so
 
     Raises SurefootError for an invalid term, for no terms, and for what can't be loaded.
     """
@@ -294,7 +296,8 @@ def load_reward(
         if complaint := term_error(term):
             raise SurefootError(f"{field}{complaint}")
         function = None if term.function is None else find_function(term_field(place), term.function, functions or {})
-        options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "device": device, "read": read}
+        options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "device": device}
+        options |= {"read": read, "as_stored": as_stored}
         rewards.append(_load_term(term, field, function=function, **options))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
@@ -346,6 +349,7 @@ def _load_term(
     read: Callable[[str], RewardModel | None] | None = None,
     function: str | Callable[..., Any] | None = None,
     in_recipe: bool = True,
+    as_stored: bool = False,
 ) -> Reward:
     """One valid term. Messages name the term's key in a recipe, and only the ``field`` for a flag."""
 
@@ -354,7 +358,8 @@ def _load_term(
 
     if term.model is not None:
         steps: dict[str, Any] = {"per": term.per or "response", "separator": term.separator}
-        return ModelReward(term.model, term.weight, label=term.label, device=device, field=key("model"), read=read, **steps)
+        steps |= {"device": device, "read": read, "as_stored": as_stored}
+        return ModelReward(term.model, term.weight, label=term.label, field=key("model"), **steps)
     then = RESUME if in_recipe else REPEAT
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
     if term.url is not None:
