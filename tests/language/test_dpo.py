@@ -258,7 +258,7 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_aga
     fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
     whole = surefoot.train("dpo", run_dir=tmp_path / "whole", **fields)
     surefoot.train("dpo", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
-    monkeypatch.setattr("surefoot.language.supervised.preferences.Reference.log_probs", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr("surefoot.language.supervised.reference.Reference.log_probs", lambda *_: pytest.fail("asked again"))
     resumed = surefoot.resume(tmp_path / "cut")
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, resumed.model.state_dict()[name]), name

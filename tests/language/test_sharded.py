@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranked import on_ranks, own_memory
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from surefoot.core.credit import assign_credit
 from surefoot.core.distributed import check_same_weights, sum_count
@@ -18,9 +19,13 @@ from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import LearnerState, World
 from surefoot.core.sharding import gathered, is_sharded, local_part
 from surefoot.errors import SurefootError
+from surefoot.language.models.sharding import shard_role
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.terms import parts_of
+from surefoot.language.supervised import reference as references
+from surefoot.language.supervised import world as worlds
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import SupervisedRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
 from surefoot.runs.session import make_learner
@@ -70,6 +75,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reward": ("reward", {}),
     "kto": ("dpo", {"preference": {"loss": "kto"}, "data": {"train": "labels.jsonl"}}),
     "dpo": ("dpo", {}),
+    "dpo row by row": ("dpo", {"optimizer": {"micro_batch": 1, "micro_batch_tokens": None}}),
+    "dpo of another reference": ("dpo", {"reference": {"model": "low"}}),
     "ppo": ("language", {}),
     "mixed": ("language", {"mixing": {"sft_coefficient": 0.5, "batch": 7}, "sampling": {"temperature": 0.7}}),
     "shared head": ("language", {"critic": {"own_model": False}, "gradient_checkpointing": True}),
@@ -87,7 +94,7 @@ if find_spec("peft") is not None:
     CASES |= ADAPTED
 
 
-FAST = ("sft", "ppo of bfloat16", "row by row", "reward", "dpo", "ppo", "minibatches", "ppo on a shared base")
+FAST = ("sft", "ppo of bfloat16", "row by row", "reward", "dpo row by row", "ppo", "minibatches", "ppo on a shared base")
 """cases of make test; make slow has all"""
 
 
@@ -95,6 +102,8 @@ def case(folder: Path, name: str, sharding: str) -> Recipe:
     kind, changes = CASES[name]
     if "model" in changes:
         changes = {**changes, "model": str(folder / changes["model"])}
+    if "reference" in changes:
+        changes = {**changes, "reference": {"model": str(folder / changes["reference"]["model"])}}
     if "reward" in changes:
         terms = [{"model": str(folder / changes["reward"])}, {"function": f"{folder}/rewards.py:score"}]
         start = {"critic": {"own_model": True, "start": str(folder / changes["reward"])}} if "critic" in changes else {}
@@ -240,6 +249,57 @@ def test_machines_with_other_numbers_of_ranks_are_one_line(folder: Path) -> None
     message = "SurefootError: sharding='hybrid': 2 ranks are not machines with LOCAL_WORLD_SIZE=3 ranks each; start the same "
     message += "number on every machine, or set sharding = 'full'"
     assert on_ranks(2, body, folder / "uneven") == [message] * 2
+
+
+def evaluated(recipe: Recipe) -> Any:
+    """The metrics of an evaluation after one update, of which only the evaluation runs block by block."""
+    world = make_world(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
+    rollout = world.collector.collect(state)
+    learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+    with torch.no_grad():
+        report = world.evaluate()
+    assert report is not None
+    return report.metrics
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "kto"])
+def test_an_evaluation_gathers_one_block_at_a_time_with_the_numbers_of_one_process(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer but the one that computes is whole, of the policy and of the reference."""
+    made = case(folder, kind, "full")
+    assert isinstance(made, SupervisedRecipe)
+    data = made.data.model_copy(update={"held_out": made.data.train})
+    made = made.model_copy(update={"data": data})
+    layer_forward, most = LlamaDecoderLayer.forward, [0]
+
+    def body(rank: int) -> tuple[Any, int]:
+        join_ranks()
+        roots: list[torch.nn.Module] = []
+
+        def counted(layer: Any, *arguments: Any, **named: Any) -> Any:
+            layers = [each for root in roots for each in root.modules() if isinstance(each, LlamaDecoderLayer)]
+            whole = [each for each in layers if not any(hasattr(p, "to_local") for p in each.parameters())]
+            most[0] = most[0] if torch.is_grad_enabled() else max(most[0], len(whole))
+            assert layer in whole or layer not in layers, "a model is tested before it is sharded"
+            return layer_forward(layer, *arguments, **named)
+
+        def shard_and_note(module: torch.nn.Module, *arguments: Any, **named: Any) -> None:
+            shard_role(module, *arguments, **named)
+            roots.append(module)
+
+        for place in (worlds, references):
+            monkeypatch.setattr(place, "shard_role", shard_and_note)
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", counted)
+        metrics = evaluated(made)
+        assert len(roots) == (3 if kind in ("dpo", "kto") else 1), "the reference, once for each set of rows"
+        return metrics, most[0]
+
+    alone = evaluated(made)
+    for metrics, layers in on_ranks(2, body, folder / f"evaluated {kind}"):
+        assert layers == (2 if kind == "kto" else 1), "only the baseline of KTO gathers the whole model"
+        assert metrics == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
 
 def dtypes_of(module: torch.nn.Module) -> dict[str, set[torch.dtype]]:

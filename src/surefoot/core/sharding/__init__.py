@@ -166,6 +166,16 @@ def gathered(root: nn.Module, part: nn.Module | None = None) -> Iterator[None]:
         root.reset_iter_state()  # type: ignore[operator]  # drops the whole weights, and the order of the passes made from them
 
 
+@contextmanager
+def block_by_block(root: nn.Module) -> Iterator[None]:
+    """Hold only what the root itself holds, such as embeddings; passes without gradient gather one block at a time.
+
+    Each pass is then an exchange, also one that does not begin at the root: all ranks make the same number of them.
+    """
+    with gathered(root, nn.Module()):
+        yield
+
+
 PIECE = 2**24
 """numbers that are read at once"""
 

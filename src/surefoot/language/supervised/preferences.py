@@ -14,10 +14,8 @@ with variance 1/2, in which label "first" is 1/(2β) and label "second" −1/(2�
 SimPO and ORPO have no reference: they compare the mean log-probabilities per token of the two answers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,16 +27,10 @@ from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
-from surefoot.language.models.adapters import SharedBase
-from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
-from surefoot.language.models.loading import load_model
-from surefoot.language.models.policy import LanguagePolicy, checkpoint_layers, computing, in_micro_batches
+from surefoot.language.models.policy import checkpoint_layers, computing, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, RowTensors, batches, demonstration_tensors
+from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
 from surefoot.recipes.language import DpoRecipe, RowSettings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 CHOSEN, REJECTED = "chosen", "rejected"
 ANSWER, MISMATCHED = "answer", "mismatched"
@@ -171,7 +163,7 @@ class DpoPolicy(Policy):
 
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         """Tokens of both answers, each with its prompt.   [B]"""
-        return sum(self.writer.costs(prompt, kept) for prompt, _, kept in _sides(inputs))  # type: ignore[return-value]
+        return sum(self.writer.costs(prompt, kept) for prompt, _, kept in sides_of(inputs))  # type: ignore[return-value]
 
     def train(self, mode: bool = True) -> "DpoPolicy":
         """Stay in evaluation mode: no dropout."""
@@ -214,19 +206,19 @@ def side_of(inputs: Mapping[str, Tensor], side: str) -> Batch:
     return prompt, inputs[side], inputs[f"{side}_mask"]
 
 
-def _sides(inputs: Mapping[str, Tensor]) -> list[Batch]:
+def sides_of(inputs: Mapping[str, Tensor]) -> list[Batch]:
     """Prompt, answer and mask of every side, in the order of the inputs."""
     return [side_of(inputs, name.removesuffix("_prompt")) for name in inputs if name.endswith("_prompt")]
 
 
 def answer_log_probs(model: Policy, inputs: Mapping[str, Tensor]) -> Tensor:
     """Σ log π of the trained tokens of both sides.   -> [B, 2]"""
-    return torch.stack([model(*side).log_probs.masked_fill(~side[2], 0).sum(-1) for side in _sides(inputs)], -1)
+    return torch.stack([model(*side).log_probs.masked_fill(~side[2], 0).sum(-1) for side in sides_of(inputs)], -1)
 
 
 def _lengths(inputs: Mapping[str, Tensor]) -> Tensor:
     """The number of trained tokens of both sides.   -> [B, 2]"""
-    return torch.stack([mask.sum(-1) for _, _, mask in _sides(inputs)], -1)
+    return torch.stack([mask.sum(-1) for _, _, mask in sides_of(inputs)], -1)
 
 
 def trained_tokens(inputs: Mapping[str, Tensor]) -> float:
@@ -258,80 +250,3 @@ def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", sett
     content = zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True)
     trained = [max(sum(a), sum(b)) for a, b in zip(pairs.chosen_trained, pairs.rejected_trained, strict=True)]
     return Rows(tensors, content, _longest(pairs), trained, data.pair_drop_notes(path, limit, pairs))
-
-
-class ReferenceLogProbs:
-    """Adds the reference's log-probabilities to rows. They are computed once, when first needed; the model is then freed.
-
-    rows      whose tensors include them from now on
-    compute   returns Σ log π_ref of both sides of the first ``count`` rows   -> [N, 2]
-    count     rows to compute; none: all
-    """
-
-    def __init__(self, rows: Rows, compute: Callable[[RowTensors, int], Tensor], count: int | None = None) -> None:
-        self._plain, self.count = rows.tensors, min(count or rows.count, rows.count)
-        self._compute = compute
-        self._values: Tensor | None = None
-        rows.tensors = self.tensors
-
-    @property
-    def values(self) -> Tensor:
-        """Σ log π_ref of both sides, on the CPU.   [N, 2]"""
-        if self._values is None:
-            self._values = self._compute(self._plain, self.count).cpu()
-        return self._values
-
-    @values.setter
-    def values(self, values: Tensor) -> None:
-        self._values = values.cpu()
-
-    def tensors(self, rows: Sequence[int]) -> Batch:
-        """The rows with their reference log-probabilities."""
-        inputs, actions, mask = self._plain(rows)
-        return {**inputs, REFERENCE: self.values[list(rows)]}, actions, mask
-
-
-class Reference:
-    """The frozen model of a recipe. Every call loads it again, so it takes no memory in between.
-
-    shared  a model with adapters and its base: unless the recipe names another, the reference is that model without adapters
-
-    Raises SurefootError when ``reference.model`` can't be read, or does not read the policy's tokens.
-    """
-
-    def __init__(
-        self, recipe: DpoRecipe, tokens: Tokens, longest: int, shared: "tuple[PreTrainedModel, SharedBase] | None" = None
-    ) -> None:
-        self.recipe, self.tokens, self.longest = recipe, tokens, longest
-        self.shared = shared if recipe.reference.model is None else None
-        if recipe.reference.model is not None:
-            self._model()
-
-    @torch.no_grad()
-    def log_probs(self, tensors: RowTensors, count: int) -> Tensor:
-        """Σ log π_ref of both sides of the first ``count`` rows.   -> [count, 2]"""
-        recipe = self.recipe
-        bf16 = recipe.precision == "bfloat16"
-        policy = LanguagePolicy(self._model(), None, self.tokens.pad_id, bf16=bf16).to(recipe.device)
-        most = recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch
-
-        def summed(inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor) -> Tensor:
-            log_probs: Tensor = policy(inputs, actions, mask).log_probs
-            return log_probs.sum(-1)
-
-        sums = []
-        with nullcontext() if self.shared is None else self.shared[1].using(None):
-            for inputs, _, _ in batches(tensors, count, recipe.data.batch, recipe.device):
-                sums.append(torch.stack([in_micro_batches(summed, *side, *most) for side in _sides(inputs)], -1).cpu())
-        return torch.cat(sums)
-
-    def _model(self) -> "PreTrainedModel":
-        name = self.recipe.reference.model
-        if self.shared is not None:
-            return self.shared[0]
-        if name is None:
-            return load_base(self.recipe)[0]
-        with errors_for("reference.model"):
-            model, tokenizer = load_model(model_folder(name), trust_remote_code=self.recipe.trust_remote_code)
-        check_compatible("reference.model", name, (model, tokenizer), self.recipe, self.tokens, self.longest)
-        return model

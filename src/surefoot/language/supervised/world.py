@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import check_device, sum_count
+from surefoot.core.distributed import check_device, exchanging, sum_count
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
-from surefoot.core.sharding import gathered
+from surefoot.core.sharding import block_by_block, gathered
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import mean_log_likelihood
 from surefoot.language.data import datasets as data
@@ -44,12 +44,11 @@ from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_row
 from surefoot.language.supervised.preferences import (
     DpoPolicy,
     PairPolicy,
-    Reference,
-    ReferenceLogProbs,
     dpo_rows,
     pair_rows,
     trained_tokens,
 )
+from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.recipes.language import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.recipes.reading import to_table
 
@@ -160,6 +159,7 @@ class SupervisedWorld:
                 balanced=recipe.objective.router_coefficient > 0,
             )
         self.reference: ReferenceLogProbs | None = None
+        self.frozen_model: Reference | None = None
         weights = complete = None
         if isinstance(recipe, DpoRecipe):
             if recipe.has_reference:
@@ -181,15 +181,17 @@ class SupervisedWorld:
         if self.sharding is None:
             self.policy.to(self.recipe.device)
             return
+        shard_role(self.policy, self.sharding)
+        if self.frozen_model is not None and self.frozen_model.shared is not None:
+            self.frozen_model.root = self.policy
         for rows in (train, self.held_out):
             if self.reference is not None and rows is not None:
-                rows.tensors([0])  # the reference may be the model without its adapter: computed while it is whole
-        shard_role(self.policy, self.sharding)
+                rows.tensors([0])  # the reference scores them now, not within another pass of the policy
 
     def _reference(self, recipe: DpoRecipe, train: Rows, shared: Any) -> ReferenceLogProbs:
         """Adds the reference's log-probabilities to the rows of training and evaluation."""
         held_out = () if self.held_out is None else self.held_out.lengths
-        reference = Reference(recipe, self.tokens, max([*train.lengths, *held_out]), shared)
+        reference = self.frozen_model = Reference(recipe, self.tokens, max([*train.lengths, *held_out]), shared)
         if self.held_out is not None:
             ReferenceLogProbs(self.held_out, reference.log_probs, recipe.evaluation.rows)
         return ReferenceLogProbs(train, reference.log_probs)
@@ -289,7 +291,7 @@ class SupervisedWorld:
         """Cross-entropy on the held-out rows; for pairs also how often the chosen answer has the higher score."""
         if self.held_out is None:
             return None
-        with gathered(self.policy):
+        with block_by_block(self.policy), exchanging():  # every rank evaluates the same rows, in the same passes
             return self._evaluated(self.held_out)
 
     def _evaluated(self, held_out: Rows) -> EvaluationReport:
