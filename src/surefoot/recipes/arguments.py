@@ -339,6 +339,7 @@ class TurnSettingsTable(TypedDict, total=False):
 
     environment: str | None
     arguments: Mapping[str, Any]
+    at_once: int
     max_turns: int
     max_length: int | None
 
@@ -355,6 +356,7 @@ class RewardTermTable(TypedDict, total=False):
     separator: str | None
     arguments: Mapping[str, Any]
     batch: int
+    at_once: int
     token_from: str | None
     retries: int
 

@@ -163,6 +163,8 @@ class TurnSettings(Section):
     """module:Class or file.py:Class; an object of it answers each turn of a conversation; none: responses are one turn"""
     arguments: dict[str, Any] = Field({})
     """keyword arguments of the class, such as { patience = 3 }"""
+    at_once: Count = 64
+    """environments that are called at the same time, each by one thread; 1: one after another, for those that share state"""
     max_turns: int = Field(8, ge=1, le=1_000)
     """most turns of the model in a conversation; each has sampling.max_tokens"""
     max_length: int | None = Field(None, ge=2, le=MAX_LENGTH)
@@ -192,6 +194,8 @@ class RewardTerm(Section):
     """other keyword arguments of a function, such as { tolerance = 0.01 }; a server gets them with every request"""
     batch: Count = 64
     """responses per request to a server"""
+    at_once: Count = 8
+    """requests to a server at the same time"""
     token_from: str | None = None
     """environment variable with the token of the Authorization header; its value is never saved"""
     retries: int = Field(5, ge=0, le=100)
@@ -218,7 +222,7 @@ def term_error(term: Any) -> str:
     if term.model is None and term.label is not None:
         return f".label={term.label!r}: is for a model; unset it"
     if term.url is None:
-        for name in ("batch", "token_from", "retries"):
+        for name in ("batch", "at_once", "token_from", "retries"):
             if getattr(term, name) != RewardTerm.model_fields[name].default:
                 return f".{name}: is for a url; unset it"
     if term.token_from is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", term.token_from):
