@@ -25,6 +25,7 @@ from surefoot.recipes.language import (
     RewardSettings,
     RewardTerm,
     SamplingSettings,
+    ServerSettings,
     SupervisedTraces,
     TurnSettings,
 )
@@ -334,6 +335,19 @@ class SamplingSettingsTable(TypedDict, total=False):
     rows: int | None
 
 
+class ServerSettingsTable(TypedDict, total=False):
+    """The fields of ``ServerSettings``."""
+
+    url: str
+    model: str
+    weights: str | None
+    token_from: str | None
+    at_once: int
+    timeout: float
+    retries: int
+    tolerance: float
+
+
 class TurnSettingsTable(TypedDict, total=False):
     """The fields of ``TurnSettings``."""
 
@@ -531,6 +545,7 @@ class LanguageArguments(TypedDict, total=False):
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
     sampling: SamplingSettingsTable | SamplingSettings
+    server: ServerSettingsTable | ServerSettings | None
     turns: TurnSettingsTable | TurnSettings
     reward: (
         RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
@@ -581,6 +596,7 @@ class Arguments(TypedDict, total=False):
     preference: RewardPreferenceSettingsTable | RewardPreferenceSettings | PreferenceSettingsTable | PreferenceSettings
     reference: DpoReferenceSettingsTable | DpoReferenceSettings | ReferenceSettingsTable | ReferenceSettings
     sampling: SamplingSettingsTable | SamplingSettings
+    server: ServerSettingsTable | ServerSettings | None
     turns: TurnSettingsTable | TurnSettings
     reward: (
         RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
