@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.language.rewards import endpoint
+from surefoot.language import http_client
 from surefoot.language.rewards.terms import FunctionReward, load_reward
 from surefoot.recipes.language import RewardTerm
 
@@ -75,7 +75,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def patient_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
 
 
 def reward(url: str, *, deadline: float = 20.0, tolerated: float = 0.1, **fields: Any) -> FunctionReward:
@@ -215,7 +215,7 @@ def test_a_secret_in_the_query_of_an_address_is_rejected_and_not_repeated(query:
     ["model=judge-70b-instruct", "max_tokens=8", "keyword=blue", "monkey=1", "v=1.2.3", "sort_key=date", "partitionKey=id"],
 )
 def test_what_is_no_secret_may_stand_in_a_query(query: str) -> None:
-    assert endpoint.url_complaint(f"https://host/score?{query}") == ""
+    assert http_client.url_complaint(f"https://host/score?{query}") == ""
 
 
 def test_what_no_server_gets_is_rejected() -> None:
@@ -251,9 +251,9 @@ def test_tries_are_numbered(server: Server) -> None:
 
 
 def test_waiting_doubles_at_random_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.5)
-    drawn = {tried: [endpoint.backoff(tried) for _ in range(50)] for tried in (1, 2, 4, 2000)}
-    for tried, longest in ((1, 0.5), (2, 1.0), (4, 4.0), (2000, endpoint.LONGEST_WAIT)):
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.5)
+    drawn = {tried: [http_client.backoff(tried) for _ in range(50)] for tried in (1, 2, 4, 2000)}
+    for tried, longest in ((1, 0.5), (2, 1.0), (4, 4.0), (2000, http_client.LONGEST_WAIT)):
         assert longest / 2 <= min(drawn[tried]) < max(drawn[tried]) <= longest
 
 
@@ -262,8 +262,8 @@ def test_retry_after_is_waited_for(server: Server) -> None:
     started = time.monotonic()
     assert score(server.url).total.tolist() == [1, 2, 3]
     assert time.monotonic() - started >= 1
-    assert endpoint.retry_after(format_datetime(datetime.now(UTC) + timedelta(seconds=100))) == pytest.approx(100, abs=3)
-    assert [endpoint.retry_after(text) for text in (None, "", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 5
+    assert http_client.retry_after(format_datetime(datetime.now(UTC) + timedelta(seconds=100))) == pytest.approx(100, abs=3)
+    assert [http_client.retry_after(text) for text in (None, "", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 5
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun(server: Server) -> None:
@@ -351,4 +351,4 @@ def test_a_server_on_this_machine_is_never_reached_through_a_proxy(
     ],
 )
 def test_which_addresses_mean_this_machine(url: str, local: bool) -> None:
-    assert endpoint.is_local(url) == local
+    assert http_client.is_local(url) == local

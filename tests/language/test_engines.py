@@ -1,6 +1,7 @@
 """The law of every sampling engine: the same request gets responses with the same meaning, whoever draws them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from surefoot.language.sampling import sample
 from surefoot.language.sampling.choose_engine import InProcess
 from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.engines import Engine, Request, samples_of
+from surefoot.language.sampling.vllm import VllmServer
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.reading import make_recipe
 
 from . import tiny
 from .test_sampler import EOS, PROMPTS, expect_own_log_probs, text_of
+from .vllm_stand_in import StandIn
 
 MAKE: dict[str, Callable[[Any], Engine]] = {
     "packed": lambda model: InProcess(model, "packed"),
@@ -33,13 +38,23 @@ def request(count: int = 12, first: int = 100, **changes: Any) -> Request:
     return Request(**{"prompts": PROMPTS, "seeds": range(first, first + count), **settings, **changes})
 
 
-@pytest.fixture(params=MAKE)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Every engine that needs no server, on the same small model."""
-    made = MAKE[request.param](tiny.model("llama"))
+@pytest.fixture(params=[*MAKE, "vllm"])
+def engine(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Engine]:
+    """Every engine on the same small model; "vllm" with a stand-in for the server."""
+    if request.param == "vllm":
+        server = StandIn(folders["llama"])
+        table = {"model": str(folders["llama"]), "data": {"train": "rows"}, "reward": {"terms": ["some:reward"]}}
+        recipe = make_recipe({"kind": "language", **table, "server": {"url": server.url}})
+        assert isinstance(recipe, LanguageRecipe)
+        model = tiny.model("llama")
+        made: Engine = VllmServer(recipe, model, Tokens(tiny.tokenizer(), model), str(folders["llama"]), 64)
+    else:
+        made = MAKE[request.param](tiny.model("llama"))
     made.use(0)
     yield made
     made.close()
+    if request.param == "vllm":
+        server.close()
 
 
 def test_responses_have_the_right_shapes_in_prompt_major_order(engine: Engine) -> None:
@@ -198,9 +213,10 @@ def test_rows_at_a_time_and_rare_looks_for_ends_change_no_token(family: str, row
 # ---- what an engine elsewhere returns -----------------------------------------------------------------------------------
 
 
-def gathered(answers: Sequence[tuple[list[int], list[float]] | None], **changes: Any) -> Any:
+def gathered(answers: Sequence[tuple[list[int], list[float]] | None], stopped: bool = False, **changes: Any) -> Any:
     asked = request(prompts=[[20]], samples=len(answers), **changes)
-    return samples_of(asked, answers, torch.device("cpu"), "vllm", 3)
+    found = [None if answer is None else (*answer, stopped) for answer in answers]
+    return samples_of(asked, found, torch.device("cpu"), "vllm", 3)
 
 
 def test_a_missing_answer_is_an_empty_row() -> None:
@@ -222,3 +238,4 @@ def test_tokens_after_an_end_that_the_engine_missed_are_cut() -> None:
 def test_an_answer_that_is_short_without_an_end_is_an_error() -> None:
     with pytest.raises(SurefootError, match=r"has 2 tokens, without EOS or stop string, and max_tokens=16"):
         gathered([([30, 31], [-1.0, -1.0])])
+    assert gathered([([30, 31], [-1.0, -1.0])], stopped=True).finish_reasons == ["stop"], "unless the engine saw its end"

@@ -332,8 +332,8 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
     Answers the prompts greedily and by sampling, and scores them with a reward function. Run it before training.
     """
     from surefoot.language.analysis.accuracy import measure_accuracy
+    from surefoot.language.http_client import REPEAT
     from surefoot.language.models.language_model import load_language_model
-    from surefoot.language.rewards.endpoint import REPEAT
     from surefoot.language.rewards.terms import FunctionReward
 
     table = parse_value(arguments)

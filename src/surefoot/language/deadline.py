@@ -55,6 +55,12 @@ def _by_alarm(seconds: float, call: Callable[[], Result]) -> Result:
                 signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3), interval)
 
 
+def interrupt(thread: threading.Thread) -> None:
+    """Raise DeadlineExceeded in a thread when it next runs a line of Python: the only way to end one."""
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(DeadlineExceeded))
+
+
 def _by_thread(seconds: float, call: Callable[[], Result]) -> Result:
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -69,8 +75,7 @@ def _by_thread(seconds: float, call: Callable[[], Result]) -> Result:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        # The only way to end a thread: it raises DeadlineExceeded when it next runs a line of Python.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(DeadlineExceeded))
+        interrupt(thread)
         raise DeadlineExceeded
     if errors:
         raise errors[0]

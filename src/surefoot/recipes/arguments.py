@@ -25,6 +25,7 @@ from surefoot.recipes.language import (
     RewardSettings,
     RewardTerm,
     SamplingSettings,
+    ServerSettings,
     SupervisedTraces,
     TurnSettings,
 )
@@ -334,11 +335,25 @@ class SamplingSettingsTable(TypedDict, total=False):
     rows: int | None
 
 
+class ServerSettingsTable(TypedDict, total=False):
+    """The fields of ``ServerSettings``."""
+
+    url: str
+    model: str
+    weights: str | None
+    token_from: str | None
+    at_once: int
+    timeout: float
+    retries: int
+    tolerance: float
+
+
 class TurnSettingsTable(TypedDict, total=False):
     """The fields of ``TurnSettings``."""
 
     environment: str | None
     arguments: Mapping[str, Any]
+    at_once: int
     max_turns: int
     max_length: int | None
 
@@ -355,6 +370,7 @@ class RewardTermTable(TypedDict, total=False):
     separator: str | None
     arguments: Mapping[str, Any]
     batch: int
+    at_once: int
     token_from: str | None
     retries: int
 
@@ -529,6 +545,7 @@ class LanguageArguments(TypedDict, total=False):
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
     sampling: SamplingSettingsTable | SamplingSettings
+    server: ServerSettingsTable | ServerSettings | None
     turns: TurnSettingsTable | TurnSettings
     reward: (
         RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
@@ -579,6 +596,7 @@ class Arguments(TypedDict, total=False):
     preference: RewardPreferenceSettingsTable | RewardPreferenceSettings | PreferenceSettingsTable | PreferenceSettings
     reference: DpoReferenceSettingsTable | DpoReferenceSettings | ReferenceSettingsTable | ReferenceSettings
     sampling: SamplingSettingsTable | SamplingSettings
+    server: ServerSettingsTable | ServerSettings | None
     turns: TurnSettingsTable | TurnSettings
     reward: (
         RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]

@@ -156,6 +156,28 @@ class SamplingSettings(Section):
     """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: all"""
 
 
+class ServerSettings(Section):
+    """The vLLM server of sampling.engine = "vllm"; surefoot check RECIPE prints the command that starts it."""
+
+    url: str = "http://127.0.0.1:8000"
+    """its address"""
+    model: str = "policy"
+    """name of the model on the server (--served-model-name)"""
+    weights: str | None = None
+    """folder that trainer and server read, for new weights: the size of the model, twice for a moment; none: a temporary folder
+    of this machine"""
+    token_from: str | None = None
+    """environment variable with the token of the Authorization header; its value is never saved"""
+    at_once: Count = 64
+    """responses in progress at the same time"""
+    timeout: Seconds = 600.0
+    """seconds for all responses of a batch, and for new weights"""
+    retries: int = Field(5, ge=0, le=100)
+    """retries of a request, at growing intervals, while the server is down or busy"""
+    tolerance: float = Field(0.05, gt=0)
+    """largest mean difference between log-probabilities of server and trainer, in nats, on a probe after each update"""
+
+
 class TurnSettings(Section):
     """Conversations of several turns with an environment."""
 
@@ -163,6 +185,8 @@ class TurnSettings(Section):
     """module:Class or file.py:Class; an object of it answers each turn of a conversation; none: responses are one turn"""
     arguments: dict[str, Any] = Field({})
     """keyword arguments of the class, such as { patience = 3 }"""
+    at_once: Count = 64
+    """environments that are called at the same time, each by one thread; 1: one after another, for those that share state"""
     max_turns: int = Field(8, ge=1, le=1_000)
     """most turns of the model in a conversation; each has sampling.max_tokens"""
     max_length: int | None = Field(None, ge=2, le=MAX_LENGTH)
@@ -192,6 +216,8 @@ class RewardTerm(Section):
     """other keyword arguments of a function, such as { tolerance = 0.01 }; a server gets them with every request"""
     batch: Count = 64
     """responses per request to a server"""
+    at_once: Count = 8
+    """requests to a server at the same time"""
     token_from: str | None = None
     """environment variable with the token of the Authorization header; its value is never saved"""
     retries: int = Field(5, ge=0, le=100)
@@ -203,6 +229,13 @@ def term_from_text(text: str) -> dict[str, str]:
     if text.startswith(("http://", "https://")):
         return {"url": text}
     return {"function": text} if ":" in text and not Path(text).expanduser().exists() else {"model": text}
+
+
+def token_error(name: str) -> str:
+    """The error in a ``token_from``, without its value, to append to the name of its place; "" if it is valid."""
+    if re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        return ""
+    return ".token_from: must be the name of an environment variable, in capitals, such as REWARD_TOKEN, not the token"
 
 
 def term_error(term: Any) -> str:
@@ -218,11 +251,11 @@ def term_error(term: Any) -> str:
     if term.model is None and term.label is not None:
         return f".label={term.label!r}: is for a model; unset it"
     if term.url is None:
-        for name in ("batch", "token_from", "retries"):
+        for name in ("batch", "at_once", "token_from", "retries"):
             if getattr(term, name) != RewardTerm.model_fields[name].default:
                 return f".{name}: is for a url; unset it"
-    if term.token_from is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", term.token_from):
-        return ".token_from: must be the name of an environment variable, in capitals, such as REWARD_TOKEN, not the token"
+    if term.token_from is not None and (error := token_error(term.token_from)):
+        return error
     if term.separator is not None and term.per not in ("step", None):
         return f".separator={term.separator!r}: is for steps; set per = 'step'"
     if term.model is not None and term.per == "token":
@@ -582,6 +615,8 @@ class LanguageRecipe(ModelRecipe):
     data: PromptSettings
     evaluation: OnlineEvaluation = OnlineEvaluation()
     sampling: SamplingSettings = SamplingSettings()
+    server: ServerSettings | None = None
+    """the vLLM server of sampling.engine = "vllm"; none: the defaults of a server"""
     turns: TurnSettings = TurnSettings()
     reward: RewardSettings = RewardSettings()
     reference: ReferenceSettings = ReferenceSettings()
@@ -627,6 +662,11 @@ class LanguageRecipe(ModelRecipe):
             if isinstance(longest, int):
                 table = {**table, "objective": {**objective, "aggregation_length": longest}}
         return table
+
+    @property
+    def samples_on_server(self) -> bool:
+        """Whether a vLLM server samples."""
+        return self.sampling.engine == "vllm" or (self.sampling.engine == "auto" and self.server is not None)
 
     @property
     def responses(self) -> int:
@@ -679,7 +719,23 @@ class LanguageRecipe(ModelRecipe):
                 f"objective.importance_cap={cap:g}: corrects from the sampler's log-probabilities to the trainer's, and "
                 "sampling.old_log_probs='sampler' takes the sampler's for both; set 'trainer'"
             )
-        if sampling.rows is not None and sampling.engine == "vllm":
+        if self.server is not None and not self.samples_on_server:
+            raise SurefootError(
+                f"server: is for sampling.engine = 'vllm', and it is {sampling.engine!r}; unset it, or set engine = 'vllm'"
+            )
+        if self.samples_on_server and self.model == "pocket":
+            raise SurefootError(
+                "sampling.engine='vllm': model='pocket' has no folder that vLLM can serve; first train it with kind = 'sft', "
+                "then name that run"
+            )
+        if self.samples_on_server and self.sharding is not None:
+            raise SurefootError(
+                f"sampling.engine='vllm': needs whole models, and sharding={self.sharding!r}; unset [server] and the engine"
+            )
+        token = None if self.server is None else self.server.token_from
+        if token is not None and (error := token_error(token)):
+            raise SurefootError(f"server{error}")
+        if sampling.rows is not None and self.samples_on_server:
             raise SurefootError(
                 f"sampling.rows={sampling.rows}: the server bounds its own rows; unset it, and set --max-num-seqs of vllm serve"
             )

@@ -336,6 +336,9 @@ class LanguageCollector:
         if self.recipe.sampling.rounds > 1:
             metrics["sampling_rounds"] = float(batch.rounds)
         samples = responses.samples
+        if self.engine.name == "vllm":
+            missing = samples.finish_reasons.count("error") / count
+            metrics["responses_missing"] = mean_over_ranks(missing, count)
         ids = [one for of_rank in exchange(samples.responses()) for one in of_rank]
         return metrics | {
             "response_length": mean_over_ranks(mean_length(samples.mask), count),

@@ -66,14 +66,17 @@ class Responses:
         reward         of a Python function: ``FunctionReward`` in ``rewards/terms.py``
         turn_rewards   add the rewards of environments
 
-        A conversation whose environment failed is not scored, because its end is unknown.
+        A conversation whose environment failed is not scored, because its end is unknown; nor is a missing response.
         """
         tokens = None
         if is_dense(reward):
             both = zip(self.ids, self.texts, strict=True)
             tokens = [truncate_texts(len(text), token_texts(self.tokens.decode, ids)) for ids, text in both]
         everyone = range(len(self.texts))
-        valid = [row for row in everyone if self.conversations is None or self.conversations[row].failure is None]
+        if self.conversations is None:
+            valid = [row for row, reason in enumerate(self.samples.finish_reasons) if reason != "error"]
+        else:
+            valid = [row for row in everyone if self.conversations[row].failure is None]
         rows = valid or everyone  # the parts of a reward are known from any scores
         some, tokens = repeat_prompts(self.prompts, rows), None if tokens is None else [tokens[row] for row in rows]
         scores = reward(some.prompts, [self.texts[row] for row in rows], some.columns, tokens)

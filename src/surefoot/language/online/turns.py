@@ -20,6 +20,7 @@ from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_p
 from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling import DecodedBy, Samples, cut_at_stop
+from surefoot.language.threads import in_threads
 from surefoot.recipes.import_object import import_object
 from surefoot.recipes.language import TurnSettings
 
@@ -28,6 +29,7 @@ Draw = Callable[[Sequence[Sequence[int]], Sequence[int]], Samples]
 """samples one response to each prompt of token ids, each with its seed"""
 
 FIELD = "turns.environment"
+NO_RESPONSE = "got no response from the sampling engine"
 PART = "environment"
 """name of the turns' rewards among the parts of a reward"""
 
@@ -231,7 +233,8 @@ class Environments:
         Raises SurefootError when more fail than are tolerated, a call takes too long, or the chat template rejects messages.
         """
         conversations = [Conversation(row, seed) for row, seed in zip(rows, seeds, strict=True)]
-        self._each(conversations, lambda conversation: self._begin(conversation, tokens))
+        self._each(conversations, self._reset)
+        self._each(conversations, lambda conversation: self._encode_start(conversation, tokens), at_once=1)
         going = [conversation for conversation in conversations if conversation.failure is None]
         for turn in range(self.settings.max_turns):
             if not going:
@@ -241,8 +244,12 @@ class Environments:
                 contexts,
                 [conversation.seed if turn == 0 else derived_seed(conversation.seed, "turn", turn) for conversation in going],
             )
-            for conversation, ids, log_probs in zip(going, drawn.responses(), drawn.log_probs.tolist(), strict=True):
-                conversation.add_turn(ids, log_probs[: len(ids)], tokens, drawn.path, stop)
+            answers = zip(going, drawn.responses(), drawn.log_probs.tolist(), drawn.finish_reasons, strict=True)
+            for conversation, ids, log_probs, reason in answers:
+                if reason == "error":
+                    conversation.failure = NO_RESPONSE
+                else:
+                    conversation.add_turn(ids, log_probs[: len(ids)], tokens, drawn.path, stop)
             self._each(going, _step)
             ends = zip(going, drawn.ended.tolist(), strict=True)
             going = [conversation for conversation, ended in ends if self._goes_on(conversation, ended, turn + 1, tokens)]
@@ -265,7 +272,7 @@ class Environments:
         except (Exception, SystemExit) as error:
             raise self._error(message.format(cause_of(error))) from None
 
-    def _begin(self, conversation: Conversation, tokens: Tokens) -> None:
+    def _reset(self, conversation: Conversation) -> None:
         conversation.environment = self._make()
         start = _text_or_messages(
             conversation.environment.reset({"seed": derived_seed(conversation.seed, PART), **conversation.row}), "reset"
@@ -273,6 +280,9 @@ class Environments:
         if not start or (not isinstance(start, str) and start[-1]["role"] == "assistant"):
             raise InvalidReply("reset returned no prompt that an answer can follow")
         conversation.start = start
+
+    def _encode_start(self, conversation: Conversation, tokens: Tokens) -> None:
+        """A tokenizer serves one thread at a time."""
         conversation.prompt = self._encoded(lambda: tokens.encode_prompt(conversation.start))
         if len(conversation.prompt) > self.token_limits[0]:
             raise InvalidReply(
@@ -298,20 +308,24 @@ class Environments:
         except SurefootError as error:
             raise self._error(str(error)) from None
 
-    def _each(self, conversations: Sequence[Conversation], call: Callable[[Conversation], None]) -> None:
-        """Make the call for every conversation whose environment has not failed, within the deadline."""
+    def _each(
+        self, conversations: Sequence[Conversation], call: Callable[[Conversation], None], at_once: int | None = None
+    ) -> None:
+        """Make the call for every conversation whose environment has not failed, within the deadline.
 
-        def all_of_them() -> None:
-            for conversation in conversations:
-                if conversation.failure is None:
-                    try:
-                        call(conversation)
-                    except SurefootError as error:
-                        raise error if str(error).startswith(FIELD) else self._error(str(error)) from None
-                    except (Exception, SystemExit) as error:
-                        conversation.failure = str(error) if isinstance(error, InvalidReply) else f"raised {cause_of(error)}"
+        at_once   calls at the same time; None: ``turns.at_once``
+        """
 
-        self._timed(all_of_them, f"{len(conversations)} conversations")
+        def one(conversation: Conversation) -> None:
+            try:
+                call(conversation)
+            except SurefootError as error:
+                raise error if str(error).startswith(FIELD) else self._error(str(error)) from None
+            except (Exception, SystemExit) as error:
+                conversation.failure = str(error) if isinstance(error, InvalidReply) else f"raised {cause_of(error)}"
+
+        fine = [conversation for conversation in conversations if conversation.failure is None]
+        self._timed(lambda: in_threads(one, fine, at_once or self.settings.at_once), f"{len(conversations)} conversations")
 
     def _close_all(self, conversations: Sequence[Conversation]) -> None:
         """Close every environment; errors of those that have failed are ignored."""
@@ -335,7 +349,7 @@ class Environments:
             ) from None
 
     def _check(self, conversations: Sequence[Conversation]) -> None:
-        failures = Counter(conversation.failure for conversation in conversations if conversation.failure is not None)
+        failures = Counter(one.failure for one in conversations if one.failure not in (None, NO_RESPONSE))
         if failures.total() > self.tolerated * len(conversations) + 1e-9:
             raise self._error(
                 f"failed in {failures.total()} of {len(conversations)} conversations, more than "

@@ -48,6 +48,7 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, mean_of
 from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
 from surefoot.language.sampling.choose_engine import make_engine
+from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
 from surefoot.recipes.language import LanguageRecipe
@@ -95,7 +96,7 @@ class LanguageWorld:
         )
         self._place()
         roles = (self.policy, self.reference, self.reward, self.gold)
-        self.engine = make_engine(recipe, model, self.tokens)
+        self.engine = make_engine(recipe, model, self.tokens, self.longest)
         self.model_summary.append(f"sampling: engine {self.engine.name} ({self.engine.reason})")
         self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.engine, self.environments)
         self.auxiliary_loss = self._sft_loss()
@@ -304,6 +305,7 @@ class LanguageWorld:
             mixed = [f"mixed in: {recipe.mixed_batch} of {self.auxiliary_loss.rows.count:,} demonstrations per update"]
         return [
             *self.model_summary,
+            *([f"server: {self.engine.command}"] if isinstance(self.engine, VllmServer) else []),
             *self.warnings,
             *turns,
             f"parameters: {count:,} trained, {critic:,} of them the critic's; {frozen}",

@@ -17,8 +17,9 @@ from torch import Tensor
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
 from surefoot.language.deadline import DeadlineExceeded, with_deadline
+from surefoot.language.http_client import REPEAT, RESUME
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.rewards.endpoint import REPEAT, RESUME, Endpoint
+from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import (
     Columns,
@@ -366,6 +367,7 @@ def _load_term(
         server = Endpoint(
             term.url,
             batch=term.batch,
+            at_once=term.at_once,
             token_from=term.token_from,
             retries=term.retries,
             deadline=deadline,

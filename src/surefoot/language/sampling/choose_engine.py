@@ -5,10 +5,12 @@ from typing import Any, Literal
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.language_model import model_folder
 from surefoot.language.sampling import Samples, sample
 from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.engines import Engine, EngineName, Request
 from surefoot.language.sampling.fast_decode import why_not_packed
+from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.language import LanguageRecipe
 
 
@@ -52,14 +54,18 @@ def dtype_name(model: Any) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def make_engine(recipe: LanguageRecipe, model: Any, tokens: Tokens) -> Engine:
+def make_engine(recipe: LanguageRecipe, model: Any, tokens: Tokens, longest: int) -> Engine:
     """The engine of ``sampling.engine``, for a model on its device.
+
+    longest   tokens of the longest prompt with its response
 
     "auto" takes the server if there is one, else "packed" if the model can be packed, else "model".
 
     Raises SurefootError if the engine can't be used.
     """
     name = recipe.sampling.engine
+    if recipe.samples_on_server:
+        return VllmServer(recipe, model, tokens, model_folder(recipe.model), longest)
     if name == "continuous":
         return Continuous(model, recipe.sampling.rows)
     assert name in ("auto", "packed", "model")

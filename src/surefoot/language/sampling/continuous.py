@@ -65,7 +65,7 @@ class Continuous:
                 f"sampling.engine='continuous': transformers answered {len(outputs)} of {len(prompts)} prompts "
                 f"({failed or 'its thread ended'}); set engine = 'auto'"
             )
-        answers = [(output.generated_tokens, output.logprobs) for output in outputs.values()]
+        answers = [(output.generated_tokens, output.logprobs, False) for output in outputs.values()]
         return samples_of(request, answers, device, "continuous", self.version)
 
     def _settings(self, request: Request, prompts: list[list[int]]) -> dict[str, Any]:

@@ -68,25 +68,25 @@ class Engine(Protocol):
         ...
 
 
-Answer = tuple[list[int], list[float]] | None
-"""the tokens of a response and their log-probabilities; None if there is none"""
+Answer = tuple[list[int], list[float], bool] | None
+"""the tokens of a response, their log-probabilities, and whether the engine saw it end; None if there is none"""
 
 
 def samples_of(
     request: Request, answers: Sequence[Answer], device: torch.device, name: Literal["continuous", "vllm"], version: int | None
 ) -> Samples:
-    """The answers of an engine as a batch; each is cut at its first EOS or stop string, since an engine may miss either.
+    """The answers of an engine as a batch; each is cut at its first EOS or stop string, since an engine may know neither.
 
     Raises NotFiniteError for log-probabilities that are not finite, and SurefootError for a response without an end.
     """
     detector = EndDetector(request.eos_ids, request.stop, request.decode, 1 + max(request.eos_ids, default=0), device)
     lengths, ended = [], []
     for answer in answers:
-        ids = [] if answer is None else answer[0]
+        ids, _, stopped = answer or ([], [], False)
         length = detector.length(ids[: request.max_tokens])
-        ended.append(length > 0)
+        ended.append(length > 0 or (stopped and len(ids) <= request.max_tokens))  # it may decode a stop string otherwise
         lengths.append(length or min(len(ids), request.max_tokens))
-        if answer is not None and not length and len(ids) < request.max_tokens:
+        if answer is not None and not ended[-1] and len(ids) < request.max_tokens:
             raise SurefootError(
                 f"sampling.engine={name!r}: a response has {len(ids)} tokens, without EOS or stop string, and "
                 f"max_tokens={request.max_tokens}; give the engine room for the longest prompt and response"

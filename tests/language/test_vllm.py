@@ -1,0 +1,450 @@
+"""The engine "vllm" against a stand-in on this machine: what is sent, and everything that can go wrong with a server.
+
+With ``SUREFOOT_VLLM`` set to an environment that has vLLM, the slow tests at the end start a real server.
+"""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.core.rollout import LearnerState
+from surefoot.errors import SurefootError
+from surefoot.language import http_client
+from surefoot.language.models.language_model import load_base
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling.vllm import VllmServer, serve_command
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+from . import tiny
+from .test_engines import request
+from .test_sampler import PROMPTS, expect_own_log_probs
+from .vllm_stand_in import StandIn
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
+
+
+@pytest.fixture
+def server(folders: dict[str, Path]) -> Iterator[StandIn]:
+    made = StandIn(folders["llama"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Prompts and a reward function."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i % 7} says "}) + "\n" for i in range(40)))
+    (tmp_path / "rewards.py").write_text("def score(responses):\n    return [float(len(set(text))) for text in responses]\n")
+    return tmp_path
+
+
+def fields(files: Path, folder: Path, url: str, **server: Any) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "steps": 48,
+        "data": {"train": str(files / "prompts.jsonl"), "max_length": 32},
+        "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.8},
+        "server": {"url": url, "retries": 1, **server},
+        "reward": {"terms": [{"function": f"{files}/rewards.py:score"}], "missing_eos": "none"},
+        "optimizer": {"learning_rate": 1e-3},
+        "objective": {"reuse": {"epochs": 2, "minibatches": 2}, "importance_cap": 3.0},
+    }
+
+
+def recipe_of(files: Path, folder: Path, url: str, **server: Any) -> LanguageRecipe:
+    recipe = make_recipe({"kind": "language", **fields(files, folder, url, **server)})
+    assert isinstance(recipe, LanguageRecipe)
+    return recipe
+
+
+def engine_of(files: Path, folder: Path, url: str, longest: int = 64, **server: Any) -> VllmServer:
+    recipe = recipe_of(files, folder, url, **server)
+    return VllmServer(recipe, *load_base(recipe), str(folder), longest)
+
+
+# ---- weights and requests -----------------------------------------------------------------------------------------------
+
+
+def test_the_servers_own_weights_never_matter(server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    other = tiny.write_folder(tmp_path / "other", "llama", seed=9)
+    engine = engine_of(files, other, server.url)
+    engine.use(None)
+    drawn = engine.sample(request())
+    expect_own_log_probs(engine.model, PROMPTS, drawn, 0.8, within=1e-4)
+    assert drawn.path == "vllm"
+    assert server.folder.name == engine.label == server.version
+    engine.close()
+
+
+def test_weights_are_sent_once_for_each_version_and_old_ones_are_removed(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    engine = engine_of(files, folders["llama"], server.url, weights=str(files / "weights"))
+    for version in (None, None, 0, 0, 4, 4, 4):
+        engine.use(version)
+        assert [path.name for path in (files / "weights").iterdir()] == [server.version]
+    assert server.seen.count("/collective_rpc") == 4
+    assert server.seen.count("/resume") == 4
+    assert server.seen.count("/reset_prefix_cache") == 4
+    engine.close()
+    assert not list((files / "weights").iterdir())
+
+
+def test_an_adapter_is_sent_merged(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    recipe = make_recipe({"kind": "language", **fields(files, folders["llama"], server.url), "adapter": {"rank": 2}})
+    world = LanguageWorld(recipe)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, weight in world.policy.model.named_parameters():
+            if ".lora_B" in name:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+    rollout = world.collector.collect(LearnerState.seeded(1, 48))
+    assert rollout.metrics["sampler_gap"] < 1e-4
+    world.close()
+
+
+def test_the_token_of_the_server_is_sent_with_every_request(
+    server: StandIn, files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KEY", "hush")
+    engine = engine_of(files, folders["llama"], server.url, token_from="VLLM_KEY")
+    engine.use(0)
+    engine.sample(request())
+    assert {headers.get("Authorization") for headers in server.headers} == {"Bearer hush"}
+    assert engine.command.endswith('--api-key "$VLLM_KEY"')
+    assert "hush" not in engine.command
+
+
+def test_the_command_serves_the_recipes_model_with_its_precision_and_context(files: Path, folders: dict[str, Path]) -> None:
+    recipe = recipe_of(files, folders["llama"], "http://127.0.0.1:9123", model="mine")
+    assert serve_command(recipe, "/some where/model", 96) == (
+        "VLLM_SERVER_DEV_MODE=1 vllm serve '/some where/model' --served-model-name mine --dtype float32 --max-model-len 96 "
+        "--host 127.0.0.1 --port 9123 --generation-config vllm --logprobs-mode processed_logprobs"
+    )
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_sampled_by_a_server_learns_what_one_in_process_learns(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    """The stand-in draws as the sampler in process does, so the two runs differ by rounding only."""
+    settings = fields(files, folders["llama"], server.url)
+    surefoot.train("language", run_dir=files / "server", **settings)
+    surefoot.train("language", run_dir=files / "process", **{**settings, "server": None})
+    rows, others = (read_metrics(files / name / "metrics.jsonl") for name in ("server", "process"))
+    assert len(rows) == 3
+    for row, other in zip(rows, others, strict=True):
+        assert row["sampler_gap"] < 1e-4
+        assert row["importance_weight"] == pytest.approx(1, abs=1e-4)
+        assert row["responses_missing"] == 0
+        for name in ("reward", "policy_loss", "kl_reference"):
+            assert row[name] == pytest.approx(other[name], abs=1e-3), name
+    assert server.seen.count("/collective_rpc") == 3, "one set of weights for each iteration"
+
+
+def test_a_run_resumes_with_the_responses_it_would_have_had(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    settings = fields(files, folders["llama"], server.url)
+    whole = surefoot.train("language", run_dir=files / "whole", **settings)
+    surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 16, **settings)
+    resumed = surefoot.resume(files / "cut")
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+def rejection(call: Callable[[], Any]) -> str:
+    with pytest.raises(SurefootError) as raised:
+        call()
+    text = str(raised.value)
+    assert "\n" not in text
+    return text
+
+
+def closed_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_without_a_server_the_error_is_the_command_that_starts_it(files: Path, folders: dict[str, Path]) -> None:
+    url = closed_port()
+    text = rejection(lambda: engine_of(files, folders["llama"], url))
+    assert text.startswith(f"server.url={url!r}: can't be reached (")
+    assert (
+        f"or start it: VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(str(folders['llama']))} --served-model-name policy"
+        in text
+    )
+
+
+def test_a_server_without_the_endpoints_for_weights_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    server.fault = lambda number, path, body: (404, {"detail": "Not Found"}) if path == "/weight_info" else None
+    text = rejection(lambda: engine_of(files, folders["llama"], server.url))
+    assert ": has no /weight_info: it is no vLLM, too old, or without VLLM_SERVER_DEV_MODE=1; start it: VLLM_SERVER" in text
+
+
+def test_another_name_or_too_short_a_context_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    text = rejection(lambda: engine_of(files, folders["llama"], server.url, model="mine"))
+    assert ": serves 'policy', not 'mine'; set server.model, or start it: VLLM_SERVER" in text
+    text = rejection(lambda: engine_of(files, folders["llama"], server.url, longest=500))
+    assert ": has a context of 128 tokens, and prompts with their responses have up to 500; start it:" in text
+
+
+def test_a_server_that_keeps_another_model_is_rejected_by_its_log_probabilities(
+    server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    other = tiny.write_folder(tmp_path / "other", "llama", seed=9)
+    server.fault = lambda number, path, body: (200, {}) if path == "/collective_rpc" else None
+    engine = engine_of(files, other, server.url)
+    text = rejection(lambda: engine.use(0))
+    assert "nats on average (server.tolerance=0.05): it has another model or lower precision; start it:" in text
+
+
+def test_log_probabilities_without_the_temperature_are_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    def raw(number: int, path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/completions":
+            body["temperature"] = 0.3
+        return None
+
+    server.fault = raw
+    engine = engine_of(files, folders["llama"], server.url)
+    text = rejection(lambda: engine.use(0))
+    assert "those of a prompt don't: they are not those of sampling.temperature=0.8; start it:" in text
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((200, b"<html>"), "returned no completion ('<html>'); check that it is vLLM"),
+        ((200, {"choices": []}), "returned no completion"),
+        (
+            (200, {"choices": [{"finish_reason": "stop", "text": "hi"}]}),
+            "returned no token ids or log-probabilities; update vLLM",
+        ),
+        ((400, {"error": "no"}), "returned 400 Bad Request"),
+    ],
+)
+def test_a_server_that_answers_with_something_else_ends_the_run_in_one_line(
+    server: StandIn, files: Path, folders: dict[str, Path], reply: Any, message: str
+) -> None:
+    engine = engine_of(files, folders["llama"], server.url)
+    engine.use(0)
+    server.fault = lambda number, path, body: reply if path == "/v1/completions" else None
+    assert message in rejection(lambda: engine.sample(request()))
+
+
+def test_a_truncated_answer_is_missing_and_the_others_count(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    engine = engine_of(files, folders["llama"], server.url, at_once=1)
+    engine.use(0)
+    whole = engine.sample(request())
+    start = server.seen.count("/v1/completions")
+
+    def truncate(reply: Any) -> Any:
+        choice = reply[1]["choices"][0]
+        choice["finish_reason"], choice["token_ids"] = "length", choice["token_ids"][:1]
+        choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:1]
+        return reply
+
+    server.fault = lambda number, path, body: truncate if path == "/v1/completions" and number - start in (2, 7) else None
+    drawn = engine.sample(request())
+    assert [row for row, reason in enumerate(drawn.finish_reasons) if reason == "error"] == [2, 7]
+    assert [ids for row, ids in enumerate(drawn.responses()) if row not in (2, 7)] == [
+        ids for row, ids in enumerate(whole.responses()) if row not in (2, 7)
+    ]
+
+
+def test_a_busy_server_is_asked_again(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    engine = engine_of(files, folders["llama"], server.url, retries=2)
+    engine.use(0)
+    asked: dict[str, int] = {}
+
+    def busy(number: int, path: str, body: dict[str, Any]) -> Any:
+        key = json.dumps(body)
+        asked[key] = asked.get(key, 0) + 1
+        return (503, {}) if path == "/v1/completions" and asked[key] <= 2 else None
+
+    server.fault = busy
+    assert engine.sample(request()).missing is None
+
+
+def test_a_server_that_dies_costs_the_missing_responses_and_the_next_iteration_stops_in_one_line(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    dead = threading.Event()
+
+    def dies(number: int, path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/completions" and number >= 1 + 16 + 1 + 9:  # with the probes of two iterations
+            dead.set()
+        return (0, None) if dead.is_set() else None
+
+    server.fault = dies
+    settings = fields(files, folders["llama"], server.url, at_once=1)
+    text = rejection(lambda: surefoot.train("language", run_dir=files / "run", **settings))
+    assert text.startswith(f"server.url={server.url!r}: can't be reached")
+    rows = read_metrics(files / "run" / "metrics.jsonl")
+    assert [row["responses_missing"] for row in rows[:1]] == [0]
+    dead.clear()
+    server.fault = lambda number, path, body: None
+    resumed = surefoot.resume(files / "run")
+    whole = surefoot.train("language", run_dir=files / "whole", **settings)
+    assert resumed.model.state_dict().keys() == whole.model.state_dict().keys()
+    assert len(read_metrics(files / "run" / "metrics.jsonl")) == 3
+
+
+def test_missing_responses_are_masked_and_counted(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    world = LanguageWorld(recipe_of(files, folders["llama"], server.url, at_once=1))
+    server.fault = lambda number, path, body: (0, None) if path == "/v1/completions" and number >= 1 + 11 else None
+    rollout = world.collector.collect(LearnerState.seeded(1, 48))
+    assert rollout.metrics["responses_missing"] == 5 / 16
+    assert rollout.metrics["without_score"] == 5 / 16
+    assert rollout.mask.any(-1).tolist() == [True] * 11 + [False] * 5
+    assert rollout.rewards.isfinite().all()
+    world.close()
+
+
+def test_a_slow_server_ends_at_the_timeout(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    engine = engine_of(files, folders["llama"], server.url)
+    engine.use(0)
+    engine.settings = engine.settings.model_copy(update={"timeout": 0.3})
+    server.fault = lambda number, path, body: time.sleep(1.0) if path == "/v1/completions" else None
+    text = rejection(lambda: engine.sample(request()))
+    assert "did not answer within server.timeout=" in text
+
+
+def test_weights_that_another_run_put_on_the_server_are_found(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    engine, other = (engine_of(files, folders["llama"], server.url) for _ in range(2))
+    engine.use(0)
+    other.use(0)
+    text = rejection(lambda: engine.sample(request()))
+    assert f"its weights are {other.label}, not {engine.label}: another run uses it; give each run its own server" in text
+
+
+def test_a_server_elsewhere_needs_a_folder_that_both_read(files: Path, folders: dict[str, Path]) -> None:
+    text = rejection(lambda: engine_of(files, folders["llama"], "http://gpu-7:8000"))
+    assert text == "server.weights: server.url='http://gpu-7:8000' is another machine; name a folder that both machines read"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": {"engine": "packed"}}, "server: is for sampling.engine = 'vllm', and it is 'packed'; unset it"),
+        ({"model": "pocket"}, "sampling.engine='vllm': model='pocket' has no folder that vLLM can serve"),
+        ({"sharding": "full"}, "sampling.engine='vllm': needs whole models, and sharding='full'"),
+        ({"sampling": {"rows": 8}}, "sampling.rows=8: the server bounds its own rows"),
+        ({"server": {"token_from": "secret-token"}}, "server.token_from: must be the name of an environment variable"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_rejected(
+    files: Path, folders: dict[str, Path], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SurefootError) as raised:
+        make_recipe({"kind": "language", **fields(files, folders["llama"], "http://127.0.0.1:1"), **changes})
+    assert message in str(raised.value)
+    assert "secret-token" not in str(raised.value)
+
+
+# ---- a real vLLM --------------------------------------------------------------------------------------------------------
+
+VLLM = os.environ.get("SUREFOOT_VLLM", "")
+real = pytest.mark.skipif(not VLLM, reason="SUREFOOT_VLLM does not name an environment that has vLLM")
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A real server on the CPU with a small Llama, started by the command that the recipe gives; its URL and the model."""
+    root = tmp_path_factory.mktemp("vllm")
+    model = tiny.write_folder(root / "model", "llama", hidden_size=128, intermediate_size=256)  # vLLM has no heads of width 8
+    url = closed_port()
+    recipe = recipe_of(root, model, url)
+    command = serve_command(recipe, str(model), 96).partition("vllm serve ")[2]
+    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    settings |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with (root / "log").open("w") as log:
+        process = subprocess.Popen(
+            [f"{VLLM}/bin/vllm", "serve", *shlex.split(command), "--enforce-eager", "--max-num-seqs", "64"],
+            env=os.environ | settings,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        client = http_client.HttpClient(url)
+        with client.open() as connection:
+            ends = time.monotonic() + 900
+            while True:
+                try:
+                    client.request(connection, time.monotonic() + 10, url=f"{url}/health", method="GET")
+                    break
+                except SurefootError:
+                    assert process.poll() is None, (root / "log").read_text()[-3000:]
+                    assert time.monotonic() < ends, (root / "log").read_text()[-3000:]
+                    time.sleep(1)
+        yield url, model
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@real
+@pytest.mark.slow
+def test_a_real_vllm_draws_with_the_trainers_log_probabilities_before_and_after_an_update(
+    vllm: tuple[str, Path], files: Path
+) -> None:
+    url, model = vllm
+    engine = engine_of(files, model, url, timeout=300)
+    engine.use(0)
+    first, again = engine.sample(request()), engine.sample(request())
+    assert first.responses() == again.responses(), "seeds repeat"
+    assert set(first.finish_reasons) == {"stop", "length"}
+    expect_own_log_probs(engine.model, PROMPTS, first, 0.8, within=1e-4)
+    with torch.no_grad():
+        for weight in engine.model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
+    engine.use(1)
+    after = engine.sample(request())
+    assert after.responses() != first.responses()
+    expect_own_log_probs(engine.model, PROMPTS, after, 0.8, within=1e-4)
+    stop = engine.sample(request(eos_ids=(1,), stop=["e", "st"]))
+    assert "stop" in stop.finish_reasons
+    for ids, reason in zip(stop.responses(), stop.finish_reasons, strict=True):
+        ends = ids[-1] == 1 or any(word in engine.tokens.decode(ids) for word in ("e", "st"))
+        assert ends == (reason == "stop")
+    greedy = engine.sample(request(greedy=True, samples=1, seeds=()))
+    for prompt, ids in zip(PROMPTS, greedy.responses(), strict=True):
+        with torch.no_grad():
+            assert (
+                ids
+                == engine.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+            )
+    engine.close()
+
+
+@real
+@pytest.mark.slow
+def test_a_run_sampled_by_a_real_vllm_learns_and_resumes(vllm: tuple[str, Path], files: Path) -> None:
+    url, model = vllm
+    settings = fields(files, model, url, timeout=300)
+    whole = surefoot.train("language", run_dir=files / "whole", **settings)
+    rows = read_metrics(files / "whole" / "metrics.jsonl")
+    assert all(row["sampler_gap"] < 1e-4 and row["responses_missing"] == 0 for row in rows)
+    surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 16, **settings)
+    resumed = surefoot.resume(files / "cut")
+    for name, tensor in whole.model.state_dict().items():
+        torch.testing.assert_close(resumed.model.state_dict()[name], tensor, atol=1e-5, rtol=0, msg=name)
