@@ -1,7 +1,7 @@
 """``surefoot demo language`` on several seeds, with and without the KL penalty, and the table of both.
 
     python benchmarks/language.py train --seeds 1 2 3 4 5     one seed after another; finished seeds are skipped
-    python benchmarks/language.py table                       writes docs/benchmarks/language.md from the results
+    python benchmarks/language.py table                       writes docs/benchmarks/language.md and README.md from the results
 
 Without the KL penalty (β = 0) only the third stage is trained again, on the same data from the same SFT and reward model. Each
 seed has one JSON file of results; its runs are in benchmarks/runs/language/SEED.
@@ -22,7 +22,8 @@ from surefoot.compare.statistics import markdown_table
 from surefoot.demos.reviews import evaluate_stages, online
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "language.md", ROOT / "benchmarks" / "results" / "language"
+PAGE, README = ROOT / "docs" / "benchmarks" / "language.md", ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "language"
 RUNS = ROOT / "benchmarks" / "runs" / "language"
 ROWS = {
     "reward": "proxy reward (learned)",
@@ -96,6 +97,24 @@ def tables() -> str:
     return f"{first}\n\nKnown products, seed by seed:\n\n{markdown_table(head, seeds)}"
 
 
+def for_readme() -> str:
+    """Gold on both kinds of products: means over the seeds, and on how many of them it rose."""
+    records = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    parts = []
+    for of, label in OF.items():
+        pairs = [(result[of]["start"]["gold"], result[of]["trained"]["gold"]) for result in records]
+        before, after = np.mean(pairs, 0)
+        rose = sum(new > old for old, new in pairs)
+        parts.append(f"on {label} from {before:.2f} to {after:.2f} (up on {rose} of {len(records)})")
+    return f"The output above is one seed. Over {len(records)} seeds the mean of gold goes {', '.join(parts)}."
+
+
+def with_part(page: str, text: str) -> str:
+    """A page with other text between its marks."""
+    begin, end = "<!-- begin: benchmarks/language.py -->\n", "\n<!-- end -->"
+    return page[: page.index(begin) + len(begin)] + text + page[page.index(end) :]
+
+
 def main() -> None:
     """Train seeds, or write the page's tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,9 +127,8 @@ def main() -> None:
             if not (RESULTS / f"{seed}.json").exists():
                 (RESULTS / f"{seed}.json").write_text(json.dumps(trained(seed), indent=1) + "\n")
         return
-    begin, end = "<!-- begin: benchmarks/language.py -->\n", "\n<!-- end -->"
-    page = PAGE.read_text()
-    PAGE.write_text(page[: page.index(begin) + len(begin)] + tables() + page[page.index(end) :])
+    for page, text in ((PAGE, tables()), (README, for_readme())):
+        page.write_text(with_part(page.read_text("utf-8"), text), "utf-8")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from claims import (
     Experiment,
     Result,
     Verdict,
+    bounds_text,
     decided,
     ladder,
     peers,
@@ -105,7 +106,7 @@ def entry(experiment: Experiment, claim: Claim, verdict: Verdict) -> Iterator[st
     lines = [f"- Made in: {claim.source}", f"- Confirmed if: {claim.rule}"]
     if verdict.bounds:
         so_far = "Measured" if verdict.done == verdict.planned else "So far, which decides nothing"
-        lines.append(f"- {so_far}: {'; '.join(bound.text for bound in verdict.bounds)}")
+        lines.append(f"- {so_far}: {bounds_text(verdict.bounds)}")
     yield "\n".join(lines)
 
 
@@ -117,7 +118,7 @@ def page() -> str:
         parts = [f"## {experiment.key}: {experiment.title}", f"Protocol: {experiment.protocol}", made_text(experiment, results)]
         for claim in experiment.claims:
             verdict = decided(claim, experiment, results)
-            shown = "; ".join(bound.text for bound in verdict.bounds) or "–"
+            shown = bounds_text(verdict.bounds) or "–"
             rows.append(f"| [{claim.key}](#{anchor(claim)}) | {claim.sentence} | {verdict.text} | {shown} |")
             parts += entry(experiment, claim, verdict)
         sections.append("\n\n".join(parts))

@@ -1,6 +1,7 @@
 """The ledger: verdicts follow from intervals alone, cells continue, and the page is what the results give."""
 
 import json
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -214,3 +215,22 @@ def test_an_anchor_is_the_one_that_the_page_links_to(ledger: Any) -> None:
     claims = [claim for experiment in ledger.EXPERIMENTS.values() for claim in experiment.claims]
     assert headings == [f"{claim.key}: {claim.sentence}" for claim in claims]
     assert all(f"(#{ledger.anchor(claim)})" in text for claim in claims)
+
+
+def test_the_readme_has_the_demo_s_means_over_seeds() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "language.py"))
+    for page, text in ((script["README"], script["for_readme"]()), (script["PAGE"], script["tables"]())):
+        assert script["with_part"](page.read_text("utf-8"), text) == page.read_text("utf-8"), "run benchmarks/language.py table"
+
+
+def test_no_cell_of_the_table_has_a_pipe_that_would_split_it(ledger: Any) -> None:
+    rows = [line for line in ledger.page().splitlines() if line.startswith("| [E")]
+    assert len(rows) == sum(len(experiment.claims) for experiment in ledger.EXPERIMENTS.values())
+    assert all(row.count("|") == 5 for row in rows)
+
+
+def test_a_number_with_a_limit_on_each_side_is_shown_once() -> None:
+    from claims import Bound, bounds_text
+
+    both = [Bound("x", 2.0, 1.9, 2.1, 1.5), Bound("x", 2.0, 1.9, 2.1, 2.5, above=False), Bound("y", 1.0, 1.0, 1.0)]
+    assert bounds_text(both) == "x 2.00 (1.90 to 2.10), claimed > 1.5 and < 2.5; y 1.00, claimed > 0"

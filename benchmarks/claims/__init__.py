@@ -62,11 +62,18 @@ class Bound:
         return self.high < self.limit if self.above else self.low > self.limit
 
     @property
-    def text(self) -> str:
-        """The number, its interval and the limit."""
+    def number(self) -> str:
+        """What it is, the number, and its interval."""
         exact = self.low == self.high
-        span = number(self.value) if exact else f"{number(self.value)} ({interval_text(self.low, self.high)})"
-        return f"{self.what} {span}, claimed {'>' if self.above else '<'} {self.limit:g}"
+        return f"{self.what} {number(self.value)}" + ("" if exact else f" ({interval_text(self.low, self.high)})")
+
+
+def bounds_text(bounds: Sequence[Bound]) -> str:
+    """Numbers and limits; a number with a limit on each side is one."""
+    limits: dict[str, list[str]] = {}
+    for bound in bounds:
+        limits.setdefault(bound.number, []).append(f"{'>' if bound.above else '<'} {bound.limit:g}")
+    return "; ".join(f"{shown}, claimed {' and '.join(each)}" for shown, each in limits.items())
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,8 @@ def times(results: Results, critic: str, part: str) -> list[float]:
 
 
 def doubled(results: Results) -> list[Bound]:
-    return [
-        single("CPU time of an update with a critic of its own / without", times(results, "own", "learning"), 1.75),
-        single("the same", times(results, "own", "learning"), 2.25, above=False),
-    ]
+    what, each = "CPU time of an update with a critic of its own / without", times(results, "own", "learning")
+    return [single(what, each, 1.75), single(what, each, 2.25, above=False)]
 
 
 def cheap(results: Results) -> list[Bound]:

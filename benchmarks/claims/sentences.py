@@ -74,7 +74,7 @@ def ratio_bounds(results: Results) -> list[Bound]:
     slope = abs(results["formula"]["gradient"])
     return [
         single("largest ratio of a run", largest, 1.2, above=False),
-        exact("|∂J/∂ρ| at ρ = 1.5, Â = −1", slope, 1e-9, above=False),
+        exact("size of ∂J/∂ρ at ρ = 1.5, Â = −1", slope, 1e-9, above=False),
     ]
 
 

@@ -9,6 +9,7 @@ from surefoot.compare.algorithms import notes, recipes_for, report_text, switche
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.statistics import bootstrap_interval, finite, number
 from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import to_table
 
 from .conftest import TINY
 
@@ -17,6 +18,15 @@ def test_each_algorithm_is_what_train_makes_of_it():
     made = recipes_for("CartPole-v1", ["REINFORCE", "A2C", "PPO_CLIP"], {"steps": 500, "seed": 4})
     for name, recipe in made.items():
         assert recipe == find_recipe("CartPole-v1", {"algorithm": name, "steps": 500, "seed": 4})
+
+
+def test_another_trust_region_changes_nothing_else_of_the_preset():
+    regions = ["PPO_CLIP", "PPO_UNCLIPPED", "PPO_PENALTY", "PPO_PENALTY_ADAPTIVE", "TRPO"]
+    for task in ("CartPole-v1", "Hopper-v5"):
+        tables = [to_table(recipe) for recipe in recipes_for(task, regions, {}).values()]
+        for table in tables:
+            del table["algorithm"], table["objective"]["trust_region"]
+        assert all(table == tables[0] for table in tables)
 
 
 def test_a_file_s_trust_region_is_for_the_algorithm_that_has_it(tmp_path):
