@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
-from surefoot.control.collect import RECENT_EPISODES
+from surefoot.control.collect.episodes import RECENT_EPISODES
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import Rollout, tensors_in
 
@@ -276,7 +276,7 @@ def test_masked_rows_of_next_step_environments_count_nowhere() -> None:
     np.testing.assert_allclose(normaliser.mean, seen.mean(0, dtype=np.float64), rtol=1e-12)
     np.testing.assert_allclose(normaliser.var, seen.var(0, dtype=np.float64), rtol=1e-12)
     rows = finished_in_vector(single)
-    assert sorted(row[:2] for row in collector.finished) == sorted(rows)
+    assert sorted(row[:2] for row in collector.log.finished) == sorted(rows)
     assert rollout.metrics["episodes"] == len(rows)
 
 
@@ -388,7 +388,7 @@ def test_after_a_fault_the_statistics_of_the_other_environments_are_still_right(
     expected = [row for row in finished(single) if not math.isnan(row[0])]
     broken = [row for row in expected if row[1] == 3 and row[0] == sum(step.reward for step in single[1].log[:3])]
     assert len(broken) == 1
-    assert sorted(row[:2] for row in collector.finished) == sorted(row for row in expected if row not in broken)
+    assert sorted(row[:2] for row in collector.log.finished) == sorted(row for row in expected if row not in broken)
 
 
 def test_after_a_fault_the_memory_of_the_other_environments_is_still_right() -> None:

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
 from surefoot import PPO_CLIP, REINFORCE, SurefootError
-from surefoot.control.collect import RECENT_EPISODES
+from surefoot.control.collect.episodes import RECENT_EPISODES
 from surefoot.control.environments.observations import mean_numbers, numbers_in
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective

@@ -57,8 +57,8 @@ def trained(engine: str, iterations: int, **changes: Any) -> tuple[list[Metrics]
 def agree(**changes: Any) -> None:
     eager, theirs, _ = trained("eager", 1, **changes)
     compiled, ours, learner = trained("compiled", 1, **changes)
-    assert learner.compiled is not None
-    assert learner.compiled.program is not None, "nothing was compiled"
+    program = getattr(learner.compiled, "gradients", learner.compiled).program  # type: ignore[union-attr]
+    assert program is not None, "nothing was compiled"
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert set(compiled[0]) == set(eager[0])
     for name, value in eager[0].items():
@@ -69,8 +69,19 @@ def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
     agree()
 
 
-def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace() -> None:
-    recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
+def test_compiled_gradients_of_micro_batches_are_those_of_eager_ones() -> None:
+    """Adam is not part of the program then, and tanh is computed otherwise."""
+    agree(optimizer={"learning_rate": 1e-2, "micro_batch": 4})
+
+
+def test_micro_batches_of_a_program_must_have_one_size() -> None:
+    with pytest.raises(SurefootError, match=r"optimizer.micro_batch=3:.*does not divide the minibatch of 16 steps.*: 2"):
+        make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": {"micro_batch": 3}})
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"micro_batch": 8}], ids=["whole", "micro-batches"])
+def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace(optimizer: dict[str, Any]) -> None:
+    recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": TINY["optimizer"] | optimizer})
     results, weights = [], []
     for engine, recorder in (("compiled", None), ("compiled", Recorder(1, 2)), ("eager", Recorder(1, 2))):
         world = ControlWorld(recipe)
@@ -209,7 +220,8 @@ def test_batches_of_another_size_take_the_eager_path() -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
     world = ControlWorld(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
-    learner.compiled = CompiledStepper(world.policy, recipe.objective, learner.compiled.optimizers, 63)  # type: ignore[union-attr]
+    assert isinstance(learner.compiled, CompiledStepper)
+    learner.compiled_rows = 63
     rollout = world.collector.collect(state)
     learner.update(rollout, assign_credit(rollout, recipe.objective), state)
     assert learner.compiled.program is None
@@ -226,7 +238,6 @@ def test_batches_of_another_size_take_the_eager_path() -> None:
             {"network": {"lstm": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}},
             "network.lstm learns from whole sequences",
         ),
-        ({"optimizer": {"micro_batch": 4}}, "optimizer.micro_batch splits the minibatch"),
     ],
 )
 def test_what_cannot_be_compiled_is_rejected_at_once(changes: dict[str, Any], reason: str) -> None:

@@ -50,6 +50,7 @@ from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
 from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import MakeEnvironment
+from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.core.algorithms import ALGORITHMS, LADDER, REINFORCE, Objective, check_count, switches_that_are_on
 from surefoot.core.credit import assign_credit
 from surefoot.core.minibatches import rows_of
@@ -258,6 +259,11 @@ def sample_gradients(
         raise SurefootError(f"agent: {agent.recipe.algorithm} has no critic; use an agent that was trained with one")
     recipe, own = agent.recipe, derived_seed(seed, "gradient variance")
     environments = make_environments(task or recipe.task, recipe.environment, 1, own)
+    if isinstance(environments, TensorEnvironments):
+        environments.close()
+        raise SurefootError(
+            f"task={recipe.task!r}: gradients are estimated on whole episodes of single environments, not tensors"
+        )
     collector = ControlCollector(environments, agent, None, at_least=at_least)
     state = LearnerState.seeded(own, at_least * batches)
     frozen = {name: tensor.clone() for name, tensor in agent.state_dict().items()}

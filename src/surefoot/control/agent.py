@@ -36,6 +36,7 @@ from surefoot.control.spaces import (
 )
 from surefoot.core.optimizer import flatten_parameters, parameter_groups
 from surefoot.core.seeding import stream
+from surefoot.core.steps.compiled import FAST
 from surefoot.core.steps.programs import Program, program_of, structure
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
@@ -45,6 +46,7 @@ from surefoot.recipes.reading import control_recipe, to_table
 from surefoot.runs.checkpoint import load_weights, require, save_checkpoint
 
 Act = Callable[[Observations, Tensor | None, Array], tuple[Tensor, Array, Tensor | None]]
+TensorAct = Callable[[dict[str, Tensor], Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class Agent(nn.Module):
@@ -118,6 +120,27 @@ class Agent(nn.Module):
 
         return act
 
+    def tensor_actor(self, generator: torch.Generator, steps: int) -> "TensorAct":
+        """The same for ``steps`` calls with observations that are tensors on the policy's device.
+
+        observations [B, ...], LSTM state or None, episode starts [B] -> actions as stored, next LSTM state
+
+        The noise of all calls is drawn at the first, on the CPU, and moved once: a copy per step would wait for the device.
+        """
+        policy, device = self.policy, self.device
+        normaliser = self.observation_normaliser
+        normalise: Normalise = dict if normaliser is None else normaliser.frozen(device)
+        noises: list[Tensor] = []
+
+        @torch.no_grad()
+        def act(observations: dict[str, Tensor], state: Tensor | None, starts: Tensor) -> tuple[Tensor, Tensor | None]:
+            distribution, state = policy.step(with_lstm_state(normalise(observations), state, starts))
+            if not noises:
+                noises.extend(distribution.noise(generator, (steps,)).to(device).unbind())
+            return distribution.transform(noises.pop()), state
+
+        return act
+
     def action_converter(self) -> Callable[[Tensor], Array]:
         """The function from actions as stored to actions for an environment."""
         return action_converter(self.action_space, self.recipe.normalise.actions)
@@ -133,9 +156,16 @@ class Agent(nn.Module):
 
         With an LSTM state [N, ...] the observations are [N, *part]; ``starts`` [N] defaults to False.
         """
-        inputs = self.normaliser()(self.tensors(observations))
+        return self.values_of(self.tensors(observations), state, starts)
+
+    @torch.no_grad()
+    def values_of(
+        self, observations: Mapping[str, Tensor], state: Tensor | None = None, starts: Array | Tensor | None = None
+    ) -> Tensor:
+        """The same for observations that are tensors on the policy's device."""
+        inputs = self.normaliser()(observations)
         if state is not None and starts is None:
-            starts = np.zeros(len(state), bool)
+            starts = torch.zeros(len(state), dtype=torch.bool, device=state.device)
         return self.policy.values(with_lstm_state(inputs, state, starts))
 
     @torch.inference_mode()
@@ -302,11 +332,12 @@ class Agent(nn.Module):
                 parameter.grad = None
 
 
-def with_lstm_state(inputs: dict[str, Tensor], state: Tensor | None, starts: Array | None) -> dict[str, Tensor]:
+def with_lstm_state(inputs: dict[str, Tensor], state: Tensor | None, starts: Array | Tensor | None) -> dict[str, Tensor]:
     """The inputs with the LSTM state and episode starts added; unchanged without a state."""
     if state is None:
         return inputs
-    return inputs | {LSTM_STATE: state, EPISODE_STARTS: torch.tensor(starts, device=state.device)}
+    starts = starts if isinstance(starts, Tensor) else torch.tensor(starts, device=state.device)
+    return inputs | {LSTM_STATE: state, EPISODE_STARTS: starts}
 
 
 class CompiledActor:
@@ -327,26 +358,44 @@ class CompiledActor:
 
         That call raises SurefootError without a C++ compiler or if the policy can't be traced.
         """
-        agent = self.agent
-        acting = _Acting(agent)
-        critic = {id(p) for p in agent.policy.critic_parameters()}
-        named = {name: x.detach() for name, x in (*acting.named_parameters(), *acting.named_buffers()) if id(x) not in critic}
-        values, convert, paths = (
-            list(named.values()),
-            agent.action_converter(),
-            [*agent.parts, *([MASK] if agent.masked else [])],
-        )
+        run, convert = self._function(generator, ()), self.agent.action_converter()
 
         def act(observations: Observations, state: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
-            inputs = [torch.from_numpy(observations[path]) for path in paths]
-            if self.program is None:
-                self.program = self._compiled(acting, list(named), paths, [*values, *inputs])
-            (actions,) = self.program([*values, *inputs, self.distribution.noise(generator)])
+            actions = run({path: torch.from_numpy(values) for path, values in observations.items()})
             return actions, convert(actions), state
 
         return act
 
-    def _compiled(self, acting: "_Acting", names: list[str], paths: list[str], arguments: list[Tensor]) -> Program:
+    def tensor_actor(self, generator: torch.Generator, steps: int) -> TensorAct:
+        """The function that ``Agent.tensor_actor`` returns, compiled at its first call."""
+        run = self._function(generator, (steps,))
+        return lambda observations, state, starts: (run(observations), state)
+
+    def _function(self, generator: torch.Generator, times: tuple[int, ...]) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """The program as a function of observations, with noise that is drawn for ``times`` calls at once, or () for one."""
+        agent = self.agent
+        acting = _Acting(agent)
+        critic = {id(p) for p in agent.policy.critic_parameters()}
+        named = {name: x.detach() for name, x in (*acting.named_parameters(), *acting.named_buffers()) if id(x) not in critic}
+        values, paths = list(named.values()), [*agent.parts, *([MASK] if agent.masked else [])]
+        noises: list[Tensor] = []
+
+        def run(observations: Mapping[str, Tensor]) -> Tensor:
+            inputs = [observations[path] for path in paths]
+            if self.program is None:
+                replaced = FAST if times else None
+                self.program = self._compiled(acting, list(named), paths, [*values, *inputs], replaced)
+            if not noises:
+                noise = self.distribution.noise(generator, times)
+                noises.extend(noise.unbind() if times else [noise])
+            (actions,) = self.program([*values, *inputs, noises.pop()])
+            return actions
+
+        return run
+
+    def _compiled(
+        self, acting: "_Acting", names: list[str], paths: list[str], arguments: list[Tensor], replaced: Any
+    ) -> Program:
         def act(*tensors: Tensor) -> tuple[Tensor, ...]:
             observations = dict(zip(paths, tensors[len(names) : -1], strict=True))
             return (functional_call(acting, dict(zip(names, tensors, strict=False)), (observations, tensors[-1])),)
@@ -355,7 +404,7 @@ class CompiledActor:
             self.distribution = acting.distribution(dict(zip(paths, arguments[len(names) :], strict=True)))
         parts = structure(acting, constants=False)
         decided_by = None if parts is None else [names, paths, *parts]
-        return program_of(act, [*arguments, self.distribution.noise(torch.Generator())], decided_by)
+        return program_of(act, [*arguments, self.distribution.noise(torch.Generator())], decided_by, replaced)
 
 
 class _Acting(nn.Module):

@@ -3,6 +3,7 @@
 Normalisers belong to the agent: saved with it, frozen within a rollout and in evaluation.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.control.spaces import Array, ObservationPart
-from surefoot.core.distributed import all_sum, merge_across_ranks
+from surefoot.core.distributed import all_sum, in_float64, merge_across_ranks
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.functional import Moments, masked_moments, merge_moments
 
@@ -63,7 +64,9 @@ class RunningMoments(nn.Module):
 
     def update(self, x: Tensor, mask: Tensor) -> None:
         """Add the kept entries of a batch, of all ranks.   [B, T, *shape], [B, T]"""
-        new = merge_across_ranks(masked_moments(x.double(), mask))
+        x = in_float64(x)
+        new = merge_across_ranks(masked_moments(x, mask.to(x.device)))
+        new = Moments(*(part.to(self.mean.device) for part in new))
         old = Moments(self.count, self.mean, self.var)
         merged = merge_moments(old, Moments(new.n.max(), new.mean, new.var))
         for buffer, value in zip(old, merged, strict=True):
@@ -101,12 +104,17 @@ class ObservationNormaliser(RunningMoments):
         """Normalise with the current statistics."""
         return self.frozen()(observations)
 
-    def frozen(self) -> Normalise:
-        """A function that normalises with the current statistics, whatever updates follow; prepared for many calls."""
+    def frozen(self, device: torch.device | None = None) -> Normalise:
+        """A function that normalises with the current statistics, whatever updates follow; prepared for many calls.
+
+        device   of the observations, if they are tensors there already, so that no call copies the statistics
+        """
         clip, sizes = self.clip, [math.prod(shape) for shape in self.shapes.values()]
         pieces = zip(self.shapes.items(), torch.split(self.mean.float(), sizes), torch.split(self.scale, sizes), strict=True)
         # Copies: torch.export can't save tensors that share storage.
         prepared = [(path, mean.reshape(shape).clone(), scale.reshape(shape).clone()) for (path, shape), mean, scale in pieces]
+        if device is not None:
+            prepared = [(path, mean.to(device), scale.to(device)) for path, mean, scale in prepared]
 
         def normalise(observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
             result = dict(observations)
@@ -157,9 +165,9 @@ class RewardNormaliser(RunningMoments):
 
         The new unit u minimises Σ(u·(p + b) − (σp + u'b))²: a mean of σ and the old unit u', weighted by the parts p and b.
         """
-        p, b = (x.double()[mask] for x in (from_rewards, from_values))
+        p, b = (x[mask.to(x.device)] for x in map(in_float64, (from_rewards, from_values)))
         share, whole = all_sum(torch.stack([((p + b) * p).sum(), (p + b).square().sum()]))
-        share = share / whole
+        share = (share / whole).to(self.unit.device)
         if share.isfinite():  # not where all targets are 0
             self.unit.lerp_(self.deviation, share.clamp(0, 1))
 
@@ -175,13 +183,14 @@ def running_returns(rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tenso
 
     ``carried`` is g before the first step. float64; steps that are not kept change nothing.
     """
-    r, end, keep, g = rewards.double().numpy(), ended.numpy(), mask.numpy(), carried.double().numpy()
-    running = np.zeros_like(r)
-    for t in range(r.shape[1]):
-        g = np.where(keep[:, t], r[:, t] + gamma * g, g)
-        running[:, t] = g
-        g = np.where(end[:, t] & keep[:, t], 0.0, g)
-    return torch.from_numpy(running), torch.from_numpy(g)
+    rewards = in_float64(rewards)
+    keep, g = mask.to(rewards.device), carried.to(rewards)
+    restarts, running = ended.to(rewards.device) & keep, []
+    for r, kept, restart in zip(rewards.unbind(1), keep.unbind(1), restarts.unbind(1), strict=True):
+        g = torch.where(kept, r + gamma * g, g)
+        running.append(g)
+        g = g.masked_fill(restart, 0)
+    return torch.stack(running, 1), g
 
 
 # ---- actions ----------------------------------------------------------------------------------------------------------
@@ -207,6 +216,16 @@ class ActionBounds:
         kind = np.result_type(np.float32, space.dtype)
         self.centre, self.half_range = (torch.from_numpy(x.astype(kind)) for x in (above + below, above - below))
 
+    def on(self, device: torch.device) -> "ActionBounds":
+        """The same for tensors on a device."""
+        if device == self.low.device:
+            return self
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, value.to(device))
+        return moved
+
     def rescale(self, actions: Tensor) -> Tensor:
         """[..., d] as sampled -> in the environment's units, not clipped"""
         if not self.rescales:
@@ -230,22 +249,23 @@ def _is_bound(ends: Array) -> Array:
     return is_bound
 
 
-def action_converter(space: gymnasium.Space[Any], rescaled: bool) -> Callable[[Tensor], Array]:
+def sent_actions(space: gymnasium.Space[Any], rescaled: bool, device: torch.device) -> Callable[[Tensor], Tensor]:
     """A function from actions as stored to actions for an environment: within a Box's bounds, from a space's start, shaped.
 
-    The result is a copy, because an environment may change its argument.
+    The result is a new tensor, because an environment may change its argument.
     """
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
-        return lambda actions: (actions.numpy() + start).astype(space.dtype, copy=False)
+        return lambda actions: actions + start
     if isinstance(space, spaces.Box):
-        bounds = ActionBounds(space, rescaled)
-        if len(space.shape) == 1 and space.dtype == np.float32:
-            return lambda actions: bounds.apply(actions).numpy()
-        return lambda actions: _shaped(bounds.apply(actions).numpy(), space)
-    first = space.start.reshape(-1) if isinstance(space, spaces.MultiDiscrete) else 0
-    return lambda actions: _shaped(actions.numpy() + first, space)
+        bounds = ActionBounds(space, rescaled).on(device)
+        return lambda actions: bounds.apply(actions).reshape(actions.shape[:-1] + space.shape)
+    parts: Any = space
+    first: Any = torch.from_numpy(space.start.reshape(-1)).to(device) if isinstance(space, spaces.MultiDiscrete) else 0
+    return lambda actions: (actions + first).reshape(actions.shape[:-1] + parts.shape)
 
 
-def _shaped(actions: Array, space: Any) -> Array:
-    return actions.reshape(actions.shape[:-1] + space.shape).astype(space.dtype, copy=False)
+def action_converter(space: gymnasium.Space[Any], rescaled: bool) -> Callable[[Tensor], Array]:
+    """The same from tensors on the CPU to arrays of the space's type."""
+    send, kind = sent_actions(space, rescaled, torch.device("cpu")), space.dtype
+    return lambda actions: send(actions).numpy().astype(kind, copy=False)

@@ -37,8 +37,8 @@ class ReparameterisedSampling(ABC):
     """Sampling in two steps: draw noise, then transform it by a deterministic function."""
 
     @abstractmethod
-    def noise(self, generator: torch.Generator) -> Tensor:
-        """The noise of a sample, on the CPU; its shape depends only on the distribution's."""
+    def noise(self, generator: torch.Generator, times: tuple[int, ...] = ()) -> Tensor:
+        """The noise of a sample, or of several [*times, ...], on the CPU; its shape depends only on the distribution's."""
 
     @abstractmethod
     def transform(self, noise: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class Logits(ReparameterisedSampling):
 
     logits: Tensor
 
-    def noise(self, generator: torch.Generator) -> Tensor:
-        """Exponential variates.   [..., n]"""
-        noise = torch.empty(self.logits.shape, dtype=self.logits.dtype).exponential_(generator=generator)
+    def noise(self, generator: torch.Generator, times: tuple[int, ...] = ()) -> Tensor:
+        """Exponential variates.   [*times, ..., n]"""
+        noise = torch.empty((*times, *self.logits.shape), dtype=self.logits.dtype).exponential_(generator=generator)
         # With an exact 0, −inf − log 0 is NaN, which argmax takes for the largest: an excluded option.
         return noise.clamp_(min=torch.finfo(self.logits.dtype).tiny)
 
@@ -133,9 +133,9 @@ class DiagonalGaussian(ReparameterisedSampling):
         """Exact KL(self‖other).   [...]"""
         return gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)
 
-    def noise(self, generator: torch.Generator) -> Tensor:
-        """Standard normal variates.   [..., d]"""
-        return torch.randn(self.mean.shape, dtype=self.mean.dtype, generator=generator)
+    def noise(self, generator: torch.Generator, times: tuple[int, ...] = ()) -> Tensor:
+        """Standard normal variates.   [*times, ..., d]"""
+        return torch.randn((*times, *self.mean.shape), dtype=self.mean.dtype, generator=generator)
 
     def transform(self, noise: Tensor) -> Tensor:
         """One action per state.   [..., d]"""

@@ -9,9 +9,11 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
+from surefoot.control.collect.tensors import TensorCollector
 from surefoot.control.environments import close_all, is_id, make_environments, making_error, spec_of, task_name
 from surefoot.control.environments.atari import ATARI, make_atari_vector
 from surefoot.control.environments.looped import Environments, MakeEnvironment
+from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.environments.vector import EnvPool, VectorEnvironments, check_attributes
 from surefoot.control.environments.workers import WorkerEnvironments, available_cores
 from surefoot.control.evaluate import evaluate_agent
@@ -49,25 +51,24 @@ class ControlWorld:
         self.recipe, self.functions = recipe, functions
         self.warnings: list[str] = []
         self.task: str | MakeEnvironment = task or recipe.task
-        rollout = recipe.rollout
         self.environments = training_environments(self.task, recipe, count)
         try:
             spaces = (self.environments.observation_space, self.environments.action_space)
             self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task), functions)
             self.policy = self.agent.policy
-            steps = None if recipe.objective.needs_whole_episodes else rollout.steps
-            self.collector = ControlCollector(
-                self.environments,
-                self.agent,
-                steps,
-                rollout.episodes,
-                None if rollout.at_least is None else -(-rollout.at_least // world_size()),
-                compiled=recipe.engine == "compiled" and world_size() == 1,
-            )
+            self.collector = self._collector()
             self.agent.masked = MASK in self.collector.observations
         except BaseException:
             self.environments.close()  # leave no process behind
             raise
+
+    def _collector(self) -> ControlCollector | TensorCollector:
+        rollout, compiled = self.recipe.rollout, self.recipe.engine == "compiled" and world_size() == 1
+        if isinstance(self.environments, TensorEnvironments):
+            return TensorCollector(self.environments, self.agent, rollout.steps, compiled)
+        steps = None if self.recipe.objective.needs_whole_episodes else rollout.steps
+        at_least = None if rollout.at_least is None else -(-rollout.at_least // world_size())
+        return ControlCollector(self.environments, self.agent, steps, rollout.episodes, at_least, compiled)
 
     @property
     def result(self) -> Agent:
@@ -107,6 +108,11 @@ class ControlWorld:
         lost = [index for rows in exchange([first + row for row in self.collector.lost]) for index in rows]
         if not lost:
             return []
+        if isinstance(self.environments, TensorEnvironments):
+            return [
+                f"{task_name(self.task)}: its environments have no state_dict that fits: all {len(lost):,} start new episodes, "
+                "so this resume is not exact"
+            ]
         return [
             f"environments {lost} of {task_name(self.task)} did not replay to the same observation: they start new "
             "episodes, so this resume is not exact"
@@ -129,7 +135,8 @@ class ControlWorld:
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """How to replay these steps, for ``surefoot watch RUN --traced last``."""
         raw = self.collector.raw
-        assert raw is not None, "a rollout was collected"
+        if raw is None or isinstance(self.environments, TensorEnvironments):
+            return {}
         return origin(self.environments, rollout, raw, row, steps, self.agent.action_converter(), self.recipe.seed)
 
     def finish(self, folder: Path) -> list[str]:
@@ -144,7 +151,9 @@ class ControlWorld:
 # ---- environments of a recipe -----------------------------------------------------------------------------------------
 
 
-def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe, count: int | None = None) -> Environments:
+def training_environments(
+    task: str | MakeEnvironment, recipe: ControlRecipe, count: int | None = None
+) -> Environments | TensorEnvironments:
     """This rank's share of the environments of a recipe, by ``rollout.backend``; ``count`` replaces their number.
 
     Raises SurefootError when the backend does not have the task, or the task can't be made.
@@ -163,10 +172,10 @@ def training_environments(task: str | MakeEnvironment, recipe: ControlRecipe, co
         return _vector(task, recipe, numbers, native)
     if rollout.backend == "envpool":
         return _vector(task, recipe, numbers, EnvPool)
-    made = make_environments(task, arguments, count, seed, first=first)
-    if isinstance(made, VectorEnvironments):
+    made = make_environments(task, arguments, count, seed, first=first, device=recipe.device)
+    if isinstance(made, VectorEnvironments | TensorEnvironments):
         try:
-            _check_vector(recipe, task_name(task), made.count)
+            _check_vector(recipe, task_name(task), made.count, isinstance(made, VectorEnvironments))
         except SurefootError:
             close_all([made])
             raise
@@ -231,14 +240,14 @@ def _compatible(a: gymnasium.Space[Any], b: gymnasium.Space[Any]) -> bool:
     return same and all(getattr(a, name, None) == getattr(b, name, None) for name in ("n", "start"))
 
 
-def _check_vector(recipe: ControlRecipe, task: str, count: int) -> None:
-    """Reject at the start what a vector environment can't do during a run."""
+def _check_vector(recipe: ControlRecipe, task: str, count: int, numpy: bool) -> None:
+    """Reject at the start what a vector environment can't do during a run; those of numpy have no single environments."""
     if recipe.objective.needs_whole_episodes:
         raise SurefootError(
             f"task={task!r}: a vector environment can't run whole episodes side by side, but {recipe.algorithm} needs them; "
             "use an objective with a critic, or a task that makes single environments"
         )
-    if recipe.evaluation.episodes:
+    if numpy and recipe.evaluation.episodes:
         raise SurefootError(
             f"evaluation.episodes={recipe.evaluation.episodes}: evaluation needs single environments, but task={task!r} makes "
             "a vector environment; set evaluation.episodes = 0"

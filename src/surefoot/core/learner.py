@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_max, all_sum, merge_across_ranks
+from surefoot.core.distributed import all_max, all_sum, merge_across_ranks, world_size
 from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, mean_old_kl
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
@@ -16,7 +16,7 @@ from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, 
 from surefoot.core.sharding import gathered, is_sharded
 from surefoot.core.sharding.optimizer import ShardedOptimizer
 from surefoot.core.steps import EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
-from surefoot.core.steps.compiled import CompiledStepper
+from surefoot.core.steps.compiled import CompiledGradients, CompiledStepper
 from surefoot.core.steps.trpo import NaturalStepper
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError, cause_of
@@ -100,10 +100,14 @@ class Learner:
             flat = self.optimizers["policy"]
             assert isinstance(flat, FlatParameters), "natural steps are for control, which is never sharded"
             self.natural = NaturalStepper(self.gradients, flat, constraint, only)
-        self.compiled: CompiledStepper | None = None
+        self.compiled: Stepper | None = None
+        self.compiled_rows = compiled_rows
         if compiled_rows is not None:
             flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
-            self.compiled = CompiledStepper(policy, objective, flats, compiled_rows)
+            if micro_batch is None:
+                self.compiled = CompiledStepper(policy, objective, flats, compiled_rows)
+            else:
+                self.compiled = EagerStepper(CompiledGradients(policy, objective, flats, micro_batch), flats)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
@@ -127,7 +131,7 @@ class Learner:
         if self.natural is not None:
             self._passes(self.natural, batch, (1, 1), context, steps, rollout)
         if self.steppable:
-            stepper = self.compiled if self.compiled is not None and self.compiled.fits(batch) else self.eager
+            stepper = self.eager if self.compiled is None or not self._fits(batch) else self.compiled
             passes = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
             epochs, stopped = self._passes(stepper, batch, passes, context, steps, rollout)
         if objective.penalty is not None:
@@ -137,6 +141,10 @@ class Learner:
             first = next(iter(self.steppable.values()))  # the policy's if it has one
             metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
+
+    def _fits(self, batch: Batch) -> bool:
+        """Whether compiled programs can run this batch: shapes are static, and nothing is summed over ranks."""
+        return batch.mask is None and len(batch.advantages) == self.compiled_rows and world_size() == 1
 
     def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
         penalty, clip_scale = self.objective.penalty, self._clip_scale(state.remaining)

@@ -27,6 +27,9 @@ from surefoot.recipes.base import (
     nearest_divisor,
 )
 
+TENSOR = "tensor/"
+"""begins the ids of tensor environments that Surefoot has: tensor/CartPole-v1"""
+TENSOR_IDS = tuple(TENSOR + name for name in ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0"))
 RUN_METRICS = {"return", "length"}
 """what follows ``episode_`` in the metrics of every run"""
 
@@ -262,10 +265,16 @@ class ControlRecipe(Recipe):
             "network.lstm learns from whole sequences": self.network.lstm is not None,
             f"optimizer.kind = {self.optimizer.kind!r} has no compiled step": self.optimizer.kind != "adam",
             f"optimizer.weight_decay = {self.optimizer.weight_decay:g} has no compiled step": self.optimizer.weight_decay != 0,
-            "optimizer.micro_batch splits the minibatch": self.optimizer.micro_batch is not None,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
             raise SurefootError(f"engine='compiled': {reason}; set engine = 'eager'")
+        micro_batch, minibatches = self.optimizer.micro_batch, self.objective.reuse.minibatches if self.objective.reuse else 1
+        minibatch = self.batch_size // minibatches
+        if micro_batch is not None and minibatch % micro_batch:
+            raise SurefootError(
+                f"optimizer.micro_batch={micro_batch}: compiled programs need micro-batches of one size, and this does not "
+                f"divide the minibatch of {minibatch:,} steps; choose one that does: {nearest_divisor(minibatch, micro_batch)}"
+            )
 
 
 def check_id(task: str, extra: Iterable[str] = ()) -> None:
@@ -276,13 +285,13 @@ def check_id(task: str, extra: Iterable[str] = ()) -> None:
         if importlib.util.find_spec("ale_py") is None:
             raise missing_extra("ale-py", "atari", f"task={task!r}")
         gymnasium.register_envs(importlib.import_module("ale_py"))
-    if task in gymnasium.registry:
+    if task in gymnasium.registry or task in TENSOR_IDS:
         return
     if task.endswith(".py"):
         raise SurefootError(f"task={task!r}: is a file; name the function that makes the environment, as in '{task}:make'")
     if package := _package_with(task):
         raise SurefootError(f"task={task!r}: is registered when {package} is imported; name it {f'{package}:{task}'!r}")
-    suggestion = did_you_mean(task, {*gymnasium.registry, *extra})
+    suggestion = did_you_mean(task, {*gymnasium.registry, *TENSOR_IDS, *extra})
     raise SurefootError(f"{task!r}: no recipe, .toml file or environment id of that name{suggestion} (see: surefoot list)")
 
 

@@ -12,13 +12,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium
+import torch
 from gymnasium.envs.registration import EnvSpec, find_highest_version
 from gymnasium.vector import VectorEnv
 
+from surefoot.control.environments.adapters import adapted
 from surefoot.control.environments.atari import ATARI, make_atari
+from surefoot.control.environments.classic import make_classic
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment
+from surefoot.control.environments.tensor import SingleEnvironment, TensorEnvironments, is_tensor_environment, with_size
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.errors import SurefootError, cause_of, place_of, to_install
+from surefoot.recipes.control import TENSOR
 from surefoot.recipes.import_object import append_working_folder, import_object
 
 MUJOCO_LOGGER = logging.getLogger("surefoot.mujoco")
@@ -34,10 +39,13 @@ def make_environments(
     seed: int,
     purpose: str = "training",
     first: int = 0,
-) -> Environments:
-    """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env or a VectorEnv.
+    device: str = "cpu",
+) -> Environments | TensorEnvironments:
+    """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env, a VectorEnv or a tensor
+    environment.
 
-    first   the number of the first one, if these are a slice of more
+    first    the number of the first one, if these are a slice of more
+    device   of the tensors of tensor environments
 
     Raises SurefootError when the task can't be made; it names the extra to install if one is missing.
     """
@@ -45,14 +53,17 @@ def make_environments(
     made: list[Any] = []
     try:
         try:
-            make = maker(task, arguments, purpose)
+            make = maker(task, arguments, purpose, count, device)
             made.append(make())
-            while len(made) < count and not isinstance(made[0], VectorEnv):
+            several = isinstance(made[0], VectorEnv) or is_tensor_environment(made[0])
+            while len(made) < count and not several:
                 made.append(make())
         except SurefootError:
             raise
         except Exception as error:
             raise making_error(name, error) from error
+        if is_tensor_environment(made[0]):
+            return TensorEnvironments(made[0], torch.device(device), seed, name, first)
         if isinstance(made[0], VectorEnv):
             return VectorEnvironments(made[0], seed, name, first)
         if not isinstance(made[0], gymnasium.Env):
@@ -73,27 +84,39 @@ def close_all(environments: Iterable[Any]) -> None:
             environment.close()
 
 
-def maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str = "training") -> Callable[[], Any]:
-    """A function without arguments that makes one environment of a task. Atari environments differ in evaluation."""
-    make = _maker(task, arguments, purpose)
+def maker(
+    task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str = "training", count: int = 1, device: str = "cpu"
+) -> Callable[[], Any]:
+    """A function without arguments that makes one environment of a task. Atari environments differ in evaluation.
+
+    A tensor environment has ``count`` rows on the device. In evaluation it is a Gymnasium environment with its only row.
+    """
+    training = purpose == "training"
+    make = _maker(task, arguments, purpose, count if training else 1, device if training else "cpu")
 
     def make_and_log() -> Any:
         log_mujoco_warnings(task)
-        made = make()
+        made = adapted(make(), task_name(task))
         log_mujoco_warnings(task)  # for tasks that import MuJoCo when called
-        return made
+        return SingleEnvironment(made, task_name(task)) if is_tensor_environment(made) and not training else made
 
     return make_and_log
 
 
-def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str) -> Callable[[], Any]:
+def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str, count: int, device: str) -> Callable[[], Any]:
     if callable(task):
-        return lambda: task(**arguments)
+        function = task
+        return lambda: function(**with_size(function, arguments, count, device))
+    if task.startswith(TENSOR):
+        name = task
+        if purpose == "training":
+            return lambda: make_classic(name, count, device, arguments)
+        task = task.removeprefix(TENSOR)  # Gymnasium's own, which has the same steps
     if ":" in task:  # Gymnasium imports the module of an id such as module:Robot-v0
         append_working_folder()
     if not is_id(task):
         make = import_object("task", task, "or pass the function itself, as in surefoot.resume(run, task=make)")
-        return lambda: make(**arguments)
+        return lambda: make(**with_size(make, arguments, count, device))
     if task.startswith(ATARI):
         return lambda: make_atari(task, purpose, **arguments)
     return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)

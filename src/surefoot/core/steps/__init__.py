@@ -77,6 +77,21 @@ class Stepper(Protocol):
         ...
 
 
+class Gradients(Protocol):
+    """A way to compute the gradient of a minibatch."""
+
+    @property
+    def objective(self) -> Objective:
+        """What the loss is."""
+        ...
+
+    def add(
+        self, minibatch: Batch, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
+    ) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
+        """Add it to ``.grad`` of the parameters. Returns terms and metrics of the loss, smallest and largest ratio."""
+        ...
+
+
 class GradientSum:
     """Loss and gradient of a minibatch, summed over its micro-batches.
 
@@ -175,7 +190,7 @@ class EagerStepper:
 
     def __init__(
         self,
-        gradients: GradientSum,
+        gradients: Gradients,
         optimizers: Mapping[str, FlatOptimizer | ShardedOptimizer],
         parameters: Sequence[nn.Parameter] | None = None,
     ) -> None:

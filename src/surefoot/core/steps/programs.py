@@ -10,7 +10,7 @@ import platform
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,30 @@ TRACED_CODE = ("core", "functional", "control")
 
 
 def program_of(
-    function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], decided_by: Sequence[Any] | None = None
+    function: Callable[..., tuple[Tensor, ...]],
+    arguments: Sequence[Tensor],
+    decided_by: Sequence[Any] | None = None,
+    replaced: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Program:
     """Compile a function for tensors of these shapes, or load its library from the cache.
 
     decided_by   all that decides the function's graph, besides the package's code and the shapes of the arguments: objects
                  with a ``repr`` of their values, and tensors. None: unknown, so the function is traced each time
+    replaced     functions of this package to compute in place of operations, by the operation
 
     Raises SurefootError if there is no C++ compiler, or the function can't be traced, such as one that branches on values.
     """
-    known = None if decided_by is None else cache_folder() / f"{_hash(_code(), decided_by, _shapes(arguments))}.key"
+    operations = [str(operation) for operation in replaced or {}]
+    known = None
+    if decided_by is not None:
+        known = cache_folder() / f"{_hash(_code(), function.__qualname__, operations, decided_by, _shapes(arguments))}.key"
     if known is not None and known.exists():
         library = cache_folder() / known.read_text()
         if library.exists():
             return _load(library)
     try:
         with torch.no_grad():
-            traced = make_fx(function)(*arguments)
+            traced = make_fx(function, decomposition_table=dict(replaced or {}))(*arguments)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise SurefootError(

@@ -1,0 +1,124 @@
+"""Tensor environments of other forms: rsl_rl's, and Gymnasium's vector environments with arrays of JAX and others (DLPack)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from surefoot.errors import SurefootError
+
+
+def adapted(made: Any, name: str) -> Any:
+    """The object that a task made, behind ``TensorEnvironment`` if it has rsl_rl's interface; all others unchanged."""
+    if all(hasattr(made, attribute) for attribute in ("num_envs", "num_actions", "get_observations", "step")):
+        return RslRlEnvironment(made, name)
+    return made
+
+
+class RslRlEnvironment:
+    """An environment with the interface of rsl_rl's ``VecEnv``, as Isaac Lab and mjlab have for it.
+
+    Its observation groups (a TensorDict or dict) become the parts of a Dict observation. Actions are not bounded. Its ends are
+    ``dones``; ``extras["time_outs"]`` shows which of them are truncations. Final observations are not returned, so V of the
+    observation before the last step stands for theirs, as in rsl_rl.
+    """
+
+    def __init__(self, environment: Any, name: str) -> None:
+        self.environment, self.name = environment, name
+        self.num_envs, self.device = int(environment.num_envs), environment.device
+        groups = {key: x for key, x in self._groups(environment.get_observations()).items() if isinstance(x, Tensor)}
+        unbounded: dict[str, gymnasium.Space[Any]] = {key: _box(tuple(x.shape[1:])) for key, x in groups.items()}
+        self.single_observation_space: gymnasium.Space[Any] = spaces.Dict(unbounded)
+        self.single_action_space: gymnasium.Space[Any] = _box((int(environment.num_actions),))
+
+    def _groups(self, observations: Any) -> dict[str, Any]:
+        """The observation groups; older versions return (observations, extras)."""
+        if isinstance(observations, tuple):
+            observations = observations[0]
+        return {"policy": observations} if isinstance(observations, Tensor) else dict(observations.items())
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start new episodes if the environment has ``reset``; else the first observations are the present ones."""
+        if seed is not None and callable(seeded := getattr(self.environment, "seed", None)):
+            seeded(seed % 2**32)
+        if callable(reset := getattr(self.environment, "reset", None)):
+            reset()
+        return self._groups(self.environment.get_observations()), {}
+
+    def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Act in every row. Raises SurefootError if the extras don't show how episodes end."""
+        observations, rewards, dones, extras = self.environment.step(actions)
+        if "time_outs" not in extras:
+            raise SurefootError(
+                f"{self.name}: ends episodes without extras['time_outs'] [B], which shows whether an end is a truncation; add "
+                "it to what step() returns"
+            )
+        time_outs = extras["time_outs"].bool()
+        log = extras.get("log") or extras.get("episode") or {}
+        return self._groups(observations), rewards, dones.bool() & ~time_outs, time_outs, {**extras, "log": log}
+
+    def close(self) -> None:
+        """Close the environment."""
+        if callable(close := getattr(self.environment, "close", None)):
+            close()
+
+
+class DLPackEnvironment:
+    """A Gymnasium vector environment whose arrays are JAX's, or of any library with DLPack, as a tensor environment.
+
+    Arrays are shared, not copied. Actions are converted by the library of the observations (its array namespace).
+
+    device   of the tensors
+    """
+
+    def __init__(self, environment: Any, device: Any = "cpu") -> None:
+        self.environment, self.device = environment, torch.device(device)
+        self.num_envs, self.metadata = environment.num_envs, environment.metadata
+        self.single_observation_space = environment.single_observation_space
+        self.single_action_space = environment.single_action_space
+        self.render_mode = getattr(environment, "render_mode", None)
+        self.library: Any = None
+        """the array namespace of the environment's arrays; None if it returns tensors"""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start a new episode in every row."""
+        observations, infos = self.environment.reset(seed=None if seed is None else seed % 2**31)
+        leaf = observations
+        while isinstance(leaf, (Mapping, tuple)):
+            leaf = next(iter(leaf.values() if isinstance(leaf, Mapping) else leaf))
+        self.library = None if isinstance(leaf, Tensor) else leaf.__array_namespace__()
+        return as_tensors(observations), as_tensors(infos)
+
+    def step(self, actions: Tensor) -> tuple[Any, ...]:
+        """Act in every row."""
+        returned = self.environment.step(actions if self.library is None else self.library.from_dlpack(actions.contiguous()))
+        return tuple(as_tensors(part) for part in returned)
+
+    def render(self) -> Any:
+        """A frame."""
+        return self.environment.render()
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.environment.close()
+
+
+def _box(shape: tuple[int, ...]) -> spaces.Box:
+    """Float32 without bounds."""
+    return spaces.Box(-np.inf, np.inf, shape, np.float32)
+
+
+def as_tensors(tree: Any) -> Any:
+    """The arrays of a tree of dicts and tuples as tensors that share their memory; everything else as it is."""
+    if isinstance(tree, Tensor):
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: as_tensors(value) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(as_tensors(value) for value in tree)
+    return from_dlpack(tree) if hasattr(tree, "__dlpack__") else tree
