@@ -1,4 +1,7 @@
-"""Whose log π_old ratios are formed with is a switch: in float32 it makes no difference, and one that it makes is found."""
+"""Whose log π_old ratios are formed with is a switch: in float32 it makes no difference, and one that it makes is found.
+
+With one update per batch no pass computes it: ρ is 1, with the gradient of π_θ.
+"""
 
 import json
 from pathlib import Path
@@ -8,11 +11,15 @@ import pytest
 import torch
 
 import surefoot
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import Learner
+from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
+from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.online.world import LanguageWorld
-from surefoot.recipes.reading import make_recipe
+from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -151,3 +158,102 @@ def test_a_correction_needs_both_log_probabilities(files: Path, folders: dict[st
     settings = fields(files, folders["llama"], "sampler", objective={"importance_cap": 3.0})
     with pytest.raises(SurefootError, match=r"objective\.importance_cap=3: corrects from .*; set 'trainer'"):
         make_recipe({"kind": "language", **settings})
+
+
+# ---- one update per batch -----------------------------------------------------------------------------------------------
+
+ONCE = {"reuse": {"epochs": 1, "minibatches": 1}}
+"""one update per batch"""
+MINIMAL = {"kind": "language", "model": "pocket", "reward": {"terms": ["r.py:score"]}, "data": {"train": "x.jsonl"}}
+
+
+def one_update(files: Path, model: Path, whose: str, algorithm: str, **objective: Any) -> tuple[dict[str, Any], torch.Tensor]:
+    """Metrics and gradient of the update on one batch of 4 groups."""
+    sampling = {"prompts": 4, "samples": 4, "max_tokens": 8, "temperature": 0.8, "old_log_probs": whose}
+    changes = {"algorithm": algorithm, "sampling": sampling, "objective": objective, "reference": {"beta": 0.0}}
+    made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, whose, **changes)}))  # type: ignore[arg-type]
+    state = LearnerState.seeded(1, 64)
+    rollout = made.collector.collect(state)
+    assert (rollout.old_log_probs is None) == (whose == "update")
+    learner = Learner(made.policy, made.recipe.objective, AdamSettings(1e-6, max_grad_norm=None))
+    metrics = learner.update(rollout, assign_credit(rollout, made.recipe.objective), state)
+    return rollout.metrics | metrics, learner.steppable["policy"].gradients.clone()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        ("GRPO", ONCE),
+        ("DAPO", {**ONCE, "drop_above_kl": 0.1}),
+        ("GSPO", ONCE),
+        ("CISPO", ONCE),
+        ("GRPO", {**ONCE, "reference_estimator": "ratio_k3"}),
+        ("REINFORCE_PLUS_PLUS", {**ONCE, "target_kl": 0.1, "entropy_coefficient": 0.01}),
+        ("RLOO", {}),
+    ],
+)
+def test_without_a_pass_for_log_pi_old_gradient_and_metrics_are_the_same(
+    algorithm: str, changes: dict[str, Any], files: Path, folders: dict[str, Path]
+) -> None:
+    (before, expected), (now, gradient) = (
+        one_update(files, folders["llama"], whose, algorithm, **changes) for whose in ("trainer", "update")
+    )
+    assert float(expected.norm()) > 1e-3
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+    assert before.keys() - now.keys() <= {"sampler_gap", "kl", "ratio_outside"}
+    assert now.keys() <= before.keys()
+    for name in now.keys() - {"seconds_sampling", "seconds_scoring", "tokens_per_second"}:
+        assert now[name] == pytest.approx(before[name], abs=2e-5), name
+
+
+def test_one_update_per_batch_runs_fewer_passes(files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    forward = LanguagePolicy.forward
+    monkeypatch.setattr(LanguagePolicy, "forward", lambda *args: (passes.append(1), forward(*args))[1])
+    for whose, expected in (("trainer", 3), ("update", 2)):  # the reference's is one of them
+        passes.clear()
+        one_update(files, folders["llama"], whose, "DR_GRPO", **ONCE)
+        assert len(passes) == expected
+
+
+@pytest.mark.parametrize(
+    ("table", "resolved"),
+    [
+        ({"algorithm": "DR_GRPO", "objective": ONCE}, "update"),
+        ({"algorithm": "RLOO", "reference": {"beta": 0.0}}, "update"),
+        ({"algorithm": "RLOO"}, "trainer"),
+        ({"algorithm": "GRPO"}, "trainer"),
+        ({"algorithm": "A2C", "reference": {"beta": 0.0}}, "trainer"),
+        ({"algorithm": "REINFORCE_PLUS_PLUS", "objective": {**ONCE, "trust_region": {"beta": 0.1}}}, "trainer"),
+    ],
+)
+def test_auto_is_resolved_by_what_reads_log_pi_old_and_recorded(table: dict[str, Any], resolved: str) -> None:
+    recipe = make_recipe({**MINIMAL, "sampling": {"max_tokens": 8}, **table})
+    assert to_table(recipe)["sampling"]["old_log_probs"] == resolved
+    assert make_recipe(to_table(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ({"algorithm": "GRPO"}, "objective.reuse makes several updates per batch"),
+        ({"algorithm": "A2C", "reference": {"beta": 0.0}}, "the critic's values come from the same pass"),
+        ({"algorithm": "RLOO"}, "reference.beta=0.05 puts a KL into the reward"),
+        ({"objective": {**ONCE, "baseline": None, "gae_lambda": 1.0, "trust_region": {"beta": 1.0}}}, "is a KL penalty"),
+    ],
+)
+def test_update_is_rejected_where_something_reads_log_pi_old(table: dict[str, Any], why: str) -> None:
+    with pytest.raises(SurefootError, match=rf"^sampling\.old_log_probs='update': .*{why}.*; set 'auto'$"):
+        make_recipe({**MINIMAL, "sampling": {"old_log_probs": "update"}, **table})
+
+
+def test_a_run_without_log_pi_old_resumes_bit_for_bit(files: Path, folders: dict[str, Path]) -> None:
+    settings = fields(files, folders["llama"], "auto", steps=256, algorithm="DR_GRPO", objective=ONCE)
+    whole = surefoot.train("language", run_dir=files / "whole", **settings)
+    surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 128, **settings)
+    assert read_toml(files / "cut" / "config.toml")["sampling"]["old_log_probs"] == "update"
+    resumed = surefoot.resume(files / "cut")
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    trace = surefoot.read_trace(next((files / "whole" / "traces").iterdir()))
+    assert all(row.old_log_probs is None for row in trace.rows)

@@ -296,6 +296,13 @@ class Objective:
         return self.trust_region.max_weight if isinstance(self.trust_region, ClippedWeight) else None
 
     @property
+    def reads_old_log_probs(self) -> bool:
+        """Whether an update needs log π_old apart from the log π of its first pass, in which θ is θ_old."""
+        one_update = self.reuse is None or (self.reuse.epochs, self.reuse.minibatches) == (1, 1)
+        corrected = self.importance_cap is not None
+        return not one_update or corrected or self.penalty is not None or self.constraint is not None
+
+    @property
     def leaves_old_policy(self) -> bool:
         """Whether θ moves away from θ_old while a batch is in use, so that J needs the ratio."""
         return self.reuse is not None or self.constraint is not None

@@ -123,7 +123,7 @@ class Learner:
         rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
         context = self._context(rollout, credit, state)
         batch = rows_of(rollout, credit, numbered=context.recording is not None)
-        assert batch.old_log_probs is not None or objective.reuse is None, "reusing a batch needs its old_log_probs"
+        assert batch.old_log_probs is not None or not objective.reads_old_log_probs, "reusing a batch needs its old_log_probs"
         if objective.normalise_advantages == "batch":
             batch = context.normalised(batch)
         steps = UpdateMetrics()

@@ -208,8 +208,10 @@ def loss(
         terms["router_loss"] = evaluation.router_loss
         total = total + objective.router_coefficient * terms["router_loss"]
     with torch.no_grad():
-        if batch.old_log_probs is not None:
-            metrics |= _old_policy_metrics(evaluation, batch, objective, denominator, log_probs, ratio, clip_scale)
+        if batch.old_log_probs is not None or objective.reuse is not None:
+            metrics |= _old_policy_metrics(
+                evaluation, batch, objective, denominator, log_probs, old_log_probs, ratio, clip_scale
+            )
         if weights is not None:
             metrics |= _sampler_metrics(weights, batch, objective, denominator)
     terms, metrics = ({name: x.detach() for name, x in of.items()} for of in (terms, metrics))
@@ -222,6 +224,7 @@ def _old_policy_metrics(
     objective: Objective,
     denominator: Tensor | float,
     log_probs: Tensor,
+    old_log_probs: Tensor,
     ratio: Tensor,
     clip_scale: float,
 ) -> dict[str, Tensor]:
@@ -231,16 +234,15 @@ def _old_policy_metrics(
         return _mean(x, batch, objective, denominator)
 
     low, high, dual_clip = clip_bounds(objective, clip_scale)
-    assert batch.old_log_probs is not None
-    metrics = {"kl": mean(kl_k3(keep_only(batch.old_log_probs, batch.mask), log_probs))}
+    metrics = {"kl": mean(kl_k3(old_log_probs, log_probs))}
     metrics["ratio_outside"] = mean(ratio_outside(ratio, low, high).to(ratio.dtype))
     if objective.clip is not None:
         metrics["clip_active"] = mean(clip_active(ratio, batch.advantages, low, high, dual_clip).to(ratio.dtype))
     if objective.max_weight is not None:
         metrics["weight_clipped"] = mean((ratio > objective.max_weight).to(ratio.dtype))
     if objective.drop_above_kl is not None:
-        old, advantages = keep_only(batch.old_log_probs, batch.mask), keep_only(batch.advantages, batch.mask)
-        metrics["left_out"] = mean(left_out(log_probs, old, advantages, batch.mask, objective).to(ratio.dtype))
+        dropped = left_out(log_probs, old_log_probs, keep_only(batch.advantages, batch.mask), batch.mask, objective)
+        metrics["left_out"] = mean(dropped.to(ratio.dtype))
     exact = evaluation.distribution is not None and batch.old_distribution is not None
     if objective.kl_estimator == "exact" and exact:
         metrics["kl_exact"] = mean(batch.old_distribution.kl(evaluation.distribution))

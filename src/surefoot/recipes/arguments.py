@@ -330,7 +330,7 @@ class SamplingSettingsTable(TypedDict, total=False):
     max_tokens: int
     temperature: float
     stop: Sequence[str]
-    old_log_probs: Literal["trainer", "sampler"]
+    old_log_probs: Literal["auto", "trainer", "sampler", "update"]
     engine: Literal["auto", "packed", "model", "continuous", "vllm"]
     rows: int | None
 

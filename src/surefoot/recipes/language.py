@@ -146,8 +146,11 @@ class SamplingSettings(Section):
     """divides the logits, in sampling and in all log-probabilities"""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """texts that end a response, in addition to EOS; rewards and environments get the response without them"""
-    old_log_probs: Literal["trainer", "sampler"] = "trainer"
-    """log π_old of the ratios: computed again by the trained model (trainer), or kept from sampling (sampler)"""
+    old_log_probs: Literal["auto", "trainer", "sampler", "update"] = "auto"
+    """log π_old of the ratios. trainer: computed again by the trained model, in a pass of its own; sampler: kept from sampling;
+    update: those of the only update on each batch, where ρ is 1, without a pass of their own. auto: update if each batch has
+    one update, nothing else reads log π_old (no critic, no KL in the reward, no KL penalty) and the sampler's arithmetic is the
+    trainer's (float32; packed or model), else trainer"""
     engine: Literal["auto", "packed", "model", "continuous", "vllm"] = "auto"
     """what samples. packed: packed weights, for small models of known families; model: the model's own forward pass;
     continuous: continuous batching of transformers; vllm: a vLLM server. auto: vllm with a [server], else packed where it
@@ -653,6 +656,7 @@ class LanguageRecipe(ModelRecipe):
         for name, settings in defaults.items():
             section = table.get(name, {})
             table = {**table, name: {**settings, **section} if isinstance(section, Mapping) else section}
+        table = {**table, "sampling": cls._with_old_log_probs(table)}
         if objective.get("aggregation") == "constant" and objective.get("aggregation_length") is None:
             sampling, turns = table.get("sampling", {}), table.get("turns", {})
             longest = sampling.get("max_tokens", SamplingSettings().max_tokens) if isinstance(sampling, Mapping) else None
@@ -662,6 +666,21 @@ class LanguageRecipe(ModelRecipe):
             if isinstance(longest, int):
                 table = {**table, "objective": {**objective, "aggregation_length": longest}}
         return table
+
+    @classmethod
+    def _with_old_log_probs(cls, table: Mapping[str, Any]) -> Any:
+        """The sampling table with "auto" replaced by what it means for this objective and reference."""
+        sampling, objective, reference = table.get("sampling", {}), table["objective"], table.get("reference", {})
+        if not isinstance(sampling, Mapping) or sampling.get("old_log_probs", "auto") != "auto":
+            return sampling
+        reuse, region = objective.get("reuse"), objective.get("trust_region")
+        once = reuse is None or (isinstance(reuse, Mapping) and dict(reuse) == {"epochs": 1, "minibatches": 1})
+        penalty = isinstance(region, Mapping) and "beta" in region
+        beta = reference.get("beta", ReferenceSettings().beta) if isinstance(reference, Mapping) else None
+        unread = once and not penalty and objective.get("baseline") != "critic" and beta == 0
+        exact = table.get("precision", "float32") == "float32" and sampling.get("engine", "auto") in ("auto", "packed", "model")
+        unread &= exact and "server" not in table and objective.get("importance_cap") is None
+        return {**sampling, "old_log_probs": "update" if unread else "trainer"}
 
     @property
     def samples_on_server(self) -> bool:
@@ -692,6 +711,7 @@ class LanguageRecipe(ModelRecipe):
         self._check_rows()
         self._check_reward()
         self._check_reference()
+        self._check_old_log_probs()
         self._check_critic()
         return self
 
@@ -800,6 +820,22 @@ class LanguageRecipe(ModelRecipe):
                 f"reference.horizon={reference.horizon}: β would change too much at once and could become negative; set at "
                 f"least the {self.responses} responses of an iteration"
             )
+
+    def _check_old_log_probs(self) -> None:
+        """Without a pass for log π_old, nothing may read it before the update."""
+        if self.sampling.old_log_probs != "update":
+            return
+        objective, beta = self.objective, self.reference.beta
+        readers = {
+            "objective.trust_region is a KL penalty": objective.penalty is not None,
+            "objective.importance_cap is set": objective.importance_cap is not None,
+            "objective.reuse makes several updates per batch": objective.reads_old_log_probs,
+            "the critic's values come from the same pass": objective.baseline == "critic",
+            f"reference.beta={beta:g} puts a KL into the reward": beta > 0,
+        }
+        for reader, reads in readers.items():
+            if reads:
+                raise SurefootError(f"sampling.old_log_probs='update': computes no log π_old, and {reader}; set 'auto'")
 
     def _check_critic(self) -> None:
         """Settings of a critic need a critic."""

@@ -81,7 +81,8 @@ METRICS: dict[str, Metric] = {
         "share of responses for which a reward function gave no number, or whose environment failed; they are masked"
     ),
     "sampler_gap": Metric(
-        "largest difference between the sampler's and the trainer's log-probability of a token",
+        "largest difference between the sampler's and the trainer's log-probability of a token; not measured with "
+        "sampling.old_log_probs = update",
         high=1e-2,
         why_high="the sampler and the trainer disagree about the policy; with precision = bfloat16 some is normal",
     ),

@@ -134,12 +134,14 @@ class LanguageCollector:
         inputs = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}
         mask = samples.mask & valid.unsqueeze(-1)  # a row without a score is not trained on
         actions = samples.actions
-        with gathered(self.policy):
-            old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
+        old = None
+        if recipe.sampling.old_log_probs != "update":
+            with gathered(self.policy):
+                old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
         with gathered(self.reference_root):
             ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
-        log_probs, gap = self._old_log_probs(samples, old.log_probs, mask)
-        behaviour = self._behaviour_log_probs(samples, mask)
+        log_probs, gap = self._old_log_probs(samples, None if old is None else old.log_probs, mask)
+        behaviour = None if old is None else self._behaviour_log_probs(samples, mask)
         if recipe.reference.target is None:
             state.coefficients.pop(ADAPTED_BETA, None)  # a run may be resumed with a fixed β
         beta = self.beta = state.coefficients.get(ADAPTED_BETA, recipe.reference.beta)
@@ -147,7 +149,7 @@ class LanguageCollector:
         rewards = kl_shaped_rewards(earned, log_probs, ref_log_probs, mask, beta)
         kl = kl_k1(log_probs, ref_log_probs)
 
-        values = torch.zeros_like(rewards) if old.values is None else old.values
+        values = torch.zeros_like(rewards) if old is None or old.values is None else old.values
         beyond = torch.zeros_like(rewards[:, 0])
         truncated = torch.zeros_like(mask)
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
@@ -160,7 +162,7 @@ class LanguageCollector:
             "kl_reference": mean_over_ranks(float(masked_mean(kl, mask)), int(mask.sum())),
             "kl_reference_response": self._adapt_beta(state, kl, valid),
             "reference_beta": beta,
-            "sampler_gap": gap,
+            **({} if gap is None else {"sampler_gap": gap}),
         }
         if behaviour is not None:
             apart = masked_mean(kl_k3(behaviour, keep_only(log_probs, mask)), mask)
@@ -169,7 +171,7 @@ class LanguageCollector:
             inputs=inputs,
             actions=actions,
             mask=mask,
-            old_log_probs=log_probs,
+            old_log_probs=None if old is None else log_probs,
             values=values,
             next_values=successor_values(
                 values, beyond, truncated=truncated, final_values=beyond.unsqueeze(-1).expand_as(values), mask=mask
@@ -186,8 +188,13 @@ class LanguageCollector:
             metrics=metrics,
         )
 
-    def _old_log_probs(self, samples: Samples, trainer: Tensor, mask: Tensor) -> tuple[Tensor, float]:
-        """log π_old by ``sampling.old_log_probs``, and the largest gap between sampler and trainer.   [N, T]"""
+    def _old_log_probs(self, samples: Samples, trainer: Tensor | None, mask: Tensor) -> tuple[Tensor, float | None]:
+        """log π_old by ``sampling.old_log_probs``, and the largest gap between sampler and trainer.   [N, T]
+
+        Without those of the trainer, the sampler's measure the KL to the reference, and there is no gap.
+        """
+        if trainer is None:
+            return torch.where(mask, samples.log_probs, 0.0), None
         differences = (samples.log_probs - trainer)[mask].abs()
         largest = differences.max() if mask.any() else differences.new_zeros(())
         gap = float(all_max(largest))
