@@ -32,7 +32,8 @@ def offences(text: str) -> list[str]:
         owner, name = ast.unparse(node.func.value), node.func.attr
         to_double = name == "double" or (name in ("to", "type") and any(map(is_float64, node.args)))
         typed = any(keyword.arg == "dtype" and is_float64(keyword.value) for keyword in node.keywords)
-        made = owner == "torch" and name in NEW and not any(keyword.arg == "device" for keyword in node.keywords)
+        devices = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "device"]
+        made = owner == "torch" and name in NEW and all(device.startswith("exact_device(") for device in devices)
         if (to_double and not owner.endswith((".cpu()", "exact_device(x.device))"))) or (
             typed and not made and name != "asarray"
         ):
