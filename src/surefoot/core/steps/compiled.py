@@ -212,7 +212,11 @@ def decided_by(policy: Policy, objective: Objective, optimizers: Sequence[FlatOp
         return None
     names = {id(p): name for name, p in policy.named_parameters()}
     groups = [(replace(each.settings, learning_rate=0.0), [names[id(p)] for p in each.parameters]) for each in optimizers]
-    return [objective, groups, map_tensors(lambda x: (tuple(x.shape), x.dtype), batch), *parts]
+    return [objective, groups, map_tensors(_kind, batch), *parts]
+
+
+def _kind(x: Tensor) -> Any:
+    return tuple(x.shape), x.dtype
 
 
 def loss_function(
