@@ -39,14 +39,24 @@ def surefoot(start, *words, folder):
     return subprocess.run([*start, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize(("start", "words"), [(MODULE, ["check", "."]), (SCRIPT, ["evaluate", ".", "--episodes", "1"])])
+EVALUATE = ["evaluate", ".", "--episodes", "1"]
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (MODULE, EVALUATE),
+        pytest.param(MODULE, ["check", "."], marks=pytest.mark.slow),
+        pytest.param(SCRIPT, EVALUATE, marks=pytest.mark.slow),
+    ],
+)
 def test_a_command_imports_nothing_from_the_folder_that_it_reads_in(strange, start, words):
     done = surefoot(start, *words, folder=strange)
     assert done.returncode in (0, 1), done.stderr
     assert [path.name for path in strange.iterdir() if path.name.startswith("sprung")] == []
 
 
-@pytest.mark.parametrize(("start", "backend"), [(MODULE, "loop"), (SCRIPT, "workers")])
+@pytest.mark.parametrize(("start", "backend"), [pytest.param(MODULE, "loop", marks=pytest.mark.slow), (SCRIPT, "workers")])
 def test_a_task_in_the_working_folder_is_found_with_the_modules_beside_it(tmp_path, start, backend):
     """In workers too; and what the task starts itself finds the working folder as without us."""
     (tmp_path / "robot.py").write_text(ROBOT)
