@@ -17,8 +17,8 @@ from surefoot.cli import main as cli
 from surefoot.errors import SurefootError
 
 os.environ.setdefault("MUJOCO_GL", "disable")
-LOCAL_STORES = tempfile.TemporaryDirectory()  # trackers never reach a server or a home folder; Trackio reads this on import
-os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": LOCAL_STORES.name}
+LOCAL_STORES = tempfile.TemporaryDirectory()  # nothing reaches a server or a home folder; Trackio reads this on import
+os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": LOCAL_STORES.name, "SUREFOOT_CACHE": f"{LOCAL_STORES.name}/cache"}
 sys.path.insert(0, str(Path(__file__).parent / "runs"))
 
 

@@ -132,6 +132,7 @@ def test_the_command_compares_values_of_a_field_over_tasks(runs: dict[str, Path]
         (["--by", "algorithm", "--figure", "x.txt"], "--figure x.txt"),
         (["--by", "seed", "--score", "episode_return"], "no run of 2 on Acrobot-v1"),
         (["--score", "gold"], "need --by FIELD"),
+        (["--figure", "x.png"], "needs --by FIELD"),
     ],
 )
 def test_bad_words_are_one_line(words: list[str], part: str, runs: dict[str, Path], command: Any) -> None:
@@ -140,6 +141,40 @@ def test_bad_words_are_one_line(words: list[str], part: str, runs: dict[str, Pat
     assert code == 2
     assert error.count("\n") == 1
     assert part in error
+
+
+def test_the_page_of_a_report_has_the_tables_of_the_command_and_the_profiles(
+    runs: dict[str, Path], command: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    words = [*compared(runs), "--by", "algorithm", "--range", "CartPole-v1=0:500", "--range", "Acrobot-v1=-500:0"]
+    printed = command("compare", *words)[1]
+    code, _, error = command("report", *words, "--out", "page.html", "--figures", "svg")
+    assert code == 0, error
+    page = (tmp_path / "page.html").read_text()
+    assert "algorithm compared over 2 tasks" in page
+    assert "Performance profiles of evaluation_return" in page
+    cells = {cell.strip() for line in printed.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")}
+    cells = {cell for cell in cells if cell.strip("-: ")}
+    assert len(cells) > 20
+    assert [cell for cell in cells if f">{cell}<" not in page] == []
+    assert (tmp_path / "page-figures" / "profiles.svg").read_text().startswith("<?xml")
+    code, _, _ = command("report", *compared(runs), "--out", "plain.html")
+    assert code == 0
+    assert "compared over" not in (tmp_path / "plain.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [(["--score", "gold"], "report: --score and --range need --by FIELD"), (["--by", "optimiser"], "--by optimiser")],
+)
+def test_a_report_with_bad_words_is_one_line_and_writes_no_page(
+    words: list[str], part: str, runs: dict[str, Path], command: Any, tmp_path: Path
+) -> None:
+    code, _, error = command("report", *compared(runs), *words, "--out", "page.html")
+    assert (code, error.count("\n")) == (2, 1)
+    assert part in error
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_runs_that_differ_in_another_field_are_not_pooled(runs: dict[str, Path]) -> None:

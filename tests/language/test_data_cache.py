@@ -21,6 +21,10 @@ from surefoot.language.data.datasets import demonstrations, pairs, prompts
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import pocket
+from surefoot.language.online.world import prompts_hash
+from surefoot.language.supervised.demonstrations import demonstration_rows
+from surefoot.language.supervised.labels import kto_rows, scored_rows
+from surefoot.language.supervised.preferences import dpo_rows, pair_rows
 
 TOKENS = Tokens(pocket()[1])
 ASK = [{"role": "user", "content": "2+2"}]
@@ -51,7 +55,7 @@ def plain(made: Any) -> dict[str, Any]:
             return {name: listed(part) for name, part in value.items()}
         return list(value) if isinstance(value, (list, cache.Ragged, datasets.Mapped)) else value
 
-    return {name: listed(value) for name, value in vars(made).items()}
+    return {name: listed(value) for name, value in vars(made).items() if name != "facts"}
 
 
 def folders(path: Path) -> list[Path]:
@@ -143,6 +147,57 @@ def test_a_damaged_cache_is_made_again(damage: str, large: Path, monkeypatch: py
     assert len(calls) == 4
     demonstrations(open_rows(large), TOKENS, 50)
     assert len(calls) == 4
+
+
+PAIR, LABELLED = ("prompt", "chosen", "rejected"), ("prompt", "completion", "label")
+RUNS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "sft": (demonstration_rows, ("prompt", "completion")),
+    "dpo": (dpo_rows, PAIR),
+    "reward": (pair_rows, PAIR),
+    "kto": (kto_rows, LABELLED),
+    "labelled reward": (scored_rows, LABELLED),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_what_is_computed_from_all_rows_is_computed_once(kind: str, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes and lengths: those of a cache equal those of memory, and a warm start reads no row."""
+    rows = [row for row in ROWS if row["chosen"] != row["rejected"]] * 2
+    rows = [{**row, "prompt": f"{row['prompt']}{index}", "label": bool(index % 2)} for index, row in enumerate(rows)]
+    make, names = RUNS[kind]
+    large.write_text("".join(json.dumps({name: row[name] for name in names}) + "\n" for row in rows))
+    monkeypatch.setattr(datasets, "LARGE", 10**9)
+    memory = make(str(large), TOKENS, 50)
+    monkeypatch.setattr(datasets, "LARGE", 0)
+    for _ in range(2):
+        made = make(str(large), TOKENS, 50)
+        assert (made.hash, made.lengths, made.trained) == (memory.hash, memory.lengths, memory.trained)
+        monkeypatch.setattr(cache.Ragged, "__getitem__", None)  # the second time
+
+
+@pytest.mark.parametrize("damage", ["{", '{"value": "[1]", "sha256": "0"}', "[]"])
+def test_a_damaged_fact_is_computed_again(damage: str, large: Path) -> None:
+    made = demonstrations(open_rows(large), TOKENS, 50)
+    assert made.facts.once("count", lambda: 5) == 5
+    assert made.facts.once("count", lambda: 6) == 5
+    assert made.facts.folder is not None
+    (made.facts.folder / "count.json").write_text(damage)
+    assert made.facts.once("count", lambda: 6) == 6
+
+
+def test_a_fact_that_can_not_be_written_is_computed(large: Path) -> None:
+    made = demonstrations(open_rows(large), TOKENS, 50)
+    assert made.facts.folder is not None
+    shutil.rmtree(made.facts.folder.parent)
+    assert made.facts.once("count", lambda: 5) == 5
+
+
+def test_the_hash_of_prompts_is_the_one_of_memory(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = prompts_hash(prompts(list(open_rows(large)), TOKENS, 50))
+    assert prompts_hash(prompts(open_rows(large), TOKENS, 50)) == memory
+    found = prompts(open_rows(large), TOKENS, 50)
+    monkeypatch.setattr(cache.Ragged, "__getitem__", None)
+    assert prompts_hash(found) == memory
 
 
 def test_a_failed_row_leaves_no_cache(large: Path) -> None:

@@ -135,7 +135,7 @@ def test_sft_has_the_golden_loss_and_none_on_what_is_not_trained() -> None:
     wanted[:, classes] = torch.tensor(x["shifted_logits"])
     tiny.teach(model.get_output_embeddings(), hidden(model, ids)[:-1], wanted)
     shown = Demonstrations([ids], [trained], 0)
-    rows = Rows(lambda chosen: demonstration_tensors(shown, chosen, 0), shown.ids, [len(ids)], [sum(trained)])
+    rows = Rows(lambda chosen: demonstration_tensors(shown, chosen, 0), "", [len(ids)], [sum(trained)])
     rollout = RowCollector(rows, 1, 1).collect(LearnerState.seeded(1, 1))
     policy, objective = LanguagePolicy(model, None, 0), Objective(gamma=0.0)
     expect(name, "token_losses", -policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[rollout.mask])

@@ -1,7 +1,7 @@
 """Compare runs, report on them, train several algorithms to compare them, and tune recipes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +26,49 @@ from surefoot.errors import SurefootError
 from surefoot.files import check_name
 
 if TYPE_CHECKING:
+    from surefoot.compare.across_tasks import TaskComparison
     from surefoot.compare.report import Report
+    from surefoot.compare.runs import Run
+
+
+def across_tasks_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that group runs by task and by a field of their recipes."""
+    for option in (
+        click.option(
+            "--range",
+            "ranges",
+            multiple=True,
+            metavar="TASK=LOW:HIGH",
+            help="With --by: scores that count as 0 and 1; repeatable. [default: the worst and the best run of the task]",
+        ),
+        click.option("--score", metavar="METRIC", help="With --by: the metric. [default: the first score that all runs have]"),
+        click.option(
+            "--by", metavar="FIELD", help="Compare the values of a recipe's field, such as algorithm, over all tasks."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def tasks_compared(
+    command: str, runs: Sequence["Run"], by: str | None, score: str | None, ranges: tuple[str, ...]
+) -> "TaskComparison | None":
+    """The comparison that ``--by`` asks for; None without it.
+
+    Raises SurefootError for its options without it, and as ``compare_across_tasks`` does.
+    """
+    if by is None:
+        if score or ranges:
+            raise SurefootError(f"{command}: --score and --range need --by FIELD; add it, such as --by algorithm")
+        return None
+    from surefoot.compare.across_tasks import compare_across_tasks
+
+    return compare_across_tasks(runs, by, score, dict(map(_range, ranges)))
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=RUN, metavar="RUN RUN...")
-@click.option("--by", metavar="FIELD", help="Compare the values of a recipe's field, such as algorithm, over all tasks.")
-@click.option("--score", metavar="METRIC", help="With --by: the metric. [default: the first score that all runs have]")
-@click.option(
-    "--range",
-    "ranges",
-    multiple=True,
-    metavar="TASK=LOW:HIGH",
-    help="With --by: scores that count as 0 and 1; repeatable. [default: the worst and the best run of the task]",
-)
+@across_tasks_options
 @click.option("--figure", type=PATH, help="With --by: file for the performance profiles (.png or .svg).")
 @json_option
 def compare(
@@ -50,8 +79,9 @@ def compare(
     Runs that differ only in their seed form one group. With --by, scores of several tasks are normalised and aggregated:
     interquartile mean, median, mean, optimality gap, and the probability of improvement, with 95 % intervals.
     """
-    from surefoot.compare.report import across_tasks_text, comparison_text
-    from surefoot.compare.runs import compare_runs, read_run
+    from surefoot.compare.plots import draw_profiles
+    from surefoot.compare.report import across_tasks_text, comparison_text, require_matplotlib
+    from surefoot.compare.runs import Comparison, compare_runs, read_run
 
     if len(runs) < 2:
         raise SurefootError(f"compare {runs[0]}: one run is nothing to compare; name two or more")
@@ -59,30 +89,21 @@ def compare(
     for index, run in enumerate(runs):
         if resolved[index] in resolved[:index]:
             raise SurefootError(f"compare: {run} is named twice; name each run once")
-    if by is None and (score or ranges or figure):
-        raise SurefootError("compare: --score, --range and --figure need --by FIELD; add it, such as --by algorithm")
-    if by is not None:
-        from surefoot.compare.across_tasks import compare_across_tasks
-        from surefoot.compare.plots import draw_profiles
-        from surefoot.compare.report import require_matplotlib
-
-        if figure is not None:
-            require_matplotlib()
-        if figure is not None and figure.suffix not in (".png", ".svg"):
+    if figure is not None:
+        if by is None:
+            raise SurefootError("compare: --figure needs --by FIELD; add it, such as --by algorithm")
+        require_matplotlib(f"--figure {figure}")
+        if figure.suffix not in (".png", ".svg"):
             raise SurefootError(f"--figure {figure}: name a .png or .svg file")
-        tasks = compare_across_tasks([read_run(run) for run in runs], by, score, dict(map(_range, ranges)))
-        if as_json:
-            echo_json(tasks.results)
-        else:
-            echo(across_tasks_text(tasks))
-        if figure is not None:
-            draw_profiles(tasks, figure)
-        return
-    comparison = compare_runs([read_run(run) for run in runs])
+    loaded = [read_run(run) for run in runs]
+    tasks = tasks_compared("compare", loaded, by, score, ranges)
+    comparison = compare_runs(loaded) if tasks is None else tasks
     if as_json:
         echo_json(comparison.to_json())
     else:
-        echo(comparison_text(comparison))
+        echo(comparison_text(comparison) if isinstance(comparison, Comparison) else across_tasks_text(comparison))
+    if figure is not None and tasks is not None:
+        draw_profiles(tasks, figure)
 
 
 def _range(text: str) -> tuple[str, tuple[float, float]]:
@@ -102,10 +123,14 @@ def _range(text: str) -> tuple[str, tuple[float, float]]:
 @click.argument("runs", nargs=-1, required=True, type=RUN, metavar="RUN...")
 @click.option("--out", type=PATH, help="HTML file to write. [default: RUN/report.html; report.html for several runs]")
 @click.option("--figures", type=click.Choice(["svg", "png"]), help="Also write the curves as files, next to the page.")
-def report(runs: tuple[Path, ...], out: Path | None, figures: str | None) -> None:
+@across_tasks_options
+def report(
+    runs: tuple[Path, ...], out: Path | None, figures: str | None, by: str | None, score: str | None, ranges: tuple[str, ...]
+) -> None:
     """Write an HTML report of one or more runs.
 
-    The page has findings, curves, samples, recipe, environment, and the commands to repeat the runs.
+    The page has findings, curves, samples, recipe, environment, and the commands to repeat the runs. With --by it also has the
+    tables of surefoot compare --by and the performance profiles.
     """
     from surefoot.compare.report import write_figures, write_page
     from surefoot.compare.runs import read_run
@@ -114,11 +139,12 @@ def report(runs: tuple[Path, ...], out: Path | None, figures: str | None) -> Non
     if path.is_dir():
         raise SurefootError(f"--out {path}: is a folder; name a file, such as {path / 'report.html'}")
     loaded = [read_run(run) for run in runs]
-    write_page(loaded, path)
+    tasks = tasks_compared("report", loaded, by, score, ranges)
+    write_page(loaded, path, tasks)
     echo(f"{path}, {path.stat().st_size / 1000:,.0f} kB")
     if figures is not None:
         folder = path.with_name(f"{path.stem}-figures")
-        written = write_figures(loaded, folder, figures)
+        written = write_figures(loaded, folder, figures, tasks)
         echo(f"{len(written)} figures in {folder}/")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.compare.runs import SCORES, Run, differences_between, distinguishing_fields, short_text
-from surefoot.compare.statistics import interquartile_mean, percentile_bounds
+from surefoot.compare.statistics import finite, interquartile_mean, percentile_bounds
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import flatten, to_table
 
@@ -120,6 +120,10 @@ class TaskComparison:
             "scores": {value: {task: list(each) for task, each in tasks.items()} for value, tasks in self.scores.items()},
             "results": table,
         }
+
+    def to_json(self) -> dict[str, Any]:
+        """The results as plain values that JSON can represent."""
+        return dict(finite(self.results))
 
 
 def compare_across_tasks(

@@ -60,15 +60,36 @@ def draw_profiles(comparison: TaskComparison, path: Path) -> None:
 
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.subplots()
+    _profiles(axes, comparison)
+    axes.legend(frameon=False, title=comparison.field)
+    _label_axes(axes, f"Performance profiles: {comparison.metric}", PROFILE_X, PROFILE_Y)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def draw_profiles_panel(comparison: TaskComparison, kind: Literal["svg", "png"] = "svg") -> bytes:
+    """The same as the bytes of a file, to be read on white and on dark pages."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4, 3.4), layout="constrained")
+    axes = figure.subplots()
+    _profiles(axes, comparison)
+    axes.legend(frameon=False, fontsize=8, labelcolor=GREY)
+    _label_panel(axes, Panel("profiles", "Performance profiles", (), comparison.metric))
+    axes.set_xlabel(PROFILE_X, color=GREY, fontsize=8)
+    axes.set_ylabel(PROFILE_Y, color=GREY, fontsize=8)
+    return _file_of(figure, kind)
+
+
+PROFILE_X, PROFILE_Y = "normalised score τ", "share of runs with score > τ"
+
+
+def _profiles(axes: Any, comparison: TaskComparison) -> None:
     thresholds = comparison.results["thresholds"]
     for index, (value, row) in enumerate(comparison.results["results"].items()):
         colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
         axes.plot(thresholds, row["profile"]["value"], style, color=colour, label=value)
         axes.fill_between(thresholds, row["profile"]["low"], row["profile"]["high"], color=colour, alpha=0.15, lw=0)
-    axes.legend(frameon=False, title=comparison.field)
-    _label_axes(axes, f"Performance profiles: {comparison.metric}", "normalised score τ", "share of runs with score > τ")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def draw_ladder(results: Mapping[str, Any], path: Path) -> None:
@@ -318,7 +339,6 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 def draw_panel(panel: Panel, runs: Sequence[Run], kind: Literal["svg", "png"] = "svg") -> bytes:
     """The plot as the bytes of a file. The same runs give the same bytes; the caller names the lines."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 2.9), layout="constrained")
@@ -337,6 +357,13 @@ def draw_panel(panel: Panel, runs: Sequence[Run], kind: Literal["svg", "png"] = 
     _label_panel(axes, panel)
     if panel.name == "critic":  # the first iterations may be far below and would flatten the rest
         axes.set_ylim(max(-1.0, lowest * 1.1) - 0.05, 1.05)
+    return _file_of(figure, kind)
+
+
+def _file_of(figure: Any, kind: Literal["svg", "png"]) -> bytes:
+    """A figure as the bytes of a file; svg without a background."""
+    import matplotlib
+
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "surefoot", "svg.fonttype": "path"}):
         figure.savefig(file, format=kind, dpi=144, transparent=kind == "svg", metadata={"Date": None} if kind == "svg" else {})

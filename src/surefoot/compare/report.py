@@ -18,7 +18,7 @@ import numpy as np
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
 from surefoot.compare.across_tasks import RESAMPLES as TASK_RESAMPLES
-from surefoot.compare.plots import draw_panel, panels_of, run_colour
+from surefoot.compare.plots import draw_panel, draw_profiles_panel, panels_of, run_colour
 from surefoot.compare.runs import (
     ABSENT,
     SCORES,
@@ -233,11 +233,25 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return markdown_table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
+TextTable = tuple[str, list[str], list[list[str]]]
+"""a line above the table, its header and its rows"""
+
+
 def across_tasks_text(comparison: TaskComparison) -> str:
     """A comparison over tasks as text for a terminal, which is also Markdown."""
+    parts = [part for caption, header, rows in across_tasks_tables(comparison) for part in (caption, _table(header, rows))]
+    return "\n\n".join([*parts, _across_tasks_note(comparison)])
+
+
+def _across_tasks_note(comparison: TaskComparison) -> str:
+    fewest = min(count for row in comparison.results["results"].values() for count in row["runs"].values())
+    return f"{interval_note(fewest, TASK_RESAMPLES, ' of each task')}."
+
+
+def across_tasks_tables(comparison: TaskComparison) -> list[TextTable]:
+    """Aggregates, ranges and scores of a comparison over tasks."""
     results = comparison.results["results"]
-    first, fewest = next(iter(results)), min(count for row in results.values() for count in row["runs"].values())
-    rows = []
+    first, rows = next(iter(results)), []
     for value, row in results.items():
         cells = [f"{number(row[name]['value'])} ({interval_text(*row[name]['interval'])})" for name in AGGREGATES]
         better = row.get("improvement")
@@ -250,30 +264,28 @@ def across_tasks_text(comparison: TaskComparison) -> str:
         for value, by_task in comparison.scores.items()
         for task, scores in by_task.items()
     ]
-    return "\n\n".join(
-        [
-            f"{comparison.metric}, last known value, normalised per task; in brackets: 95 % intervals, stratified bootstrap:",
-            _table(header, rows),
-            "Scores that count as 0 and 1:",
-            _table(["task", "0", "1"], ranges),
-            "Scores as they are:",
-            _table([comparison.field, "task", "mean", "each seed"], each),
-            f"{interval_note(fewest, TASK_RESAMPLES, ' of each task')}.",
-        ]
-    )
+    caption = f"{comparison.metric}, last known value, normalised per task; in brackets: 95 % intervals, stratified bootstrap:"
+    return [
+        (caption, header, rows),
+        ("Scores that count as 0 and 1:", ["task", "0", "1"], ranges),
+        ("Scores as they are:", [comparison.field, "task", "mean", "each seed"], each),
+    ]
 
 
 # ---- the page of runs ------------------------------------------------------------------------------------------------
 
 
-def write_page(runs: Sequence[Run], out: Path) -> None:
-    """Write the HTML page atomically. Raises SurefootError if matplotlib is not installed."""
+def write_page(runs: Sequence[Run], out: Path, tasks: TaskComparison | None = None) -> None:
+    """Write the HTML page atomically, with a comparison over tasks if there is one.
+
+    Raises SurefootError if matplotlib is not installed.
+    """
     require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, page(runs))
+    write_text(out, page(runs, tasks))
 
 
-def write_figures(runs: Sequence[Run], folder: Path, kind: Any) -> list[Path]:
+def write_figures(runs: Sequence[Run], folder: Path, kind: Any, tasks: TaskComparison | None = None) -> list[Path]:
     """Write each plot as a file, and return their paths. Raises SurefootError if matplotlib is not installed."""
     require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
@@ -281,21 +293,26 @@ def write_figures(runs: Sequence[Run], folder: Path, kind: Any) -> list[Path]:
     for panel in panels_of(runs):
         paths.append(folder / f"{panel.name}.{kind}")
         write_bytes(paths[-1], draw_panel(panel, runs, kind))
+    if tasks is not None:
+        paths.append(folder / f"profiles.{kind}")
+        write_bytes(paths[-1], draw_profiles_panel(tasks, kind))
     return paths
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(purpose: str = "surefoot report") -> None:
+    """Raise SurefootError, naming the extra, if matplotlib is not installed."""
     if not matplotlib_installed():
-        raise missing_extra("matplotlib", "plots", "surefoot report")
+        raise missing_extra("matplotlib", "plots", purpose)
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The HTML page of some runs."""
+def page(runs: Sequence[Run], tasks: TaskComparison | None = None) -> str:
+    """The HTML page of some runs, with a comparison over tasks if there is one."""
     title = runs[0].recipe.title if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
         f"<h1>{_text(title)}</h1>",
         f'<p class="soft">{_text(runs[0].name if len(runs) == 1 else ", ".join(run.name for run in runs))}</p>',
         _overview(runs),
+        *([] if tasks is None else _across_tasks(tasks)),
         "<h2>Findings</h2>",
         *(_findings(run, alone=len(runs) == 1) for run in runs),
         "<h2>Curves</h2>",
@@ -335,6 +352,20 @@ def _overview(runs: Sequence[Run]) -> str:
     return _html_table(header, rows, dict.fromkeys(["seed", "time", *scores], "n"))
 
 
+def _across_tasks(tasks: TaskComparison) -> Iterable[str]:
+    yield f"<h2>{_text(tasks.field)} compared over {len(tasks.ranges)} task{'s' if len(tasks.ranges) > 1 else ''}</h2>"
+    for caption, header, rows in across_tasks_tables(tasks):
+        yield f'<p class="soft small">{_text(caption)}</p>'
+        yield _html_table(header, [[_text(cell) for cell in row] for row in rows])
+    yield f'<p class="soft small">{_text(_across_tasks_note(tasks))}</p>'
+    alt = _text(f"Performance profiles of {tasks.metric}: the share of runs above each normalised score, by {tasks.field}")
+    yield f'<div class="curves">{_image(draw_profiles_panel(tasks), alt)}</div>'
+
+
+def _image(svg: bytes, alt: str) -> str:
+    return f'<img src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}" alt="{alt}">'
+
+
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]], classes: Mapping[str, str] | None = None) -> str:
     """A table of cells that are HTML already. ``classes`` maps a column to its CSS class; an empty header is left out."""
     kinds = [f' class="{classes[name]}"' if classes and name in classes else "" for name in header]
@@ -371,10 +402,9 @@ def _finding(finding: Finding) -> str:
 def _curves(runs: Sequence[Run]) -> str:
     images = []
     for panel in panels_of(runs):
-        data = base64.b64encode(draw_panel(panel, runs)).decode()
         last = ", ".join(f"{run.name}: {number(run.last(panel.metrics[0]))}" for run in runs)
         alt = _text(f"{panel.title} over steps. {panel.unit}. Last of {panel.metrics[0]}: {last}")
-        images.append(f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}">')
+        images.append(_image(draw_panel(panel, runs), alt))
     if not images:
         return '<p class="soft">Curves need at least two iterations.</p>'
     caption = '<p class="soft small">Over steps. Pale: every iteration; strong: smoothed.</p>'

@@ -10,16 +10,19 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import filelock
 import numpy as np
 
 from surefoot.errors import SurefootError
 from surefoot.files import write_text
+
+T = TypeVar("T")
 
 KEPT = 30 * 24 * 3600.0
 """seconds since its last use after which a folder is deleted"""
@@ -127,10 +130,44 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot"
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Values that were computed from all rows of a cache, kept in its folder; those of rows in memory are computed again."""
+
+    folder: Path | None = None
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """A value that JSON can hold, computed unless it is in the folder.
+
+        name  a file name; another one after every change of what is computed
+        """
+        if self.folder is None:
+            return compute()
+        path = self.folder / f"{name}.json"
+        with suppress(OSError), _locked(self.folder.parent, self.folder.name):  # other ranks wait instead of computing it too
+            stored = _read_fact(path)
+            if stored is None:
+                text = json.dumps(compute())
+                write_text(path, json.dumps({"sha256": sha256(text.encode()).hexdigest(), "value": text}))
+                stored = text
+            return json.loads(stored)  # type: ignore[no-any-return]
+        return compute()
+
+
+def _read_fact(path: Path) -> str | None:
+    """The JSON text of an undamaged fact."""
+    try:
+        stored = json.loads(path.read_text("utf-8"))
+        text: str = stored["value"]
+        return text if sha256(text.encode()).hexdigest() == stored["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def cached(
     parts: Iterable[object] | None, kinds: Mapping[str, str], build: Callable[[Fields], dict[str, Any]]
-) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
-    """Fields and a summary, made by ``build`` unless they are in the cache.
+) -> tuple[dict[str, Sequence[Any]], dict[str, Any], Facts]:
+    """Fields and a summary, made by ``build`` unless they are in the cache; and what was computed from them.
 
     parts   all that the content depends on; None: keep it in a temporary file of this process
     kinds   the fields, each with a key of ``TYPES``
@@ -143,7 +180,7 @@ def cached(
         if parts is None:
             with tempfile.TemporaryDirectory(prefix="surefoot-data-") as folder:  # maps outlive the names of their files
                 _write(Path(folder), kinds, build)
-                return _opened(Path(folder), kinds)
+                return *_opened(Path(folder), kinds), Facts()
         key = sha256(json.dumps([str(part) for part in parts]).encode()).hexdigest()[:32]
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root, key):
@@ -161,8 +198,8 @@ def cached(
                     shutil.rmtree(temporary, ignore_errors=True)
                 stored = _opened(folder_, kinds)
             os.utime(folder_)
-        _remove_unused(root)
-        return stored
+        remove_unused(root)
+        return *stored, Facts(folder_)
     except OSError as error:
         raise SurefootError(
             f"SUREFOOT_CACHE={str(root.parent)!r}: can't be written ({error.strerror or error}); set it to a folder with room"
@@ -219,7 +256,7 @@ def _arrays(folder: Path, name: str, kind: str) -> tuple[np.ndarray, np.ndarray]
     return mapped(folder / f"{name}.values", TYPES[kind]), mapped(folder / f"{name}.ends", np.dtype(np.int64))
 
 
-def _remove_unused(root: Path) -> None:
+def remove_unused(root: Path) -> None:
     """Delete folders that were not used for a long time; other processes keep reading those that they have open."""
     before = time.time() - KEPT
     for folder in root.iterdir():

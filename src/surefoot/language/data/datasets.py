@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
-from surefoot.language.data.cache import Fields, NotJson, Ragged, cached
+from surefoot.language.data.cache import Facts, Fields, NotJson, Ragged, cached
 from surefoot.language.data.processes import in_processes, usable_processes
 from surefoot.language.data.rows import (
     CALLS,
@@ -64,6 +64,8 @@ class Demonstrations:
     """columns that are not used"""
     notes: tuple[str, ...] = ()
     """lines about control tokens in the rows"""
+    facts: Facts = field(default_factory=Facts)
+    """what was computed from all rows before"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Pairs:
     """columns that are not used"""
     notes: tuple[str, ...] = ()
     """lines about control tokens in the rows, and about labelled answers without a partner"""
+    facts: Facts = field(default_factory=Facts)
+    """what was computed from all rows before"""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ class Prompts:
     """columns that only reward functions read"""
     notes: tuple[str, ...] = ()
     """lines about control tokens in the rows"""
+    facts: Facts = field(default_factory=Facts)
+    """what was computed from all rows before"""
 
 
 def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts:
@@ -162,8 +168,8 @@ def demonstrations(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, tally = _tokenised("demonstrations", rows, tokens, max_length, limit_text, control)
-    return Demonstrations(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control))
+    made, tally, facts = _tokenised("demonstrations", rows, tokens, max_length, limit_text, control)
+    return Demonstrations(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), facts)
 
 
 def pairs(
@@ -175,17 +181,18 @@ def pairs(
 
     Raises SurefootError, with file and line, for a row of another shape, and if no row remains.
     """
-    made, tally = _tokenised("pairs", rows, tokens, max_length, limit_text, control)
+    made, tally, facts = _tokenised("pairs", rows, tokens, max_length, limit_text, control)
     return Pairs(
         made["chosen"],
         made["rejected"],
-        [length for (length,) in made["prompt_lengths"]],
+        facts.once("prompt-lengths", lambda: [length for (length,) in made["prompt_lengths"]]),
         tally.dropped,
         made["chosen_trained"],
         made["rejected_trained"],
         tally.equal,
         tuple(tally.unused),
         tally.notes(control),
+        facts,
     )
 
 
@@ -196,9 +203,9 @@ def labelled(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, tally = _tokenised("labelled", rows, tokens, max_length, limit_text, control)
-    good = [label for (label,) in made["good"]]
-    return Labelled(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), good)
+    made, tally, facts = _tokenised("labelled", rows, tokens, max_length, limit_text, control)
+    good = facts.once("labels", lambda: [label for (label,) in made["good"]])
+    return Labelled(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), facts, good)
 
 
 def prompts(
@@ -208,7 +215,7 @@ def prompts(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
     """
-    made, tally = _tokenised("prompts", rows, tokens, max_length, limit_text, control)
+    made, tally, facts = _tokenised("prompts", rows, tokens, max_length, limit_text, control)
     stored = made["row"]
     return Prompts(
         _listed(stored, _prompt_of),
@@ -217,6 +224,7 @@ def prompts(
         tally.dropped,
         tuple(tally.unused),
         tally.notes(control),
+        facts,
     )
 
 
@@ -525,8 +533,8 @@ class _RowMaker:
 
 def _tokenised(
     kind: str, rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str, control: ControlPolicy
-) -> tuple[Mapping[str, Sequence[Any]], Tally]:
-    """The fields of all rows that are kept, in memory or, for a large source, in the cache; and a tally of all rows."""
+) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
+    """The fields of all rows that are kept, in memory or, for a large source, in the cache; a tally of all rows; and facts."""
     return _Preparation(kind, rows, tokens, max_length, limit_text, control).run()
 
 
@@ -543,7 +551,7 @@ class _Preparation:
         self.maker = _RowMaker(kind, tokens, max_length, control)
         self.tally = Tally()
 
-    def run(self) -> tuple[Mapping[str, Sequence[Any]], Tally]:
+    def run(self) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
         kinds, processes = FIELDS[self.kind], 1
 
         def build(fields: Fields) -> dict[str, Any]:
@@ -555,13 +563,13 @@ class _Preparation:
             parts = self._parts(self.rows)
             processes = 1 if parts is None else usable_processes()  # a tokenizer in Python may have code of its own
             try:
-                made, summary = cached(parts, kinds, build)
-                return made, Tally(**summary)
+                made, summary, facts = cached(parts, kinds, build)
+                return made, Tally(**summary), facts
             except NotJson:  # values that only memory can hold
                 pass
         fields = Fields(kinds)
         build(fields)
-        return fields.columns, self.tally
+        return fields.columns, self.tally, Facts()
 
     def _parts(self, source: Source) -> list[object] | None:
         """All that the ids depend on; None if it can't be known."""

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from surefoot.core.rollout import Evaluation
 from surefoot.functional import chunked_likelihood
 from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import positions
+from surefoot.language.memory.counts import counted_once
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.models.policy import Critic, Readout, ValueHead, checkpoint_layers, computing
 from surefoot.language.sampling import inverse_cdf, log_softmax
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from surefoot.recipes.language import AdapterSettings
-
-P = ParamSpec("P")
 
 MAX_CHUNKS = 32
 """chunks of logits that are counted one by one; more are extrapolated"""
@@ -75,6 +74,7 @@ def causal_model(config: "PreTrainedConfig") -> Any:
     """A causal language model from its configuration, in float32, as from ``load_model``."""
     from transformers import AutoModelForCausalLM
 
+    config = copy.deepcopy(config)  # from_config writes the dtype into it, and a count is stored under its content
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
 
 
@@ -82,7 +82,7 @@ def trunk_model(config: "PreTrainedConfig") -> Any:
     """The same without its head."""
     from transformers import AutoModel
 
-    return AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+    return AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def layer_count(config: "PreTrainedConfig") -> int:
@@ -130,21 +130,19 @@ def _repeats(config: "PreTrainedConfig", kinds: list[Any], first: int, period: i
     return (count_parameters(config).total - low) * period == (high - low) * (layer_count(config) - first)
 
 
+@counted_once(lambda stored: ParameterCounts(**stored))
 def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
     """Exact parameter counts, from a model built on the meta device."""
-    key = f"{type(config).__name__} {config.to_json_string()}"
-    if key not in _COUNTS:
-        with quiet_transformers(), torch.device("meta"):
-            model = causal_model(config)
-        stack = layer_stack(model)
-        _COUNTS[key] = ParameterCounts(
-            total=_size(model),
-            trunk=_size(model.base_model),
-            layers=0 if stack is None else _size(stack),
-            width=int(config.get_text_config().hidden_size),
-            vocabulary=int(model.get_input_embeddings().weight.shape[0]),
-        )
-    return _COUNTS[key]
+    with quiet_transformers(), torch.device("meta"):
+        model = causal_model(config)
+    stack = layer_stack(model)
+    return ParameterCounts(
+        total=_size(model),
+        trunk=_size(model.base_model),
+        layers=0 if stack is None else _size(stack),
+        width=int(config.get_text_config().hidden_size),
+        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+    )
 
 
 def layer_stack(model: nn.Module) -> nn.ModuleList | None:
@@ -152,26 +150,16 @@ def layer_stack(model: nn.Module) -> nn.ModuleList | None:
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size, default=None)
 
 
-_COUNTS: dict[str, ParameterCounts] = {}
-
-
+@counted_once(int)
 def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int:
     """Parameters of one adapter of a model's trunk.
 
     Raises SurefootError if the trunk lacks the target layers.
     """
-    from surefoot.language.models.adapters import POLICY, SharedBase
-
-    key = f"{type(config).__name__} {config.to_json_string()} {settings!r}"
-    if key not in _ADAPTERS:
-        with quiet_transformers(), torch.device("meta"):
-            base = SharedBase(trunk_model(config), base_hash="")
-            base.inject(POLICY, settings)
-        _ADAPTERS[key] = sum(parameter.numel() for _, parameter in base.parameters(POLICY))
-    return _ADAPTERS[key]
-
-
-_ADAPTERS: dict[str, int] = {}
+    with quiet_transformers(), torch.device("meta"):
+        base = SharedBase(trunk_model(config), base_hash="")
+        base.inject(POLICY, settings)
+    return sum(parameter.numel() for _, parameter in base.parameters(POLICY))
 
 
 def _size(module: nn.Module) -> int:
@@ -289,18 +277,8 @@ class PassMemory:
         return max(self.peaks)
 
 
-def cached_pass(count: Callable[P, PassMemory]) -> Callable[P, PassMemory]:
-    """Count every pass once: plans that differ in one option share most passes."""
-    cache: dict[str, PassMemory] = {}
-
-    @wraps(count)
-    def cached(*args: P.args, **kwargs: P.kwargs) -> PassMemory:
-        key = repr((args, kwargs))
-        if key not in cache:
-            cache[key] = count(*args, **kwargs)
-        return cache[key]
-
-    return cached
+cached_pass = counted_once(lambda stored: PassMemory(tuple(stored["peaks"]), stored["kept"]))
+"""counts a pass once: plans that differ in one option share most passes"""
 
 
 @cached_pass

@@ -59,6 +59,16 @@ BEST_KL_FACTOR = 1.5
 average, and a policy far beyond it has a high reward because it ignores the reference"""
 
 
+def prompts_hash(prompts: data.Prompts) -> str:
+    """A hash of all prompts' ids and columns."""
+
+    def computed() -> str:
+        columns = zip(*prompts.columns.values(), strict=True) if prompts.columns else [()] * len(prompts.ids)
+        return rows_hash(zip(prompts.ids, columns, strict=True))
+
+    return prompts.facts.once("hash", computed)
+
+
 class LanguageWorld:
     """The models, data and evaluation of a recipe of kind "language"."""
 
@@ -333,10 +343,7 @@ class LanguageWorld:
     @cached_property
     def sources(self) -> dict[str, str]:
         """Hashes of everything that a checkpoint does not contain."""
-        prompts = self.collector.prompts
-        columns = zip(*prompts.columns.values(), strict=True) if prompts.columns else [()] * len(prompts.ids)
-        rows = zip(prompts.ids, columns, strict=True)
-        sources = {**self.frozen, f"data.train={self.recipe.data.train!r}": rows_hash(rows)}
+        sources = {**self.frozen, f"data.train={self.recipe.data.train!r}": prompts_hash(self.collector.prompts)}
         if self.auxiliary_loss is not None:
             sources[f"mixing.demonstrations={self.recipe.mixing.demonstrations!r}"] = self.auxiliary_loss.rows.hash
         return sources

@@ -1,7 +1,7 @@
 """Demonstrations as tensors, their likelihood under a policy, and the loss on them that mixing adds to PPO."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ RowTensors = Callable[[Sequence[int]], Batch]
 class Rows:
     """The rows of a file: any of them as tensors, and a hash of all.
 
+    hash      of their content
     lengths   tokens of each row; of a pair, the longer answer's
     trained   the number of them that are trained
     notes     a line for each reason why rows or columns of the file are left out
@@ -40,12 +41,12 @@ class Rows:
     def __init__(
         self,
         tensors: RowTensors,
-        content: Iterable[object],
+        hash: str,
         lengths: Sequence[int],
         trained: Sequence[int],
         notes: Sequence[str] = (),
     ) -> None:
-        self.count, self.tensors, self.hash = len(lengths), tensors, rows_hash(content)
+        self.count, self.tensors, self.hash = len(lengths), tensors, hash
         self.lengths, self.trained, self.notes = lengths, trained, notes
 
     def sizes(self, count: int) -> tuple[int, int, int]:
@@ -72,11 +73,12 @@ def demonstration_rows(
     """
     rows = open_rows(path, settings.columns)
     demonstrations = data.demonstrations(rows, tokens, limit, limit_reason, settings.control_tokens)
+    facts = demonstrations.facts
     return Rows(
         partial(demonstration_tensors, demonstrations, pad_id=tokens.pad_id),
-        zip(demonstrations.ids, demonstrations.trained, strict=True),
+        facts.once("hash", lambda: rows_hash(zip(demonstrations.ids, demonstrations.trained, strict=True))),
         lengths_of(demonstrations.ids),
-        [sum(trained) for trained in demonstrations.trained],
+        facts.once("trained", lambda: [sum(trained) for trained in demonstrations.trained]),
         data.drop_notes(path, limit, demonstrations.dropped, unused=demonstrations.unused, notes=demonstrations.notes),
     )
 

@@ -23,6 +23,7 @@ from surefoot.errors import SurefootError
 from surefoot.functional import kto_loss
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
+from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
 from surefoot.language.models.policy import in_micro_batches
@@ -153,8 +154,12 @@ def kto_rows(
     Raises SurefootError, with file and line, for an invalid file, and when every answer is too long or has the same prompt.
     """
     answers = data.labelled(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
-    starts = [trained.index(True) for trained in answers.trained]
-    others = next_with_another([tuple(ids[:start]) for ids, start in zip(answers.ids, starts, strict=True)], path)
+    starts = answers.facts.once("starts", lambda: [trained.index(True) for trained in answers.trained])
+
+    def mismatches() -> list[int]:
+        return next_with_another([tuple(ids[:start]) for ids, start in zip(answers.ids, starts, strict=True)], path)
+
+    others = answers.facts.once("mismatches", mismatches)
     lengths = lengths_of(answers.ids)
     longest = [max(lengths[row], min(limit, starts[row] + lengths[other] - starts[other])) for row, other in enumerate(others)]
 
@@ -170,9 +175,10 @@ def kto_rows(
         inputs |= side_tensors(MISMATCHED, demonstration_tensors(other, range(len(rows)), tokens.pad_id))
         return inputs, labels_of(answers, rows), torch.ones(len(rows), 1, dtype=torch.bool)
 
-    content = zip(answers.ids, answers.trained, answers.good, strict=True)
+    content = answers.facts.once("hash", lambda: rows_hash(zip(answers.ids, answers.trained, answers.good, strict=True)))
+    counts = answers.facts.once("trained", lambda: [sum(trained) for trained in answers.trained])
     notes = notes_of(path, limit, answers, weights)
-    return Rows(tensors, content, longest, [sum(trained) for trained in answers.trained], notes)
+    return Rows(tensors, content, longest, counts, notes)
 
 
 def next_with_another(prompts: Sequence[tuple[int, ...]], path: str) -> list[int]:
@@ -214,7 +220,8 @@ def scored_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", s
         kept = torch.ones(len(rows), 1, dtype=torch.bool)
         return {ANSWER: ids, f"{ANSWER}_mask": mask}, labels_of(answers, rows), kept
 
-    content, lengths = zip(answers.ids, answers.good, strict=True), lengths_of(answers.ids)
+    content = answers.facts.once("hash-of-answers", lambda: rows_hash(zip(answers.ids, answers.good, strict=True)))
+    lengths = lengths_of(answers.ids)
     return Rows(tensors, content, lengths, [0] * len(lengths), notes_of(path, limit, answers))
 
 

@@ -25,6 +25,7 @@ from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.functional import orpo_loss, simpo_loss
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
+from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
 from surefoot.language.models.policy import checkpoint_layers, computing, in_micro_batches
@@ -86,7 +87,7 @@ def pair_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", set
     Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
     """
     pairs = data.pairs(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
-    both = zip(pairs.chosen, pairs.rejected, strict=True)
+    both = pairs.facts.once("hash-of-answers", lambda: rows_hash(zip(pairs.chosen, pairs.rejected, strict=True)))
     longest = _longest(pairs)
     tensors = partial(pair_tensors, pairs, pad_id=tokens.pad_id)
     return Rows(tensors, both, longest, [0] * len(longest), data.pair_drop_notes(path, limit, pairs))
@@ -247,6 +248,7 @@ def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", sett
             inputs |= side_tensors(side, demonstration_tensors(answers, rows, tokens.pad_id))
         return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
 
-    content = zip(pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained, strict=True)
-    trained = [max(sum(a), sum(b)) for a, b in zip(pairs.chosen_trained, pairs.rejected_trained, strict=True)]
+    sides_of = (pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained)
+    content = pairs.facts.once("hash", lambda: rows_hash(zip(*sides_of, strict=True)))
+    trained = pairs.facts.once("trained", lambda: [max(sum(a), sum(b)) for a, b in zip(*sides_of[2:], strict=True)])
     return Rows(tensors, content, _longest(pairs), trained, data.pair_drop_notes(path, limit, pairs))
