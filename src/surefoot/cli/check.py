@@ -95,7 +95,16 @@ def check_run(folder: Path, as_json: bool) -> int:
 @click.option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe.")
 @click.option("--micro-batch", type=COUNT, metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
 @click.option("--micro-batch-tokens", type=COUNT, metavar="TOKENS", help="As optimizer.micro_batch_tokens in a recipe.")
-@click.option("--prompts", type=COUNT, default=64, show_default=True, help="Prompts per iteration.")
+@click.option("--ranks", type=COUNT, default=1, show_default=True, help="Ranks that train together, one per GPU.")
+@click.option(
+    "--sharding", type=click.Choice(["none", "full", "hybrid"]), default="none", show_default=True, help="As in a recipe."
+)
+@click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine, for --sharding hybrid.")
+@click.option(
+    "--reshard-after-forward/--no-reshard-after-forward", "reshard", default=True, show_default=True, help="As in a recipe."
+)
+@click.option("--offload", is_flag=True, help="As offload in a recipe.")
+@click.option("--prompts", type=COUNT, default=64, show_default=True, help="Prompts per iteration of all ranks.")
 @click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
 @click.option("--minibatches", type=COUNT, default=4, show_default=True, help="Updates per epoch.")
 @click.option("--batch", type=COUNT, default=64, show_default=True, help="Rows per update of SFT, reward models and DPO.")
@@ -107,8 +116,8 @@ def memory(model: str, as_json: bool, **options: Any) -> None:
 
     MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read.
 
-    Prints the cheapest settings that fit on each GPU, then the memory of policy, value, reference and reward models with these
-    settings and with others.
+    Prints the cheapest settings that fit on one GPU and on several, then the memory of policy, value, reference and reward
+    models with these settings and with others. With --ranks, it is that of each rank.
     """
     from surefoot.language.memory.planner import MemoryPlan, model_config, tables, to_json
 
@@ -123,6 +132,17 @@ def memory(model: str, as_json: bool, **options: Any) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in tables(plan):
         console.print(table, "")
+
+
+def check_layout(ranks: int, sharding: str, ranks_per_machine: int, reshard: bool, offload: bool) -> None:
+    """Raise SurefootError for options that need several ranks, or sharded models."""
+    if sharding != "none" and ranks == 1:
+        raise SurefootError(f"--sharding {sharding}: shares models among ranks, and there is one; add --ranks 8, for example")
+    for flag, value in (("--offload", offload), ("--no-reshard-after-forward", not reshard)):
+        if value and sharding == "none":
+            raise SurefootError(f"{flag}: is for sharded models; add --sharding full, or leave it out")
+    if sharding == "hybrid" and ranks > ranks_per_machine and ranks % ranks_per_machine:
+        raise SurefootError(f"--ranks {ranks}: is no multiple of --ranks-per-machine {ranks_per_machine}; change one of them")
 
 
 def memory_workload(
@@ -142,14 +162,23 @@ def memory_workload(
     batch: int,
     prompt_tokens: int,
     max_tokens: int,
+    ranks: int,
+    sharding: Literal["none", "full", "hybrid"],
+    ranks_per_machine: int,
+    reshard: bool,
+    offload: bool,
 ) -> "Workload":
     """The models and batch sizes that the options of ``surefoot memory`` describe, for a transformers config."""
     from surefoot.core.algorithms import PPO_CLIP, REINFORCE
     from surefoot.language.memory import Workload, with_adapters
+    from surefoot.language.memory.layout import Layout
     from surefoot.language.memory.planner import with_value
     from surefoot.recipes.language import AdapterSettings
 
     responses = prompts * samples if kind == "language" else batch
+    check_layout(ranks, sharding, ranks_per_machine, reshard, offload)
+    if (rows := prompts if kind == "language" else batch) < ranks:
+        raise SurefootError(f"--ranks {ranks}: more than {rows} {'prompts' if kind == 'language' else 'rows'}; use fewer ranks")
     if kind == "language" and minibatches > responses:
         raise SurefootError(f"--minibatches {minibatches}: more than the {responses} responses of an iteration; use fewer")
     workload = Workload(
@@ -165,6 +194,7 @@ def memory_workload(
         max_tokens=max_tokens,
         micro_batch=micro_batch,
         micro_batch_tokens=micro_batch_tokens,
+        layout=Layout(ranks, None if sharding == "none" else sharding, ranks_per_machine, reshard, offload),
     )
     if kind == "language":
         workload = replace(

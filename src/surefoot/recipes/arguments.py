@@ -376,6 +376,7 @@ class ReferenceSettingsTable(TypedDict, total=False):
 
     model: str | None
     beta: float
+    measure: bool
     target: float | None
     horizon: int
 
