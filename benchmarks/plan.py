@@ -38,27 +38,35 @@ from surefoot.runs.session import make_learner
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "plan"
-PROMPT, ANSWER, ROWS = 64, 32, 16
+PROMPT, ANSWER, ROWS = 48, 16, 8
 """tokens of a prompt and of a response, and responses of a rank"""
+WIDTH = 512
 CELLS = [(kind, ranks, sharding) for kind in ("sft", "ppo") for ranks, sharding in ((1, "none"), (2, "none"), (2, "full"))]
 CELLS += [("sft", 4, "none"), ("ppo", 4, "full")]
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-ITERATIONS = 3
+ITERATIONS = 2
 """measured, after one that is not"""
 
 
 def table_of(folder: Path, kind: str, ranks: int, sharding: str) -> dict[str, Any]:
-    """The recipe table: a Llama of width 768 and 8 layers (83 M parameters with 16,384 tokens)."""
+    """The recipe table: a Llama of width 512 and 6 layers (27.7 M parameters with 8,192 tokens)."""
     files = rows_in(folder, prompt=PROMPT, answer=ANSWER, count=256)
     model = folder / "model"
     if not model.exists():
-        built(model, "llama", width=768, layers=8, vocabulary=16384)
+        built(model, "llama", width=WIDTH, layers=6, vocabulary=8192)
     if kind == "ppo":
         sampling = {"prompts": ROWS * ranks, "max_tokens": ANSWER}
         table = online(model, files, critic={"own_model": True}, sampling=sampling, steps=1024)
     else:
         data = {"train": files["demonstrations"], "max_length": 128, "batch": ROWS * ranks}
-        table = {"kind": "sft", "model": str(model), "steps": 1024, "data": data, "optimizer": {"learning_rate": 1e-5}}
+        table = {
+            "kind": "sft",
+            "model": str(model),
+            "steps": 1024,
+            "threads": 1,
+            "data": data,
+            "optimizer": {"learning_rate": 1e-5},
+        }
     return {**table, "sharding": sharding, "check_memory": False}
 
 
@@ -108,7 +116,7 @@ def measured(kind: str, ranks: int, sharding: str, clock: str) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = make_recipe(table_of(folder, kind, ranks, sharding))
-        machine = measured_machine(768, 768 * 11 // 4, ROWS // 2 * (PROMPT + ANSWER), ranks, CLOCKS[clock], seconds=3.0)
+        machine = measured_machine(WIDTH, WIDTH * 11 // 4, ROWS * (PROMPT + ANSWER), ranks, CLOCKS[clock], seconds=2.0)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [__file__, "--rank-of", str(folder), kind, str(ranks), sharding, clock]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -12,7 +12,7 @@ largest:
 - *learning*: a micro-batch forward and backward: activations kept for the backward pass, plus the largest temporary memory, a
 chunk
   of logits or the gradients of one layer;
-- *saving*: a checkpoint copies one tree at a time; the largest are Adam's moments.
+- *saving*: a checkpoint is written from copies of trained weights and Adam's moments, in the host's memory.
 
 Of several ranks, the estimate is that of one: its share of the rows and, with sharding, its part of every model plus what is
 gathered in each phase (``layout``).
@@ -265,10 +265,16 @@ def _permanent_of_whole_models(workload: Workload) -> dict[str, dict[str, int]]:
     elif workload.value == "own":
         critic = count_parameters(workload.critic or workload.policy)
         sizes["value"] = trained_bytes(critic.trunk + critic.width + 1)
+    return sizes | _frozen_roles(workload)
+
+
+def _frozen_roles(workload: Workload) -> dict[str, dict[str, int]]:
+    """Bytes of the reference and of reward models, as far as they are models of their own; sharded with the passes' dtype."""
+    each, sizes = LOW_WEIGHT if workload.low else WEIGHT, {}
     if workload.reference is not None and workload.kind != "dpo":
-        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total, LOW_WEIGHT if workload.low else WEIGHT)
+        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total, each)
     if workload.rewards:
-        sizes["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in workload.rewards))
+        sizes["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in workload.rewards), each)
     return sizes
 
 
@@ -281,11 +287,11 @@ def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> 
     sizes = {"base": frozen_bytes(own.total), "policy": trained_bytes(size)}
     if workload.value != "none":
         sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
-    if workload.reference is not None and workload.kind != "dpo":
-        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total)
-    rewards = sum(_reward_size(count_parameters(config)) for config in workload.rewards)
-    rewards += sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
-    return sizes | ({"reward": frozen_bytes(rewards)} if rewards else {})
+    sizes |= _frozen_roles(workload)
+    adapters = sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
+    if adapters:
+        sizes["reward"] = frozen_bytes(adapters + sizes.get("reward", frozen_bytes(0))["weights"] // WEIGHT)
+    return sizes
 
 
 def permanent_bytes(workload: Workload) -> int:
@@ -333,8 +339,8 @@ class _Estimator:
             phases["evaluating"] = self.evaluating()
         if s.kind == "dpo" and s.compared:
             phases["scoring by the reference"] = self.reference_scoring()
-        moments = sum(parts.get("optimizer", 0) for parts in (host or always).values())
-        phases["saving"] = PhaseMemory({"copies": moments})
+        trained = [parts for parts in (host or always).values() if "optimizer" in parts]
+        phases["saving"] = PhaseMemory({"copies": sum(parts["weights"] + parts["optimizer"] for parts in trained)})
         return Estimate(always, phases, tuple(self.failed), host)
 
     @cached_property
