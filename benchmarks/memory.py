@@ -15,7 +15,7 @@ import gc
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,14 @@ def online(model: Path, files: dict[str, str], tokens: int = 32, **fields: Any) 
 
 
 class Watched:
-    """Runs a recipe and measures its phases."""
+    """Runs a recipe and measures its phases.
 
-    def __init__(self, recipe: Any, allocator: bool = False) -> None:
-        self.recipe, self.tracker, self.allocator = recipe, StorageTracker(), allocator
+    allocator   count the allocator's records
+    tensors     count the storages that operations return, which is not possible for sharded models
+    """
+
+    def __init__(self, recipe: Any, allocator: bool = False, tensors: bool = True) -> None:
+        self.recipe, self.tracker, self.allocator, self.tensors = recipe, StorageTracker(), allocator, tensors
         self.peaks: dict[str, int] = {}
         """peak bytes of live tensors, by phase"""
         self.given: dict[str, int] = {}
@@ -136,7 +140,7 @@ class Watched:
         self.given = by_phase(seen)
 
     def _iterate(self, iterations: int) -> None:
-        with self.tracker:
+        with self.tracker if self.tensors else nullcontext():
             world = make_world(self.recipe)
             learner = make_learner(self.recipe, world.policy)
             learner.auxiliary_loss = world.auxiliary_loss
@@ -145,7 +149,8 @@ class Watched:
             held = [world.policy, *([reference] if isinstance(reference, torch.nn.Module) else [])]
             for part in getattr(getattr(world, "reward", None), "rewards", [getattr(world, "reward", None)]):
                 held += [part.model] if hasattr(part, "model") else []
-            self.tracker.count([t for module in held for t in (*module.parameters(), *module.buffers())])
+            if self.tensors:
+                self.tracker.count([t for module in held for t in (*module.parameters(), *module.buffers())])
             collector = world.collector
             if hasattr(collector, "respond"):
                 respond = collector.respond

@@ -72,7 +72,8 @@ def test_responses_that_are_all_cut_are_noticed(files: Path) -> None:
 
 def test_a_proxy_without_an_anchor_is_hacked(files: Path) -> None:
     sampling, optimizer = {"prompts": 8, "max_tokens": 8}, {"learning_rate": 3e-3}
-    findings = sick(files, "letters", "variety", steps=240, sampling=sampling, optimizer=optimizer, reference={"beta": 0.0})
+    reference = {"beta": 0.0, "measure": True}
+    findings = sick(files, "letters", "variety", steps=240, sampling=sampling, optimizer=optimizer, reference=reference)
     hacked = findings["reward_hacked"]
     assert hacked.severity == "serious"
     assert "the gold score falls" in hacked.what

@@ -51,7 +51,8 @@ def made(model: Path, where: Path, **changes: Any) -> LanguageWorld:
     world = LanguageWorld(make_recipe(table | changes))  # type: ignore[arg-type]
     head = world.policy.value_head if world.policy.critic is None else world.policy.critic.head
     with torch.no_grad():
-        world.reference.policy.model.get_output_embeddings().weight.mul_(0.7)
+        if world.reference is not None:
+            world.reference.policy.model.get_output_embeddings().weight.mul_(0.7)
         if head is not None:
             head.weight.normal_(generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr, operator]
     return world

@@ -322,7 +322,7 @@ def test_a_larger_beta_keeps_the_policy_closer_to_the_reference(files: dict[str,
         surefoot.train(
             "language",
             **fields(files, folders["llama"], steps=32 * 10, sampling={"prompts": 32, "max_tokens": 8}),
-            reference={"beta": beta},
+            reference={"beta": beta, "measure": True},
             callback=lambda metrics, rows=rows: bool(rows.append(metrics)),
         )
         spent.append(rows[-1]["kl_reference_response"])

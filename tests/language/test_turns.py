@@ -191,7 +191,8 @@ def world(files: dict[str, str], model: Path, name: str = "Talk", **changes: Any
     made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, name, **changes)}))  # type: ignore[arg-type]
     with torch.no_grad():
         made.policy.model.get_output_embeddings().weight[made.tokens.eos_id] *= 3
-        made.reference.policy.model.get_output_embeddings().weight.mul_(0.7)
+        if made.reference is not None:
+            made.reference.policy.model.get_output_embeddings().weight.mul_(0.7)
         if made.policy.value_head is not None:
             made.policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(1))
     return made

@@ -56,7 +56,7 @@ def online(folder: Path, anchored: bool = True) -> dict[str, Any]:
         "evaluation": {"demonstrations": str(data / "held_out_demonstrations.jsonl"), "rows": 128},
         "reward": {"terms": [{"model": str(reward)}], "gold": GOLD},
         "critic": {"start": str(reward)},
-        "reference": {} if anchored else {"beta": 0.0},
+        "reference": {} if anchored else {"beta": 0.0, "measure": True},
     }
 
 

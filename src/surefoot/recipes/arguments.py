@@ -392,6 +392,7 @@ class ReferenceSettingsTable(TypedDict, total=False):
 
     model: str | None
     beta: float
+    measure: bool
     target: float | None
     horizon: int
 

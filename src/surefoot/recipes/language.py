@@ -82,6 +82,11 @@ def saved_adapter(table: Mapping[str, Any]) -> dict[str, Any]:
     return {"convert_targets": True, **table}
 
 
+def saved_reference(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference of a saved recipe; those saved before ``measure`` existed measured the KL always."""
+    return {"measure": True, **table}
+
+
 def saved_data(table: Mapping[str, Any]) -> dict[str, Any]:
     """The data of a saved recipe; those saved before ``control_tokens`` existed keep them, as they were trained."""
     return {"control_tokens": "keep", **table}
@@ -311,7 +316,10 @@ class ReferenceSettings(Section):
     model: str | None = None
     """folder of the reference; none: the model that training starts from"""
     beta: float = Field(0.05, ge=0)
-    """β, at the first iteration if it is adapted; 0: no penalty, but the KL is measured"""
+    """β, at the first iteration if it is adapted; 0: no penalty"""
+    measure: bool = False
+    """measure the KL at β = 0 too, which takes a frozen copy of the model and a pass per batch. Otherwise a run at β = 0 has no
+    reference, unless reference.model or objective.reference_coefficient is set"""
     target: float | None = Field(None, gt=0)
     """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β is fixed"""
     horizon: Size = 10_000
@@ -646,6 +654,8 @@ class LanguageRecipe(ModelRecipe):
         Groups get several responses to each prompt. A "group" baseline gets no KL in the reward, because it has it in the loss
         or not at all. Aggregation "constant" gets the longest response. Named algorithms get their ``ALGORITHM_SECTIONS``.
         """
+        if table.keys() >= SAVED_FIELDS and isinstance(table.get("reference"), Mapping):
+            table = {**table, "reference": saved_reference(table["reference"])}
         table = super().with_defaults(table)
         objective = table["objective"]
         defaults: dict[str, Any] = dict(ALGORITHM_SECTIONS.get(table["algorithm"], {}))
@@ -691,6 +701,12 @@ class LanguageRecipe(ModelRecipe):
     def responses(self) -> int:
         """Responses per iteration."""
         return self.sampling.prompts * self.sampling.samples
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether anything reads the reference: a KL in the reward or in the loss, or the metrics."""
+        settings = self.reference
+        return bool(settings.beta or settings.measure or settings.model or self.objective.reference_coefficient)
 
     @property
     def mixed_batch(self) -> int:

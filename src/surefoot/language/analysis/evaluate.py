@@ -228,10 +228,10 @@ def calibration(world: LanguageWorld, responses: Responses) -> dict[str, Any] | 
     binary = keeps_binary(recipe) and at_end and bool(((valid == 0) | (valid == 1)).all())
     if binary and recipe.objective.gamma == 1:
         return {name: success(values[name][scores.valid], valid == 1) for name in MOMENTS}
-    ref_log_probs = in_micro_batches(world.reference.log_probs, inputs, samples.actions, mask, *world.collector.budget)
-    rewards = kl_shaped_rewards(
-        token_rewards(scores, total, samples, recipe), evaluation.log_probs, ref_log_probs, mask, world.collector.beta
-    )
+    rewards = token_rewards(scores, total, samples, recipe)
+    ref_log_probs = world.collector.reference_log_probs(inputs, samples.actions, mask)
+    if ref_log_probs is not None:
+        rewards = kl_shaped_rewards(rewards, evaluation.log_probs, ref_log_probs, mask, world.collector.beta)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
     earned = discounted_returns(rewards, torch.zeros_like(rewards), terminated=last, truncated=none, gamma=gamma, mask=mask)

@@ -12,7 +12,10 @@ largest:
 - *learning*: a micro-batch forward and backward: activations kept for the backward pass, plus the largest temporary memory, a
 chunk
   of logits or the gradients of one layer;
-- *saving*: a checkpoint copies one tree at a time; the largest are Adam's moments.
+- *saving*: a checkpoint is written from copies of trained weights and Adam's moments, in the host's memory.
+
+Of several ranks, the estimate is that of one: its share of the rows and, with sharding, its part of every model plus what is
+gathered in each phase (``layout``).
 
 Not counted: Python and its libraries, temporary buffers of kernels, memory held by an allocator, and a GPU's context.
 """
@@ -24,7 +27,26 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surefoot.core.algorithms import REINFORCE, Objective
 from surefoot.language.memory import passes
-from surefoot.language.memory.passes import BatchShape, ParameterCounts, PassMemory, PassOptions, adapter_size, count_parameters
+from surefoot.language.memory.layout import (
+    LOW_WEIGHT,
+    SINGLE,
+    WEIGHT,
+    Layout,
+    ModelSize,
+    held_after_forward,
+    held_at_the_end,
+    held_in_layers,
+    whole_bytes,
+)
+from surefoot.language.memory.passes import (
+    BatchShape,
+    ParameterCounts,
+    PassMemory,
+    PassOptions,
+    adapter_size,
+    count_parameters,
+    layer_count,
+)
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.rewards.model import BATCH_TOKENS
 
@@ -36,7 +58,7 @@ if TYPE_CHECKING:
 Kind = Literal["sft", "reward", "dpo", "language"]
 Value = Literal["none", "head", "own"]
 
-WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
+GRADIENT, MOMENTS = 4, 8
 """bytes per parameter"""
 PROMPT_BYTES = 9
 """per prompt token in a batch: its id (int64) and its mask"""
@@ -96,6 +118,8 @@ class Workload:
     """the adapter trained on frozen weights that all roles share, except a separate ``reference``"""
     reward_adapters: "tuple[AdapterSettings, ...]" = ()
     """reward models that are adapters of the same base"""
+    layout: Layout = SINGLE
+    """the ranks; rows, responses and prompts are those of all of them"""
 
     @property
     def width(self) -> int:
@@ -106,6 +130,23 @@ class Workload:
     def sides(self) -> int:
         """Answers in a row."""
         return 2 if self.kind in ("reward", "dpo") and not self.labelled else 1
+
+    @property
+    def low(self) -> bool:
+        """Whether passes use weights in bfloat16, as those of sharded models are gathered."""
+        return self.bf16 and self.layout.sharded
+
+    def of_one_rank(self) -> "Workload":
+        """The workload with the rows of the rank that has most of them."""
+        share = self.layout.share
+        split = self.kind == "language" and self.evaluated >= self.layout.ranks  # otherwise each rank evaluates all
+        return replace(
+            self,
+            rows=share(self.rows),
+            responses=share(self.responses // self.samples) * self.samples,
+            evaluated=share(self.evaluated) if split else self.evaluated,
+            mixed=None if self.mixed is None else replace(self.mixed, rows=share(self.mixed.rows)),
+        )
 
     @property
     def least_rows(self) -> int:
@@ -149,6 +190,7 @@ class Workload:
             self.temperature,
             self.adapter if value else None,
             role,
+            self.low,
         )
 
 
@@ -172,6 +214,8 @@ class Estimate:
     phases: dict[str, PhaseMemory]
     uncounted: tuple[str, ...] = field(default=())
     """phases whose passes can't run on fake tensors; they count as 0"""
+    host: dict[str, dict[str, int]] = field(default_factory=dict)
+    """of ``always``, what offloading keeps in the memory of the CPU instead; it is not part of ``permanent``"""
 
     @property
     def permanent(self) -> int:
@@ -198,13 +242,18 @@ def trained_bytes(parameters: int) -> dict[str, int]:
     return {"weights": WEIGHT * parameters, "gradients": GRADIENT * parameters, "optimizer": MOMENTS * parameters}
 
 
-def frozen_bytes(parameters: int) -> dict[str, int]:
+def frozen_bytes(parameters: int, each: int = WEIGHT) -> dict[str, int]:
     """Bytes of frozen parameters, by part."""
-    return {"weights": WEIGHT * parameters}
+    return {"weights": each * parameters}
 
 
 def permanent(workload: Workload) -> dict[str, dict[str, int]]:
-    """Permanent bytes by role and part, from parameter counts alone."""
+    """Permanent bytes of a rank by role and part, from parameter counts alone."""
+    layout, whole = workload.layout, _permanent_of_whole_models(workload)
+    return {role: {name: layout.part(size) for name, size in parts.items()} for role, parts in whole.items()}
+
+
+def _permanent_of_whole_models(workload: Workload) -> dict[str, dict[str, int]]:
     own = count_parameters(workload.policy)
     if workload.adapter is not None:
         return _permanent_with_adapters(workload, workload.adapter)
@@ -216,10 +265,16 @@ def permanent(workload: Workload) -> dict[str, dict[str, int]]:
     elif workload.value == "own":
         critic = count_parameters(workload.critic or workload.policy)
         sizes["value"] = trained_bytes(critic.trunk + critic.width + 1)
+    return sizes | _frozen_roles(workload)
+
+
+def _frozen_roles(workload: Workload) -> dict[str, dict[str, int]]:
+    """Bytes of the reference and of reward models, as far as they are models of their own; sharded with the passes' dtype."""
+    each, sizes = LOW_WEIGHT if workload.low else WEIGHT, {}
     if workload.reference is not None and workload.kind != "dpo":
-        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total)
+        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total, each)
     if workload.rewards:
-        sizes["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in workload.rewards))
+        sizes["reward"] = frozen_bytes(sum(_reward_size(count_parameters(config)) for config in workload.rewards), each)
     return sizes
 
 
@@ -232,21 +287,26 @@ def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> 
     sizes = {"base": frozen_bytes(own.total), "policy": trained_bytes(size)}
     if workload.value != "none":
         sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
-    if workload.reference is not None and workload.kind != "dpo":
-        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total)
-    rewards = sum(_reward_size(count_parameters(config)) for config in workload.rewards)
-    rewards += sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
-    return sizes | ({"reward": frozen_bytes(rewards)} if rewards else {})
+    sizes |= _frozen_roles(workload)
+    adapters = sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
+    if adapters:
+        sizes["reward"] = frozen_bytes(adapters + sizes.get("reward", frozen_bytes(0))["weights"] // WEIGHT)
+    return sizes
 
 
 def permanent_bytes(workload: Workload) -> int:
-    """The sum of the permanent bytes."""
-    return sum(sum(parts.values()) for parts in permanent(workload).values())
+    """The sum of the permanent bytes on the device."""
+    return 0 if workload.layout.offloaded else host_bytes(permanent(workload))
+
+
+def host_bytes(parts_of: dict[str, dict[str, int]]) -> int:
+    """The sum of bytes by role and part."""
+    return sum(sum(parts.values()) for parts in parts_of.values())
 
 
 def estimate(workload: Workload) -> Estimate:
     """Estimate a run's memory. Takes about a second per phase."""
-    return _Estimator(workload).whole()
+    return _Estimator(workload).estimate()
 
 
 def quick_peak(workload: Workload) -> int:
@@ -259,12 +319,16 @@ class _Estimator:
     """Estimates the phases of one workload."""
 
     def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+        self.workload = workload.of_one_rank()
+        self.each = LOW_WEIGHT if workload.low else WEIGHT
+        """bytes of a gathered weight"""
+        self.low: dict[str, Any] = {"low": True} if workload.low else {}
         self.failed: list[str] = []
 
-    def whole(self) -> Estimate:
+    def estimate(self) -> Estimate:
         s = self.workload
-        always = permanent(s)
+        own = permanent(s)
+        always, host = ({}, own) if s.layout.offloaded else (own, {})
         always["data"] = {"rollout": self.rollout}
         phases = {"learning": self.learning()}
         if s.kind == "language":
@@ -275,9 +339,9 @@ class _Estimator:
             phases["evaluating"] = self.evaluating()
         if s.kind == "dpo" and s.compared:
             phases["scoring by the reference"] = self.reference_scoring()
-        moments = sum(parts.get("optimizer", 0) for parts in always.values())
-        phases["saving"] = PhaseMemory({"copies": moments})
-        return Estimate(always, phases, tuple(self.failed))
+        trained = [parts for parts in (host or always).values() if "optimizer" in parts]
+        phases["saving"] = PhaseMemory({"copies": sum(parts["weights"] + parts["optimizer"] for parts in trained)})
+        return Estimate(always, phases, tuple(self.failed), host)
 
     @cached_property
     def rollout(self) -> int:
@@ -303,7 +367,45 @@ class _Estimator:
         copies = 0
         if s.rows < s.responses:
             copies = s.responses * (PROMPT_BYTES * s.prompt + BATCH_BYTES * s.response)
-        return PhaseMemory({**parts, "logits and work": needed.peak - sum(needed.kept.values()), "batch": copies})
+        work = needed.peak - sum(needed.kept.values())
+        if s.layout.sharded:
+            return self.sharded_learning(parts, work, copies)
+        return PhaseMemory({**parts, "logits and work": work, "batch": copies})
+
+    def sharded_learning(self, kept: dict[str, int], work: int, batch: int) -> PhaseMemory:
+        """The largest of three moments: after the forward pass, in the backward pass of the last layer, and at its end.
+
+        kept, work   bytes of activations by role, and the most that a pass needs besides
+        """
+        s, models, reshard = self.workload, self.trained_models, self.workload.layout.reshard
+        after_forward = {**held_after_forward(models, self.each, reshard), **kept, "logits and work": work}
+        # What a layer needs is known only together with the logits. It is about what it keeps, if it is not computed again.
+        of_layer = work if s.checkpointing else min(work, sum(kept.values()) // max(1, models[0].count))
+        in_layers = {**held_in_layers(models, self.each, reshard), **kept, "work": of_layer}
+        if s.micro(s.rows).rows >= s.rows * s.least_rows:  # a single pass: the step's gradients come only now
+            absent = {"gradients not yet made": 0 if s.layout.offloaded else -self.gradients}
+            after_forward, in_layers = after_forward | absent, in_layers | absent
+        moments = (after_forward, in_layers, held_at_the_end(models, self.each))
+        return max((PhaseMemory({**parts, "batch": batch}) for parts in moments), key=lambda phase: phase.total)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of all gradients that a rank keeps."""
+        return sum(parts.get("gradients", 0) for parts in permanent(self.workload).values())
+
+    @cached_property
+    def trained_models(self) -> list[ModelSize]:
+        """The models that are trained, and gathered together."""
+        s = self.workload
+        share = 1.0 if s.adapter is None else adapter_size(s.policy, s.adapter) / count_parameters(s.policy).trunk
+        models = [_model_size(s.policy, head=s.kind != "reward", trained=share)]
+        if s.value == "own" and s.adapter is None:
+            models.append(_model_size(s.critic or s.policy, head=False))
+        return models
+
+    def whole(self, *models: ModelSize) -> dict[str, int]:
+        """The bytes of whole weights in a phase without gradient; nothing without sharding."""
+        return {"gathered weights": whole_bytes(models, self.each)} if self.workload.layout.sharded else {}
 
     def reference_scoring(self) -> PhaseMemory:
         """The reference scores answers; its weights are in memory only for that."""
@@ -319,14 +421,20 @@ class _Estimator:
         if s.evaluated > s.responses // s.samples:  # otherwise no more than sampling for training
             phases.append(self._drawing(s.evaluated, 1))
         largest = max(phases, key=lambda phase: phase.total)
-        return PhaseMemory({**largest.parts, "earlier rounds": s.held}) if s.held else largest
+        parts = {**self.whole(*self.sampled_models), **largest.parts}
+        return PhaseMemory({**parts, "earlier rounds": s.held} if s.held else parts)
+
+    @cached_property
+    def sampled_models(self) -> list[ModelSize]:
+        """The policy; and of a separate critic what is gathered with it, as it is in no layer."""
+        policy, *critics = self.trained_models
+        return [policy, *(replace(critic, layers=0) for critic in critics)]
 
     def _drawing(self, prompts: int, samples: int) -> PhaseMemory:
         s = self.workload
-        read = self.counted("sampling", lambda: passes.prompt_reading(s.policy, prompts, s.prompt, s.adapter))
-        last = self.counted(
-            "sampling", lambda: passes.decoding(s.policy, prompts, samples, s.prompt, s.max_tokens, s.temperature, s.adapter)
-        )
+        read = self.counted("sampling", lambda: passes.prompt_reading(s.policy, prompts, s.prompt, s.adapter, **self.low))
+        shape = (prompts, samples, s.prompt, s.max_tokens)
+        last = self.counted("sampling", lambda: passes.decoding(s.policy, *shape, s.temperature, s.adapter, **self.low))
         rows = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
         if read.peak > last.peak:
             return PhaseMemory({"reading prompts": read.peak, "batch": rows})
@@ -335,32 +443,39 @@ class _Estimator:
     def scoring(self) -> PhaseMemory:
         s = self.workload
         read = s.micro(max(s.responses, s.evaluated))
-        peaks = [self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak]
+        held = {"batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})}
+        needs: list[tuple[list[ModelSize], int]] = []
+        needs += [(self.trained_models, self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak)]
         if s.reference is not None and s.reference is not s.policy:
             other = s.reference
-            peaks.append(self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak)
+            peak = self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak
+            needs.append(([_model_size(other)], peak))
         texts = BatchShape(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
+        rewards = [_model_size(config, head=False) for config in s.rewards]  # gathered all together
         for config in s.rewards:
-            peaks.append(self.counted("scoring", lambda config=config: passes.reward_scoring(config, texts)).peak)
+            count = partial(passes.reward_scoring, config, texts, **self.low)
+            needs.append((rewards, self.counted("scoring", count).peak))
         for adapter in s.reward_adapters:
-            count = partial(passes.reward_scoring, s.policy, texts, adapter)
-            peaks.append(self.counted("scoring", count).peak)
-        return PhaseMemory({"passes": max(peaks), "batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})})
+            count = partial(passes.reward_scoring, s.policy, texts, adapter, **self.low)
+            needs.append(([*rewards, *self.trained_models[:1]], self.counted("scoring", count).peak))
+        phases = [PhaseMemory({**self.whole(*models), "passes": peak, **held}) for models, peak in needs]
+        return max(phases, key=lambda phase: phase.total)
 
     def evaluating(self) -> PhaseMemory:
         s = self.workload
         read = s.micro(min(s.rows, s.evaluated))
         if s.kind == "reward":
-            needed = self.counted("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter))
+            needed = self.counted("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter, **self.low))
         else:
             needed = self.counted("evaluating", lambda: passes.scoring(s.policy, s.pass_options(), read))
-        return PhaseMemory({"passes": needed.peak})
+        return PhaseMemory({**self.whole(*self.trained_models), "passes": needed.peak})
 
     def demonstration_scoring(self) -> PhaseMemory:
         """The likelihood of demonstrations, as in SFT, without a critic."""
         s = self.workload
         read = s.at_once(s.demonstrated, s.rows)
-        return PhaseMemory({"passes": self.counted("evaluating", lambda: passes.scoring(s.policy, self._plain, read)).peak})
+        needed = self.counted("evaluating", lambda: passes.scoring(s.policy, self._plain, read))
+        return PhaseMemory({**self.whole(*self.trained_models), "passes": needed.peak})
 
     @property
     def _plain(self) -> PassOptions:
@@ -380,6 +495,9 @@ class _Estimator:
 
 def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Other settings for the same run, the ones that cost only time first."""
+    layout = workload.layout
+    if layout.ranks > 1 and not layout.sharded:
+        yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
     if not workload.checkpointing:
         yield "gradient_checkpointing = true", replace(workload, checkpointing=True)
     learned = workload.micro(workload.rows)
@@ -391,6 +509,12 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if workload.value == "own":
         started = "" if workload.critic is None else ' and critic.start = "none"'
         yield f"critic.own_model = false{started}", replace(workload, value="head", critic=None)
+    if layout.sharded and not layout.reshard:
+        yield "reshard_after_forward = true", replace(workload, layout=replace(layout, reshard=True))
+    if layout.sharded and layout.gpu and not layout.offload:
+        yield "offload = true", replace(workload, layout=replace(layout, offload=True))
+    if layout.sharded and layout.shards < layout.ranks:
+        yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
 
 
 def with_adapters(workload: Workload, adapter: "AdapterSettings") -> Workload:
@@ -406,5 +530,17 @@ def with_prompts(workload: Workload, prompts: int) -> Workload:
     return replace(workload, responses=prompts * workload.samples, rows=rows, evaluated=min(workload.evaluated, prompts))
 
 
+def with_ranks(workload: Workload, ranks: int) -> Workload:
+    """The same workload on this many ranks that share the models."""
+    return replace(workload, layout=replace(workload.layout, ranks=ranks, sharding=workload.layout.sharding or "full"))
+
+
 def _reward_size(model: ParameterCounts) -> int:
     return model.trunk + model.width + 1
+
+
+def _model_size(config: "PreTrainedConfig", head: bool = True, trained: float = 1.0) -> ModelSize:
+    """The size of a model with or without its head for logits."""
+    counts = count_parameters(config)
+    whole = counts.total if head else counts.trunk
+    return ModelSize(counts.layers, layer_count(config), whole - counts.layers, trained)

@@ -3,6 +3,8 @@
 The check runs twice, each time with what is certain. Before weights are read, it adds up weights, gradients and moments of all
 roles, by exact parameter counts. Once the rows are known, it adds the passes. Lengths of responses are unknown and assumed as
 short as possible, and counts may be off by 15 %, so no run that would fit is rejected.
+
+Of several ranks each makes the same check, of one rank's memory against the least that a rank has.
 """
 
 import math
@@ -14,6 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from surefoot.core.distributed import exchange, world_size
+from surefoot.core.sharding import ranks_per_machine
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
 from surefoot.language.memory import (
@@ -21,10 +25,13 @@ from surefoot.language.memory import (
     Workload,
     alternatives,
     estimate,
+    host_bytes,
     permanent,
     permanent_bytes,
     with_prompts,
+    with_ranks,
 )
+from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.passes import BatchShape, count_parameters, layer_count
 from surefoot.language.models.adapter_files import BASE, adapter_folder
 from surefoot.language.models.language_model import model_folder
@@ -48,7 +55,7 @@ class MemoryCheck:
     def __init__(self, recipe: ModelRecipe) -> None:
         self.recipe = recipe
         self.workload = readable_workload(recipe) if recipe.check_memory else None
-        self.available = available_memory(recipe.device) if recipe.check_memory else None
+        self.available = available_to_a_rank(recipe.device) if recipe.check_memory else None
         self.full: Workload | None = None
         """the workload with the longest rows, once they are known"""
         if self.workload is None or self.available is None:
@@ -56,6 +63,8 @@ class MemoryCheck:
         need = permanent_bytes(self.workload)
         if need > self.available:
             self._reject(self.workload, need, "for weights, gradients and Adam's moments alone", permanent_bytes)
+        if self.workload.layout.offloaded:
+            self._check_host(host_bytes(permanent(self.workload)), available_to_a_rank("cpu"))
 
     def check(
         self,
@@ -94,16 +103,38 @@ class MemoryCheck:
             return []
         setting, _ = self._best_setting(full, lambda other: estimate(other).peak)
         helps = f"; {setting} would help" if setting else ""
-        return [f"memory: may need {readable(whole.peak)} ({whole.worst}), and {readable(self.available)} are available{helps}"]
+        return [
+            f"memory: may need {readable(whole.peak)}{self._each} ({whole.worst}), and {readable(self.available)} are "
+            f"available{helps}"
+        ]
 
     def summary(self) -> list[str]:
         """Lines for a dry run: the peak, its phase, and the available memory."""
         if self.full is None or self.available is None:
             return []
         whole = estimate(self.full)
-        return [
-            f"memory: {readable(running_peak(whole))} at its peak ({peak_text(whole)}), {readable(self.available)} available"
+        lines = [
+            f"memory: {readable(running_peak(whole))}{self._each} at its peak ({peak_text(whole)}), {readable(self.available)} "
+            "available"
         ]
+        if whole.host:
+            lines.append(f"memory of the CPU: {readable(host_bytes(whole.host))}{self._each}, because of offload = true")
+        return lines
+
+    @property
+    def _each(self) -> str:
+        """Whose memory it is, if there are several ranks."""
+        assert self.workload is not None
+        ranks = self.workload.layout.ranks
+        return f" on each of {ranks} ranks" if ranks > 1 else ""
+
+    def _check_host(self, need: int, available: int | None) -> None:
+        """Raise SurefootError if the memory of the CPU can't hold what is offloaded to it."""
+        if available is not None and need > available:
+            raise SurefootError(
+                f"offload=true: keeps {readable(need)}{self._each} in the memory of the CPU, which has {readable(available)} "
+                "for each; set offload = false, use more ranks, or check_memory = false to try anyway"
+            )
 
     def _reject(self, workload: Workload, need: int, what: str, measure: Measure) -> NoReturn:
         assert self.available is not None
@@ -111,8 +142,9 @@ class MemoryCheck:
         enough = "" if after <= self.available else ", still too much"
         remedy = f"set {setting} ({readable(after)}{enough})" if setting else "use a smaller model or a larger machine"
         raise SurefootError(
-            f"memory: this run needs {readable(need)} {what}, and device={self.recipe.device!r} has {readable(self.available)} "
-            f"available; {remedy}, or check_memory = false to try anyway"
+            f"memory: this run needs {readable(need)}{self._each} {what}, and device={self.recipe.device!r} has "
+            f"{readable(self.available)} available{' for each' if self._each else ''}; {remedy}, or check_memory = false to "
+            "try anyway"
         )
 
     def _best_setting(self, workload: Workload, measure: Measure) -> tuple[str, int]:
@@ -120,7 +152,7 @@ class MemoryCheck:
         assert self.available is not None
         before = least = measure(workload)
         best = ""
-        for name, other in alternatives(workload):
+        for name, other in (*alternatives(workload), *self._more_ranks(workload)):
             after = measure(other)
             if after <= self.available:
                 return name, after
@@ -135,6 +167,13 @@ class MemoryCheck:
                 break
         return best, least
 
+    def _more_ranks(self, workload: Workload) -> Iterator[tuple[str, Workload]]:
+        """Models shared by more of the GPUs of this machine, if a single process was to use one of them."""
+        if not self.recipe.device.startswith("cuda") or workload.layout.ranks > 1:
+            return
+        for ranks in range(2, torch.cuda.device_count() + 1):
+            yield f'sharding = "full" and add --ranks {ranks}', with_ranks(workload, ranks)
+
     def _fewer_prompts(self, workload: Workload, before: int, measure: Measure) -> Iterator[int]:
         """Smaller numbers of prompts, the largest first: powers of two times the fewest that the minibatches divide.
 
@@ -143,7 +182,7 @@ class MemoryCheck:
         assert self.available is not None
         prompts = workload.responses // workload.samples
         minibatches = workload.responses // workload.rows
-        fewest = minibatches // math.gcd(minibatches, workload.samples)
+        fewest = minibatches // math.gcd(minibatches, workload.samples) * workload.layout.ranks
         if workload.kind != "language" or prompts <= fewest:
             return
         each = (before - measure(with_prompts(workload, prompts // 2))) / (prompts - prompts // 2)
@@ -187,6 +226,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         "micro_batch": settings.micro_batch,
         "micro_batch_tokens": settings.micro_batch_tokens,
         "adapter": recipe.adapter,
+        "layout": layout_of(recipe),
     }
     if not isinstance(recipe, LanguageRecipe):
         assert isinstance(recipe, SupervisedRecipe)
@@ -200,6 +240,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         return Workload(kind="sft", **common)
     named = recipe.reference.model
     reference = policy if named is None and recipe.adapter is None else None if named is None else config(named)
+    reference = reference if recipe.has_reference else None
     names = [term.model for term in recipe.reward.terms if term.model is not None]
     adapters = {name: adapter for name in names if (adapter := _reward_adapter(recipe, name)) is not None}
     reuse, critic, start = recipe.objective.reuse, recipe.objective.baseline == "critic", recipe.critic.start
@@ -220,6 +261,23 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         response=1,
         max_tokens=recipe.max_response_tokens,
     )
+
+
+def layout_of(recipe: ModelRecipe) -> Layout:
+    """The ranks of this run, and how they share a recipe's models."""
+    return Layout(
+        ranks=world_size(),
+        sharding=recipe.sharding,
+        per_machine=local_ranks(),
+        reshard=recipe.reshard_after_forward,
+        offload=recipe.offload,
+        gpu=not recipe.device.startswith("cpu"),
+    )
+
+
+def local_ranks() -> int:
+    """Ranks of this machine, by the launcher."""
+    return 1 if world_size() == 1 else ranks_per_machine()
 
 
 def _is_decoder(config: Any) -> bool:
@@ -288,12 +346,23 @@ def upper_bound(workload: Workload) -> int:
         demonstrated, mixed = workload.at_once(workload.demonstrated, workload.rows), workload.at_once(workload.mixed)
         tokens += demonstrated.rows * demonstrated.width + 2 * mixed.rows * mixed.width
         each = layers * (40 * wide + 8 * heads * width)
-        logits = 8 * (texts * counts.vocabulary + CHUNK) + 8 * counts.total
+        logits = 8 * (texts * counts.vocabulary + CHUNK) + 8 * counts.total  # and as much for weights that are gathered
         largest += 4 * (tokens * each + logits)
     return permanent_bytes(workload) + largest + workload.held
 
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def available_to_a_rank(device: str) -> int | None:
+    """Bytes that every rank can still allocate: of a machine's memory its share, of a GPU all. None if unknown.
+
+    All ranks call this, and none goes on before all have measured.
+    """
+    available = available_memory(device)
+    if available is not None and device.startswith("cpu"):
+        available //= local_ranks()
+    return min((one for one in exchange(available) if one is not None), default=None)
 
 
 def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:

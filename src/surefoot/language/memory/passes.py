@@ -70,19 +70,21 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def causal_model(config: "PreTrainedConfig") -> Any:
-    """A causal language model from its configuration, in float32, as from ``load_model``."""
+def causal_model(config: "PreTrainedConfig", low: bool = False) -> Any:
+    """A causal language model from its configuration, in float32, as from ``load_model``; ``low``: in bfloat16."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)  # from_config writes the dtype into it, and a count is stored under its content
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+    dtype = torch.bfloat16 if low else torch.float32
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 
 
-def trunk_model(config: "PreTrainedConfig") -> Any:
+def trunk_model(config: "PreTrainedConfig", low: bool = False) -> Any:
     """The same without its head."""
     from transformers import AutoModel
 
-    return AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False).eval()
+    dtype = torch.bfloat16 if low else torch.float32
+    return AutoModel.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False).eval()
 
 
 def layer_count(config: "PreTrainedConfig") -> int:
@@ -260,6 +262,8 @@ class PassOptions:
     """the trained adapter, if the weights are frozen"""
     value_role: bool = False
     """whether the critic is an adapter of the same base"""
+    low: bool = False
+    """whether the weights themselves are in bfloat16, as those of sharded models are gathered"""
 
 
 @dataclass(frozen=True)
@@ -312,12 +316,14 @@ def pair_learning(
 
 
 @cached_pass
-def reward_scoring(config: "PreTrainedConfig", shape: BatchShape, adapter: "AdapterSettings | None" = None) -> PassMemory:
+def reward_scoring(
+    config: "PreTrainedConfig", shape: BatchShape, adapter: "AdapterSettings | None" = None, low: bool = False
+) -> PassMemory:
     """A reward model's scores of texts, without gradient."""
 
     def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
         with fake_tensors():
-            model = trunk_model(few)
+            model = trunk_model(few, low)
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
                 _read_masked(model, shape)
@@ -328,13 +334,13 @@ def reward_scoring(config: "PreTrainedConfig", shape: BatchShape, adapter: "Adap
 
 @cached_pass
 def prompt_reading(
-    config: "PreTrainedConfig", prompts: int, length: int, adapter: "AdapterSettings | None" = None
+    config: "PreTrainedConfig", prompts: int, length: int, adapter: "AdapterSettings | None" = None, low: bool = False
 ) -> PassMemory:
     """Read all prompts of a batch at once, and keep their keys and values."""
 
     def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
         with fake_tensors():
-            model = causal_model(few)
+            model = causal_model(few, low)
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
                 _read(model, prompts, length)
@@ -352,6 +358,7 @@ def decoding(
     more: int,
     temperature: float,
     adapter: "AdapterSettings | None" = None,
+    low: bool = False,
 ) -> PassMemory:
     """The last token of all responses, if none has ended: caches, packed weights, and sampling from logits.
 
@@ -362,7 +369,7 @@ def decoding(
 
     def once(few: "PreTrainedConfig", _: Any) -> PassMemory:
         with fake_tensors():
-            model = causal_model(few)
+            model = causal_model(few, low)
             _add_adapters(model, adapter)
             with torch.no_grad(), _tracker(model) as tracker:
                 weights = pack_model(model) if fast else None
@@ -398,15 +405,15 @@ def _policy_pass(
 ) -> PassMemory:
     """``LanguagePolicy.forward`` without packing, which reads tensor data, and the learner's loss and backward pass."""
     with fake_tensors():
-        model = causal_model(config)
+        model = causal_model(config, s.low)
         base = _add_adapters(model, s.adapter, POLICY, *([VALUE] if s.value_role else []))
-        readout = Readout(model, tested=False)
-        value_head = ValueHead(int(config.get_text_config().hidden_size), next(model.parameters())) if s.head else None
+        readout, exact = Readout(model, tested=False), torch.zeros(1)
+        value_head = ValueHead(int(config.get_text_config().hidden_size), exact) if s.head else None
         trunk = RoleTrunk(base, VALUE) if base is not None and s.value_role else None
         if critic_config is not None:
-            trunk = trunk_model(critic_config)
+            trunk = trunk_model(critic_config, s.low)
         width = int((critic_config or config).get_text_config().hidden_size)
-        critic = None if trunk is None else Critic(trunk, ValueHead(width, next(model.parameters())))
+        critic = None if trunk is None else Critic(trunk, ValueHead(width, exact))
         held = nn.ModuleList([part for part in (model, critic, value_head) if part is not None])
         if s.checkpointing:
             for part in (model, critic):
@@ -452,7 +459,7 @@ def _policy_pass(
 def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions, shape: BatchShape, sides: int) -> PassMemory:
     """``PairPolicy.forward``, and the learner's loss and backward pass."""
     with fake_tensors():
-        model = trunk_model(config)
+        model = trunk_model(config, s.low)
         _add_adapters(model, s.adapter)
         head = nn.Linear(int(config.get_text_config().hidden_size), 1)
         held = nn.ModuleList([model, head])

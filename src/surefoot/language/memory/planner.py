@@ -19,12 +19,14 @@ from surefoot.language.memory import (
     Workload,
     alternatives,
     estimate,
+    host_bytes,
     permanent_bytes,
     quick_peak,
     with_adapters,
     with_prompts,
+    with_ranks,
 )
-from surefoot.language.memory.check import readable, running_peak
+from surefoot.language.memory.check import peak_text, readable, running_peak
 from surefoot.language.memory.passes import count_parameters, layer_count
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import check_causal, load_config, read_only_config
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 CARDS = (24, 48, 80, 141)
 """GB, 10⁹ bytes, of common GPUs. Most have 2³⁰ to the GB; the difference is for their context and the allocator's leftovers"""
+GPUS = (2, 4, 8)
+"""numbers of GPUs that are tried besides the planned one"""
 PARTS = ("weights", "gradients", "optimizer")
 TEXTBOOK = {"policy": 4, "value": 4, "reference": 2, "reward": 2}
 MIXED = {"policy": 16, "value": 16, "reference": 2, "reward": 2}
@@ -67,16 +71,14 @@ class MemoryPlan:
 
     @cached_property
     def cheapest(self) -> dict[int, Fit | None]:
-        """For each GPU the first of ``settings`` that fits it; None if all of them need more."""
-        cheapest: dict[int, Fit | None] = dict.fromkeys(CARDS)
-        for names, workload in settings(self.workload):
-            largest = max((card * 1e9 for card, fit in cheapest.items() if fit is None), default=0)
-            if not largest:
-                break
-            if permanent_bytes(workload) <= largest and quick_peak(workload) <= largest:
-                needed = estimate(workload)
-                cheapest |= {card: (names, needed) for card in fits(needed) if cheapest[card] is None}
-        return cheapest
+        """For each GPU the cheapest settings with the ranks as they are."""
+        return cheapest(self.workload)
+
+    @cached_property
+    def several(self) -> dict[int, dict[int, Fit | None]]:
+        """The same for several GPUs that share the models, by their number; empty if the plan has several ranks."""
+        ranks = () if self.workload.layout.ranks > 1 else GPUS
+        return {count: cheapest(with_ranks(self.workload, count)) for count in ranks}
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -89,6 +91,19 @@ class MemoryPlan:
         return {name: estimate(other) for name, other in variants(self.workload)}
 
 
+def cheapest(workload: Workload) -> dict[int, Fit | None]:
+    """For each GPU the first of ``settings`` that fits it; None if all of them need more."""
+    found: dict[int, Fit | None] = dict.fromkeys(CARDS)
+    for names, other in settings(workload):
+        largest = max((card * 1e9 for card, fit in found.items() if fit is None), default=0)
+        if not largest:
+            break
+        if permanent_bytes(other) <= largest and quick_peak(other) <= largest:
+            needed = estimate(other)
+            found |= {card: (names, needed) for card in fits(needed) if found[card] is None}
+    return found
+
+
 def settings(workload: Workload) -> Iterator[Setting]:
     """Settings that need less and less memory: first those that cost only time, then adapters, then fewer prompts."""
     branches: list[Setting] = [((), workload)]
@@ -99,7 +114,7 @@ def settings(workload: Workload) -> Iterator[Setting]:
         yield from reduced
     names, smallest = reduced[-1]
     prompts = workload.responses // workload.samples
-    while workload.kind == "language" and (prompts := prompts // 4):
+    while workload.kind == "language" and (prompts := prompts // 4) >= workload.layout.ranks:
         yield (*names, f"sampling.prompts = {prompts}"), with_prompts(smallest, prompts)
 
 
@@ -113,6 +128,13 @@ def _reductions(names: tuple[str, ...], workload: Workload) -> Iterator[Setting]
 
 def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Other settings, one at a time."""
+    layout = workload.layout
+    if layout.ranks > 1:
+        yield "whole models on every rank", replace(workload, layout=replace(layout, sharding=None))
+        yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
+    if layout.sharded:
+        yield "reshard_after_forward = false", replace(workload, layout=replace(layout, reshard=False))
+        yield "offload = true", replace(workload, layout=replace(layout, offload=True))
     if workload.kind == "language":
         if workload.value != "own":
             yield "a value model of its own", with_value(workload, "own")
@@ -224,19 +246,29 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
             "micro_batch_rows": s.micro(s.rows).rows,
             "prompt_tokens": s.prompt,
             "response_tokens": s.response,
+            "ranks": s.layout.ranks,
+            "sharding": s.layout.sharding,
+            "offload": s.layout.offload,
+            "reshard_after_forward": s.layout.reshard,
         },
         "always": needed.always,
+        "offloaded": needed.host,
         "phases": {name: phase.parts for name, phase in needed.phases.items()},
         "peak": running_peak(needed),
         "peak_with_saving": needed.peak,
         "fits": fits(needed),
         "uncounted": list(needed.uncounted),
-        "cheapest": {
-            str(card): None if fit is None else {"settings": list(fit[0]), "peak": running_peak(fit[1])}
-            for card, fit in plan.cheapest.items()
-        },
+        "cheapest": _cheapest_json(plan.cheapest),
+        "several": {str(count): _cheapest_json(fits_of) for count, fits_of in plan.several.items()},
         "alternatives": {name: {"peak": running_peak(other), "fits": fits(other)} for name, other in plan.others.items()},
         "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(plan.nominal).items()},
+    }
+
+
+def _cheapest_json(found: dict[int, Fit | None]) -> dict[str, Any]:
+    return {
+        str(card): None if fit is None else {"settings": list(fit[0]), "peak": running_peak(fit[1])}
+        for card, fit in found.items()
     }
 
 
@@ -246,9 +278,14 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
 def tables(plan: MemoryPlan) -> Iterator[Text | Table]:
     """The plan as lines and tables, each as soon as it is estimated."""
     s = plan.workload
-    rows = f"{s.responses} rows of {s.prompt} + {s.response} tokens, {s.micro(s.rows).rows} at once in learning"
+    learned = s.of_one_rank()
+    rows = f"{s.responses} rows of {s.prompt} + {s.response} tokens, {learned.micro(learned.rows).rows} at once in learning"
     yield Text(f"{plan.model}: {plan.counts.total:,} parameters in {plan.layers} layers; kind = {s.kind}; {rows}", style="bold")
+    if s.layout.ranks > 1:
+        yield Text(_rank_line(plan))
     yield _card_table(plan)
+    if plan.several:
+        yield _several_table(plan)
     yield _role_table(plan.estimate)
     yield _phase_table(plan.estimate)
     if plan.estimate.uncounted:
@@ -259,22 +296,56 @@ def tables(plan: MemoryPlan) -> Iterator[Text | Table]:
         yield Text(_textbook_note(plan))
 
 
+def _rank_line(plan: MemoryPlan) -> str:
+    """What each of several ranks needs, and which GPUs hold it."""
+    layout, needed = plan.workload.layout, plan.estimate
+    models = "whole models" if not layout.sharded else f'sharding = "{layout.sharding}"'
+    held = fits(needed)
+    verdict = f"fits {layout.ranks} GPUs of {', '.join(map(str, held))} GB" if held else "fits none of these GPUs"
+    host = f"; {readable(host_bytes(needed.host))} a rank in the memory of the CPU" if needed.host else ""
+    return f"{layout.ranks} ranks, {models}: {verdict}, {readable(running_peak(needed))} a rank ({peak_text(needed)}){host}"
+
+
 def _card_table(plan: MemoryPlan) -> Table:
-    table = Table(title="the cheapest settings that fit on one GPU", title_justify="left", box=None)
-    table.add_column("GPU", justify="right")
-    table.add_column("peak", justify="right")
+    ranks = plan.workload.layout.ranks
+    table = Table(
+        title=f"the cheapest settings that fit on {'one GPU' if ranks == 1 else f'{ranks} GPUs'}",
+        title_justify="left",
+        box=None,
+    )
+    for name in ("GPU", "peak"):
+        table.add_column(name, justify="right")
     table.add_column("settings", overflow="fold")
     for card, fit in plan.cheapest.items():
-        peak = "–" if fit is None else readable(running_peak(fit[1]))
-        table.add_row(f"{card} GB", peak, "none of these settings fits" if fit is None else ", ".join(fit[0]) or "as planned")
+        table.add_row(*_fit_row(card, ranks, fit))
     return table
 
 
+def _several_table(plan: MemoryPlan) -> Table:
+    title = 'the cheapest settings that fit on several GPUs, with --ranks N and sharding = "full"'
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("GPUs", "peak of each"):
+        table.add_column(name, justify="right")
+    table.add_column("settings", overflow="fold")
+    for count, found in plan.several.items():
+        for card, fit in found.items():
+            table.add_row(*_fit_row(card, count, fit))
+    return table
+
+
+def _fit_row(card: int, ranks: int, fit: Fit | None) -> tuple[str, str, str]:
+    name = f"{card} GB" if ranks == 1 else f"{ranks} x {card} GB"
+    if fit is None:
+        return name, "–", "none of these settings fits"
+    return name, readable(running_peak(fit[1])), ", ".join(fit[0]) or "as planned"
+
+
 def _role_table(needed: Estimate) -> Table:
-    table = Table(title="what always stays", title_justify="left", box=None)
+    title = "what always stays" + (" (weights, gradients and moments are in the memory of the CPU)" if needed.host else "")
+    table = Table(title=title, title_justify="left", box=None)
     for name in ("role", *PARTS, "together"):
         table.add_column(name, justify="left" if name == "role" else "right")
-    for role, parts in needed.always.items():
+    for role, parts in {**needed.host, **needed.always}.items():
         if role != "data":
             cells = [readable(parts[part]) if part in parts else "–" for part in PARTS]
             table.add_row(role, *cells, readable(sum(parts.values())))

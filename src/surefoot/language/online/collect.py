@@ -41,7 +41,7 @@ from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy, in_micro_batches
+from surefoot.language.models.policy import Inputs, LanguagePolicy, ReferencePolicy, in_micro_batches
 from surefoot.language.models.sharding import shares_base, whole
 from surefoot.language.online.responses import (
     Responses,
@@ -96,7 +96,7 @@ class LanguageCollector:
         self,
         recipe: LanguageRecipe,
         policy: LanguagePolicy,
-        reference: ReferencePolicy,
+        reference: ReferencePolicy | None,
         reward: Reward,
         gold: FunctionReward | None,
         prompts: Prompts,
@@ -112,7 +112,7 @@ class LanguageCollector:
         """the rows sampled last: prompt, response, reward, KL"""
         self.beta = recipe.reference.beta
         """the KL coefficient of the last rollout, per nat"""
-        self.reference_root = reference.policy if reference.base is None else policy
+        self.reference_root = policy if reference is None or reference.base is not None else reference.policy
         """the sharded module that holds the reference"""
         models = [part.model for part in parts_of(reward) if isinstance(part, ModelReward)]
         self.reward_roots = [policy if shares_base(model) else model for model in models]
@@ -138,16 +138,17 @@ class LanguageCollector:
         if recipe.sampling.old_log_probs != "update":
             with gathered(self.policy):
                 old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
-        with gathered(self.reference_root):
-            ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
+        ref_log_probs = self.reference_log_probs(inputs, actions, mask)
         log_probs, gap = self._old_log_probs(samples, None if old is None else old.log_probs, mask)
         behaviour = None if old is None else self._behaviour_log_probs(samples, mask)
         if recipe.reference.target is None:
             state.coefficients.pop(ADAPTED_BETA, None)  # a run may be resumed with a fixed β
         beta = self.beta = state.coefficients.get(ADAPTED_BETA, recipe.reference.beta)
         earned = keep_only(earned, mask)
-        rewards = kl_shaped_rewards(earned, log_probs, ref_log_probs, mask, beta)
-        kl = kl_k1(log_probs, ref_log_probs)
+        rewards, reward_parts = earned, {"score": earned}
+        if ref_log_probs is not None:
+            rewards = kl_shaped_rewards(earned, log_probs, ref_log_probs, mask, beta)
+            reward_parts["kl"] = kl_k1(log_probs, ref_log_probs)
 
         values = torch.zeros_like(rewards) if old is None or old.values is None else old.values
         beyond = torch.zeros_like(rewards[:, 0])
@@ -158,12 +159,12 @@ class LanguageCollector:
             with gathered(self.policy):
                 beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
             truncated = last & ~samples.ended.unsqueeze(-1)
-        metrics = self._response_metrics(batch, kl.sum(-1), valid) | {
-            "kl_reference": mean_over_ranks(float(masked_mean(kl, mask)), int(mask.sum())),
-            "kl_reference_response": self._adapt_beta(state, kl, valid),
-            "reference_beta": beta,
-            **({} if gap is None else {"sampler_gap": gap}),
-        }
+        metrics = self._response_metrics(batch, reward_parts.get("kl"), valid) | {"reference_beta": beta}
+        if gap is not None:
+            metrics["sampler_gap"] = gap
+        if (kl := reward_parts.get("kl")) is not None:
+            metrics["kl_reference"] = mean_over_ranks(float(masked_mean(kl, mask)), int(mask.sum()))
+            metrics["kl_reference_response"] = self._adapt_beta(state, kl, valid)
         if behaviour is not None:
             apart = masked_mean(kl_k3(behaviour, keep_only(log_probs, mask)), mask)
             metrics["sampler_kl"] = mean_over_ranks(float(apart), int(mask.sum()))
@@ -183,10 +184,18 @@ class LanguageCollector:
             ref_log_probs=ref_log_probs,
             behaviour_log_probs=behaviour,
             group=torch.arange(len(mask) // recipe.sampling.samples).repeat_interleave(recipe.sampling.samples),
-            reward_parts={"score": earned, "kl": kl},
+            reward_parts=reward_parts,
             steps=len(batch.total),
             metrics=metrics,
         )
+
+    def reference_log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor | None:
+        """log π_ref of the tokens, zeros outside the mask; None without a reference.   [N, T]"""
+        if self.reference is None:
+            return None
+        with gathered(self.reference_root):
+            log_probs: Tensor = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
+        return log_probs
 
     def _old_log_probs(self, samples: Samples, trainer: Tensor | None, mask: Tensor) -> tuple[Tensor, float | None]:
         """log π_old by ``sampling.old_log_probs``, and the largest gap between sampler and trainer.   [N, T]
@@ -318,11 +327,17 @@ class LanguageCollector:
             torch.cat([total for _, _, total in parts]),
         )
 
-    def _response_metrics(self, batch: SampledBatch, kl: Tensor, valid: Tensor) -> Metrics:
-        """Metrics of all sampled responses, trained on or not; keep their text as ``last_samples``.   kl, valid [rows]"""
+    def _response_metrics(self, batch: SampledBatch, kl: Tensor | None, valid: Tensor) -> Metrics:
+        """Metrics of all sampled responses, trained on or not; keep their text as ``last_samples``.
+
+        kl [rows, T], valid [rows]
+        """
         responses, scores, total = batch.responses, batch.scores, batch.total
-        kl_of = {row: x for row, x, scored in zip(batch.rows.tolist(), kl.tolist(), valid.tolist(), strict=True) if scored}
-        columns = {"reward": scores.column(total), "kl": [kl_of.get(row) for row in range(len(total))]}
+        columns: dict[str, Any] = {"reward": scores.column(total)}
+        if kl is not None:
+            spent = zip(batch.rows.tolist(), kl.sum(-1).tolist(), valid.tolist(), strict=True)
+            kl_of = {row: x for row, x, scored in spent if scored}
+            columns["kl"] = [kl_of.get(row) for row in range(len(total))]
         mean, std = mean_and_std(scores, total)
         metrics: Metrics = {"reward": mean, "score_std": std}
         count = len(total)

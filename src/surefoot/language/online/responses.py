@@ -96,7 +96,8 @@ class ScoredResponses:
     """final rewards"""
     valid: Tensor
     """False without a score"""
-    kl: Tensor
+    kl: Tensor | None
+    """None without a reference"""
     lengths: Tensor
     ended: Tensor
     gold: tuple[Tensor, Tensor] | None
@@ -111,12 +112,12 @@ class ScoredResponses:
 def concat_scored(parts: Sequence[ScoredResponses]) -> ScoredResponses:
     """The responses of several ranks."""
     first = parts[0]
-    tensors = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in ("total", "valid", "kl", "lengths", "ended")
-    }
+    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("total", "valid", "lengths", "ended")}
+    kl = [part.kl for part in parts if part.kl is not None]
     gold = [part.gold for part in parts if part.gold is not None]
     return ScoredResponses(
         **tensors,
+        kl=torch.cat(kl) if kl else None,
         gold=(torch.cat([x for x, _ in gold]), torch.cat([valid for _, valid in gold])) if gold else None,
         ids=[ids for part in parts for ids in part.ids],
         turns=None if first.turns is None else [turns for part in parts for turns in part.turns or ()],

@@ -115,7 +115,9 @@ class LanguageWorld:
         """Move the policy to its device, then the reference; sharded models part by part."""
         if self.sharding is None:
             self.policy.to(self.recipe.device)
-            self.reference = self._reference().to(self.recipe.device)
+            self.reference = self._reference()
+            if self.reference is not None:
+                self.reference.to(self.recipe.device)
             return
         shard_role(self.policy, self.sharding)
         with nullcontext() if self.base is None else gathered(self.policy):
@@ -125,7 +127,7 @@ class LanguageWorld:
         models += [
             part.model for part in parts_of(self.reward) if isinstance(part, ModelReward) and not shares_base(part.model)
         ]
-        if self.base is None:
+        if self.reference is not None and self.reference.base is None:
             models.append(self.reference.policy)
         for model in models:
             shard_role(model, self.sharding, frozen=True)
@@ -281,8 +283,11 @@ class LanguageWorld:
         scores.backbone.requires_grad_(True)
         return Critic.from_reward_trunk(scores.backbone, scores.head, float(scores.mean), float(scores.std))
 
-    def _reference(self) -> ReferencePolicy:
+    def _reference(self) -> ReferencePolicy | None:
+        """The reference; None if nothing reads it."""
         recipe, name = self.recipe, self.recipe.reference.model
+        if not recipe.has_reference:
+            return None
         if name is None:
             fresh = load_base(recipe)[0] if self.sharding is not None and self.base is None else None
             return ReferencePolicy(self.policy, self.base, fresh)
@@ -300,7 +305,7 @@ class LanguageWorld:
         recipe, reuse = self.recipe, self.recipe.objective.reuse
         count = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         critic = sum(p.numel() for p in self.policy.critic_parameters())
-        frozen = f"{count - critic:,} frozen in the reference"
+        frozen = "no reference" if self.reference is None else f"{count - critic:,} frozen in the reference"
         if self.base is not None:
             frozen = f"{sum(p.numel() for p in self.policy.parameters()) - count:,} frozen, which all roles share"
         epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
@@ -333,7 +338,7 @@ class LanguageWorld:
         models: dict[str, Any] = {}
         if self.recipe.reference.model is not None:
             models = {f"reference.model={self.recipe.reference.model!r}": self.reference}
-        elif self.base is None:
+        elif self.base is None and self.reference is not None:
             models = {f"reference of model={self.recipe.model!r}": self.reference}
         parts = parts_of(self.reward)
         models |= {f"reward.terms model={part.path!r}": part.model for part in parts if isinstance(part, ModelReward)}
@@ -419,7 +424,7 @@ class LanguageWorld:
             return mean_log_likelihood(log_probs)
 
     def evaluate_responses(self, responses: Responses, shared: bool = False) -> EvaluationReport:
-        """Reward, gold if there is one, KL to the reference, length and diversity.
+        """Reward, gold if there is one, KL to the reference if there is one, length and diversity.
 
         The score is the reward less β·KL. With an adapted β it is the reward, or −∞ if the KL is more than ``BEST_KL_FACTOR``
         times its target.
@@ -429,10 +434,11 @@ class LanguageWorld:
         scored = self._scored(responses, together if shared else nullcontext)
         if shared and world_size() > 1:
             scored = concat_scored(exchange(scored))
-        reward, mean_kl = mean_of(scored.total, scored.valid), float(scored.kl.mean())
-        metrics: Metrics = {
-            "held_out_reward": reward,
-            "held_out_kl": mean_kl,
+        reward, mean_kl = mean_of(scored.total, scored.valid), 0.0
+        metrics: Metrics = {"held_out_reward": reward}
+        if scored.kl is not None:
+            metrics["held_out_kl"] = mean_kl = float(scored.kl.mean())
+        metrics |= {
             "held_out_length": float(in_float64(scored.lengths).mean()),
             "held_out_eos_rate": eos_rate(scored.ended),
             "held_out_distinct_2": distinct_n(scored.ids, 2),
@@ -449,19 +455,22 @@ class LanguageWorld:
         return EvaluationReport(score, metrics, scored.rows)
 
     def _scored(self, responses: Responses, agreed: Callable[[], AbstractContextManager[None]]) -> ScoredResponses:
-        """Score responses and measure their KL to the reference; an error within ``agreed`` is one for all ranks."""
+        """Score responses, and measure their KL to a reference; an error within ``agreed`` is one for all ranks."""
         samples = responses.samples
         with whole(self.collector.reward_roots), agreed():
             scores = responses.score_with(self.reward)
             total = final_rewards(scores, samples, self.recipe)
         inputs = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}
         budget = self.collector.budget
-        with gathered(self.policy), agreed():
-            log_probs = in_micro_batches(self.policy, inputs, samples.actions, samples.mask, *budget).log_probs
-        with gathered(self.collector.reference_root), agreed():
-            ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, samples.actions, samples.mask, *budget)
-        kl = kl_k1(log_probs, ref_log_probs).sum(-1)
-        columns: dict[str, Any] = {"reward": scores.column(total), "kl": kl.tolist()}
+        kl = None
+        columns: dict[str, Any] = {"reward": scores.column(total)}
+        if self.reference is not None:
+            with gathered(self.policy), agreed():
+                log_probs = in_micro_batches(self.policy, inputs, samples.actions, samples.mask, *budget).log_probs
+            with gathered(self.collector.reference_root), agreed():
+                ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, samples.actions, samples.mask, *budget)
+            kl = kl_k1(log_probs, ref_log_probs).sum(-1).cpu()
+            columns["kl"] = kl.tolist()
         gold = None
         if self.gold is not None:
             with agreed():
@@ -471,7 +480,7 @@ class LanguageWorld:
         return ScoredResponses(
             total=total.cpu(),
             valid=scores.valid.cpu(),
-            kl=kl.cpu(),
+            kl=kl,
             lengths=samples.mask.sum(-1).cpu(),
             ended=samples.ended.cpu(),
             gold=gold,
