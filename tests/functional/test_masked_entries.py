@@ -74,6 +74,12 @@ MASKED: dict[str, Masked] = {
         lambda x, mask: F.expert_load(torch.stack((x, -x), -1).flatten(0, 1), 1, mask.flatten())[1],
     ),
     "sequence_ratio": Masked(lambda p, q, mask: F.sequence_ratio(p, q, mask), 2),
+    "sampler_ratio": Masked(lambda p, q, mask: F.sampler_ratio(p, q, mask), 2),
+    "sampler_ratio of responses": Masked(lambda p, q, mask: F.sampler_ratio(p, q, mask, sequence=True), 2),
+    "importance_weights": Masked(lambda p, q, mask: F.importance_weights(p, q, 2.0, mask=mask), 2),
+    "importance_weights masked by response": Masked(
+        lambda p, q, mask: F.importance_weights(p, q, 2.0, "sequence_mask", mask), 2
+    ),
     "aggregate": Masked(lambda x, mask: F.aggregate(x, mask, "token-mean")),
     "aggregate sequence-mean": Masked(lambda x, mask: F.aggregate(x, mask, "sequence-mean")),
     "aggregate sequence-sum": Masked(lambda x, mask: F.aggregate(x, mask, "sequence-sum")),
