@@ -156,6 +156,8 @@ def test_a_missing_or_foreign_shard_is_one_line(folder: Path, tmp_path: Path) ->
     (checkpoint / "agent.00001.safetensors").unlink()
     with pytest.raises(SurefootError, match=r"agent\.00001\.safetensors is missing"):
         surefoot.resume(tmp_path / "run", steps=36)
+    for line in on_ranks(2, lambda rank: surefoot.resume(tmp_path / "run", steps=36), tmp_path / "resumed"):
+        assert "agent.00001.safetensors is missing" in line
     table = json.loads((tmp_path / "copy" / "agent.json").read_text())
     name = next(iter(table))
     for pieces, message in (([], "do not make it up"), ([["../x", name, [[0, 10**9]]]], "do not make it up")):

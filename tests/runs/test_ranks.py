@@ -1,7 +1,9 @@
 """Several ranks are one run: the same data split between them, one folder, one decision to stop, and one error for all."""
 
 import os
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,11 +17,13 @@ from ranked import finish, on_ranks, start_ranks
 import surefoot
 from surefoot import SurefootError, demos
 from surefoot.control.world import ControlWorld
+from surefoot.core import ranks
 from surefoot.core.distributed import check_same_weights, exchange, on_first, rank, share, together, world_size
 from surefoot.core.learner import Learner
 from surefoot.core.ranks import first_host, join_ranks, launch_of
 from surefoot.errors import NotFiniteError
 from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import make_recipe
 from surefoot.runs import session as sessions
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.runs.display import Display
@@ -282,6 +286,83 @@ def test_too_few_environments_for_the_ranks_are_rejected_before_the_folder_is_ma
     results = trained(tmp_path / "run", rollout={"environments": 1, "steps": 32})
     assert all("rollout.environments=1: too few for 2 ranks; set at least 2" in result for result in results)
     assert not (tmp_path / "run").exists()
+
+
+DIFFERENT = {
+    "version": "ranks: rank 1 runs surefoot 9.9, torch .*, rank 0 surefoot .*; install the same versions on all machines",
+    "checkout": "ranks: rank 1 runs the code 0123, rank 0 the code .*; use the same checkout on all machines",
+    "command": "ranks: rank 1 runs surefoot resume, rank 0 surefoot train; start the same command on all machines",
+    "recipe": "ranks: the recipe of rank 1 differs from that of rank 0 .seed: 1 -> 2.; start all ranks with the same one",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ_are_rejected_on_all_ranks_before_the_folder_is_made(what, tmp_path, monkeypatch):
+    def body(number):
+        if what == "version" and number:
+            monkeypatch.setattr(surefoot, "__version__", "9.9")
+        if what == "checkout" and number:
+            monkeypatch.setattr(ranks, "_hash_of_source", lambda folder: "0123")
+        if what == "command":
+            monkeypatch.setattr(sys, "argv", ["surefoot", ("train", "resume")[number]])
+        fields = {**RECIPE, "seed": 1 + (number if what == "recipe" else 0)}
+        surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "run", **fields)
+
+    for result in on_ranks(2, body, tmp_path / "results"):
+        assert re.fullmatch(f"SurefootError: {DIFFERENT[what]}", result), result
+    assert not (tmp_path / "run").exists()
+
+
+BATCHES = [
+    ("control", {"rollout": {"environments": 1}}, "rollout.environments=1: too few for 2 ranks; set at least 2"),
+    (
+        "control",
+        {"rollout": {"environments": 3, "steps": 4}, "objective": {"reuse": {"epochs": 1, "minibatches": 6}}},
+        "objective.reuse.minibatches=6: a rank has only 4 of the rows of rollout.environments=3 on 2 ranks; set at most 4, or "
+        "a larger rollout.environments",
+    ),
+    ("sft", {"data": {"batch": 1}}, "data.batch=1: too few for 2 ranks; set at least 2"),
+    ("language", {"sampling": {"prompts": 1}}, "sampling.prompts=1: too few for 2 ranks; set at least 2"),
+    (
+        "language",
+        {"algorithm": "GRPO", "sampling": {"prompts": 1, "samples": 4}},
+        "sampling.prompts=1: too few for 2 ranks; set at least 2",
+    ),
+    (
+        "language",
+        {"sampling": {"prompts": 4}, "objective": {"reuse": {"epochs": 1, "minibatches": 4}}},
+        "objective.reuse.minibatches=4: a rank has only 2 of the rows of sampling.prompts=4 on 2 ranks; set at most 2, or a "
+        "larger sampling.prompts",
+    ),
+    (
+        "language",
+        {"sampling": {"prompts": 4}, "mixing": {"sft_coefficient": 1.0, "demonstrations": "d", "batch": 1}},
+        "mixing.batch=1: too few for 2 ranks; set at least 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), BATCHES)
+def test_a_batch_that_does_not_give_every_rank_enough_is_one_line(kind, fields, message):
+    tables = {
+        "control": {"task": "CartPole-v1", "objective": {"reuse": {"epochs": 1, "minibatches": 1}}},
+        "sft": {"kind": "sft", "model": "m", "data": {"train": "t"}},
+        "language": {
+            "kind": "language",
+            "model": "m",
+            "data": {"train": "t"},
+            "reward": {"terms": [{"function": "f:g"}]},
+            "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
+        },
+    }
+    recipe = make_recipe(merged(tables[kind], fields))
+    recipe.check_ranks(1)
+    with pytest.raises(SurefootError, match=f"^{re.escape(message)}$"):
+        recipe.check_ranks(2)
+
+
+def merged(table, changes):
+    return {**table, **{name: {**table.get(name, {}), **x} if isinstance(x, dict) else x for name, x in changes.items()}}
 
 
 # ---- the exchanges themselves ---------------------------------------------------------------------------------------

@@ -159,10 +159,6 @@ def training_environments(
     Raises SurefootError when the backend does not have the task, or the task can't be made.
     """
     rollout, arguments, seed = recipe.rollout, recipe.environment, recipe.seed
-    if rollout.environments < world_size():
-        raise SurefootError(
-            f"rollout.environments={rollout.environments}: too few for {world_size()} ranks; set at least {world_size()}"
-        )
     numbers = share(rollout.environments) if count is None else range(count)
     first, count = numbers.start, len(numbers)
     if rollout.backend == "workers":

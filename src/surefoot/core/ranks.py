@@ -6,6 +6,7 @@ fails leaves its message for the others, whose next exchange fails. Importing th
 
 import atexit
 import contextlib
+import hashlib
 import os
 import re
 import sys
@@ -208,17 +209,30 @@ def first_host(nodes: str) -> str:
 
 
 def _check_versions() -> None:
+    """Raise SurefootError, on every rank, if one runs another version, other code or another command than the first."""
     import torch
 
     from surefoot.core.distributed import exchange
 
-    mine = f"surefoot {sys.modules['surefoot'].__version__}, torch {torch.__version__}"
-    everyone = exchange(mine)
-    if different := [number for number, version in enumerate(everyone) if version != everyone[0]]:
-        raise SurefootError(
-            f"ranks: rank {different[0]} runs {everyone[different[0]]}, rank 0 {everyone[0]}; install the same versions on all "
-            "machines"
-        )
+    package = sys.modules["surefoot"]
+    version = f"surefoot {package.__version__}, torch {torch.__version__}"
+    source = f"the code {_hash_of_source(Path(str(package.__file__)).parent)}"
+    ours = Path(sys.argv[0]).name in ("surefoot", "__main__.py")
+    command = " ".join(["surefoot", *sys.argv[1:2]]) if ours else "a script"
+    everyone = exchange((version, source, command))
+    kinds = ("install the same versions", "use the same checkout", "start the same command")
+    for number, mine in enumerate(everyone):
+        for theirs, first, remedy in zip(mine, everyone[0], kinds, strict=True):
+            if theirs != first:
+                raise SurefootError(f"ranks: rank {number} runs {theirs}, rank 0 {first}; {remedy} on all machines")
+
+
+def _hash_of_source(folder: Path) -> str:
+    """Of every file of Python in a package."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def note(key: str, value: str | None = None) -> str | None:

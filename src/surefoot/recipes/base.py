@@ -173,6 +173,9 @@ class Recipe(Section):
         """A recipe's tables, with the defaults that depend on other fields. The objective's table is complete already."""
         return table
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise SurefootError if a batch does not give every one of several ranks enough rows."""
+
     @property
     def trained(self) -> str:
         """The name of the task or model."""
@@ -208,6 +211,18 @@ def nearest_divisor(total: int, wanted: int) -> int:
     """The divisor of ``total`` that is nearest to ``wanted``, the smaller of two; for suggestions in errors."""
     below = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
     return min((*below, *(total // d for d in below)), key=lambda d: (abs(d - wanted), d))
+
+
+def check_shares(field: str, count: int, ranks: int, rows: int = 1, minibatches: int = 1) -> None:
+    """Raise SurefootError unless each rank's share of ``count`` things, of ``rows`` rows each, has a row for each minibatch."""
+    if count < ranks:
+        raise SurefootError(f"{field}={count}: too few for {ranks} ranks; set at least {ranks}")
+    smallest = count // ranks * rows
+    if smallest < minibatches:
+        raise SurefootError(
+            f"objective.reuse.minibatches={minibatches}: a rank has only {smallest} of the rows of {field}={count} on {ranks} "
+            f"ranks; set at most {smallest}, or a larger {field}"
+        )
 
 
 def check_iteration_size(total: int, unit: str, first: tuple[str, int], second: tuple[str, int]) -> None:

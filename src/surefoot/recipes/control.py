@@ -23,6 +23,7 @@ from surefoot.recipes.base import (
     Size,
     Width,
     check_iteration_size,
+    check_shares,
     names_in,
     nearest_divisor,
 )
@@ -190,6 +191,13 @@ class ControlRecipe(Recipe):
                 f"optimizer.micro_batch_tokens={self.optimizer.micro_batch_tokens}: counts tokens of text, and control has "
                 "none; set optimizer.micro_batch"
             )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Every rank has an environment, and rows for all minibatches."""
+        rollout, reuse = self.rollout, self.objective.reuse
+        rows = 1 if self.network.lstm else rollout.steps
+        minibatches = reuse.minibatches if reuse and not self.objective.needs_whole_episodes else 1
+        check_shares("rollout.environments", rollout.environments, ranks, rows, minibatches)
 
     def _check_backend(self) -> None:
         """Workers need their backend; vector environments can't collect whole episodes."""

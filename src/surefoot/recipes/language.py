@@ -22,6 +22,7 @@ from surefoot.recipes.base import (
     TraceSettings,
     Width,
     check_iteration_size,
+    check_shares,
     nearest_divisor,
 )
 from surefoot.recipes.callables import GOLD, term_field
@@ -499,6 +500,10 @@ class SupervisedRecipe(ModelRecipe):
         """γ = 0: every token earns its own reward of 1."""
         return {"gamma": 0.0}
 
+    def check_ranks(self, ranks: int) -> None:
+        """Every rank has a row of each batch."""
+        check_shares("data.batch", self.data.batch, ranks)
+
     @pydantic.model_validator(mode="after")
     def _check_objective(self) -> "SupervisedRecipe":
         rate = self.optimizer.critic_learning_rate
@@ -713,6 +718,14 @@ class LanguageRecipe(ModelRecipe):
         """Demonstrations per update, if any are mixed in."""
         reuse = self.objective.reuse
         return self.mixing.batch or self.responses // (reuse.minibatches if reuse else 1)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Every rank has a prompt, responses for all minibatches, and a demonstration if some are mixed in."""
+        reuse = self.objective.reuse
+        minibatches = reuse.minibatches if reuse else 1
+        check_shares("sampling.prompts", self.sampling.prompts, ranks, self.sampling.samples, minibatches)
+        if self.mixing.sft_coefficient:
+            check_shares("mixing.batch", self.mixed_batch, ranks)
 
     @property
     def max_response_tokens(self) -> int:

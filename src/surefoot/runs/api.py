@@ -15,7 +15,7 @@ from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import from_first, on_first, rank, together
+from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
 from surefoot.core.ranks import choose_gpu, join_ranks, note
 from surefoot.core.rollout import World
 from surefoot.errors import SurefootError
@@ -38,7 +38,7 @@ from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, 
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, require
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
-from surefoot.runs.folder import ROWS, RunFolder, checkpoint_to_load, is_model, kind_of
+from surefoot.runs.folder import ROWS, RunFolder, checkpoint_to_load, is_model, kind_of, table_differences
 from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
@@ -180,6 +180,8 @@ def start(
         if on_first(lambda: _is_finished(run_dir, recipe)):
             return load(run_dir)
         return _continue(run_dir, lambda recipe: functions or {}, display, callback, several, task, agent)
+    _check_same(recipe)
+    recipe.check_ranks(world_size())
     recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
     main, folder, world = rank() == 0, None, None
     try:
@@ -261,6 +263,7 @@ def _continue(
         with together():
             folder = RunFolder.open(run_dir) if rank() == 0 else None
         recipe, checkpoint, began_in = on_first(lambda: _to_continue(folder, steps))
+        recipe.check_ranks(world_size())
         with together():
             choose_gpu(recipe.device)
             functions = functions_of(recipe)
@@ -288,6 +291,20 @@ def _continue(
             folder.close()
         if world is not None:
             world.close()
+
+
+def _check_same(recipe: Recipe) -> None:
+    """Raise SurefootError, on every rank, if ranks have other recipes than the first."""
+    if world_size() == 1:
+        return
+    tables = exchange(to_table(recipe))
+    for number, table in enumerate(tables):
+        if lines := table_differences(tables[0], table):
+            more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+            raise SurefootError(
+                f"ranks: the recipe of rank {number} differs from that of rank 0 ({'; '.join(lines[:3])}{more}); start all "
+                "ranks with the same one"
+            )
 
 
 def _to_continue(folder: RunFolder | None, steps: int | None) -> tuple[Recipe, Path | None, str | None]:

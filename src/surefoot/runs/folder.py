@@ -345,6 +345,11 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
     return lines
 
 
+def table_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """How two recipe tables differ; saved rows are compared by content, wherever they are."""
+    return differences(_by_content(before), _by_content(after))
+
+
 def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number.
 
@@ -353,7 +358,7 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     free = tuple(f"{name}: " for name in ("steps", *FREE))
     with contextlib.suppress(SurefootError):
         before = to_table(make_recipe(before))  # of an older version: a field that it did not know has its default
-    return [line for line in differences(_by_content(before), _by_content(to_table(recipe))) if not line.startswith(free)]
+    return [line for line in table_differences(before, to_table(recipe)) if not line.startswith(free)]
 
 
 def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:
