@@ -49,6 +49,7 @@ from surefoot.language.memory.passes import (
 )
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.rewards.model import BATCH_TOKENS
+from surefoot.language.sampling.rows import chunk_of, rows_that_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -112,6 +113,10 @@ class Workload:
     """demonstrations in every update"""
     rounds: int = 1
     """limit of sampling rounds in an iteration"""
+    sampled: int | None = None
+    """responses that are sampled at a time; 0: elsewhere; None: as many as fit into ``memory``"""
+    memory: int | None = None
+    """of the device, in bytes; None: unknown, so all responses are sampled together"""
     micro_batch: int | None = None
     micro_batch_tokens: int | None = None
     adapter: "AdapterSettings | None" = None
@@ -417,6 +422,8 @@ class _Estimator:
 
     def sampling(self) -> PhaseMemory:
         s = self.workload
+        if s.sampled == 0:
+            return PhaseMemory({"batch": s.responses * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens) + s.held})
         phases = [self._drawing(s.responses // s.samples, s.samples)]
         if s.evaluated > s.responses // s.samples:  # otherwise no more than sampling for training
             phases.append(self._drawing(s.evaluated, 1))
@@ -432,13 +439,15 @@ class _Estimator:
 
     def _drawing(self, prompts: int, samples: int) -> PhaseMemory:
         s = self.workload
-        read = self.counted("sampling", lambda: passes.prompt_reading(s.policy, prompts, s.prompt, s.adapter, **self.low))
-        shape = (prompts, samples, s.prompt, s.max_tokens)
+        rows = s.sampled or rows_that_fit(s.policy, s.prompt + s.max_tokens, WEIGHT, s.memory)
+        some, part = chunk_of(prompts, samples, rows)
+        read = self.counted("sampling", lambda: passes.prompt_reading(s.policy, some, s.prompt, s.adapter, **self.low))
+        shape = (some, part, s.prompt, s.max_tokens)
         last = self.counted("sampling", lambda: passes.decoding(s.policy, *shape, s.temperature, s.adapter, **self.low))
-        rows = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
+        batch = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
         if read.peak > last.peak:
-            return PhaseMemory({"reading prompts": read.peak, "batch": rows})
-        return PhaseMemory({**last.kept, "logits and work": last.peak - sum(last.kept.values()), "batch": rows})
+            return PhaseMemory({"reading prompts": read.peak, "batch": batch})
+        return PhaseMemory({**last.kept, "logits and work": last.peak - sum(last.kept.values()), "batch": batch})
 
     def scoring(self) -> PhaseMemory:
         s = self.workload
@@ -504,6 +513,9 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if learned.rows > workload.least_rows:
         tokens = workload.width * workload.sides
         yield f"optimizer.micro_batch_tokens = {tokens}", replace(workload, micro_batch_tokens=tokens)
+    eighth = workload.responses // 8
+    if workload.kind == "language" and eighth and workload.sampled != 0 and eighth < (workload.sampled or workload.responses):
+        yield f"sampling.rows = {eighth}", replace(workload, sampled=eighth)
     if not workload.bf16:
         yield 'precision = "bfloat16"', replace(workload, bf16=True)
     if workload.value == "own":

@@ -257,6 +257,8 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         responses=recipe.responses,
         samples=recipe.sampling.samples,
         rounds=recipe.sampling.rounds,
+        sampled=0 if recipe.samples_on_server else recipe.sampling.rows,
+        memory=total_memory(recipe.device),
         prompt=1,
         response=1,
         max_tokens=recipe.max_response_tokens,
@@ -378,6 +380,27 @@ def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) ->
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     limits = [machine_memory(proc), address_space(proc), *(group_memory(folder) for folder in control_groups(proc, cgroups))]
     return min((size for size in limits if size is not None), default=None)
+
+
+def total_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Bytes of the device, free or not; None if unknown. On a CPU the least of the machine's and the control groups' limits."""
+    kind, _, _ = device.partition(":")
+    if kind == "cuda":
+        return int(torch.cuda.mem_get_info(torch.device(device))[1])
+    if kind == "mps":
+        return int(torch.mps.recommended_max_memory())
+    limits = [_fields(proc / "meminfo").get("MemTotal"), *(group_limit(folder) for folder in control_groups(proc, cgroups))]
+    return min((size for size in limits if size is not None), default=None)
+
+
+def group_limit(group: Path) -> int | None:
+    """The most that a control group allows; None without a limit."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            return int((group / name).read_text())
+        except (OSError, ValueError):  # missing, or "max"
+            continue
+    return None
 
 
 def machine_memory(proc: Path = PROC) -> int | None:

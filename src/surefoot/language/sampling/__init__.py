@@ -28,6 +28,7 @@ from surefoot.language.sampling.kv_cache import (
     cache_is_exact,
     read_prompts,
 )
+from surefoot.language.sampling.rows import chunk_of
 
 if TYPE_CHECKING:
     from surefoot.language.data.tokens import Tokens
@@ -144,14 +145,10 @@ def sample(
 
 def row_chunks(prompts: int, samples: int, rows: int | None) -> Iterator[tuple[range, range]]:
     """The prompts and samples that are drawn at a time, at most ``rows`` responses: whole prompts, or parts of one."""
-    rows = rows or prompts * samples
-    whole = rows // samples
-    if whole:
-        yield from ((range(start, min(start + whole, prompts)), range(samples)) for start in range(0, prompts, whole))
-        return
-    for prompt in range(prompts):
-        for start in range(0, samples, rows):
-            yield range(prompt, prompt + 1), range(start, min(start + rows, samples))
+    whole, part = chunk_of(prompts, samples, rows)
+    for prompt in range(0, prompts, whole):
+        for start in range(0, samples, part):
+            yield range(prompt, min(prompt + whole, prompts)), range(start, min(start + part, samples))
 
 
 class _Responses:

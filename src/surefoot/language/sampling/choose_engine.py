@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.memory.check import total_memory
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.sampling import Samples, sample
 from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.engines import Engine, EngineName, Request
 from surefoot.language.sampling.fast_decode import why_not_packed
+from surefoot.language.sampling.rows import rows_that_fit
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.language import LanguageRecipe
 
@@ -18,7 +20,7 @@ class InProcess:
     """The engines "packed" and "model": decode with the trainer's own weights in this process.
 
     name   None: packed weights wherever they are exact
-    rows   most responses at a time; None: all of a request
+    rows   most responses at a time; None: as many as fit into ``CACHE_SHARE`` of the device's memory
     """
 
     exact = True
@@ -26,6 +28,7 @@ class InProcess:
     def __init__(self, model: Any, name: Literal["packed", "model"] | None = None, rows: int | None = None) -> None:
         self.model, self.asked, self.rows = model, name, rows
         self.version: int | None = None
+        self.memory = total_memory(str(model.device))
         why_not = why_not_packed(model)
         if name == "packed" and why_not is not None:
             raise SurefootError(f"sampling.engine='packed': {why_not}; set engine = 'auto' or 'model'")
@@ -37,13 +40,18 @@ class InProcess:
 
     def sample(self, request: Request) -> Samples:
         settings = {**vars(request), "seeds": () if request.greedy else request.seeds}
-        drawn = sample(self.model, **settings, path="model" if self.asked == "model" else None, rows=self.rows)
+        drawn = sample(self.model, **settings, path="model" if self.asked == "model" else None, rows=self.rows_for(request))
         if self.asked == "packed" and drawn.path != "packed" and request.max_tokens > 1:  # the prompts give the first token
             raise SurefootError(
                 "sampling.engine='packed': packed weights give other log-probabilities than the model's forward pass, or its "
                 "cache is of another kind; set engine = 'auto'"
             )
         return replace(drawn, version=self.version)
+
+    def rows_for(self, request: Request) -> int | None:
+        """Responses that are drawn at a time."""
+        longest = max(map(len, request.prompts), default=0) + request.max_tokens
+        return self.rows or rows_that_fit(self.model.config, longest, self.model.dtype.itemsize, self.memory)
 
     def close(self) -> None:
         pass

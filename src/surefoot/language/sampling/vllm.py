@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PROBE = 24
 """tokens of a probe that the server reads, and a third as many that it samples"""
+UNNAMED = "default"
+"""the version of the weights that a server starts with"""
 POLL = 0.2
 """seconds between two looks at the version of the server's weights"""
 
@@ -63,7 +65,9 @@ class VllmServer:
         self.run = from_first(secrets.token_hex(4))
         """part of every version, so that weights of another run are not taken for this run's"""
         self.sent, self.label = 0, ""
-        """how often weights were sent, and the version on the server"""
+        """how many weights were sent, and the name of the last ones on the server"""
+        self.checksum: int | None = None
+        """of the weights that were sent"""
         self.weights = None if self.settings.weights is None else Path(self.settings.weights).expanduser()
         self.remove: Any = None
         """removes a temporary folder of weights"""
@@ -90,16 +94,20 @@ class VllmServer:
     # ---- weights ----
 
     def use(self, version: int | None) -> None:
-        """Send the trainer's weights, unless the server has this version of them."""
-        if version is not None and version == self.version:
-            return
-        self.sent += 1
-        self.label = f"{self.run}-{self.sent}-{'start' if version is None else version}"
+        """Send the trainer's weights, unless the server has them; again to a server that was started again."""
+        fresh = False
+        if version is None or version != self.version:
+            total = checksum(self.model)
+            if fresh := total != self.checksum:
+                self.checksum, self.sent = total, self.sent + 1
+                self.label = f"{self.run}-{self.sent}-{'start' if version is None else version}"
         with self._connected():
-            if rank() == 0:
-                self._send()
-            else:
+            if rank() != 0:
                 self._wait_for_label()
+            elif (found := self._label_on_server()) != self.label:
+                if not fresh and found != UNNAMED:
+                    raise self._other_weights(found)
+                self._send()
         self.version = version
 
     def _send(self) -> None:
@@ -137,6 +145,10 @@ class VllmServer:
 
     def _label_on_server(self) -> str:
         return str(self._get("weight_info").get("weight_version"))
+
+    def _other_weights(self, found: str) -> SurefootError:
+        what = "it was started again" if found == UNNAMED else "another run uses it; give each run its own server"
+        return self._error(f"its weights are {found}, not {self.label}: {what}, then resume from the last checkpoint")
 
     def _probe(self) -> None:
         """Compare the server's log-probabilities with the trainer's, of given tokens and of sampled ones.
@@ -207,7 +219,7 @@ class VllmServer:
                 raise self._error(problems[0])
             label = None if down.is_set() else self._label_on_server()
         if label not in (None, self.label):
-            raise self._error(f"its weights are {label}, not {self.label}: another run uses it; give each run its own server")
+            raise self._other_weights(label)
         device = self.model.get_input_embeddings().weight.device
         return samples_of(request, answers, device, "vllm", self.version)
 
@@ -319,6 +331,15 @@ class VllmServer:
                 shutil.rmtree(old, ignore_errors=True)
         if self.remove is not None:
             self.remove()
+
+
+def checksum(model: torch.nn.Module) -> int:
+    """The sum of all bits of a model's weights, read as whole numbers: other weights have another sum."""
+    total = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
+        total += int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))
+    return total
 
 
 def serve_command(recipe: LanguageRecipe, folder: str, longest: int) -> str:
